@@ -24,7 +24,7 @@ from deformer_stream.kernels import build
 from deformer_stream.kernels.cpu import is_supported
 from deformer_stream.model.deformer import PRESETS, DEformer
 from deformer_stream.model.schema import Feature, Schema
-from tests.connectors.raw import batch, varint
+from tests.connectors.raw_batches import encode_batch, encode_varint
 
 BATCH_MESSAGES = 500
 """Messages of a record batch: as many as a producer gathers in a few milliseconds at the rates measured here."""
@@ -32,7 +32,7 @@ OUTLIER_VALUE = 1e9
 """A value that is so improbable that its record raises an alert at once."""
 ACKNOWLEDGEMENT_BYTES = 4 + 2 + 8 + 8 + 8
 """Bytes of a broker's response per partition: number, error code, offset, time, and start of the log."""
-_VARINT = [varint(n) for n in range(2**14)]
+_VARINT = [encode_varint(n) for n in range(2**14)]
 
 
 def make_schema(features: int) -> Schema:
@@ -140,10 +140,10 @@ def encode_records(messages: list[tuple[bytes | None, bytes]]) -> bytes:
     """Encode messages, key and value each, as the records of one Kafka record batch."""
     parts = []
     for place, (key, value) in enumerate(messages):
-        length = _VARINT[len(value)] if len(value) < len(_VARINT) else varint(len(value))
+        length = _VARINT[len(value)] if len(value) < len(_VARINT) else encode_varint(len(value))
         owner = b"\1" if key is None else _VARINT[len(key)] + key
         body = b"\0\0" + _VARINT[place] + owner + length + value + b"\0"
-        parts += [_VARINT[len(body)] if len(body) < len(_VARINT) else varint(len(body)), body]
+        parts += [_VARINT[len(body)] if len(body) < len(_VARINT) else encode_varint(len(body)), body]
     return b"".join(parts)
 
 
@@ -177,7 +177,7 @@ class ProduceConnection:
         body = struct.pack(">hhih4s", 0, 7, 1, 4, b"feed") + struct.pack(">hhi", -1, 1, 30_000)
         body += struct.pack(">ih", 1, len(name)) + name + struct.pack(">i", len(batches))
         for partition, records, count in batches:
-            data = batch(records, count, 0, int(now * 1000))
+            data = encode_batch(records, count, 0, int(now * 1000))
             body += struct.pack(">ii", partition, len(data)) + data
         self._socket.sendall(struct.pack(">i", len(body)) + body)
         self._sent += 1

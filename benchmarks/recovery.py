@@ -25,7 +25,7 @@ from benchmarks.command import describe_machine, format_today, publish_results
 from benchmarks.tables import format_markdown_header, format_markdown_row
 from connectors.kafka import ensure_topics, produce
 from tests.conftest import load_broker_script
-from tests.integration.programs import Cluster, Consume
+from tests.integration.programs import Cluster, RunningConsumer
 from tests.models import SCHEMA, draw_rows, write_model
 
 TIMEOUT_SECONDS = 600.0
@@ -76,15 +76,15 @@ def generate_messages(num_records: int, num_readings: int) -> Iterator[tuple[byt
             yield record_id.encode(), json.dumps(event).encode(), None
 
 
-def measure_ready_seconds(consumer: Consume, start: float) -> float:
+def measure_ready_seconds(consumer: RunningConsumer, start: float) -> float:
     """Wait until the consumer is ready and return the seconds since `start`, a time of `time.monotonic`."""
     while True:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{consumer.port}/readyz", timeout=1):
                 return time.monotonic() - start
         except (urllib.error.URLError, OSError):
-            assert consumer.process.poll() is None, consumer.said()
-            assert time.monotonic() - start < TIMEOUT_SECONDS, consumer.said()
+            assert consumer.process.poll() is None, consumer.read_log()
+            assert time.monotonic() - start < TIMEOUT_SECONDS, consumer.read_log()
             time.sleep(0.02)
 
 
@@ -98,15 +98,15 @@ def measure_restarts(num_records: int, num_readings: int, num_kills: int) -> Mea
         ensure_topics(broker.bootstrap, {name: {"num_partitions": NUM_PARTITIONS} for name in (topic, empty_topic)})
         model = write_model(folder / "model")
 
-        def start_consumer(name: str, number: int) -> Consume:
+        def start_consumer(name: str, number: int) -> RunningConsumer:
             options = ["--topic", name, "--group", name, "--bootstrap-servers", broker.bootstrap, "--model", model]
             options += ["--alerts", "", "--record-timeout", "1d", "--instance", "one"]
-            return Consume(folder / f"{name}-{number}.log", *options)
+            return RunningConsumer(folder / f"{name}-{number}.log", *options)
 
         num_sent = produce(broker.bootstrap, topic, generate_messages(num_records, num_readings))
         print(f"sent {num_sent} readings of {num_records} records", file=sys.stderr, flush=True)
         consumer = start_consumer(topic, 0)
-        consumer.wait_for(cluster.all_consumed(topic, topic), "all events", TIMEOUT_SECONDS)
+        consumer.wait_for(cluster.is_consumed(topic, topic), "all events", TIMEOUT_SECONDS)
         for number in range(1, num_kills + 1):
             time.sleep(SNAPSHOT_SECONDS)
             # The metric has to be read before the kill, because the next run starts at 0 bytes.
@@ -116,7 +116,7 @@ def measure_restarts(num_records: int, num_readings: int, num_kills: int) -> Mea
             start = time.monotonic()
             consumer = start_consumer(topic, number)
             measurements.ready_seconds.append(measure_ready_seconds(consumer, start))
-            restored = consumer.events("partition_restored")
+            restored = consumer.list_log_events("partition_restored")
             measurements.open_records = sum(line["open_records"] for line in restored)
             start = time.monotonic()
             with start_consumer(empty_topic, number) as empty_consumer:
@@ -127,9 +127,9 @@ def measure_restarts(num_records: int, num_readings: int, num_kills: int) -> Mea
     return measurements
 
 
-def sum_snapshot_bytes(consumer: Consume) -> int:
+def sum_snapshot_bytes(consumer: RunningConsumer) -> int:
     """Return the bytes of the snapshots of all partitions, from the consumer's metrics."""
-    metrics = consumer.metrics()
+    metrics = consumer.read_metrics()
     return int(sum(value for name, value in metrics.items() if name.startswith("deformer_snapshot_bytes")))
 
 

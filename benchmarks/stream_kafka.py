@@ -36,7 +36,7 @@ from connectors.kafka import ensure_topics
 from deformer_stream import model_store
 from deformer_stream.runtime.timing import limit_rate
 from tests.conftest import load_broker_script
-from tests.integration.programs import Cluster, Consume
+from tests.integration.programs import Cluster, RunningConsumer
 
 Rows = Iterator[dict[str, Any]]
 
@@ -54,7 +54,7 @@ READINGS_PER_MESSAGE = {"json": 1, "many": 4, "arrow": 1000}
 @contextmanager
 def _run_consumer(
     options: argparse.Namespace, folder: Path, bootstrap: str, topic: str, *words: str
-) -> Iterator[Consume]:
+) -> Iterator[RunningConsumer]:
     """Run `deformer-stream consume` on a topic within a `with` block, with a model of random weights."""
     model = folder / f"{options.preset}-{options.features}-{options.gaussians}"
     if not model.exists():
@@ -64,7 +64,7 @@ def _run_consumer(
     settings = [word for setting in options.set for word in ("--" + setting).split("=", 1)]
     arguments = ["--topic", topic, "--group", topic, "--bootstrap-servers", bootstrap, "--model", model, "--alerts", ""]
     log = folder / f"{topic}.log"
-    with Consume(log, *arguments, *settings, *words, variables={"OMP_NUM_THREADS": str(options.threads)}) as consumer:
+    with RunningConsumer(log, *arguments, *settings, *words, variables={"OMP_NUM_THREADS": str(options.threads)}) as consumer:
         yield consumer
 
 
@@ -73,7 +73,7 @@ def _create_topic(bootstrap: str) -> str:
     name = f"events-{uuid.uuid4().hex[:8]}"
     ensure_topics(bootstrap, {name: {"num_partitions": PARTITIONS}})
     with closing(Cluster(bootstrap)) as cluster:
-        cluster.ends(name)
+        cluster.read_end_offsets(name)
     return name
 
 
@@ -141,19 +141,19 @@ def throughput(options: argparse.Namespace, folder: Path) -> Rows:
             }
 
 
-def _wait_for_events(consumer: Consume, events: int) -> list[tuple[float, int]]:
+def _wait_for_events(consumer: RunningConsumer, events: int) -> list[tuple[float, int]]:
     """Wait until the consumer has accepted this many events; return the progress, times and numbers of events."""
     progress: list[tuple[float, int]] = []
     while not progress or progress[-1][1] < events:
-        assert consumer.process.poll() is None, consumer.said()
+        assert consumer.process.poll() is None, consumer.read_log()
         try:
-            accepted = int(consumer.metrics()["deformer_events_total"])
+            accepted = int(consumer.read_metrics()["deformer_events_total"])
         except (urllib.error.URLError, OSError):
             accepted = 0
         progress.append((time.monotonic(), accepted))
         last_progress = next(at for at, n in progress if n == accepted)
         assert time.monotonic() - last_progress < STALL_SECONDS, (
-            f"the consumer stopped at {accepted} of {events} events: {consumer.said()}"
+            f"the consumer stopped at {accepted} of {events} events: {consumer.read_log()}"
         )
         time.sleep(0.1)
     return progress
@@ -314,9 +314,9 @@ class _Alerts(threading.Thread):
         self._reader.close()
 
 
-def _read_lag(consumer: Consume) -> int:
+def _read_lag(consumer: RunningConsumer) -> int:
     """Return the consumer lag of all partitions, in messages."""
-    return int(sum(value for name, value in consumer.metrics().items() if name.startswith("deformer_consumer_lag")))
+    return int(sum(value for name, value in consumer.read_metrics().items() if name.startswith("deformer_consumer_lag")))
 
 
 def sustained(options: argparse.Namespace, folder: Path) -> Rows:
@@ -335,7 +335,7 @@ def sustained(options: argparse.Namespace, folder: Path) -> Rows:
                 memory.append(_read_resident_bytes(consumer.process.pid))
             seconds = time.monotonic() - began
             produced = producer.join()
-            accepted = int(consumer.metrics()["deformer_events_total"])
+            accepted = int(consumer.read_metrics()["deformer_events_total"])
             consumer.stop()
         third = len(lags) // 3
         yield {
@@ -374,12 +374,12 @@ def _measure_latency(options: argparse.Namespace, folder: Path) -> dict[str, Any
             producer = _Producer(options, broker.bootstrap, topic, readings_per_outlier, options.warm, is_prepared=True)
             producer.start()
             time.sleep(options.warm)
-            before = consumer.metrics()
+            before = consumer.read_metrics()
             produced = producer.join()
             time.sleep(2)
             alerts.is_over.set()
             alerts.join()
-            means = _compute_means(before, consumer.metrics())
+            means = _compute_means(before, consumer.read_metrics())
             consumer.stop()
         sent_at, received_at = produced.sent_at_by_record, alerts.received_at_by_record
         missing = sent_at.keys() - received_at.keys()

@@ -30,8 +30,8 @@ from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, EventBatch
 from deformer_stream.engine.records import RecordTable
 from deformer_stream.model.deformer import DEformer
-from tests.connectors.raw import batch
-from tests.integration.programs import command, environment
+from tests.connectors.raw_batches import encode_batch
+from tests.integration.programs import make_command, make_environment
 
 Rows = Iterator[dict[str, Any]]
 
@@ -62,7 +62,7 @@ def _measure_stages(model: DEformer, features: int, folder: Path, polls: int = 9
     for _ in range(polls):
         polled = list(islice(messages, POLL_EVENTS))
         parts = [polled[i : i + BATCH_MESSAGES] for i in range(0, POLL_EVENTS, BATCH_MESSAGES)]
-        batches = [batch(encode_records(part), len(part)) for part in parts]
+        batches = [encode_batch(encode_records(part), len(part)) for part in parts]
         began = time.perf_counter()
         runs = [run for data in batches for run in read_batch(DefaultRecordBatch(data))]
         data = to_messages("topic", {_Partition(): runs})  # type: ignore[dict-item]
@@ -192,8 +192,8 @@ def replay(options: argparse.Namespace, folder: Path) -> Rows:
         ceiling, engine_rate = measure_ceiling(model), _measure_engine(model, options.features)
         began = time.monotonic()
         process = subprocess.Popen(
-            command("deformer-stream", "replay", table_path, "--model", folder / "replayed", "--output", scores_path),
-            env=environment({"OMP_NUM_THREADS": str(torch.get_num_threads())}),
+            make_command("deformer-stream", "replay", table_path, "--model", folder / "replayed", "--output", scores_path),
+            env=make_environment({"OMP_NUM_THREADS": str(torch.get_num_threads())}),
             stderr=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )

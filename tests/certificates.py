@@ -1,4 +1,4 @@
-"""Certificates for tests: an authority of our own, and what it signs, made anew in every run."""
+"""Certificates for tests: an authority, and certificates that it signs. They are created in each run."""
 
 from __future__ import annotations
 
@@ -22,33 +22,45 @@ class Identity(NamedTuple):
     key: str
 
     def write(self, folder: Path, name: str) -> tuple[Path, Path]:
-        """The two as files."""
+        """Write the certificate and the key to two files and return their paths."""
         paths = folder / f"{name}.pem", folder / f"{name}.key"
         for path, text in zip(paths, self, strict=True):
             path.write_text(text)
         return paths
 
-    def locked(self, passphrase: str) -> Identity:
-        """The same with its key encrypted."""
+    def encrypt_key(self, passphrase: str) -> Identity:
+        """Return the same certificate with a key that is encrypted by a passphrase."""
         key = serialization.load_pem_private_key(self.key.encode(), None)
         assert isinstance(key, ec.EllipticCurvePrivateKey)
         return Identity(self.certificate, _pem(key, passphrase))
 
 
 class Authority:
-    """Signs certificates. `certificate` is its own, as PEM: what the other side has to trust."""
+    """A certificate authority.
+
+    Args:
+        name: The name of the authority.
+
+    Attributes:
+        certificate: Its certificate as PEM, which the other side must trust.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         self._key = ec.generate_private_key(ec.SECP256R1())
         self.certificate = self._signed(self._name, self._key, [], DAY, True)
 
-    def issue(self, name: str, hosts: tuple[str, ...] = (), ends: datetime.timedelta = DAY) -> Identity:
-        """A certificate for `name`, as a broker if it has hosts (names or addresses), that is valid from yesterday on;
-        `ends` from now, so a negative one has expired."""
+    def issue(self, name: str, hosts: tuple[str, ...] = (), valid_for: datetime.timedelta = DAY) -> Identity:
+        """Return a new certificate, valid from yesterday on.
+
+        Args:
+            name: The name of the owner.
+            hosts: Host names or addresses, for the certificate of a broker.
+            valid_for: Time from now until it expires. A negative time gives an expired certificate.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        return Identity(self._signed(subject, key, [_host(host) for host in hosts], ends, False), _pem(key))
+        return Identity(self._signed(subject, key, [_host(host) for host in hosts], valid_for, False), _pem(key))
 
     def _signed(
         self,
@@ -58,6 +70,7 @@ class Authority:
         ends: datetime.timedelta,
         authority: bool,
     ) -> str:
+        """Return a certificate as PEM, signed by this authority."""
         now = datetime.datetime.now(datetime.UTC)
         signed = (
             x509.CertificateBuilder()
@@ -75,6 +88,7 @@ class Authority:
 
 
 def _host(text: str) -> x509.GeneralName:
+    """Return a host name or an address as an entry of a certificate."""
     try:
         return x509.IPAddress(ipaddress.ip_address(text))
     except ValueError:
@@ -82,6 +96,7 @@ def _host(text: str) -> x509.GeneralName:
 
 
 def _pem(key: ec.EllipticCurvePrivateKey, passphrase: str = "") -> str:
+    """Return a private key as PEM, encrypted if a passphrase is given."""
     lock: serialization.KeySerializationEncryption = serialization.NoEncryption()
     if passphrase:
         lock = serialization.BestAvailableEncryption(passphrase.encode())

@@ -1,4 +1,7 @@
-"""What many tests need: a real Kafka, fresh topics, the public data sets. Missing means are failures, never skips."""
+"""Fixtures that many tests need: a real Kafka, new topics, public data sets, models and commands.
+
+A test fails if something it needs is not installed; it is never skipped.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def load_broker_script() -> ModuleType:
-    """`tests/kafka/broker.py`, a script that is no part of any package, and `means.py` beside it."""
+    """Import `tests/kafka/broker.py`, a script outside of any package, whose folder must be on the import path."""
     folder = str(ROOT / "tests" / "kafka")
     if folder not in sys.path:
         sys.path.append(folder)
@@ -44,8 +47,10 @@ def load_broker_script() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def kafka() -> Iterator[SimpleNamespace]:
-    """A broker for the whole run, one for each process of it: `.bootstrap` is its address. The one at
-    DEFORMER_TEST_BOOTSTRAP serves them all."""
+    """Start a broker for the test session of this process; `.bootstrap` is its address.
+
+    If the environment variable DEFORMER_TEST_BOOTSTRAP is set, the broker at that address is used instead.
+    """
     given = os.environ.get("DEFORMER_TEST_BOOTSTRAP")
     if given:
         yield SimpleNamespace(bootstrap=given)
@@ -54,14 +59,16 @@ def kafka() -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(bootstrap=broker.bootstrap)
 
 
-def free_port() -> int:
-    """A port for a server of a test: not one of those that outgoing connections, of tests beside this one, take."""
+def find_free_port() -> int:
+    """Return a free port below those that the operating system takes for outgoing connections."""
     (port,) = load_broker_script().free_ports(1)
     return int(port)
 
 
 def start_broker(**options: object) -> Any:
-    """A broker of one's own, for tests that stop it or need it special. Fails with the remedy where none can be had."""
+    """Start a broker of its own, for tests that stop it or need special settings; fail with the remedy if that is
+    impossible.
+    """
     script = load_broker_script()
     try:
         return script.start(**options)
@@ -71,7 +78,7 @@ def start_broker(**options: object) -> Any:
 
 @pytest.fixture
 def topic(kafka: SimpleNamespace) -> Callable[..., str]:
-    """Makes a new topic: `topic(partitions=4, name="events")` gives its unique name."""
+    """Return a function that creates a topic and returns its unique name: `topic(partitions=4, name="events")`."""
     from connectors.kafka import ensure_topics
 
     def make(partitions: int = 1, name: str = "events", **configs: str) -> str:
@@ -84,7 +91,7 @@ def topic(kafka: SimpleNamespace) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
-    """The folder of public data sets."""
+    """Return the folder of the public data sets."""
     folder = Path(os.environ.get("DEFORMER_DATA", ROOT.parent / "shared" / "data"))
     if not (folder / "skab").is_dir():
         pytest.fail(f"no data sets at {folder}: set DEFORMER_DATA to the folder with skab/ in it", pytrace=False)
@@ -93,7 +100,9 @@ def data_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small untrained model with continuous, discrete and context features. Shared: read it, never write to it."""
+    """Return the folder of a small untrained model with continuous, discrete and context features. Tests must not
+    write to it.
+    """
     from tests.models import write_model
 
     return write_model(tmp_path_factory.mktemp("models") / "small")
@@ -101,7 +110,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(model_dir: Path) -> Artifact:
-    """The same, read."""
+    """Return the model of `model_dir`."""
     from deformer_stream import model_store
 
     return model_store.read(model_dir)
@@ -109,7 +118,7 @@ def loaded(model_dir: Path) -> Artifact:
 
 @pytest.fixture(scope="module")
 def table() -> pa.Table:
-    """Whole records, a row each."""
+    """Return a table of complete records, one per row."""
     from tests.commands import make_record_table
 
     return make_record_table()
@@ -117,12 +126,14 @@ def table() -> pa.Table:
 
 @pytest.fixture
 def wide(table: pa.Table, tmp_path: Path) -> Path:
+    """Return the records of `table` as a Parquet file."""
     pq.write_table(table, tmp_path / "wide.parquet")
     return tmp_path / "wide.parquet"
 
 
 @pytest.fixture
 def lines(table: pa.Table, tmp_path: Path) -> Path:
+    """Return the records of `table` as a file of JSON lines."""
     from tests.commands import list_events
 
     path = tmp_path / "events.jsonl"
@@ -131,8 +142,10 @@ def lines(table: pa.Table, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def log_as_it_was() -> Iterator[None]:
-    """A command that a test runs configures the log, with a standard error that is closed when the test has ended."""
+def reset_log() -> Iterator[None]:
+    """Reset the log after each test, because a command configures it with a standard error that is closed
+    afterwards.
+    """
     import structlog
 
     yield
@@ -143,7 +156,10 @@ def log_as_it_was() -> Iterator[None]:
 def cli(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., SimpleNamespace]]:
-    """Runs a command in this process: `cli("inspect", DIR)` → `.code`, `.out`, `.err`, and `.lines` of the latter."""
+    """Return a function that runs a command in this process: `cli("inspect", DIR)`.
+
+    Its result has the exit code `.code`, the outputs `.out` and `.err`, and the lines of `.err` as `.lines`.
+    """
     import signal
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

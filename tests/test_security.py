@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deformer_stream.runtime import http_server, metrics
-from tests.conftest import ROOT, free_port
+from tests.conftest import ROOT, find_free_port
 
 PLACES = ("deformer_stream", "trainer", "connectors", "tests/kafka")
 MODULES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
@@ -99,7 +99,7 @@ def find_listening_addresses(port: int) -> set[str]:
 
 @pytest.mark.parametrize(("host", "bound"), [("", "127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "0.0.0.0")])  # noqa: S104
 def test_http_listens_on_loopback_by_default(host: str, bound: str) -> None:
-    port = free_port()
+    port = find_free_port()
     stop = http_server.start_http_server(f"{host}:{port}", metrics.Metrics())
     try:
         assert find_listening_addresses(port) == {f"{int.from_bytes(socket.inet_aton(bound), sys.byteorder):08X}"}

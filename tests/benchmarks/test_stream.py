@@ -18,7 +18,7 @@ from connectors.kafka.record_columns import read_batch
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.engine import Engine
-from tests.connectors.raw import batch
+from tests.connectors.raw_batches import encode_batch
 
 FEATURES = 4
 
@@ -32,7 +32,7 @@ def test_every_reading_is_accepted_once(payload: str) -> None:
         "arrow": feed.arrow_messages(40),
     }
     sent = list(islice(message_iterators[payload], {"singles": 120, "many": 60, "arrow": 3}[payload]))
-    (run,) = read_batch(DefaultRecordBatch(batch(encode_records(sent), len(sent))))
+    (run,) = read_batch(DefaultRecordBatch(encode_batch(encode_records(sent), len(sent))))
     n = len(run)
     data = Messages("t", run.keys, run.values, run.times * 1000, np.zeros(n, np.int32), run.offsets)
     decoded, rejected = Codec(make_schema(FEATURES)).decode(data)

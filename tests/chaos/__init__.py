@@ -1,4 +1,5 @@
-"""Consumers that are killed, moved and cut off from their brokers, and must say what one left in peace says.
+"""A test in which consumers are killed, moved and disconnected while events arrive.
 
-`python -m tests.chaos --size full` (`make chaos`), `--size small` (`make chaos CHAOS=small`, and part of the tests).
+Their alerts must equal those of one uninterrupted consumer. Run it with `make chaos`, or with `make chaos CHAOS=small`
+for a short run, which is also part of the tests.
 """

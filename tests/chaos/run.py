@@ -1,4 +1,6 @@
-"""One chaos run: what an uninterrupted consumer says of a topic, and what consumers under fire say of it."""
+"""One run of the chaos test: an uninterrupted consumer, and groups of consumers that are disturbed, read the same
+events.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,33 @@ import numpy as np
 from kafka import KafkaProducer
 
 from connectors.kafka import ensure_topics
-from tests.chaos.dying import NO_TRANSACTIONS, STEPS, TRANSACTIONS
+from tests.chaos.self_killing import NO_TRANSACTIONS, STEPS, TRANSACTIONS
 from tests.conftest import load_broker_script
-from tests.integration.programs import Cluster, Consume, until
+from tests.integration.programs import Cluster, RunningConsumer, wait_until
 from tests.models import SCHEMA, draw_rows, write_model
 
 ALPHA = 0.3
-PATIENCE = 600.0
-NONSENSE = 0.005
-"""Share of events that are no JSON, so that dead letters are counted too."""
+TIMEOUT_SECONDS = 600.0
+INVALID_SHARE = 0.005
+"""Share of events that are not JSON, so that dead letters are compared too."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large a run is. rate: events a second, so that there is something to do all the time."""
+    """The size of a run.
+
+    Attributes:
+        events: Number of events.
+        rate: Events per second, so that events arrive during the whole run.
+        partitions: Number of partitions of the events topic.
+        consumers: Number of consumers of a group.
+        kills: Minimum number of kills.
+        rebalances: Number of times that a further consumer joins or leaves.
+        broker_restarts: Number of restarts of a broker.
+        brokers: Number of brokers.
+        blackout: Seconds during which all brokers are down, once per run; 0 for never.
+        snapshot_interval: The option of that name.
+    """
 
     events: int
     rate: float
@@ -56,42 +71,58 @@ SIZES = {
 
 @dataclass
 class World:
-    """The cluster, the model, the topic, and the dice."""
+    """What all parts of a run share.
+
+    Attributes:
+        broker: The cluster of brokers.
+        size: The size of the run.
+        model: The model directory.
+        logs: The folder for the logs of the consumers.
+        rng: The random numbers of the run.
+        cluster: A view of the topics and groups.
+    """
 
     broker: Any
     size: Size
     model: Path
     logs: Path
-    dice: random.Random
+    rng: random.Random
     cluster: Cluster
 
-    def words(self, topic: str, group: str, delivery: str) -> list[object]:
-        """The options that all consumers of a group share."""
+    def make_options(self, topic: str, group: str, delivery: str) -> list[object]:
+        """Return the options that all consumers of a group share."""
         return [
             *("--topic", topic, "--group", group, "--alerts-topic", f"{group}-alerts"),
             *("--dead-letter-topic", f"{group}-dead", "--bootstrap-servers", self.broker.bootstrap),
             *("--model", self.model, "--alpha", ALPHA, "--alerts", "", "--record-timeout", "1d"),
             *("--delivery", delivery, "--snapshot-interval", self.size.snapshot_interval),
             *("--session-timeout", "10s", "--patience", "5m", "--max-poll-records", "500"),
-            *("--explanations", "fast"),  # nothing is asked about them
+            *("--explanations", "fast"),  # explanations are not compared
         ]
 
 
-def events(size: Size) -> Iterator[tuple[bytes, bytes]]:
-    """Readings of interleaved records, some of them twice, some nonsense."""
+def iterate_events(size: Size) -> Iterator[tuple[bytes, bytes]]:
+    """Yield keys and values of readings of interleaved records, some of them not JSON."""
     rng = np.random.default_rng(0)
     rows = draw_rows(SCHEMA, size.events // 5, 1)
     readings = [(f"r{i}", name, value) for i, row in enumerate(rows) for name, value in row.items()]
-    place = np.argsort(np.arange(len(readings)) + rng.uniform(0, 2000, len(readings)))
-    for count, i in enumerate(place[: size.events].tolist()):
+    order = np.argsort(np.arange(len(readings)) + rng.uniform(0, 2000, len(readings)))
+    for count, i in enumerate(order[: size.events].tolist()):
         record, name, value = readings[i]
         document = json.dumps({"record": record, "feature": name, "value": value}).encode()
-        yield record.encode(), b"nonsense %d" % count if rng.random() < NONSENSE else document
+        yield record.encode(), b"nonsense %d" % count if rng.random() < INVALID_SHARE else document
 
 
 @dataclass
-class Said:
-    """What readers of committed messages find. alerts: id → how often; letters: source position → how often."""
+class Output:
+    """The output of a group, as a reader of committed messages sees it.
+
+    Attributes:
+        alerts: Number of alerts by alert id.
+        letters: Number of dead letters by partition and offset of the event.
+        content: Record and number of readings of an alert, by alert id.
+        order: Alert ids by record, in order.
+    """
 
     alerts: Counter[str] = field(default_factory=Counter)
     letters: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -99,71 +130,87 @@ class Said:
     order: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
 
-def said(world: World, group: str) -> Said:
-    found = Said()
-    for message in world.cluster.read(f"{group}-alerts"):
+def read_output(world: World, group: str) -> Output:
+    """Read the output of a group."""
+    found = Output()
+    for message in world.cluster.read_topic(f"{group}-alerts"):
         alert = json.loads(message.value)
         found.alerts[alert["id"]] += 1
         found.content[alert["id"]] = alert["record"], alert["raised_at"]
         found.order[alert["record"]].append(alert["id"])
-    for message in world.cluster.read(f"{group}-dead"):
+    for message in world.cluster.read_topic(f"{group}-dead"):
         headers = {name: value.decode() for name, value in message.headers}
         found.letters[headers["partition"], headers["offset"]] += 1
     return found
 
 
-class Fire:
-    """Kills, moves and cuts off the consumers of one group until all of the quota is used up."""
+class Disturbance:
+    """The disturbances of one consumer group: kills, rebalances, broker restarts and a blackout.
+
+    Args:
+        world: What all parts of the run share.
+        mode: The delivery of the group, which is also its name.
+    """
 
     def __init__(self, world: World, mode: str) -> None:
         self.world, self.group = world, mode
-        self.words = world.words(topic_of(mode), mode, mode)
-        self.serial = 0
+        self.options = world.make_options(get_topic(mode), mode, mode)
+        self.num_started = 0
         self.counts: Counter[str] = Counter()
         self.steps: Counter[str] = Counter()
         others = NO_TRANSACTIONS if mode == "exactly-once" else TRANSACTIONS
-        self.left = [step for step in STEPS if step not in others]
-        world.dice.shuffle(self.left)
-        self.members: dict[int, Consume] = {i: self.start(i) for i in range(world.size.consumers)}
-        self.guest: Consume | None = None
+        self.steps_left = [step for step in STEPS if step not in others]
+        world.rng.shuffle(self.steps_left)
+        self.members: dict[int, RunningConsumer] = {i: self.start(i) for i in range(world.size.consumers)}
+        self.guest: RunningConsumer | None = None
 
-    def start(self, seat: int | None, dying: tuple[str, int] | None = None) -> Consume:
-        """A consumer with a seat comes back to its partitions; a guest has none, so its coming moves partitions."""
-        self.serial += 1
+    def start(self, seat: int | None, dying: tuple[str, int] | None = None) -> RunningConsumer:
+        """Start a consumer.
+
+        Args:
+            seat: Its instance name, with which it keeps its partitions over a restart. None for a guest, which has no
+                instance name, so that its arrival causes a rebalance.
+            dying: The step at which it kills itself and the number of the call, or None.
+        """
+        self.num_started += 1
         seated = [] if seat is None else ["--instance", f"seat-{seat}"]
-        log = self.world.logs / f"{self.group}-{self.serial:03d}.log"
-        module = ("tests.chaos.dying", *dying) if dying else ("deformer_stream.cli.main",)
-        return Consume(log, *self.words, *seated, module=module)
+        log = self.world.logs / f"{self.group}-{self.num_started:03d}.log"
+        module = ("tests.chaos.self_killing", *dying) if dying else ("deformer_stream.cli.main",)
+        return RunningConsumer(log, *self.options, *seated, module=module)
 
-    def kill(self) -> None:
-        """One of the seated ones dies and comes back. As long as a step of the road is left at which nobody has died,
-        it comes back as one that dies there by itself, and then once more."""
-        dice = self.world.dice
-        seat = dice.choice(sorted(self.members))
+    def kill_and_restart(self) -> None:
+        """Kill a consumer and start it again.
+
+        If there is a step at which no consumer has died, the new consumer kills itself at that step, and is then
+        started again.
+        """
+        rng = self.world.rng
+        seat = rng.choice(sorted(self.members))
         member = self.members[seat]
-        if dice.random() < 0.8:  # the others die while they start
+        if rng.random() < 0.8:  # the other consumers are killed while they start
             member.wait_until_ready()
-            time.sleep(dice.uniform(0, 3))
-        self.slay(member)
-        if self.left:
-            step = self.left.pop()
-            fated = self.members[seat] = self.start(seat, (step, dice.randint(1, 10)))
+            time.sleep(rng.uniform(0, 3))
+        self.kill_process(member)
+        if self.steps_left:
+            step = self.steps_left.pop()
+            member = self.members[seat] = self.start(seat, (step, rng.randint(1, 10)))
             try:
-                assert fated.process.wait(120) == -signal.SIGKILL, fated.said()[-2000:]
+                assert member.process.wait(120) == -signal.SIGKILL, member.read_log()[-2000:]
                 self.counts["kills"] += 1
                 self.steps[step] += 1
-            except subprocess.TimeoutExpired:  # it never came to that step: it dies as the others do
+            except subprocess.TimeoutExpired:  # the process has not executed the step often enough
                 print(f"chaos: {step} not reached", file=sys.stderr, flush=True)
-                self.slay(fated)
+                self.kill_process(member)
         self.members[seat] = self.start(seat)
 
-    def slay(self, member: Consume) -> None:
+    def kill_process(self, member: RunningConsumer) -> None:
+        """Kill a process and count it."""
         member.process.kill()
         member.process.wait()
         self.counts["kills"] += 1
 
-    def move(self) -> None:
-        """A guest comes, or goes in order."""
+    def change_group(self) -> None:
+        """Let a guest join, or leave in an orderly way."""
         if self.guest is None:
             self.guest = self.start(None)
         else:
@@ -172,24 +219,24 @@ class Fire:
             self.guest = None
         self.counts["rebalances"] += 1
 
-    def cut(self) -> None:
-        """A broker stops, in order or not, and comes back."""
-        self.gather()
-        node = self.world.dice.randint(1, self.world.size.brokers)
-        stop = self.world.dice.choice([self.world.broker.stop_node, self.world.broker.kill])
+    def restart_broker(self) -> None:
+        """Stop or kill a broker and start it again."""
+        self.wait_until_ready()
+        node = self.world.rng.randint(1, self.world.size.brokers)
+        stop = self.world.rng.choice([self.world.broker.stop_node, self.world.broker.kill])
         stop(node)
-        time.sleep(self.world.dice.uniform(1, 5))
+        time.sleep(self.world.rng.uniform(1, 5))
         self.world.broker.start_node(node)
         self.counts["broker_restarts"] += 1
 
     def black_out(self) -> None:
-        """All brokers are away; nobody may end for it."""
-        self.gather()
+        """Kill all brokers and start them again; no consumer may end because of that."""
+        self.wait_until_ready()
         nodes = range(1, self.world.size.brokers + 1)
         for node in nodes:
             self.world.broker.kill(node)
         time.sleep(self.world.size.blackout)
-        self.settle()
+        self.restart_failed_starts()
         threads = [threading.Thread(target=self.world.broker.start_node, args=(node,)) for node in nodes]
         for thread in threads:
             thread.start()
@@ -197,72 +244,78 @@ class Fire:
             thread.join()
         self.counts["blackouts"] += 1
 
-    def rage(self) -> None:
-        """Until the quota is used up; an injected death follows a plain one, so kills come in ones and twos."""
+    def run(self) -> None:
+        """Disturb the group until all planned disturbances have happened."""
         size = self.world.size
-        deeds = [self.move] * size.rebalances + [self.cut] * size.broker_restarts
-        deeds += [self.black_out] * (size.blackout > 0)
-        while deeds or self.counts["kills"] < size.kills:
-            killing = self.counts["kills"] < size.kills
-            share = len(deeds) / (len(deeds) + max(1, size.kills - self.counts["kills"]))
-            deed = (
-                deeds.pop(self.world.dice.randrange(len(deeds)))
-                if deeds and (not killing or self.world.dice.random() < share)
-                else self.kill
-            )
-            deed()
+        disturbances = [self.change_group] * size.rebalances + [self.restart_broker] * size.broker_restarts
+        disturbances += [self.black_out] * (size.blackout > 0)
+        while disturbances or self.counts["kills"] < size.kills:
+            has_kills_left = self.counts["kills"] < size.kills
+            share = len(disturbances) / (len(disturbances) + max(1, size.kills - self.counts["kills"]))
+            if disturbances and (not has_kills_left or self.world.rng.random() < share):
+                disturb = disturbances.pop(self.world.rng.randrange(len(disturbances)))
+            else:
+                disturb = self.kill_and_restart
+            disturb()
             print(f"chaos: {self.group} {dict(self.counts)}", file=sys.stderr, flush=True)
-            self.settle()
-            time.sleep(self.world.dice.uniform(0.5, 4))
+            self.restart_failed_starts()
+            time.sleep(self.world.rng.uniform(0.5, 4))
 
-    def gather(self) -> None:
-        """Wait until everybody is ready: a program that starts while no broker is there ends, as it should."""
-        self.settle()
+    def wait_until_ready(self) -> None:
+        """Wait until all consumers are ready, because a consumer that starts without a broker ends, as it should."""
+        self.restart_failed_starts()
         for member in [*self.members.values(), *([self.guest] if self.guest else [])]:
             member.wait_until_ready()
 
-    def settle(self) -> None:
-        """Whoever ended by itself must not have: a fault of its own is a finding. Only one that could not reach the
-        brokers when it started is started again, as its supervisor would."""
+    def restart_failed_starts(self) -> None:
+        """Check that no consumer has ended, and start those again that could not reach a broker when they started."""
         for seat, member in list(self.members.items()):
-            if self._ended(member):
+            if self.has_failed_to_start(member):
                 self.members[seat] = self.start(seat)
-        if self.guest is not None and self._ended(self.guest):
+        if self.guest is not None and self.has_failed_to_start(self.guest):
             self.guest = self.start(None)
 
-    def _ended(self, member: Consume) -> bool:
+    def has_failed_to_start(self, member: RunningConsumer) -> bool:
+        """Return whether a consumer has ended because it could not reach a broker when it started.
+
+        Raises:
+            AssertionError: It has ended for another reason.
+        """
         code = member.process.poll()
-        if code == 4 and not member.events("ready"):
+        if code == 4 and not member.list_log_events("ready"):
             self.counts["started_again"] += 1
             return True
-        assert code is None, f"ended with {code}: {member.said()[-2000:]}"
+        assert code is None, f"ended with {code}: {member.read_log()[-2000:]}"
         return False
 
-    def end(self) -> None:
-        """In order, so that what is left open is committed. One that has only begun to start knows no signal yet."""
-        self.gather()
+    def stop_all(self) -> None:
+        """Stop all consumers in an orderly way, so that everything is committed. Before that, all of them must be
+        ready, because a program that is starting does not handle signals yet.
+        """
+        self.wait_until_ready()
         for member in [*self.members.values(), *([self.guest] if self.guest else [])]:
             member.stop()
 
-    def stop(self) -> None:
+    def kill_all(self) -> None:
+        """Kill all consumers."""
         for member in [*self.members.values(), *([self.guest] if self.guest else [])]:
             member.__exit__(None, None, None)
 
 
-def chaos(size: Size, modes: list[str], seed: int, logs: Path) -> dict[str, Any]:
-    """The whole run; its figures, with `ok`."""
+def run_chaos(size: Size, modes: list[str], seed: int, logs: Path) -> dict[str, Any]:
+    """Run the whole test and return its figures; the key `ok` says whether nothing was lost or duplicated."""
     broker = load_broker_script().start(size.brokers)
     cluster = None
     try:
         cluster = Cluster(broker.bootstrap)
-        world = World(broker, size, write_model(logs / "model"), logs, random.Random(seed), cluster)  # noqa: S311 -- dice, no secrets
-        ensure_topics(broker.bootstrap, {topic_of(mode): {"num_partitions": size.partitions} for mode in modes})
+        world = World(broker, size, write_model(logs / "model"), logs, random.Random(seed), cluster)  # noqa: S311 -- no secrets
+        ensure_topics(broker.bootstrap, {get_topic(mode): {"num_partitions": size.partitions} for mode in modes})
         figures: dict[str, Any] = {"ok": True, "seed": seed, "events": size.events, "partitions": size.partitions}
         for mode in modes:
-            figures[mode] = under_fire(world, mode)
-        calm = in_peace(world, topic_of(modes[0]))
+            figures[mode] = run_disturbed(world, mode)
+        calm = run_undisturbed(world, get_topic(modes[0]))
         for mode in modes:
-            figures[mode] |= compared(calm, said(world, mode), mode)
+            figures[mode] |= compare_outputs(calm, read_output(world, mode), mode)
             figures["ok"] &= figures[mode].pop("ok")
         figures["alerts"], figures["letters"] = len(calm.alerts), len(calm.letters)
         return figures
@@ -272,21 +325,23 @@ def chaos(size: Size, modes: list[str], seed: int, logs: Path) -> dict[str, Any]
         broker.stop()
 
 
-def topic_of(mode: str) -> str:
-    """Each run has the same events in a topic of its own, so that there is something to do all the time."""
+def get_topic(mode: str) -> str:
+    """Return the events topic of a group. Each group has a topic of its own, so that events arrive during its whole
+    run.
+    """
     return f"events-{mode}"
 
 
-def in_peace(world: World, topic: str) -> Said:
-    """One consumer, uninterrupted."""
-    with Consume(world.logs / "calm.log", *world.words(topic, "calm", "exactly-once")) as consumer:
-        consumer.wait_for(world.cluster.all_consumed(topic, "calm"), "all events", PATIENCE)
+def run_undisturbed(world: World, topic: str) -> Output:
+    """Read all events with one uninterrupted consumer and return its output."""
+    with RunningConsumer(world.logs / "calm.log", *world.make_options(topic, "calm", "exactly-once")) as consumer:
+        consumer.wait_for(world.cluster.is_consumed(topic, "calm"), "all events", TIMEOUT_SECONDS)
         consumer.stop()
-    return said(world, "calm")
+    return read_output(world, "calm")
 
 
 def send(world: World, topic: str) -> None:
-    """All events at the world's rate, by a sender that outlasts every outage and writes each once and in order."""
+    """Send all events at the rate of the run, with a producer that survives every outage and keeps the order."""
     sender = KafkaProducer(
         bootstrap_servers=world.broker.bootstrap.split(","),
         acks="all",
@@ -295,48 +350,58 @@ def send(world: World, topic: str) -> None:
     )
     began = time.monotonic()
     sent = []
-    for count, (key, value) in enumerate(events(world.size)):
+    for count, (key, value) in enumerate(iterate_events(world.size)):
         time.sleep(max(0.0, began + count / world.size.rate - time.monotonic()))
         sent.append(sender.send(topic, key=key, value=value))
-    sender.flush(timeout=PATIENCE)
+    sender.flush(timeout=TIMEOUT_SECONDS)
     assert all(future.succeeded() for future in sent)
     sender.close()
 
 
-def under_fire(world: World, mode: str) -> dict[str, Any]:
-    """Several consumers in trouble, while the events come."""
+def run_disturbed(world: World, mode: str) -> dict[str, Any]:
+    """Disturb several consumers while the events arrive, and return the numbers of disturbances."""
     began = time.monotonic()
-    fire = Fire(world, mode)
+    disturbance = Disturbance(world, mode)
     try:
         with ThreadPoolExecutor(1) as pool:
-            sending = pool.submit(send, world, topic_of(mode))
-            fire.rage()
+            sending = pool.submit(send, world, get_topic(mode))
+            disturbance.run()
             sending.result()
-        until(world.cluster.all_consumed(topic_of(mode), mode), "all events", PATIENCE)
-        fire.end()
+        wait_until(world.cluster.is_consumed(get_topic(mode), mode), "all events", TIMEOUT_SECONDS)
+        disturbance.stop_all()
     finally:
-        fire.stop()
-    return {**fire.counts, "steps": dict(fire.steps), "seconds": round(time.monotonic() - began)}
+        disturbance.kill_all()
+    return {**disturbance.counts, "steps": dict(disturbance.steps), "seconds": round(time.monotonic() - began)}
 
 
-def compared(calm: Said, found: Said, mode: str) -> dict[str, Any]:
-    """What is missing, what came twice, what differs."""
+def compare_outputs(calm: Output, found: Output, mode: str) -> dict[str, Any]:
+    """Compare the output of a disturbed group with that of the uninterrupted consumer.
+
+    Args:
+        calm: The output of the uninterrupted consumer.
+        found: The output of the group.
+        mode: The delivery of the group.
+
+    Returns:
+        Numbers of missing, additional, repeated and different alerts and dead letters.
+    """
     lost = calm.alerts.keys() - found.alerts.keys()
     extra = found.alerts.keys() - calm.alerts.keys()
-    twice = sum(n - 1 for n in found.alerts.values())
+    num_repeated = sum(n - 1 for n in found.alerts.values())
     differing = [i for i in calm.content.keys() & found.content.keys() if calm.content[i] != found.content[i]]
     letters_lost = calm.letters.keys() - found.letters.keys()
-    letters_twice = sum(n - 1 for n in found.letters.values())
+    num_repeated_letters = sum(n - 1 for n in found.letters.values())
     disorder = [r for r, ids in found.order.items() if list(dict.fromkeys(ids)) != calm.order.get(r)]
-    once = mode == "exactly-once"
+    is_exactly_once = mode == "exactly-once"
     return {
-        "ok": not (lost or extra or differing or letters_lost or disorder) and not (once and (twice or letters_twice)),
+        "ok": not (lost or extra or differing or letters_lost or disorder)
+        and not (is_exactly_once and (num_repeated or num_repeated_letters)),
         "lost": len(lost),
         "extra": len(extra),
-        "doubled": twice,
+        "doubled": num_repeated,
         "differing": len(differing),
         "out_of_order": len(disorder),
         "letters_lost": len(letters_lost),
         "letters_extra": len(found.letters.keys() - calm.letters.keys()),
-        "letters_doubled": letters_twice,
+        "letters_doubled": num_repeated_letters,
     }

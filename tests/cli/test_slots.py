@@ -20,7 +20,7 @@ import deformer_stream
 from deformer_stream.codec import Codec, WindowAssigner
 from deformer_stream.engine.engine import Engine
 from deformer_stream.model.deformer import DEformer
-from tests.codec.test_json_messages import messages
+from tests.codec.test_json_messages import make_messages
 from tests.series import draw_event_series, make_long_table
 from trainer.job import train
 from trainer.settings import TrainConfig
@@ -41,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write series as JSON lines whose pressure follows one time slot too late; each single value is normal."""
+    """Write series as JSON lines whose pressure follows one time slot too late; each make_event value is normal."""
     path = tmp_path_factory.mktemp("odd") / "events.jsonl"
     path.write_text("".join(json.dumps(event) + "\n" for event in draw_event_series(100, seed=1, lag=2)))
     return path
@@ -115,7 +115,7 @@ def test_sample_and_impute_use_time_slots(cli: Run, trained: Path, odd: Path, tm
 
 def test_library_scores_devices(trained: Path, loaded: deformer_stream.Detector) -> None:
     """The library returns the scores of a replay, and rejects a reading after the grace period."""
-    batch, _ = loaded.codec.decode(messages(*(json.dumps(event).encode() for event in WINDOW)))
+    batch, _ = loaded.codec.decode(make_messages(*(json.dumps(event).encode() for event in WINDOW)))
     expected = loaded.engine(0.05).handle(batch, 0).scored
     scorer = loaded.scorer(0.05, grace=2.0)
     updates = [scorer.update_device(e["device"], e["feature"], e["value"], e["time"]) for e in WINDOW]
@@ -147,18 +147,18 @@ def test_readings_of_a_window_can_arrive_in_any_order(order: list[int], loaded: 
     """
     codec = Codec(loaded.schema, window_assigner=WindowAssigner.from_options(loaded.schema, None, 10**9))
     engine: Engine = loaded.engine(0.05)
-    batch, rejected = codec.decode(messages(*(json.dumps(WINDOW[i]).encode() for i in order)))
+    batch, rejected = codec.decode(make_messages(*(json.dumps(WINDOW[i]).encode() for i in order)))
     effects = engine.handle(batch, 0)
     assert rejected + effects.rejections == []
     features = batch.features.astype(np.int64)
-    usual, _ = codec.decode(messages(*(json.dumps(event).encode() for event in WINDOW)))
+    usual, _ = codec.decode(make_messages(*(json.dumps(event).encode() for event in WINDOW)))
     assert features.tolist() == usual.features[order].tolist()
     model: DEformer = loaded.artifact.model
     values = torch.from_numpy(loaded.schema.normalise(features, batch.values)).float()
     with torch.no_grad():
         at_once = model.log_prob(torch.from_numpy(features)[None], values[None])[0]
     np.testing.assert_allclose(effects.scored.log_likelihood, at_once.numpy(), atol=2e-3)
-    again, _ = codec.decode(messages(json.dumps(WINDOW[0] | {"value": 0}).encode()))
+    again, _ = codec.decode(make_messages(json.dumps(WINDOW[0] | {"value": 0}).encode()))
     refused = engine.handle(again, 0).rejections
     assert [(r.reason.value, "already" in r.detail) for r in refused] == [("duplicate", True)]
 

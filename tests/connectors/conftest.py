@@ -1,4 +1,4 @@
-"""Consumers of Kafka for tests; whatever they opened is closed with the test."""
+"""Fixtures with consumers of Kafka. Everything that a test opens is closed at its end."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from connectors.kafka import KafkaSource
-from tests.connectors.kafka_members import MODES, Group, Reader
-from tests.connectors.kafka_world import Topic
+from tests.connectors.kafka_groups import MODES, Group, Reader
+from tests.connectors.kafka_helpers import Topic
 
 
 @pytest.fixture
 def open_reader(kafka: SimpleNamespace) -> Iterator[Callable[..., Reader]]:
-    """Makes a reader that neither keeps nor sends anything: `open_reader(topic, group="g", **options)`."""
+    """Return a function that opens a consumer without state and sinks: `open_reader(topic, group="g", **options)`."""
     opened: list[KafkaSource] = []
 
     def make(topic: str, group: str = "g", **options: Any) -> Reader:
@@ -29,8 +29,10 @@ def open_reader(kafka: SimpleNamespace) -> Iterator[Callable[..., Reader]]:
 
 @pytest.fixture
 def group(kafka: SimpleNamespace, topic: Topic, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Group]]:
-    """Makes a group of consumers with a topic of its own: `group(partitions=1, mode="exactly-once")`. Its members hear
-    of each other sooner than those of the program, so that tests are quick."""
+    """Return a function that creates a consumer group with a new topic: `group(partitions=1, mode="exactly-once")`.
+
+    The members have shorter heartbeats than those of the program, so that rebalances are fast.
+    """
     monkeypatch.setattr("connectors.kafka.source.HEARTBEAT_SECONDS", 0.25)
     made: list[Group] = []
 
@@ -45,5 +47,5 @@ def group(kafka: SimpleNamespace, topic: Topic, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(params=MODES)
 def either(request: pytest.FixtureRequest, group: Callable[..., Group]) -> Callable[..., Group]:
-    """`group`, in each mode of delivery."""
+    """Return the function of the fixture `group`; the test runs once for each mode of delivery."""
     return lambda partitions=1, **state: group(partitions, request.param, **state)

@@ -1,4 +1,4 @@
-"""Reading ahead and writing behind: nothing is lost or reordered, and failures show where they would otherwise."""
+"""Tests of the threads that read ahead and write behind: nothing is lost or reordered, and errors are raised."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ import pytest
 from connectors.files.background import BackgroundWriter, Prefetcher
 
 
-def test_items_come_in_order_and_a_few_are_drawn_in_time() -> None:
-    drawn: list[int] = []
-    third = threading.Event()
+def test_prefetcher_keeps_the_order_and_reads_depth_items_ahead() -> None:
+    items_read: list[int] = []
+    third_item = threading.Event()
 
     def items() -> Iterator[int]:
         for i in range(6):
-            drawn.append(i)
+            items_read.append(i)
             if i == 2:
-                third.set()
+                third_item.set()
             yield i
 
-    ahead = Prefetcher(items(), depth=2)
-    assert drawn == [], "nothing is read before somebody asks"
-    assert next(ahead) == 0
-    assert third.wait(10), "what comes next is read meanwhile"
-    assert 3 not in drawn, "and no more of it than was said"
-    assert list(ahead) == [1, 2, 3, 4, 5]
-    assert next(ahead, None) is None
+    prefetcher = Prefetcher(items(), depth=2)
+    assert items_read == [], "nothing is read before the first item is requested"
+    assert next(prefetcher) == 0
+    assert third_item.wait(10), "the next items are read in the background"
+    assert 3 not in items_read, "not more than `depth` items are read ahead"
+    assert list(prefetcher) == [1, 2, 3, 4, 5]
+    assert next(prefetcher, None) is None
 
 
-def test_what_fails_is_raised_in_its_place() -> None:
+def test_prefetcher_raises_an_error_at_the_item_where_it_occurred() -> None:
     def items() -> Iterator[int]:
         yield 1
         raise ValueError("torn")
 
-    ahead = Prefetcher(items(), depth=5)
-    assert next(ahead) == 1
+    prefetcher = Prefetcher(items(), depth=5)
+    assert next(prefetcher) == 1
     with pytest.raises(ValueError, match="torn"):
-        next(ahead)
-    assert list(ahead) == []
+        next(prefetcher)
+    assert list(prefetcher) == []
 
 
-def test_closing_ends_what_reads() -> None:
+def test_closing_a_prefetcher_ends_its_thread() -> None:
     ended = threading.Event()
 
     def items() -> Iterator[int]:
@@ -52,34 +52,34 @@ def test_closing_ends_what_reads() -> None:
             ended.set()
 
     source = items()
-    ahead = Prefetcher(source)
-    assert next(ahead) == 0
-    ahead.close()
+    prefetcher = Prefetcher(source)
+    assert next(prefetcher) == 0
+    prefetcher.close()
     source.close()
     assert ended.is_set()
-    assert list(ahead) == []
+    assert list(prefetcher) == []
     Prefetcher(items()).close()
 
 
-def test_jobs_follow_each_other_and_failures_show_at_the_next_call() -> None:
+def test_writer_runs_jobs_in_order_and_raises_errors_at_the_next_call() -> None:
     done: list[int] = []
-    behind = BackgroundWriter()
+    writer = BackgroundWriter()
     go = threading.Event()
-    behind.submit(lambda: done.append(1) if go.wait(10) else None)
-    assert done == [], "the caller goes on"
+    writer.submit(lambda: done.append(1) if go.wait(10) else None)
+    assert done == [], "the caller is not blocked"
     go.set()
-    behind.submit(lambda: done.append(2))
-    behind.wait()
+    writer.submit(lambda: done.append(2))
+    writer.wait()
     assert done == [1, 2]
 
     def fail() -> None:
         raise OSError("full")
 
-    behind.submit(fail)
+    writer.submit(fail)
     with pytest.raises(OSError, match="full"):
-        behind.submit(lambda: done.append(3))
-    behind.wait()
+        writer.submit(lambda: done.append(3))
+    writer.wait()
     assert done == [1, 2]
-    behind.submit(fail)
-    behind.close()
-    behind.close()
+    writer.submit(fail)
+    writer.close()
+    writer.close()

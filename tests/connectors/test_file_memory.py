@@ -1,4 +1,4 @@
-"""A long table is read in the memory of a short one."""
+"""Tests that a large table is read with as little memory as a small one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEW = 5 * GROUP * len(COLUMNS) * 8
 
 @pytest.fixture(scope="module")
 def long_table(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """80 MiB that do not compress, in row groups of 4 MiB."""
+    """Return a table of 80 MiB that cannot be compressed, in row groups of 4 MiB."""
     path = tmp_path_factory.mktemp("long") / "long.parquet"
     rng = np.random.default_rng(0)
     with pq.ParquetWriter(path, pa.schema([(name, pa.float64()) for name in COLUMNS]), use_dictionary=False) as writer:
@@ -30,17 +30,17 @@ def long_table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _most_held(read: Iterable[Any]) -> int:
-    """Bytes beyond what Arrow held before."""
+def measure_peak_bytes(read: Iterable[Any]) -> int:
+    """Return how many bytes more than at the beginning Arrow has allocated at most while something is read."""
     before = pa.total_allocated_bytes()
     return max(pa.total_allocated_bytes() - before for _ in read)
 
 
-def test_replay_holds_a_few_row_groups(long_table: Path) -> None:
-    assert _most_held(Table.open(long_table).iterate_batches(COLUMNS, 8192)) < FEW
+def test_replay_keeps_few_row_groups_in_memory(long_table: Path) -> None:
+    assert measure_peak_bytes(Table.open(long_table).iterate_batches(COLUMNS, 8192)) < FEW
 
 
-def test_training_holds_a_few_row_groups(long_table: Path) -> None:
+def test_training_keeps_few_row_groups_in_memory(long_table: Path) -> None:
     source = open_tables([long_table], "wide", None, None)
     source.feature_columns = COLUMNS
-    assert _most_held(source.iterate_readings()) < FEW
+    assert measure_peak_bytes(source.iterate_readings()) < FEW

@@ -1,4 +1,4 @@
-"""Files as sinks: whole or not at all, and what happens when they cannot be written. Formats are in tests/golden."""
+"""Tests of files as sinks: complete files, and errors while writing. The formats are tested in tests/golden."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from deformer_stream.errors import ConfigError, Unavailable
 from tests.contracts.effects import SCHEMA, make_effects
 
 
-def test_parquet_appears_whole_at_close_and_not_at_all_when_discarded(
+def test_parquet_file_gets_its_name_when_it_is_closed_and_is_removed_when_discarded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sinks, "ROW_GROUP_SIZE", 10)
     path = tmp_path / "scores.parquet"
-    path.write_text("the run before")
+    path.write_text("previous run")
     sink = ScoresParquet(path, SCHEMA)
     for first in range(0, 100, 2):
         sink.write(*make_effects(first))
-    assert path.read_text() == "the run before"
+    assert path.read_text() == "previous run"
     sink.close()
     file = pq.ParquetFile(path)
     assert (file.metadata.num_rows, file.metadata.num_row_groups) == (300, 25)
@@ -43,7 +43,7 @@ def test_parquet_appears_whole_at_close_and_not_at_all_when_discarded(
     assert pq.read_table(tmp_path / "none.parquet").num_rows == 0  # an empty run leaves an empty table
 
 
-def test_alerts_on_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alerts_are_written_to_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw))
     sink = AlertLines("-")
@@ -54,7 +54,7 @@ def test_alerts_on_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not raw.closed
 
 
-def test_a_sink_that_cannot_be_written(tmp_path: Path) -> None:
+def test_output_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"scores\.parquet: the file cannot be written \(No such file or directory\)"):
         ScoresParquet(tmp_path / "no" / "scores.parquet", SCHEMA)
     with pytest.raises(ConfigError, match="cannot be written"):
@@ -74,8 +74,8 @@ def test_a_sink_that_cannot_be_written(tmp_path: Path) -> None:
     full.close()
 
 
-def test_a_table_that_does_not_fit_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The row group that fails is written behind the one that is gathered."""
+def test_full_disk_is_reported_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of a row group that is written in the background is raised with a later write."""
     monkeypatch.setattr(sinks, "ROW_GROUP_SIZE", 10)
     sink = ScoresParquet(tmp_path / "scores.parquet", SCHEMA)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -94,7 +94,7 @@ def test_a_table_that_does_not_fit_is_said_and_leaves_nothing(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_events_as_lines(tmp_path: Path) -> None:
+def test_lines_are_appended_to_a_file(tmp_path: Path) -> None:
     sink = LinesSink(tmp_path / "events.jsonl")
     sink.write_lines([b'{"record":"r"}'])
     sink.write_lines([])
@@ -104,7 +104,7 @@ def test_events_as_lines(tmp_path: Path) -> None:
     assert (tmp_path / "events.jsonl").read_bytes() == b'{"record":"r"}\n{"record":"s"}\n'
 
 
-def test_what_is_written_takes_the_place_of_no_input_and_no_other_output(tmp_path: Path) -> None:
+def test_output_must_not_replace_an_input_or_another_output(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
     (folder / "a.parquet").touch()

@@ -1,4 +1,4 @@
-"""Files as sources: layouts, names, orders, faults, and bounded memory."""
+"""Tests of files as sources: layouts, record ids, orders, errors, and bounded memory."""
 
 from __future__ import annotations
 
@@ -32,10 +32,14 @@ SCHEMA = Schema(
 Event = tuple[str, str, Any]
 
 
-def read(
+def read_events(
     inputs: Sequence[Path], order: Order = "arrival", seed: int = 0, **options: Any
 ) -> tuple[list[Event], list[Rejection], list[tuple[str, int, int]]]:
-    """Events as (record, feature, value), refusals, and the positions of the events."""
+    """Read all inputs and decode them.
+
+    Returns:
+        The events as (record, feature, value), the rejections, and the (file, partition, offset) of each event.
+    """
     source = open_source(inputs, SCHEMA, order=order, seed=seed, **options)
     codec = Codec(SCHEMA, order=order, seed=seed, window_assigner=options.get("window_assigner"))
     events: list[Event] = []
@@ -62,23 +66,25 @@ def read(
     return events, refused, places
 
 
-def lines(path: Path, *documents: Any) -> Path:
+def write_lines(path: Path, *documents: Any) -> Path:
+    """Write documents as JSON lines; bytes are written as they are."""
     path.write_bytes(b"".join((d if isinstance(d, bytes) else orjson.dumps(d)) + b"\n" for d in documents))
     return path
 
 
-def parquet(path: Path, **columns: Any) -> Path:
+def write_parquet(path: Path, **columns: Any) -> Path:
+    """Write columns as a Parquet file, creating its folder."""
     path.parent.mkdir(exist_ok=True, parents=True)
-    pq.write_table(pa.table(columns), path)
+    pq.table_of(pa.table(columns), path)
     return path
 
 
 # --- what is read
 
 
-def test_wide_parquet_with_ids_time_and_columns_that_are_ignored(tmp_path: Path) -> None:
+def test_wide_parquet_has_record_ids_times_and_ignored_columns(tmp_path: Path) -> None:
     stamps = pa.array([1, 2], pa.timestamp("s"))
-    path = parquet(
+    path = write_parquet(
         tmp_path / "w.parquet",
         b=[1.0, 2.0],
         anomaly=[0, 1],
@@ -98,15 +104,15 @@ def test_wide_parquet_with_ids_time_and_columns_that_are_ignored(tmp_path: Path)
     assert [(r.message_index, r.reason.value) for r in rejected] == [(1, "missing_field")]
 
 
-def test_rows_without_ids_are_named_by_number_and_with_several_files_by_file(tmp_path: Path) -> None:
-    one = parquet(tmp_path / "v1" / "0.parquet", a=[1.0, 2.0])
-    two = parquet(tmp_path / "v2" / "1.parquet", a=[3.0])
-    same = parquet(tmp_path / "v2" / "0.parquet", a=[4.0])
-    parquet(tmp_path / "v2" / "sub" / "1.pq", a=[5.0])
+def test_rows_without_record_id_are_named_by_file_and_number(tmp_path: Path) -> None:
+    one = write_parquet(tmp_path / "v1" / "0.parquet", a=[1.0, 2.0])
+    two = write_parquet(tmp_path / "v2" / "1.parquet", a=[3.0])
+    same = write_parquet(tmp_path / "v2" / "0.parquet", a=[4.0])
+    write_parquet(tmp_path / "v2" / "sub" / "1.pq", a=[5.0])
     (tmp_path / "v2" / "notes.txt").write_text("no table")
 
     def ids(*inputs: Path) -> list[str]:
-        return list(dict.fromkeys(record for record, _, _ in read(inputs)[0]))
+        return list(dict.fromkeys(record for record, _, _ in read_events(inputs)[0]))
 
     assert ids(one) == ["0", "1"]
     assert ids(one, two) == ["0:0", "0:1", "1:0"]
@@ -116,7 +122,7 @@ def test_rows_without_ids_are_named_by_number_and_with_several_files_by_file(tmp
         ids(one, one)
 
 
-def test_wide_csv(tmp_path: Path) -> None:
+def test_wide_csv_is_read_with_its_own_delimiter_and_types(tmp_path: Path) -> None:
     path = tmp_path / "w.csv"
     path.write_text(
         "datetime;a;state;changepoint;record\n2020-03-09 10:34:33;1.5;3.0;0;007\n2020-03-09 10:34:33.25;;on;0.5;008\n"
@@ -128,7 +134,7 @@ def test_wide_csv(tmp_path: Path) -> None:
     assert batch.record_ids == ["007"] * 3 + ["008"] * 3
     assert batch.times.tolist() == [1583750073000000] * 3 + [1583750073250000] * 3
     assert source.ignored_columns == ("changepoint",)
-    assert [e for e in read([path])[0] if e[2] is not None] == [
+    assert [e for e in read_events([path])[0] if e[2] is not None] == [
         ("007", "a", 1.5),
         ("007", "state", "3"),
         ("008", "state", "on"),
@@ -136,19 +142,19 @@ def test_wide_csv(tmp_path: Path) -> None:
     assert rejected == []
 
 
-def test_long_csv_refuses_a_bad_value_and_goes_on(tmp_path: Path) -> None:
+def test_long_csv_rejects_only_the_row_with_a_bad_value(tmp_path: Path) -> None:
     path = tmp_path / "l.csv"
     path.write_text(
         "record,feature,value,time\n01,a,1.5,2020-03-09T10:34:33Z\n01,b,high,\n01,state,on,2020-03-09T10:34:34.5Z\n01,b,,\n"
     )
-    events, rejected, places = read([path])
+    events, rejected, places = read_events([path])
     assert events == [("01", "a", 1.5), ("01", "state", "on"), ("01", "b", None)]
     assert [(r.message_index, r.reason.value) for r in rejected] == [(1, "wrong_type")]
     assert places == [("l.csv", 0, 0), ("l.csv", 0, 2), ("l.csv", 0, 3)]
 
 
-def test_json_lines_of_every_kind(tmp_path: Path) -> None:
-    path = lines(
+def test_json_lines_of_every_form_are_read(tmp_path: Path) -> None:
+    path = write_lines(
         tmp_path / "e.jsonl",
         {"record": "r", "feature": "a", "value": 1},
         b"",
@@ -158,20 +164,20 @@ def test_json_lines_of_every_kind(tmp_path: Path) -> None:
     )
     with path.open("ab") as file:
         file.write(b'{"record":"s","feature":"a","value":3}\r')  # no line end
-    events, rejected, places = read([path])
+    events, rejected, places = read_events([path])
     assert events == [("r", "a", 1), ("r", "b", 2), ("r", "state", "new"), ("s", "a", 3)]
     assert [r.reason.value for r in rejected] == ["not_json"]
     assert places == [("e.jsonl", 0, 0), ("e.jsonl", 0, 4), ("e.jsonl", 0, 4), ("e.jsonl", 0, 5)]
 
 
-def test_a_long_line_is_refused_and_does_not_fill_memory(tmp_path: Path) -> None:
-    path = lines(
+def test_line_that_is_too_long_is_rejected_in_bounded_memory(tmp_path: Path) -> None:
+    path = write_lines(
         tmp_path / "e.jsonl",
         {"record": "r", "feature": "a", "value": 1},
         b"x" * 5_000_000,
         {"record": "q", "feature": "a", "value": 1},
     )
-    events, rejected, _ = read([path], max_message_bytes=1000)
+    events, rejected, _ = read_events([path], max_message_bytes=1000)
     assert [e[0] for e in events] == ["r", "q"]
     splitter = LineSplitter(10)
     assert [len(line) for block in (b"y" * 999, b"y" * 999, b"y\nz") for line in splitter.feed(block)] == [11]
@@ -179,10 +185,10 @@ def test_a_long_line_is_refused_and_does_not_fill_memory(tmp_path: Path) -> None
     assert len(rejected) == 1
 
 
-def test_polls_are_small_and_the_source_ends(tmp_path: Path) -> None:
-    path = parquet(tmp_path / "w.parquet", a=np.arange(1000.0), b=np.arange(1000.0))
+def test_polls_are_bounded_and_the_source_ends(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "w.parquet", a=np.arange(1000.0), b=np.arange(1000.0))
     source = open_source(
-        [path, lines(tmp_path / "e.jsonl", *[{"record": "r", "feature": "a", "value": 1}] * 50)],
+        [path, write_lines(tmp_path / "e.jsonl", *[{"record": "r", "feature": "a", "value": 1}] * 50)],
         SCHEMA,
         batch_events=30,
     )
@@ -195,29 +201,31 @@ def test_polls_are_small_and_the_source_ends(tmp_path: Path) -> None:
     assert source.num_rows is None  # lines are not counted before they are read
 
 
-def test_an_explicit_layout_and_other_column_names(tmp_path: Path) -> None:
-    path = parquet(tmp_path / "odd.parquet", record=["x"], feature=["f"], value=[1.0], a=[2.0], unit=["u"], at=[5])
-    events, _, _ = read([path], layout="wide", record_column="unit", time_column="at")
+def test_layout_and_column_names_can_be_chosen(tmp_path: Path) -> None:
+    path = write_parquet(
+        tmp_path / "odd.parquet", record=["x"], feature=["f"], value=[1.0], a=[2.0], unit=["u"], at=[5]
+    )
+    events, _, _ = read_events([path], layout="wide", record_column="unit", time_column="at")
     assert [e for e in events if e[2] is not None] == [("u", "a", 2.0)]
-    assert len(read([path])[1]) == 1  # read as a long table, feature "f" is unknown
+    assert len(read_events([path])[1]) == 1  # read as a long table, feature "f" is unknown
 
 
 # --- orders
 
 
-def test_devices_stand_for_records_with_windows(tmp_path: Path) -> None:
+def test_events_of_devices_are_assigned_to_windows(tmp_path: Path) -> None:
     rows = [("p", "a", 1.0, 33), ("q", "b", 2.0, 34), ("p", "b", 3.0, 40)]
     devices, features, values, times = map(list, zip(*rows, strict=True))
     columns = {"device": devices, "feature": features, "value": values, "time": times}
-    table = parquet(tmp_path / "log.parquet", **columns)
+    table = write_parquet(tmp_path / "log.parquet", **columns)
     text = tmp_path / "log.csv"
     text.write_text("device,feature,value,time\n" + "".join(",".join(map(str, row)) + "\n" for row in rows))
-    events = lines(tmp_path / "log.jsonl", *(dict(zip(columns, row, strict=True)) for row in rows))
+    events = write_lines(tmp_path / "log.jsonl", *(dict(zip(columns, row, strict=True)) for row in rows))
     windows = WindowAssigner(10_000_000)
     at = "1970-01-01T00:00:"
     expected = [(f"p@{at}30Z", "a", 1.0), (f"q@{at}30Z", "b", 2.0), (f"p@{at}40Z", "b", 3.0)]
     for path in (table, text, events):
-        assert read([path], window_assigner=windows)[:2] == (expected, []), path
+        assert read_events([path], window_assigner=windows)[:2] == (expected, []), path
         with pytest.raises(ConfigError, match="arrival"):
             open_source([path], SCHEMA, order="random", window_assigner=windows)
     source = open_source([table], SCHEMA, window_assigner=windows)
@@ -225,11 +233,11 @@ def test_devices_stand_for_records_with_windows(tmp_path: Path) -> None:
     assert source.ignored_columns == ()
     with pytest.raises(InputError, match="no column is a feature"):
         open_source([table], SCHEMA)  # without windows it is no long table
-    wide = parquet(tmp_path / "wide.parquet", record=["r"], a=[1.0], device=["p"])
-    assert read([wide], "random", window_assigner=windows)[0] == read([wide], "random")[0]
+    wide = write_parquet(tmp_path / "wide.parquet", record=["r"], a=[1.0], device=["p"])
+    assert read_events([wide], "random", window_assigner=windows)[0] == read_events([wide], "random")[0]
     for missing in ("device", "time"):
         rest = {name: column for name, column in columns.items() if name != missing}
-        path = parquet(tmp_path / f"no-{missing}.parquet", **rest)
+        path = write_parquet(tmp_path / f"no-{missing}.parquet", **rest)
         with pytest.raises(InputError, match=f"'{missing}'"):
             open_source([path], SCHEMA, layout="long", window_assigner=windows)
 
@@ -237,41 +245,41 @@ def test_devices_stand_for_records_with_windows(tmp_path: Path) -> None:
 def test_random_order_is_the_same_for_every_layout(tmp_path: Path) -> None:
     ids = [f"pump {i}" for i in range(40)]
     states = ["on", None, "odd", "3"] * 10
-    table = parquet(tmp_path / "w.parquet", record=ids, a=np.arange(40.0), b=[None, 1.0] * 20, state=states)
+    table = write_parquet(tmp_path / "w.parquet", record=ids, a=np.arange(40.0), b=[None, 1.0] * 20, state=states)
     wide = {"a": np.arange(40.0).tolist(), "b": [None, 1.0] * 20, "state": states}
     rows = [(ids[i], name, wide[name][i]) for name in wide for i in range(40)]  # sorted by feature: records far apart
-    log = parquet(
+    log = write_parquet(
         tmp_path / "l.parquet",
         record=[r for r, _, _ in rows],
         feature=[f for _, f, _ in rows],
         value=[v if isinstance(v, float) else None for _, _, v in rows],
         label=[v if isinstance(v, str) else None for _, _, v in rows],
     )
-    text = lines(tmp_path / "e.jsonl", *({"record": r, "feature": f, "value": v} for r, f, v in rows))
-    many = lines(
+    text = write_lines(tmp_path / "e.jsonl", *({"record": r, "feature": f, "value": v} for r, f, v in rows))
+    many = write_lines(
         tmp_path / "m.jsonl", *({"record": ids[i], "values": {n: wide[n][i] for n in wide}} for i in range(40))
     )
     orders: tuple[Order, ...] = ("random", "schema")
     for order in orders:
-        expected, _, _ = read([table], order, seed=3)
+        expected, _, _ = read_events([table], order, seed=3)
         for path in (log, text, many):
-            events, rejected, places = read([path], order, seed=3, batch_events=7)
+            events, rejected, places = read_events([path], order, seed=3, batch_events=7)
             assert events == expected
             assert rejected == []
             if path in (log, text):  # a position is where the event stood before it was moved
                 assert [(r, f) for r, f, _ in events] == [rows[offset][:2] for _, _, offset in places]
-    assert read([table], "random", seed=4)[0] != read([table], "random", seed=3)[0]
+    assert read_events([table], "random", seed=4)[0] != read_events([table], "random", seed=3)[0]
 
 
-def test_reordering_joins_records_across_files_and_keeps_what_is_bad(tmp_path: Path) -> None:
-    one = parquet(tmp_path / "1.parquet", record=["x", "y", None], feature=["b", "a", "a"], value=[1.0, 2.0, 3.0])
-    two = parquet(tmp_path / "2.parquet", record=["x", "x"], feature=["zzz", "a"], value=pa.array([4, 5]))
-    events, rejected, places = read([one, two], "schema")
+def test_reordering_joins_records_across_files_and_keeps_invalid_events(tmp_path: Path) -> None:
+    one = write_parquet(tmp_path / "1.parquet", record=["x", "y", None], feature=["b", "a", "a"], value=[1.0, 2.0, 3.0])
+    two = write_parquet(tmp_path / "2.parquet", record=["x", "x"], feature=["zzz", "a"], value=pa.array([4, 5]))
+    events, rejected, places = read_events([one, two], "schema")
     assert events == [("x", "a", 5.0), ("x", "b", 1.0), ("y", "a", 2.0)]
     assert sorted(r.reason.value for r in rejected) == ["missing_field", "unknown_feature"]
     assert places == [("2.parquet", 0, 1), ("1.parquet", 0, 0), ("1.parquet", 0, 1)]
     good = {"record": "r", "feature": "b", "value": 1}
-    text = lines(
+    text = write_lines(
         tmp_path / "e.jsonl",
         good,
         b"junk",
@@ -281,7 +289,7 @@ def test_reordering_joins_records_across_files_and_keeps_what_is_bad(tmp_path: P
         b'{"record":"r","values":{"a":' + b"[" * 300 + b"]" * 300 + b"}}",
         b"x" * 2_000_000,
     )
-    events, rejected, _ = read([text], "random")
+    events, rejected, _ = read_events([text], "random")
     assert sorted(events) == [("r", "a", 2), ("r", "b", 1)]
     assert sorted(r.reason.value for r in rejected) == [
         "missing_field",
@@ -293,21 +301,21 @@ def test_reordering_joins_records_across_files_and_keeps_what_is_bad(tmp_path: P
 
 
 def test_empty_inputs_have_no_events(tmp_path: Path) -> None:
-    table = parquet(tmp_path / "w.parquet", a=pa.array([], pa.float64()))
-    log = parquet(
+    table = write_parquet(tmp_path / "w.parquet", a=pa.array([], pa.float64()))
+    log = write_parquet(
         tmp_path / "l.parquet", **{name: pa.array([], pa.string()) for name in ("record", "feature", "value")}
     )
-    text = lines(tmp_path / "e.jsonl")
+    text = write_lines(tmp_path / "e.jsonl")
     orders: tuple[Order, ...] = ("arrival", "random")
     for order in orders:
-        assert read([table, log, text], order) == ([], [], [])
+        assert read_events([table, log, text], order) == ([], [], [])
 
 
 # --- faults
 
 
-def test_faults_name_the_file_and_the_remedy(tmp_path: Path) -> None:
-    good = parquet(tmp_path / "good.parquet", a=np.arange(5000.0))
+def test_input_errors_name_the_file_and_the_reason(tmp_path: Path) -> None:
+    good = write_parquet(tmp_path / "good.parquet", a=np.arange(5000.0))
     cut = tmp_path / "cut.parquet"
     cut.write_bytes(good.read_bytes()[:-200])
     (tmp_path / "text.csv").write_text("a,b\n1,2\n3,high\n")
@@ -315,10 +323,10 @@ def test_faults_name_the_file_and_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "empty.csv").write_text("")
     (tmp_path / "data.xlsx").write_text("")
     (tmp_path / "void").mkdir()
-    parquet(tmp_path / "other.parquet", x=[1.0], y=[2.0])
-    parquet(tmp_path / "floats.parquet", record=[1.5], a=[1.0])
-    parquet(tmp_path / "words.parquet", a=["high"])
-    parquet(tmp_path / "numbered.parquet", record=["x"], feature=[1], value=[1.0])
+    write_parquet(tmp_path / "other.parquet", x=[1.0], y=[2.0])
+    write_parquet(tmp_path / "floats.parquet", record=[1.5], a=[1.0])
+    write_parquet(tmp_path / "words.parquet", a=["high"])
+    write_parquet(tmp_path / "numbered.parquet", record=["x"], feature=[1], value=[1.0])
     cases = {
         "missing.parquet": "no such file",
         "cut.parquet": "cannot be read",
@@ -334,45 +342,46 @@ def test_faults_name_the_file_and_the_remedy(tmp_path: Path) -> None:
     }
     for name, says in cases.items():
         with pytest.raises(InputError) as caught:
-            read([tmp_path / name])
+            read_events([tmp_path / name])
         message = str(caught.value)
         assert name in message
         assert says in message
         assert "\n" not in message
         assert caught.value.exit_code == 3
     with pytest.raises(InputError, match="long table needs a column 'record'"):
-        read([good], layout="long")
+        read_events([good], layout="long")
     with pytest.raises(InputError, match="no time column 'noon'"):
-        read([good], time_column="noon")
+        read_events([good], time_column="noon")
     with pytest.raises(InputError, match="no record column 'pump'"):
-        read([good], record_column="pump")
+        read_events([good], record_column="pump")
     with pytest.raises(InputError, match="two columns are called 'a'"):
-        read([table_of(tmp_path / "twice.parquet", pa.table([[1.0], [2.0]], names=["a", "a"]))])
+        read_events([write_table(tmp_path / "twice.parquet", pa.table([[1.0], [2.0]], names=["a", "a"]))])
     with pytest.raises(InputError, match="no input"):
-        read([])
+        read_events([])
 
 
-def table_of(path: Path, table: pa.Table) -> Path:
-    pq.write_table(table, path)
+def write_table(path: Path, table: pa.Table) -> Path:
+    """Write a table as a Parquet file."""
+    pq.table_of(table, path)
     return path
 
 
-def test_a_file_that_is_damaged_inside_is_an_input_error(tmp_path: Path) -> None:
-    path = parquet(tmp_path / "d.parquet", a=np.random.default_rng(0).normal(size=50_000))
+def test_file_with_damaged_content_is_an_input_error(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "d.parquet", a=np.random.default_rng(0).normal(size=50_000))
     content = bytearray(path.read_bytes())
     content[1000:300_000] = b"\xff" * 299_000
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"d\.parquet: the file cannot be read"):
-        read([path])
+        read_events([path])
 
 
-def test_standard_input_stands_alone(tmp_path: Path) -> None:
+def test_standard_input_cannot_be_combined_with_files_or_an_order(tmp_path: Path) -> None:
     for arguments, order in (([Path("-"), tmp_path], "arrival"), ([Path("-")], "random")):
         with pytest.raises(ConfigError, match="standard input"):
             open_source(arguments, SCHEMA, order=order)  # type: ignore[arg-type]
 
 
-def test_standard_input_serves_what_is_there_and_waits_no_longer_than_asked() -> None:
+def test_standard_input_returns_available_lines_within_the_timeout() -> None:
     reader, writer = os.pipe()
     source = StandardInput(reader)
     began = time.monotonic()
@@ -394,12 +403,14 @@ def test_standard_input_serves_what_is_there_and_waits_no_longer_than_asked() ->
 
 
 def test_folder_of_a_delta_table_is_read_as_its_parquet_files(tmp_path: Path) -> None:
-    parquet(tmp_path / "part-0.parquet", record=["r"], a=[1.0])
+    write_parquet(tmp_path / "part-0.parquet", record=["r"], a=[1.0])
     (tmp_path / "_delta_log").mkdir()
-    lines(tmp_path / "_delta_log" / f"{0:020}.json", {"metaData": {"id": "x"}}, {"add": {"path": "part-0.parquet"}})
-    events, rejected, _ = read([tmp_path])
+    write_lines(
+        tmp_path / "_delta_log" / f"{0:020}.json", {"metaData": {"id": "x"}}, {"add": {"path": "part-0.parquet"}}
+    )
+    events, rejected, _ = read_events([tmp_path])
     assert [event for event in events if event[2] is not None] == [("r", "a", 1.0)]
     assert rejected == []
-    lines(tmp_path / "_delta_log" / f"{1:020}.json", {"remove": {"path": "part-0.parquet"}})
+    write_lines(tmp_path / "_delta_log" / f"{1:020}.json", {"remove": {"path": "part-0.parquet"}})
     with pytest.raises(InputError, match="may hold files of older versions"):
-        read([tmp_path])
+        read_events([tmp_path])

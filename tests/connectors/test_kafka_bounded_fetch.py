@@ -1,4 +1,4 @@
-"""Batches that would end a consumer, or fill its memory, cost their sender's messages and nobody else's."""
+"""Tests that batches which are damaged or too large lose only their own messages, and need bounded memory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,31 @@ from kafka.errors import CorruptRecordError
 from connectors.kafka.bounded_fetch import FetchLimits, limit_fetches
 from deformer_stream.codec.payloads import UnreadablePayload
 from deformer_stream.engine.events import RejectionReason
-from tests.connectors.raw import GZIP, LZ4, SNAPPY, ZSTD, batch, bomb, compressed, java_snappy, record, send
+from tests.connectors.raw_batches import (
+    GZIP,
+    LZ4,
+    SNAPPY,
+    ZSTD,
+    compress,
+    compress_java_snappy,
+    encode_batch,
+    encode_record,
+    make_bomb,
+    send_batch,
+)
 
 pytestmark = pytest.mark.kafka
 MIB = 2**20
 
 
-def three(text: bytes = b"") -> bytes:
-    return b"".join(record(i, b"k", b"%d" % i + text) for i in range(3))
+def encode_three_records(text: bytes = b"") -> bytes:
+    """Return three encoded records with the values 0, 1 and 2, each followed by a text."""
+    return b"".join(encode_record(i, b"k", b"%d" % i + text) for i in range(3))
 
 
 @pytest.fixture
 def reader(kafka: SimpleNamespace) -> Iterator[Callable[..., KafkaConsumer]]:
-    """A guarded consumer at the beginning of a topic of one partition."""
+    """Return a function that opens a consumer with fetch limits at an offset of a topic with one partition."""
     opened = []
 
     def read(topic: str, bounds: FetchLimits | None = None, at: int = 0, **options: Any) -> KafkaConsumer:
@@ -43,8 +55,8 @@ def reader(kafka: SimpleNamespace) -> Iterator[Callable[..., KafkaConsumer]]:
         consumer.close()
 
 
-def polls(consumer: KafkaConsumer) -> list[list[tuple[int, Any]]]:
-    """Offsets and values of all messages up to the end, poll by poll."""
+def read_polls(consumer: KafkaConsumer) -> list[list[tuple[int, Any]]]:
+    """Return the offsets and values of all messages up to the end of the topic, poll by poll."""
     (where,) = consumer.assignment()
     end = consumer.end_offsets([where])[where]
     found = []
@@ -56,11 +68,11 @@ def polls(consumer: KafkaConsumer) -> list[list[tuple[int, Any]]]:
     return [messages for messages in found if messages]
 
 
-def rows(consumer: KafkaConsumer) -> list[tuple[int, Any]]:
-    """Offsets with the values, or with reason and number of messages of what stands for them."""
+def read_rows(consumer: KafkaConsumer) -> list[tuple[int, Any]]:
+    """Return the offset and value of each message; a placeholder is shown as its reason and its number of messages."""
     return [
         (offset, (value.reason, value.num_messages) if isinstance(value, UnreadablePayload) else value)
-        for messages in polls(consumer)
+        for messages in read_polls(consumer)
         for offset, value in messages
     ]
 
@@ -69,25 +81,29 @@ def test_every_compression_is_read(
     kafka: SimpleNamespace, topic: Callable[..., str], reader: Callable[..., KafkaConsumer]
 ) -> None:
     name = topic(1)
-    sent = [(0, three()), (SNAPPY, java_snappy(three(b"x" * 5000)))]
-    sent += [(codec, compressed(codec, three(b"y" * 3000))) for codec in (GZIP, SNAPPY, LZ4, ZSTD)]
+    sent = [(0, encode_three_records()), (SNAPPY, compress_java_snappy(encode_three_records(b"x" * 5000)))]
+    sent += [(codec, compress(codec, encode_three_records(b"y" * 3000))) for codec in (GZIP, SNAPPY, LZ4, ZSTD)]
     for codec, body in sent:
-        send(kafka.bootstrap, name, batch(body, 3, codec))
+        send_batch(kafka.bootstrap, name, encode_batch(body, 3, codec))
     texts = [b"", b"x" * 5000] + [b"y" * 3000] * 4
     expected = [b"%d" % i + text for text in texts for i in range(3)]
-    assert rows(reader(name)) == list(enumerate(expected))
-    assert rows(reader(name, at=4)) == list(enumerate(expected))[4:], "a position within a batch"
+    assert read_rows(reader(name)) == list(enumerate(expected))
+    assert read_rows(reader(name, at=4)) == list(enumerate(expected))[4:], "a position within a batch"
 
 
 @pytest.mark.parametrize("codec", [GZIP, ZSTD])
-def test_a_batch_that_inflates_past_the_bound_is_skipped(
+def test_batch_that_is_too_large_after_decompression_is_skipped(
     kafka: SimpleNamespace, topic: Callable[..., str], reader: Callable[..., KafkaConsumer], codec: int
 ) -> None:
     name = topic(1)
-    for body, count, how in ((three(), 3, 0), (bomb(codec, 500 * MIB), 1, codec), (three(), 3, 0)):
-        send(kafka.bootstrap, name, batch(body, count, how))
+    for body, count, how in (
+        (encode_three_records(), 3, 0),
+        (make_bomb(codec, 500 * MIB), 1, codec),
+        (encode_three_records(), 3, 0),
+    ):
+        send_batch(kafka.bootstrap, name, encode_batch(body, count, how))
     consumer = reader(name)
-    found = rows(consumer)
+    found = read_rows(consumer)
     assert found == [
         (0, b"0"),
         (1, b"1"),
@@ -97,72 +113,86 @@ def test_a_batch_that_inflates_past_the_bound_is_skipped(
         (5, b"1"),
         (6, b"2"),
     ]
-    (skipped,) = [v for poll in polls(reader(name, at=3)) for _, v in poll if isinstance(v, UnreadablePayload)]
+    (skipped,) = [v for poll in read_polls(reader(name, at=3)) for _, v in poll if isinstance(v, UnreadablePayload)]
     assert "1 messages, offsets 3 to 3: the batch of" in skipped.detail
     assert f"exceeds {64 * MIB} bytes uncompressed" in skipped.detail
     assert skipped.detail.isprintable()
 
 
 @pytest.mark.parametrize("codec", [GZIP, SNAPPY, LZ4, ZSTD])
-def test_the_bound_is_kept_by_every_compression(
+def test_size_limit_holds_for_every_compression(
     kafka: SimpleNamespace, topic: Callable[..., str], reader: Callable[..., KafkaConsumer], codec: int
 ) -> None:
     name = topic(1)
-    send(kafka.bootstrap, name, batch(compressed(codec, three(b"x" * 1000)), 3, codec))
+    send_batch(kafka.bootstrap, name, encode_batch(compress(codec, encode_three_records(b"x" * 1000)), 3, codec))
     if codec == SNAPPY:
-        send(kafka.bootstrap, name, batch(java_snappy(three(b"x" * 1000)), 3, codec))
-    whole = len(three(b"x" * 1000))
-    assert {value for _, value in rows(reader(name, FetchLimits(batch_bytes=whole - 1)))} == {(RejectionReason.TOO_LARGE, 3)}
-    assert len(rows(reader(name, FetchLimits(batch_bytes=whole)))) == (6 if codec == SNAPPY else 3)
+        send_batch(
+            kafka.bootstrap, name, encode_batch(compress_java_snappy(encode_three_records(b"x" * 1000)), 3, codec)
+        )
+    whole = len(encode_three_records(b"x" * 1000))
+    assert {value for _, value in read_rows(reader(name, FetchLimits(batch_bytes=whole - 1)))} == {
+        (RejectionReason.TOO_LARGE, 3)
+    }
+    assert len(read_rows(reader(name, FetchLimits(batch_bytes=whole)))) == (6 if codec == SNAPPY else 3)
 
 
-def test_a_large_message_within_a_small_batch_is_refused_alone(
+def test_large_message_in_a_small_batch_is_rejected_alone(
     kafka: SimpleNamespace, topic: Callable[..., str], reader: Callable[..., KafkaConsumer]
 ) -> None:
     name = topic(1)
     large = b"x" * (3 * MIB)
     parts = [(b"k", b"a", []), (b"k", large, []), (large, b"b", []), (b"k", b"c", [(b"h", large)]), (None, None, [])]
-    records = b"".join(record(i, key, value, headers) for i, (key, value, headers) in enumerate(parts))
-    send(kafka.bootstrap, name, batch(compressed(GZIP, records), 5, GZIP))
+    records = b"".join(encode_record(i, key, value, headers) for i, (key, value, headers) in enumerate(parts))
+    send_batch(kafka.bootstrap, name, encode_batch(compress(GZIP, records), 5, GZIP))
     refused = (RejectionReason.TOO_LARGE, 1)
-    assert rows(reader(name)) == [(0, b"a"), (1, refused), (2, refused), (3, refused), (4, None)]
+    assert read_rows(reader(name)) == [(0, b"a"), (1, refused), (2, refused), (3, refused), (4, None)]
 
 
-def test_what_cannot_be_unpacked_is_refused_from_there_on(
+def test_batch_is_rejected_from_the_first_damaged_record_on(
     kafka: SimpleNamespace, topic: Callable[..., str], reader: Callable[..., KafkaConsumer]
 ) -> None:
-    """The name of a header has to be UTF-8; no broker looks."""
+    """The name of a header must be UTF-8, but brokers do not check that."""
     name = topic(1)
-    bad = record(0, b"k", b"a") + record(1, b"k", b"b", [(b"\xff\xfe", b"x")]) + record(2, b"k", b"c")
-    send(kafka.bootstrap, name, batch(bad, 3))
-    send(kafka.bootstrap, name, batch(three(), 3))
+    bad = (
+        encode_record(0, b"k", b"a")
+        + encode_record(1, b"k", b"b", [(b"\xff\xfe", b"x")])
+        + encode_record(2, b"k", b"c")
+    )
+    send_batch(kafka.bootstrap, name, encode_batch(bad, 3))
+    send_batch(kafka.bootstrap, name, encode_batch(encode_three_records(), 3))
     consumer = reader(name)
-    assert rows(consumer) == [(0, b"a"), (2, (RejectionReason.NOT_JSON, 2)), (3, b"0"), (4, b"1"), (5, b"2")]
-    assert rows(reader(name, at=1)) == rows(reader(name))[1:], "where a consumer begins again after a crash"
-    (skipped,) = [v for poll in polls(reader(name, at=1)) for _, v in poll if isinstance(v, UnreadablePayload)]
+    assert read_rows(consumer) == [(0, b"a"), (2, (RejectionReason.NOT_JSON, 2)), (3, b"0"), (4, b"1"), (5, b"2")]
+    assert read_rows(reader(name, at=1)) == read_rows(reader(name))[1:], (
+        "a consumer may start within the batch after a crash"
+    )
+    (skipped,) = [v for poll in read_polls(reader(name, at=1)) for _, v in poll if isinstance(v, UnreadablePayload)]
     assert "2 messages, offsets 1 to 2: the batch cannot be decoded" in skipped.detail
     assert skipped.detail.isprintable()
 
 
-def test_a_poll_takes_no_more_than_its_bytes(
+def test_bytes_of_a_poll_are_bounded(
     kafka: SimpleNamespace, topic: Callable[..., str], reader: Callable[..., KafkaConsumer]
 ) -> None:
     name = topic(1)
     for _ in range(20):  # 20 small batches that inflate to 20 MiB each
-        many = b"".join(record(i, None, b"%06d" % i + b"x" * 2**19) for i in range(40))
-        send(kafka.bootstrap, name, batch(compressed(ZSTD, many), 40, ZSTD))
-    found = polls(reader(name, FetchLimits(poll_bytes=8 * MIB)))
+        many = b"".join(encode_record(i, None, b"%06d" % i + b"x" * 2**19) for i in range(40))
+        send_batch(kafka.bootstrap, name, encode_batch(compress(ZSTD, many), 40, ZSTD))
+    found = read_polls(reader(name, FetchLimits(poll_bytes=8 * MIB)))
     assert [offset for poll in found for offset, _ in poll] == list(range(800))
     assert max(len(poll) for poll in found) <= 16
-    limited = polls(reader(name, max_poll_records=7))
+    limited = read_polls(reader(name, max_poll_records=7))
     assert [offset for poll in limited for offset, _ in poll] == list(range(800))
     assert max(len(poll) for poll in limited) <= 7
 
 
-def test_without_the_guard_the_client_is_stuck(kafka: SimpleNamespace, topic: Callable[..., str]) -> None:
-    """Why the guard is there; when a release of the client mends this, much of it can go."""
+def test_client_without_fetch_limits_stops_at_a_damaged_record(
+    kafka: SimpleNamespace, topic: Callable[..., str]
+) -> None:
+    """This is the reason for the fetch limits. If a release of the client fixes it, much of `bounded_fetch` can be
+    removed.
+    """
     name = topic(1)
-    send(kafka.bootstrap, name, batch(record(0, b"k", b"b", [(b"\xff\xfe", b"x")]), 1))
+    send_batch(kafka.bootstrap, name, encode_batch(encode_record(0, b"k", b"b", [(b"\xff\xfe", b"x")]), 1))
     consumer = KafkaConsumer(bootstrap_servers=kafka.bootstrap, enable_auto_commit=False)
     where = TopicPartition(name, 0)
     consumer.assign([where])
@@ -178,16 +208,16 @@ def test_without_the_guard_the_client_is_stuck(kafka: SimpleNamespace, topic: Ca
     consumer.close()
 
 
-def test_who_reads_slowly_holds_no_more_than_a_fetch_of_each_partition(
+def test_slow_consumer_keeps_one_fetch_per_partition_in_memory(
     kafka: SimpleNamespace, topic: Callable[..., str]
 ) -> None:
-    """Nothing is fetched of a partition before what was fetched of it has been handed over, message by message here."""
+    """A partition is fetched again only when its messages were delivered, here one by one."""
     name = topic(4)
-    several = batch(b"".join(record(i, None, bytes(64 * 1024)) for i in range(10)), 10)
+    several = encode_batch(b"".join(encode_record(i, None, bytes(64 * 1024)) for i in range(10)), 10)
     for partition in range(4):
         for _ in range(24):
-            send(kafka.bootstrap, name, several, partition)
-    there = 4 * 24 * len(several)
+            send_batch(kafka.bootstrap, name, several, partition)
+    num_bytes = 4 * 24 * len(several)
     consumer = KafkaConsumer(bootstrap_servers=kafka.bootstrap, enable_auto_commit=False, max_poll_records=1)
     limit_fetches(consumer)
     partitions = [TopicPartition(name, p) for p in range(4)]
@@ -195,31 +225,31 @@ def test_who_reads_slowly_holds_no_more_than_a_fetch_of_each_partition(
     consumer.seek_to_beginning()
     tracemalloc.start()
     try:
-        held, taken = 0, 0
+        peak_bytes, num_read = 0, 0
         deadline = time.monotonic() + 60
-        while taken < 60:
+        while num_read < 60:
             assert time.monotonic() < deadline
-            taken += sum(len(run) for runs in consumer.poll(timeout_ms=200).values() for run in runs)
+            num_read += sum(len(run) for runs in consumer.poll(timeout_ms=200).values() for run in runs)
             time.sleep(0.01)
-            held = max(held, tracemalloc.get_traced_memory()[0])
+            peak_bytes = max(peak_bytes, tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
         consumer.close()
-    assert there > 60 * MIB
-    assert held < 24 * MIB, "a MiB of each partition, a few times over while it is read"
+    assert num_bytes > 60 * MIB
+    assert peak_bytes < 24 * MIB, "a MiB per partition, and several copies while it is read"
 
 
-def test_a_poll_brings_what_there_is_when_it_begins(
+def test_poll_returns_all_messages_that_exist_when_it_begins(
     kafka: SimpleNamespace, topic: Callable[..., str], reader: Callable[..., KafkaConsumer]
 ) -> None:
-    """Not what there was when the poll before began, which the client would have asked for by then."""
+    """The client alone would return the messages that existed when the previous poll began."""
     name = topic()
     consumer = reader(name)
-    assert consumer.poll(timeout_ms=300) == {}  # a request waits at the broker from now on
+    assert consumer.poll(timeout_ms=300) == {}  # from now on a request is open at the broker
     found = []
     for number in range(3):
-        send(kafka.bootstrap, name, batch(record(0, b"k", b"%d" % number), 1))
-        time.sleep(0.2)  # for an answer to come that nobody has asked for, if so
+        send_batch(kafka.bootstrap, name, encode_batch(encode_record(0, b"k", b"%d" % number), 1))
+        time.sleep(0.2)  # enough time for the response to a request that must not have been sent
         if number != 1:
             found.append([run.values for runs in consumer.poll(timeout_ms=10_000).values() for run in runs])
     assert found == [[[b"0"]], [[b"1", b"2"]]]

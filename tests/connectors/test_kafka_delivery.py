@@ -1,4 +1,4 @@
-"""What is sent with a commit: all of it becomes visible with the positions, or nothing does."""
+"""Tests of what is sent with a commit: all of it becomes visible together with the offsets, or nothing does."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from connectors.kafka import Delivery
 from connectors.kafka.batches import OutgoingMessage
 from connectors.kafka.transactions import Transactions
 from deformer_stream.errors import ConfigError
-from tests.connectors.kafka_members import Group, Member, following, of_each
-from tests.connectors.kafka_world import read, settle, until
+from tests.connectors.kafka_groups import Group, Member, list_alert_keys, poll_in_background
+from tests.connectors.kafka_helpers import read_topic, wait_for_transactions, wait_until
 
 pytestmark = pytest.mark.kafka
 
@@ -26,121 +26,137 @@ Open = Callable[..., Delivery]
 
 @pytest.fixture
 def opened() -> Iterator[list[Delivery]]:
-    """Deliveries to be closed with the test."""
+    """Return a list of deliveries that are closed at the end of the test."""
     deliveries: list[Delivery] = []
     yield deliveries
     for delivery in deliveries:
         delivery.close()
 
 
-def start(group: Group, opened: list[Delivery], name: str = "one") -> Delivery:
-    opened.append(group.delivery(name))
+def open_delivery(group: Group, opened: list[Delivery], name: str = "one") -> Delivery:
+    """Open a delivery whose transactional id contains a name."""
+    opened.append(group.start(name))
     return opened[-1]
 
 
-def message(group: Group, i: int, source: int = 0) -> OutgoingMessage:
+def make_alert_message(group: Group, i: int, source: int = 0) -> OutgoingMessage:
+    """Return a message of the alerts topic with number `i`, caused by partition `source`."""
     return OutgoingMessage(source, group.alerts_topic, b"key-%d" % source, b"%d" % i, [("source", b"%d" % source)])
 
 
-def kept(group: Group, i: int) -> OutgoingMessage:
+def make_state_message(group: Group, i: int) -> OutgoingMessage:
+    """Return a message of the state topic with number `i`."""
     return OutgoingMessage(0, group.state_topic, b"key", b"state %d" % i, [], 0)
 
 
-def values(group: Group, isolation: str = "read_committed") -> list[int]:
-    return [int(record.value) for record in read(group.bootstrap, group.alerts_topic, isolation)]
+def list_alert_values(group: Group, isolation: str = "read_committed") -> list[int]:
+    """Return the values of all messages of the alerts topic."""
+    return [int(record.value) for record in read_topic(group.bootstrap, group.alerts_topic, isolation)]
 
 
-def deliver(group: Group, delivery: Delivery) -> None:
+def send_and_mark_committed(group: Group, delivery: Delivery) -> None:
+    """Send everything that was put and record that it is committed."""
     group.commit(delivery)
     delivery.mark_committed()
-    settle(group.bootstrap, group.alerts_topic)
+    wait_for_transactions(group.bootstrap, group.alerts_topic)
 
 
-def test_a_transaction_shows_nothing_before_its_end_and_everything_after(
+def test_messages_of_a_transaction_become_visible_at_its_end(
     group: Callable[..., Group], opened: list[Delivery]
 ) -> None:
     world = group()
-    delivery = start(world, opened)
+    delivery = open_delivery(world, opened)
     for i in range(3):
-        delivery.put(message(world, i))
+        delivery.put(make_alert_message(world, i))
 
-    def look() -> None:
-        assert values(world, "read_uncommitted") == [0, 1, 2], "it is there"
-        assert values(world) == [], "and cannot be seen"
-        assert world.positions() == {}
+    def check_visibility() -> None:
+        assert list_alert_values(world, "read_uncommitted") == [0, 1, 2], "the messages are in the log"
+        assert list_alert_values(world) == [], "but they are not visible"
+        assert world.read_positions() == {}
 
-    assert world.commit(delivery, [kept(world, 0), kept(world, 1)], meanwhile=look) == [0, 1]
-    settle(world.bootstrap, world.alerts_topic)
-    assert values(world) == [0, 1, 2]
-    assert [(r.offset, r.value) for r in read(world.bootstrap, world.state_topic)] == [(0, b"state 0"), (1, b"state 1")]
-    committed = world.committed()[0]
-    assert (committed.offset, committed.metadata) == (7, "as said")
+    assert world.commit(
+        delivery, [make_state_message(world, 0), make_state_message(world, 1)], meanwhile=check_visibility
+    ) == [0, 1]
+    wait_for_transactions(world.bootstrap, world.alerts_topic)
+    assert list_alert_values(world) == [0, 1, 2]
+    assert [(r.offset, r.value) for r in read_topic(world.bootstrap, world.state_topic)] == [
+        (0, b"state 0"),
+        (1, b"state 1"),
+    ]
+    committed = world.read_committed()[0]
+    assert (committed.offset, committed.metadata) == (7, "some metadata")
 
 
-def test_without_transactions_what_is_transmitted_is_there(group: Callable[..., Group], opened: list[Delivery]) -> None:
+def test_messages_without_transaction_are_visible_immediately(
+    group: Callable[..., Group], opened: list[Delivery]
+) -> None:
     world = group(mode="at-least-once")
-    delivery = start(world, opened)
-    delivery.put(message(world, 0))
-    assert world.commit(delivery, [kept(world, 0)]) == [0]
-    assert values(world) == [0]
-    assert world.commit(delivery, [kept(world, 1)]) == [1]
-    assert values(world) == [0, 0], "what is not settled goes again"
+    delivery = open_delivery(world, opened)
+    delivery.put(make_alert_message(world, 0))
+    assert world.commit(delivery, [make_state_message(world, 0)]) == [0]
+    assert list_alert_values(world) == [0]
+    assert world.commit(delivery, [make_state_message(world, 1)]) == [1]
+    assert list_alert_values(world) == [0, 0], "messages that are not committed are sent again"
     delivery.mark_committed()
     assert world.commit(delivery) == []
-    assert values(world) == [0, 0]
+    assert list_alert_values(world) == [0, 0]
 
 
-def test_what_is_put_after_the_transmission_is_not_settled_with_it(
+def test_messages_that_are_put_after_sending_belong_to_the_next_commit(
     either: Callable[..., Group], opened: list[Delivery]
 ) -> None:
-    """The answer to a commit may come, or be found out, when there is more to send already."""
+    """The outcome of a commit may become known when there are more messages already."""
     world = either()
-    delivery = start(world, opened)
-    delivery.put(message(world, 0))
+    delivery = open_delivery(world, opened)
+    delivery.put(make_alert_message(world, 0))
     world.commit(delivery)
-    delivery.put(message(world, 1))
+    delivery.put(make_alert_message(world, 1))
     delivery.mark_committed()
-    deliver(world, delivery)
-    assert values(world) == [0, 1]
+    send_and_mark_committed(world, delivery)
+    assert list_alert_values(world) == [0, 1]
 
 
-def stale_group(world: Group, delivery: Delivery, opened: list[Delivery]) -> None:
-    world.commit(delivery, [kept(world, 0)], ConsumerGroupMetadata(world.name, 999, "nobody", None))
+def commit_with_outdated_membership(world: Group, delivery: Delivery, opened: list[Delivery]) -> None:
+    """Commit for a member that the group does not know."""
+    world.commit(delivery, [make_state_message(world, 0)], ConsumerGroupMetadata(world.name, 999, "nobody", None))
 
 
-def closed_producer(world: Group, delivery: Delivery, opened: list[Delivery]) -> None:
+def commit_with_closed_producer(world: Group, delivery: Delivery, opened: list[Delivery]) -> None:
+    """Commit with connections that are closed."""
     assert isinstance(delivery._producer, Transactions)
     delivery._producer.close()
-    world.commit(delivery, [kept(world, 0)])
+    world.commit(delivery, [make_state_message(world, 0)])
 
 
-def fenced(world: Group, delivery: Delivery, opened: list[Delivery]) -> None:
+def commit_after_takeover(world: Group, delivery: Delivery, opened: list[Delivery]) -> None:
+    """Commit while another process uses the same transactional id."""
+
     def take_over() -> None:
-        other = start(world, opened)  # the same name: a successor of this process, or a misconfigured neighbour
-        other.put(message(world, 100))
-        deliver(world, other)
+        other = open_delivery(world, opened)  # the same transactional id, as of a restarted process
+        other.put(make_alert_message(world, 100))
+        send_and_mark_committed(world, other)
 
-    world.commit(delivery, [kept(world, 0)], meanwhile=take_over)
+    world.commit(delivery, [make_state_message(world, 0)], meanwhile=take_over)
 
 
 @pytest.mark.parametrize(
     ("fail", "error"),
     [
-        (stale_group, refusals.CommitFailedError),
-        (closed_producer, refusals.KafkaConnectionError),
-        (fenced, refusals.ProducerFencedError),
+        (commit_with_outdated_membership, refusals.CommitFailedError),
+        (commit_with_closed_producer, refusals.KafkaConnectionError),
+        (commit_after_takeover, refusals.ProducerFencedError),
     ],
 )
-def test_a_failed_transaction_shows_nothing_and_is_sent_once_after_renewal(
+def test_messages_of_a_failed_transaction_are_sent_once_by_the_new_producer(
     group: Callable[..., Group],
     opened: list[Delivery],
     fail: Callable[[Group, Delivery, list[Delivery]], None],
     error: type[Exception],
 ) -> None:
     world = group()
-    delivery = start(world, opened)
+    delivery = open_delivery(world, opened)
     for i in range(3):
-        delivery.put(message(world, i))
+        delivery.put(make_alert_message(world, i))
     with pytest.raises(error):
         fail(world, delivery, opened)
     assert delivery.has_failed
@@ -148,47 +164,48 @@ def test_a_failed_transaction_shows_nothing_and_is_sent_once_after_renewal(
         world.commit(delivery)
     delivery.renew_producer()
     assert not delivery.has_failed
-    settle(world.bootstrap, world.alerts_topic)
-    others = [value for value in values(world) if value == 100]
-    assert values(world) == others, "of the failed transaction nothing can be seen"
-    assert read(world.bootstrap, world.state_topic) == []
-    delivery.put(message(world, 3))
-    deliver(world, delivery)
-    assert values(world) == [*others, 0, 1, 2, 3]
-    deliver(world, delivery)
-    assert values(world) == [*others, 0, 1, 2, 3]
+    wait_for_transactions(world.bootstrap, world.alerts_topic)
+    others = [value for value in list_alert_values(world) if value == 100]
+    assert list_alert_values(world) == others, "no message of the failed transaction is visible"
+    assert read_topic(world.bootstrap, world.state_topic) == []
+    delivery.put(make_alert_message(world, 3))
+    send_and_mark_committed(world, delivery)
+    assert list_alert_values(world) == [*others, 0, 1, 2, 3]
+    send_and_mark_committed(world, delivery)
+    assert list_alert_values(world) == [*others, 0, 1, 2, 3]
 
 
-def test_a_commit_that_does_not_come_back_is_left_behind(group: Callable[..., Group], opened: list[Delivery]) -> None:
-    """A broker may be silent for ever. Who does not wait for it any longer is rid of it, and so is the thread."""
+def test_commit_without_response_is_abandoned_with_its_thread(
+    group: Callable[..., Group], opened: list[Delivery]
+) -> None:
     world = group()
-    delivery = start(world, opened)
-    delivery.put(message(world, 0))
+    delivery = open_delivery(world, opened)
+    delivery.put(make_alert_message(world, 0))
     before, go = threading.active_count(), threading.Event()
     delivery.seal_pending()
-    stranger = ConsumerGroupMetadata(world.name, -1, "", None)
+    no_membership = ConsumerGroupMetadata(world.name, -1, "", None)
 
     def hang(sent: Callable[[], list[int]]) -> dict[TopicPartition, OffsetAndMetadata]:
         go.wait(60.0)
         return {}
 
-    delivery.begin(delivery.transaction([], hang, stranger))
+    delivery.begin(delivery.transaction([], hang, no_membership))
     with pytest.raises(refusals.KafkaTimeoutError):
         delivery.end(timeout=0.2)
     delivery.renew_producer()
-    deliver(world, delivery)
+    send_and_mark_committed(world, delivery)
     go.set()
-    until(lambda: threading.active_count() <= before, "the end of the one that was left behind")
-    assert values(world) == [0]
+    wait_until(lambda: threading.active_count() <= before, "the end of the abandoned thread")
+    assert list_alert_values(world) == [0]
 
 
-def test_producers_that_failed_leave_no_threads(either: Callable[..., Group], opened: list[Delivery]) -> None:
+def test_failed_producers_leave_no_threads(either: Callable[..., Group], opened: list[Delivery]) -> None:
     world = either()
     before = threading.active_count()
-    delivery = start(world, opened)
+    delivery = open_delivery(world, opened)
     with_one = threading.active_count()
     for i in range(3):
-        delivery.put(message(world, i))
+        delivery.put(make_alert_message(world, i))
         world.commit(delivery)
         delivery.renew_producer()
 
@@ -196,82 +213,86 @@ def test_producers_that_failed_leave_no_threads(either: Callable[..., Group], op
         time.sleep(0.05)
         return threading.active_count() <= with_one
 
-    until(ended, "the end of the producers that were renewed")
+    wait_until(ended, "the end of the producers that were renewed")
     delivery.close()
     delivery.close()
-    until(lambda: threading.active_count() <= before, "the end of the last producer")
+    wait_until(lambda: threading.active_count() <= before, "the end of the last producer")
 
 
-def test_messages_of_partitions_that_moved_are_forgotten(either: Callable[..., Group], opened: list[Delivery]) -> None:
+def test_messages_of_revoked_partitions_are_dropped(either: Callable[..., Group], opened: list[Delivery]) -> None:
     world = either(3)
-    delivery = start(world, opened)
+    delivery = open_delivery(world, opened)
     for i in range(6):
-        delivery.put(message(world, i, source=i % 3))
+        delivery.put(make_alert_message(world, i, source=i % 3))
     delivery.drop_partitions([1, 7])
-    deliver(world, delivery)
-    assert sorted(values(world)) == [0, 2, 3, 5]
+    send_and_mark_committed(world, delivery)
+    assert sorted(list_alert_values(world)) == [0, 2, 3, 5]
 
 
-def test_messages_of_a_failed_transaction_are_forgotten_too(
+def test_messages_of_revoked_partitions_are_dropped_from_a_failed_transaction(
     group: Callable[..., Group], opened: list[Delivery]
 ) -> None:
-    """A commit fails because partitions have moved: the others' messages are sent again, theirs are not."""
+    """If a commit fails because partitions have moved, only the messages of the remaining partitions are sent again."""
     world = group(2)
-    delivery = start(world, opened)
+    delivery = open_delivery(world, opened)
     for i in range(4):
-        delivery.put(message(world, i, source=i % 2))
+        delivery.put(make_alert_message(world, i, source=i % 2))
     with pytest.raises(refusals.CommitFailedError):
-        stale_group(world, delivery, opened)
+        commit_with_outdated_membership(world, delivery, opened)
     delivery.drop_partitions([0])
     delivery.renew_producer()
-    deliver(world, delivery)
-    assert values(world) == [1, 3]
+    send_and_mark_committed(world, delivery)
+    assert list_alert_values(world) == [1, 3]
 
 
-def test_order_is_kept(either: Callable[..., Group], opened: list[Delivery]) -> None:
+def test_messages_keep_their_order(either: Callable[..., Group], opened: list[Delivery]) -> None:
     world = either(3)
-    delivery = start(world, opened)
+    delivery = open_delivery(world, opened)
     for i in range(900):
-        delivery.put(message(world, i, source=i % 5))
+        delivery.put(make_alert_message(world, i, source=i % 5))
         if i % 300 == 299:
-            deliver(world, delivery)
+            send_and_mark_committed(world, delivery)
     found: dict[bytes, list[int]] = {}
-    for record in read(world.bootstrap, world.alerts_topic):
+    for record in read_topic(world.bootstrap, world.alerts_topic):
         found.setdefault(record.key, []).append(int(record.value))
     assert found == {b"key-%d" % source: list(range(source, 900, 5)) for source in range(5)}
 
 
-def test_too_large_a_message_is_refused_when_it_is_put(either: Callable[..., Group], opened: list[Delivery]) -> None:
+def test_message_that_is_too_large_is_rejected_by_put(either: Callable[..., Group], opened: list[Delivery]) -> None:
     world = either()
-    delivery = start(world, opened)
-    delivery.put(message(world, 0))
-    limit = world.limits[world.alerts_topic]
+    delivery = open_delivery(world, opened)
+    delivery.put(make_alert_message(world, 0))
+    limit = world.max_bytes_by_topic[world.alerts_topic]
     with pytest.raises(ConfigError, match=r"too large for its topic: raise the topic's max.message.bytes"):
-        delivery.put(message(world, 1)._replace(value=b"x" * limit))
-    largest = message(world, 1)._replace(key=None, headers=[], value=b"1" * (limit - 200))
+        delivery.put(make_alert_message(world, 1)._replace(value=b"x" * limit))
+    largest = make_alert_message(world, 1)._replace(key=None, headers=[], value=b"1" * (limit - 200))
     delivery.put(largest)
-    deliver(world, delivery)
-    found = [record.value for record in read(world.bootstrap, world.alerts_topic)]
+    send_and_mark_committed(world, delivery)
+    found = [record.value for record in read_topic(world.bootstrap, world.alerts_topic)]
     assert found == [b"0", largest.value]
 
 
 # --- a commit whose answer got lost -----------------------------------------------------------------------------------
 
 
-class LostAnswer:
-    """The last step of a member's commit, in its mode, fails the next time; it takes effect before that or not."""
+class LostResponse:
+    """A failure of the last step of the next commit, which takes effect before it fails or not.
+
+    Attributes:
+        times: Number of failures that are left.
+    """
 
     def __init__(self, member: Member, patch: pytest.MonkeyPatch, takes_effect: bool) -> None:
         self.times = 1
         last = "end" if member.delivery.is_transactional else "commit"
         client: Any = Transactions if member.delivery.is_transactional else KafkaConsumer
-        really = getattr(client, last)
+        original = getattr(client, last)
 
         def act(*args: Any, **options: Any) -> None:
             lost = self.times > 0
             self.times -= 1
             if takes_effect or not lost:
-                really(*args, **options)
+                original(*args, **options)
             if lost:
                 raise refusals.KafkaTimeoutError()
 
@@ -279,71 +300,76 @@ class LostAnswer:
 
 
 @pytest.mark.parametrize("takes_effect", [True, False], ids=["committed", "not-committed"])
-def test_a_commit_without_an_answer(
+def test_commit_whose_response_is_lost_takes_effect_once(
     either: Callable[..., Group], takes_effect: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next attempt finds out whether it took effect, and sends again only what did not."""
+    """The next attempt finds out whether the commit took effect, and sends only the messages that were not
+    committed.
+    """
     world = either(2)
     world.produce(40)
-    member = world.join()
+    member = world.add_member()
     member.read(40)
     member.commit()
     world.produce(40)
     member.read(80)
-    answers = LostAnswer(member, monkeypatch, takes_effect)
+    failure = LostResponse(member, monkeypatch, takes_effect)
     member.commit()
-    assert answers.times <= 0
+    assert failure.times <= 0
     once = world.mode == "exactly-once"
-    assert sum(world.positions().values()) == 80
+    assert sum(world.read_positions().values()) == 80
     if takes_effect or once:
-        assert sorted(world.alerts()) == of_each(world.positions())
+        assert sorted(world.list_alerts()) == list_alert_keys(world.read_positions())
     else:
-        assert set(world.alerts()) == set(of_each(world.positions())), "with equal ids"
+        assert set(world.list_alerts()) == set(list_alert_keys(world.read_positions())), (
+            "repeated alerts have equal ids"
+        )
     member.close()
-    successor = world.join()
-    successor.settle_on(0, 1)
-    assert successor.complete()
-    assert successor.handled == []
+    successor = world.add_member()
+    successor.poll_until_assigned(0, 1)
+    assert successor.is_state_complete()
+    assert successor.handled_offsets == []
 
 
 @pytest.mark.parametrize("takes_effect", [True, False], ids=["committed", "not-committed"])
-def test_handing_over_without_an_answer(
+def test_revoked_partitions_whose_commit_has_no_response(
     group: Callable[..., Group], takes_effect: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for an answer while the group rebalances. It is found out with the next commit, and what was written
-    since then goes out as well."""
+    """During a rebalance, the outcome is not checked. The next commit finds it out and sends what was written since."""
     world = group(2)
     world.produce(40)
-    first = world.join()
+    first = world.add_member()
     first.read(40)
-    answers = LostAnswer(first, monkeypatch, takes_effect)
-    second = world.join()
-    with following(second.turn):
-        until(lambda: bool(first.turn()) and answers.times == 0, "the hand-over")
-        assert not first.delivery.has_failed, "nobody has to wait for what it left open"
+    failure = LostResponse(first, monkeypatch, takes_effect)
+    second = world.add_member()
+    with poll_in_background(second.poll):
+        wait_until(lambda: bool(first.poll()) and failure.times == 0, "the revocation")
+        assert not first.delivery.has_failed, "no transaction is left open"
         world.produce(40)
-        handled = len(first.handled)
+        handled = len(first.handled_offsets)
         first.read(handled + 1)
         first.commit()
-        until(lambda: bool(first.turn()) and world.consumed(first, second), "all messages")
-    world.check(first, second)
+        wait_until(lambda: bool(first.poll()) and world.has_consumed_all(first, second), "all messages")
+    world.check_effects(first, second)
 
 
-def test_handing_over_again_before_it_is_known_how_the_first_time_went(
+def test_second_revocation_before_the_outcome_of_the_first_is_known(
     group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It took effect: what was sent with it must not be sent again."""
+    """The first commit took effect, so its messages must not be sent again."""
     world = group(3)
     world.produce(60)
-    first = world.join()
+    first = world.add_member()
     first.read(60)
-    answers = LostAnswer(first, monkeypatch, takes_effect=True)
-    second = world.join()
-    with following(second.turn):
-        until(lambda: bool(first.turn()) and answers.times == 0, "the first hand-over")
-        third = world.join()
-        with following(third.turn):
-            until(lambda: bool(first.turn()) and len(first.source.assigned_partitions) == 1, "the second hand-over")
+    failure = LostResponse(first, monkeypatch, takes_effect=True)
+    second = world.add_member()
+    with poll_in_background(second.poll):
+        wait_until(lambda: bool(first.poll()) and failure.times == 0, "the first revocation")
+        third = world.add_member()
+        with poll_in_background(third.poll):
+            wait_until(
+                lambda: bool(first.poll()) and len(first.source.assigned_partitions) == 1, "the second revocation"
+            )
             first.commit()
-            until(lambda: bool(first.turn()) and world.consumed(first, second, third), "all messages")
-    world.check(first, second, third)
+            wait_until(lambda: bool(first.poll()) and world.has_consumed_all(first, second, third), "all messages")
+    world.check_effects(first, second, third)

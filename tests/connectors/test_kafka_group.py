@@ -1,4 +1,4 @@
-"""Processes that share a topic: who may, who has which partition, and what becomes of the rest."""
+"""Tests of processes that share a topic: admission of members, assignment and revocation of partitions."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from connectors.kafka import KafkaSource, produce
 from connectors.kafka.group import SameModelAssignor
 from deformer_stream.errors import ConfigError, DeformerError
 from deformer_stream.runtime.ports import PartitionState
-from tests.connectors.kafka_members import MODES, Group, Member, following, of_each
-from tests.connectors.kafka_world import numbered, until
+from tests.connectors.kafka_groups import MODES, Group, Member, list_alert_keys, poll_in_background
+from tests.connectors.kafka_helpers import make_messages, wait_until
 
 pytestmark = pytest.mark.kafka
 
 
-def refused(member: Member) -> str:
-    """What a member says that the group does not take."""
+def get_refusal(member: Member) -> str:
+    """Return the error of a member that the group refuses."""
     with pytest.raises(ConfigError) as caught:
-        until(lambda: bool(member.turn()) and False, "a refusal")
+        wait_until(lambda: bool(member.poll()) and False, "a refusal")
     member.close()
     return str(caught.value)
 
@@ -30,35 +30,38 @@ def refused(member: Member) -> str:
 # --- one model for all ------------------------------------------------------------------------------------------------
 
 
-def test_another_model_is_refused_with_the_reason(group: Callable[..., Group]) -> None:
+def test_member_with_another_model_is_refused(group: Callable[..., Group]) -> None:
     world, ours, theirs = group(2), "b", "a"
-    first = world.join(model=ours)
-    first.settle_on(0, 1)
-    with following(first.turn):
-        said = refused(world.join(model=theirs))
+    first = world.add_member(model=ours)
+    first.poll_until_assigned(0, 1)
+    with poll_in_background(first.poll):
+        said = get_refusal(world.add_member(model=theirs))
         assert said == (
             f"the consumer group uses model {ours}, this process has model {theirs}: give both the same model, or "
             "choose another --group"
         )
-        second = world.join(model=ours)
-        until(lambda: bool(second.turn()) and len(second.source.assigned_partitions) == 1, "a share for the same model")
+        second = world.add_member(model=ours)
+        wait_until(
+            lambda: bool(second.poll()) and len(second.source.assigned_partitions) == 1,
+            "an assignment for the same model",
+        )
     assert len(first.source.assigned_partitions) == 1
 
 
-def test_of_two_models_that_start_together_one_is_refused(group: Callable[..., Group]) -> None:
+def test_one_of_two_models_that_start_together_is_refused(group: Callable[..., Group]) -> None:
     world = group(4)
-    members = [world.join(model=model) for model in "ab"]
+    members = [world.add_member(model=model) for model in "ab"]
     failed: dict[int, DeformerError] = {}
     served = threading.Event()
 
-    def live(i: int) -> None:
+    def poll_until_refused(i: int) -> None:
         try:
-            until(lambda: bool(members[i].turn()) and (served.is_set() or bool(failed)), "a refusal")
+            wait_until(lambda: bool(members[i].poll()) and (served.is_set() or bool(failed)), "a refusal")
         except DeformerError as error:
             failed[i] = error
             members[i].close()
 
-    threads = [threading.Thread(target=live, args=(i,)) for i in range(2)]
+    threads = [threading.Thread(target=poll_until_refused, args=(i,)) for i in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -67,248 +70,268 @@ def test_of_two_models_that_start_together_one_is_refused(group: Callable[..., G
     ((loser, error),) = failed.items()
     assert isinstance(error, ConfigError)
     assert f"the consumer group uses model {'ab'[1 - loser]}" in str(error)
-    members[1 - loser].settle_on(0, 1, 2, 3)
+    members[1 - loser].poll_until_assigned(0, 1, 2, 3)
 
 
-def test_a_model_is_changed_in_one_process_after_the_other(group: Callable[..., Group]) -> None:
-    """Who holds partitions keeps them, whatever the model; newcomers may have that of any of these."""
+def test_model_can_be_changed_in_one_process_after_the_other(group: Callable[..., Group]) -> None:
+    """Members that own partitions keep them with any model. A new member may have the model of any of them."""
     world = group(6)
-    first = world.join(model="old")
-    first.settle_on(*range(6))
-    with following(first.turn):
-        second = world.join(model="old")
-        until(lambda: bool(second.turn()) and len(second.source.assigned_partitions) == 3, "3 + 3")
+    first = world.add_member(model="old")
+    first.poll_until_assigned(*range(6))
+    with poll_in_background(first.poll):
+        second = world.add_member(model="old")
+        wait_until(lambda: bool(second.poll()) and len(second.source.assigned_partitions) == 3, "3 + 3")
         first.source.model_fingerprint = "new"
-        with following(second.turn):
-            third = world.join(model="new")
-            until(lambda: bool(third.turn()) and len(third.source.assigned_partitions) == 2, "2 + 2 + 2")
-            with following(third.turn):
-                assert "uses model" in refused(world.join(model="newer"))
+        with poll_in_background(second.poll):
+            third = world.add_member(model="new")
+            wait_until(lambda: bool(third.poll()) and len(third.source.assigned_partitions) == 2, "2 + 2 + 2")
+            with poll_in_background(third.poll):
+                assert "uses model" in get_refusal(world.add_member(model="newer"))
             second.source.model_fingerprint = "new"
             third.close()
-            assert "uses model new, this process has model old" in refused(world.join(model="old"))
-            until(lambda: len(first.source.assigned_partitions) == len(second.source.assigned_partitions) == 3, "3 + 3 again")
+            assert "uses model new, this process has model old" in get_refusal(world.add_member(model="old"))
+            wait_until(
+                lambda: len(first.source.assigned_partitions) == len(second.source.assigned_partitions) == 3,
+                "3 + 3 again",
+            )
 
 
 # --- instances that keep their place ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mode", "ending"), [(MODES[0], "closed"), (MODES[0], "killed"), (MODES[1], "killed")])
-def test_an_instance_that_comes_back_has_its_partitions_and_moves_nobody(
-    group: Callable[..., Group], mode: str, ending: str
-) -> None:
+def test_restarted_instance_keeps_its_partitions(group: Callable[..., Group], mode: str, ending: str) -> None:
     world = group(4, mode)
     world.produce(40)
-    first, second = world.join("one"), world.join("two")
-    with following(second.turn):
-        until(lambda: bool(first.turn()) and len(first.source.assigned_partitions) == len(second.source.assigned_partitions) == 2, "2 + 2")
-        world.produce(40)  # whoever had all partitions for a while may have read those before
+    first, second = world.add_member("one"), world.add_member("two")
+    with poll_in_background(second.poll):
+        wait_until(
+            lambda: (
+                bool(first.poll())
+                and len(first.source.assigned_partitions) == len(second.source.assigned_partitions) == 2
+            ),
+            "2 + 2",
+        )
+        world.produce(40)  # the messages before may have been read by the member that first had all partitions
         first.read(1)
         first.commit()
         ours, theirs = first.source.assigned_partitions, second.source.assigned_partitions
         moved = list(second.revoked)
         if ending == "closed":
             first.close()
-        again = world.join("one")
-        again.settle_on(*ours)
+        again = world.add_member("one")
+        again.poll_until_assigned(*ours)
         again.commit()
         assert second.source.assigned_partitions == theirs
         assert second.revoked == moved
-    until(lambda: bool(second.turn() and again.turn()) and world.consumed(second, again), "the rest")
+    wait_until(
+        lambda: bool(second.poll() and again.poll()) and world.has_consumed_all(second, again), "the remaining messages"
+    )
     second.commit()
     again.commit()
-    assert again.complete()
-    assert second.complete()
-    assert sum(world.positions().values()) == world.sent
-    assert sorted(set(world.alerts())) == of_each(world.positions())
-    assert world.mode == "at-least-once" or len(world.alerts()) == world.sent
+    assert again.is_state_complete()
+    assert second.is_state_complete()
+    assert sum(world.read_positions().values()) == world.num_sent
+    assert sorted(set(world.list_alerts())) == list_alert_keys(world.read_positions())
+    assert world.mode == "at-least-once" or len(world.list_alerts()) == world.num_sent
 
 
 @pytest.mark.parametrize(("mode", "events"), [(MODES[0], "events"), (MODES[0], "silence"), (MODES[1], "silence")])
-def test_of_two_processes_with_one_name_the_older_is_told(
+def test_older_of_two_processes_with_one_instance_name_ends(
     group: Callable[..., Group], mode: str, events: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("connectors.kafka.source.CONFIRM_SECONDS", 1.0)
     world = group(2, mode)
-    produce(world.bootstrap, world.topic, numbered(40))
-    older = world.join("one")
+    produce(world.bootstrap, world.topic, make_messages(40))
+    older = world.add_member("one")
     older.read(40)
     older.commit()
-    newer = world.join("one")
+    newer = world.add_member("one")
 
-    def live() -> None:
-        newer.turn()
+    def poll_and_commit() -> None:
+        newer.poll()
         newer.commit()
 
-    with following(live):
-        until(lambda: newer.source.assigned_partitions == {0, 1}, "the partitions")
+    with poll_in_background(poll_and_commit):
+        wait_until(lambda: newer.source.assigned_partitions == {0, 1}, "the partitions")
         if events == "events":
-            produce(world.bootstrap, world.topic, numbered(40, first=40))
+            produce(world.bootstrap, world.topic, make_messages(40, first=40))
 
-        def told() -> bool:
-            older.turn()
+        def poll_older() -> bool:
+            older.poll()
             older.commit()
             return False
 
-        with pytest.raises(ConfigError, match="another process of the group uses this instance name: give each process its own"):
-            until(told, "that there is another process")
+        with pytest.raises(
+            ConfigError, match="another process of the group uses this instance name: give each process its own"
+        ):
+            wait_until(poll_older, "an error because of the other process")
         older.close()
-        produce(world.bootstrap, world.topic, numbered(40, first=80))
-        until(lambda: sum(world.positions().values()) == (120 if events == "events" else 80), "everything consumed")
-    assert newer.complete()
-    assert sorted(set(world.alerts())) == of_each(world.positions())
-    assert world.mode == "at-least-once" or sorted(world.alerts()) == of_each(world.positions())
+        produce(world.bootstrap, world.topic, make_messages(40, first=80))
+        wait_until(
+            lambda: sum(world.read_positions().values()) == (120 if events == "events" else 80), "everything consumed"
+        )
+    assert newer.is_state_complete()
+    assert sorted(set(world.list_alerts())) == list_alert_keys(world.read_positions())
+    assert world.mode == "at-least-once" or sorted(world.list_alerts()) == list_alert_keys(world.read_positions())
 
 
 # --- partitions that move ---------------------------------------------------------------------------------------------
 
 
-def test_a_partition_is_handed_over_with_its_state(either: Callable[..., Group]) -> None:
-    """What the first has handled and never committed by itself is committed as it gives the partition up."""
+def test_revoked_partition_is_committed_with_its_state(either: Callable[..., Group]) -> None:
+    """Messages that the first member has handled but not committed are committed when the partition is revoked."""
     world = either(2)
     world.produce(40)
-    first = world.join()
+    first = world.add_member()
     first.read(40)
-    second = world.join()
-    with following(second.turn):
-        until(lambda: bool(first.turn()) and len(second.live) == 1, "a share")
-    (moved,) = second.live
+    second = world.add_member()
+    with poll_in_background(second.poll):
+        wait_until(lambda: bool(first.poll()) and len(second.caught_up) == 1, "an assignment")
+    (moved,) = second.caught_up
     assert first.revoked == [moved]
-    assert second.handled == []
-    (begun,) = second.restored
-    assert begun.snapshot is not None
-    assert begun.committed_offset == world.positions()[moved] == len(second.seen[moved])
-    world.check(first, second)
+    assert second.handled_offsets == []
+    (state,) = second.restored
+    assert state.snapshot is not None
+    assert state.committed_offset == world.read_positions()[moved] == len(second.seen_offsets[moved])
+    world.check_effects(first, second)
 
 
-def test_a_partition_moves_while_a_commit_is_tried_again(
+def test_partition_is_revoked_while_a_commit_is_repeated(
     group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The broker refuses the commit because the group rebalances; what stays is committed afterwards, what went as it
-    went."""
+    """The broker refuses the commit during the rebalance. The remaining partitions are committed afterwards."""
     world = group(2)
     world.produce(40)
-    first = world.join()
+    first = world.add_member()
     first.read(40)
-    second = world.join()
+    second = world.add_member()
     attempts: list[frozenset[int]] = []
-    really = KafkaSource._try_to_commit
+    original = KafkaSource._try_to_commit
 
     def refuse(source: KafkaSource) -> None:
         if source is first.source and len(source.assigned_partitions) == 2:
             attempts.append(source.assigned_partitions)
             raise refusals.RebalanceInProgressError()
-        really(source)
+        original(source)
 
     monkeypatch.setattr(KafkaSource, "_try_to_commit", refuse)
-    with following(second.turn):
+    with poll_in_background(second.poll):
         first.commit()
         assert attempts
         assert len(first.source.assigned_partitions) == 1
-        until(lambda: bool(first.turn()) and len(second.live) == 1, "a share")
+        wait_until(lambda: bool(first.poll()) and len(second.caught_up) == 1, "an assignment")
         assert len(first.revoked) == 1
         world.produce(40)
-        until(lambda: bool(first.turn()) and world.consumed(first, second), "the rest")
-    world.check(first, second)
+        wait_until(lambda: bool(first.poll()) and world.has_consumed_all(first, second), "the remaining messages")
+    world.check_effects(first, second)
 
 
-def test_handing_over_has_a_deadline(group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A broker that does not answer must not cost a process its place: no heartbeat goes out while it waits."""
+def test_commit_of_revoked_partitions_has_a_deadline(
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No heartbeat is sent during that commit, so a broker without response must not cost the process its
+    membership.
+    """
     world = group(2)
     world.produce(40)
-    first, second = world.join(session_seconds=6.0), world.join(session_seconds=6.0)
+    first, second = world.add_member(session_seconds=6.0), world.add_member(session_seconds=6.0)
     first.read(40)
     hanging = threading.Event()
     monkeypatch.setattr(first.delivery._producer, "end", lambda: hanging.wait(30.0) or None)
 
-    def live() -> None:
-        first.turn()
+    def poll_first() -> None:
+        first.poll()
         if first.revoked:
             first.commit()
 
-    with following(second.turn):
-        until(lambda: live() is None and len(second.live) == 1, "a share")
+    with poll_in_background(second.poll):
+        wait_until(lambda: poll_first() is None and len(second.caught_up) == 1, "an assignment")
         hanging.set()
-        assert len(first.revoked) == len(first.source.assigned_partitions) == 1, "it has kept the other"
-        until(lambda: bool(second.handled), "they are repeated, for they were never committed")
-    world.check(first, second)
+        assert len(first.revoked) == len(first.source.assigned_partitions) == 1, "the other partition is kept"
+        wait_until(lambda: bool(second.handled_offsets), "the messages again, because they were not committed")
+    world.check_effects(first, second)
 
 
-def test_a_fault_of_ours_in_handing_over_is_no_fault_of_the_broker(group: Callable[..., Group]) -> None:
-    """The client wraps what its listener raises; it must not be tried again until the patience is over."""
+def test_exception_of_collect_state_is_raised(group: Callable[..., Group]) -> None:
+    """The client wraps exceptions of the rebalance listener. They must not be treated as failures of the broker and
+    retried.
+    """
     world = group(2)
     world.produce(40)
-    first, second = world.join(), world.join()
+    first, second = world.add_member(), world.add_member()
     first.read(40)
 
     def fail(partitions: frozenset[int]) -> dict[int, PartitionState]:
         raise ZeroDivisionError
 
     first.source.collect_state = fail
-    with following(second.turn), pytest.raises(ZeroDivisionError):
-        until(lambda: bool(first.turn()) and False, "the end")
+    with poll_in_background(second.poll), pytest.raises(ZeroDivisionError):
+        wait_until(lambda: bool(first.poll()) and False, "the end")
 
 
-def test_what_is_lost_is_neither_committed_nor_sent(either: Callable[..., Group]) -> None:
-    """A process that was away for too long finds that others have done its work."""
+def test_lost_partitions_are_neither_committed_nor_written(either: Callable[..., Group]) -> None:
+    """A process that did not respond for too long has lost its partitions to other members."""
     world = either(4)
     world.produce(40)
-    first, second = world.join(), world.join()
-    with following(second.turn):
-        until(lambda: bool(first.turn()) and len(first.live) == len(second.live) == 2, "2 + 2")
+    first, second = world.add_member(), world.add_member()
+    with poll_in_background(second.poll):
+        wait_until(lambda: bool(first.poll()) and len(first.caught_up) == len(second.caught_up) == 2, "2 + 2")
         first.commit()
         world.produce(40)
-        until(lambda: bool(first.turn()) and world.consumed(first, second), "the rest")
+        wait_until(lambda: bool(first.poll()) and world.has_consumed_all(first, second), "the remaining messages")
         ours = first.source.assigned_partitions
-        world.abandon(first)  # it has handled messages that were never committed
-        until(lambda: second.live == {0, 1, 2, 3} and world.consumed(second), "everything")
+        world.remove_member(first)  # it has handled messages that are not committed
+        wait_until(lambda: second.caught_up == {0, 1, 2, 3} and world.has_consumed_all(second), "everything")
         first.commit()
-        until(lambda: bool(first.turn()) and set(first.revoked) >= ours, "the loss reported")
-        until(lambda: bool(first.turn()) and len(first.live) == len(second.live) == 2, "2 + 2 again")
+        wait_until(lambda: bool(first.poll()) and set(first.revoked) >= ours, "a report of the lost partitions")
+        wait_until(lambda: bool(first.poll()) and len(first.caught_up) == len(second.caught_up) == 2, "2 + 2 again")
         world.produce(40)
-        until(lambda: bool(first.turn()) and world.consumed(first, second), "the rest")
-    world.check(first, second)
+        wait_until(lambda: bool(first.poll()) and world.has_consumed_all(first, second), "the remaining messages")
+    world.check_effects(first, second)
 
 
-def test_who_comes_back_claims_nothing(group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or two members would have a partition at once: who deals out partitions believes what members say they have."""
+def test_member_that_rejoins_claims_no_partitions(group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise two members would own a partition, because the assignor trusts the claims of the members."""
     world = group(4)
-    member = world.join()
-    member.settle_on(0, 1, 2, 3)
-    said: list[list[int]] = []
-    really = SameModelAssignor.metadata
+    member = world.add_member()
+    member.poll_until_assigned(0, 1, 2, 3)
+    claims: list[list[int]] = []
+    original = SameModelAssignor.metadata
 
     def metadata(assignor: SameModelAssignor, topics: set[str]) -> ConsumerProtocolSubscription:
-        subscription = really(assignor, topics)
-        said.append(sorted(p for claim in subscription.owned_partitions for p in claim.partitions))
+        subscription = original(assignor, topics)
+        claims.append(sorted(p for claim in subscription.owned_partitions for p in claim.partitions))
         return subscription
 
     monkeypatch.setattr(SameModelAssignor, "metadata", metadata)
-    world.abandon(member)
-    until(lambda: bool(member.turn()) and sorted(member.revoked) == [0, 1, 2, 3], "the loss reported")
-    member.settle_on(0, 1, 2, 3)
-    assert said
-    assert not any(said)
+    world.remove_member(member)
+    wait_until(
+        lambda: bool(member.poll()) and sorted(member.revoked) == [0, 1, 2, 3], "a report of the lost partitions"
+    )
+    member.poll_until_assigned(0, 1, 2, 3)
+    assert claims
+    assert not any(claims)
 
 
-def test_from_one_to_four_and_back_while_events_flow(group: Callable[..., Group]) -> None:
+def test_group_grows_and_shrinks_while_events_arrive(group: Callable[..., Group]) -> None:
     world = group(8)
     world.produce(200)
     stops = [threading.Event() for _ in range(4)]
     members: list[Member] = []
     failed: list[BaseException] = []
 
-    def live(member: Member, stop: threading.Event, killed: bool) -> None:
+    def consume(member: Member, stop: threading.Event, is_killed: bool) -> None:
         turns = 0
         try:
             while not stop.is_set():
-                member.turn(0.05)
-                assert member.complete()
+                member.poll(0.05)
+                assert member.is_state_complete()
                 turns += 1
                 member.commit(snapshots=[turns % 8])
-            if killed:
-                member.turn()
-                world.abandon(member)
+            if is_killed:
+                member.poll()
+                world.remove_member(member)
             else:
                 member.commit(snapshots=range(8))
                 member.close()
@@ -317,41 +340,45 @@ def test_from_one_to_four_and_back_while_events_flow(group: Callable[..., Group]
 
     threads = []
     for i, stop in enumerate(stops):
-        members.append(world.join(max_poll_records=50))
-        threads.append(threading.Thread(target=live, args=(members[-1], stop, i == 2)))
+        members.append(world.add_member(max_poll_records=50))
+        threads.append(threading.Thread(target=consume, args=(members[-1], stop, i == 2)))
         threads[-1].start()
         world.produce(100)
         share = 8 // (i + 1)
-        until(lambda share=share: all(len(m.live) >= share for m in members) or bool(failed), f"{share} each")
+        wait_until(lambda share=share: all(len(m.caught_up) >= share for m in members) or bool(failed), f"{share} each")
         assert not failed
     for stop, thread in list(zip(stops, threads, strict=True))[:0:-1]:
         world.produce(100)
         stop.set()
         thread.join()
-        until(
-            lambda: sum(len(m.live) for m in members if not stops[members.index(m)].is_set()) == 8 or bool(failed), "8"
+        wait_until(
+            lambda: sum(len(m.caught_up) for m in members if not stops[members.index(m)].is_set()) == 8 or bool(failed),
+            "8",
         )
         assert not failed
-    until(lambda: world.consumed(members[0]) or bool(failed), "the rest")
+    wait_until(lambda: world.has_consumed_all(members[0]) or bool(failed), "the remaining messages")
     stops[0].set()
     threads[0].join()
     assert failed == []
-    last = world.join()
-    last.settle_on(*range(8))
-    assert last.handled == []
-    world.check(last)
+    last = world.add_member()
+    last.poll_until_assigned(*range(8))
+    assert last.handled_offsets == []
+    world.check_effects(last)
 
 
-def test_a_process_that_hangs_stops_nobody_for_long(group: Callable[..., Group]) -> None:
-    """It is alive, for its client answers, and does not take part when partitions are to move."""
+def test_hanging_process_delays_others_for_a_limited_time(group: Callable[..., Group]) -> None:
+    """The process sends heartbeats, but does not take part in a rebalance."""
     world = group(2)
     quick = {"session_seconds": 6.0, "patience": 14.0}
-    first, second = world.join(**quick), world.join(**quick)
-    with following(second.turn):
-        until(lambda: bool(first.turn()) and len(first.live) == len(second.live) == 1, "1 + 1")
-    third = world.join(**quick)
-    with following(third.turn):
+    first, second = world.add_member(**quick), world.add_member(**quick)
+    with poll_in_background(second.poll):
+        wait_until(lambda: bool(first.poll()) and len(first.caught_up) == len(second.caught_up) == 1, "1 + 1")
+    third = world.add_member(**quick)
+    with poll_in_background(third.poll):
         world.produce(40)
-        until(lambda: bool(first.turn()) and len(third.live) == 1 and world.consumed(first, third), "everything")
+        wait_until(
+            lambda: bool(first.poll()) and len(third.caught_up) == 1 and world.has_consumed_all(first, third),
+            "everything",
+        )
         first.commit()
-    world.check(first, third)
+    world.check_effects(first, third)

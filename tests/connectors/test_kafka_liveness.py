@@ -1,4 +1,4 @@
-"""A broker that is away, or a partition that delivers nothing: the consumer waits for a while, and says so."""
+"""Tests of broker outages and of partitions that deliver nothing: the consumer retries, and then reports the reason."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from connectors.kafka import ensure_topics, produce
 from connectors.kafka.liveness import LivenessCheck
 from deformer_stream.errors import Unavailable
 from tests.conftest import start_broker
-from tests.connectors.kafka_members import MODES, Group, following
-from tests.connectors.kafka_world import Topic, numbered, until
+from tests.connectors.kafka_groups import MODES, Group, poll_in_background
+from tests.connectors.kafka_helpers import Topic, make_messages, wait_until
 
 # The client leaves the sockets with which it could not connect to the garbage collector.
 pytestmark = [pytest.mark.kafka, pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")]
 
-SOON = 0.3
+PATIENCE_SECONDS = 0.3
 
 
 @pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watch asks with every call."""
+def check_with_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the liveness check request end offsets with every call."""
     monkeypatch.setattr("connectors.kafka.liveness.PROBE_SECONDS", 0.0)
     monkeypatch.setattr("connectors.kafka.liveness.ANSWER_SECONDS", 1.0)
 
@@ -45,65 +45,73 @@ def consumer(kafka: SimpleNamespace) -> Iterator[KafkaConsumer]:
     consumer.close()
 
 
-def place(consumer: KafkaConsumer, tp: TopicPartition, position: int) -> None:
+def assign_at(consumer: KafkaConsumer, tp: TopicPartition, position: int) -> None:
+    """Assign a partition to a consumer and seek to an offset."""
     consumer.assign([tp])
     consumer.seek(tp, position)
 
 
-def test_a_partition_that_delivers_nothing(kafka: SimpleNamespace, topic: Topic, consumer: KafkaConsumer) -> None:
-    """Though it has messages: here because nobody polls."""
+def test_partition_that_delivers_nothing_is_reported(
+    kafka: SimpleNamespace, topic: Topic, consumer: KafkaConsumer
+) -> None:
+    """The partition has messages, but the test does not poll."""
     tp = TopicPartition(topic(1), 0)
-    produce(kafka.bootstrap, tp.topic, numbered(3))
-    place(consumer, tp, 1)
-    watch = LivenessCheck(consumer, kafka.bootstrap, tp.topic, SOON)
-    watch.check_progress()
-    time.sleep(SOON)
+    produce(kafka.bootstrap, tp.topic, make_messages(3))
+    assign_at(consumer, tp, 1)
+    check = LivenessCheck(consumer, kafka.bootstrap, tp.topic, PATIENCE_SECONDS)
+    check.check_progress()
+    time.sleep(PATIENCE_SECONDS)
     with pytest.raises(
         Unavailable, match=r"partition 0 delivers nothing from offset 1 on, although it ends at 3"
     ) as caught:
-        until(lambda: watch.check_progress() is None and time.sleep(0.05) is not None, "a complaint")
+        wait_until(lambda: check.check_progress() is None and time.sleep(0.05) is not None, "an error")
     assert tp.topic in str(caught.value)
-    place(consumer, tp, 2)
-    watch.check_progress()  # it has moved
+    assign_at(consumer, tp, 2)
+    check.check_progress()  # the position has changed
 
 
-def test_a_silent_partition_may_be_silent(kafka: SimpleNamespace, topic: Topic, consumer: KafkaConsumer) -> None:
-    """The first message after a long silence is not late at once."""
-    tp = TopicPartition(topic(1), 0)
-    produce(kafka.bootstrap, tp.topic, numbered(3))
-    place(consumer, tp, 3)
-    watch = LivenessCheck(consumer, kafka.bootstrap, tp.topic, 1.0)
-    for _ in range(6):
-        watch.check_progress()
-        time.sleep(0.25)
-    produce(kafka.bootstrap, tp.topic, numbered(1))
-    watch.check_progress()
-
-
-def test_a_partition_that_was_elsewhere_is_not_late(
+def test_partition_without_messages_is_not_reported(
     kafka: SimpleNamespace, topic: Topic, consumer: KafkaConsumer
 ) -> None:
-    """It comes back at the position where it was when it left."""
+    """The first message after a long pause does not count as delayed."""
+    tp = TopicPartition(topic(1), 0)
+    produce(kafka.bootstrap, tp.topic, make_messages(3))
+    assign_at(consumer, tp, 3)
+    check = LivenessCheck(consumer, kafka.bootstrap, tp.topic, 1.0)
+    for _ in range(6):
+        check.check_progress()
+        time.sleep(0.25)
+    produce(kafka.bootstrap, tp.topic, make_messages(1))
+    check.check_progress()
+
+
+def test_partition_that_was_assigned_elsewhere_is_not_reported(
+    kafka: SimpleNamespace, topic: Topic, consumer: KafkaConsumer
+) -> None:
+    """The partition is assigned again at the offset at which it was revoked."""
     tp, other = TopicPartition(topic(1), 0), TopicPartition(topic(1), 0)
-    produce(kafka.bootstrap, tp.topic, numbered(3))
-    watch = LivenessCheck(consumer, kafka.bootstrap, tp.topic, 1.0)
-    place(consumer, tp, 1)
-    watch.check_progress()
-    watch.check_progress()
-    place(consumer, other, 0)
-    watch.check_progress()
+    produce(kafka.bootstrap, tp.topic, make_messages(3))
+    check = LivenessCheck(consumer, kafka.bootstrap, tp.topic, 1.0)
+    assign_at(consumer, tp, 1)
+    check.check_progress()
+    check.check_progress()
+    assign_at(consumer, other, 0)
+    check.check_progress()
     time.sleep(1.1)
-    place(consumer, tp, 1)
-    watch.check_progress()
+    assign_at(consumer, tp, 1)
+    check.check_progress()
 
 
 # --- a broker that is away --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A broker of our own, to be stopped and started. Afterwards nothing is left of clients that could not connect;
-    what pytest keeps of the client's log would hold their sockets."""
+def own_broker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Start a broker that the test stops and starts.
+
+    After the test, all clients must have ended. The client's log is not passed to pytest, which would keep references
+    to sockets.
+    """
     monkeypatch.setattr(logging.getLogger("kafka"), "propagate", False)
     threads = threading.active_count()
     with start_broker() as broker:
@@ -114,16 +122,16 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         time.sleep(0.1)
         return threading.active_count() <= threads
 
-    until(ended, "the end of all clients")
+    wait_until(ended, "the end of all clients")
     gc.collect()
 
 
 @pytest.fixture
-def worlds(own: Any) -> Iterator[list[Group]]:
-    """A group for each mode, with events, and one more."""
+def worlds(own_broker: Any) -> Iterator[list[Group]]:
+    """Return a group with events for each mode of delivery, and one more."""
     modes = [*MODES, MODES[0]]
-    ensure_topics(own.bootstrap, {f"events-{i}": {"num_partitions": 2} for i in range(3)})
-    groups = [Group(own.bootstrap, f"events-{i}", 2, mode) for i, mode in enumerate(modes)]
+    ensure_topics(own_broker.bootstrap, {f"events-{i}": {"num_partitions": 2} for i in range(3)})
+    groups = [Group(own_broker.bootstrap, f"events-{i}", 2, mode) for i, mode in enumerate(modes)]
     for group in groups:
         group.produce(40)
     yield groups
@@ -131,45 +139,50 @@ def worlds(own: Any) -> Iterator[list[Group]]:
         group.close()
 
 
-def test_a_broker_that_is_away(own: Any, worlds: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has patience goes on when it comes back, though messages were handled and not committed when it went, and a
-    partition was about to move; who has none ends with the reason."""
+def test_broker_outage(own_broker: Any, worlds: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Consumers with enough patience continue when the broker is back. Others end with the reason.
+
+    When the broker stops, there are handled messages that are not committed, and a rebalance is about to begin.
+    """
     for module in ("client", "delivery", "source", "start_point"):
         monkeypatch.setattr(f"connectors.kafka.{module}.DELIVERY_SECONDS", 3.0)
     monkeypatch.setattr("connectors.kafka.delivery.FLUSH_SECONDS", 2.0)
     *worlds, other = worlds
-    patient = [world.join(patience=60.0, max_poll_records=20) for world in worlds]
+    patient = [world.add_member(patience=60.0, max_poll_records=20) for world in worlds]
     for member in patient:
         member.read(20)
         member.commit()
         member.read(40)
-    impatient = [other.join(patience=1.0) for _ in range(3)]  # one of them has no partition
-    with following(impatient[0].turn), following(impatient[1].turn):  # they join together, as processes do
-        until(
-            lambda: bool(impatient[2].turn()) and sorted(len(m.live) for m in impatient) == [0, 1, 1],
+    impatient = [other.add_member(patience=1.0) for _ in range(3)]  # one of them has no partition
+    with (
+        poll_in_background(impatient[0].poll),
+        poll_in_background(impatient[1].poll),
+    ):
+        wait_until(
+            lambda: bool(impatient[2].poll()) and sorted(len(m.caught_up) for m in impatient) == [0, 1, 1],
             "0 + 1 + 1",
         )
-    busy = next(member for member in impatient if member.live)
-    newcomers = [world.join(patience=60.0) for world in worlds]
-    own.kill(1)
+    busy = next(member for member in impatient if member.caught_up)
+    newcomers = [world.add_member(patience=60.0) for world in worlds]
+    own_broker.kill(1)
     with ThreadPoolExecutor() as pool, capture_logs() as lines:
         commits = [pool.submit(member.commit) for member in patient]
-        waiting = [pool.submit(newcomer.turn, 8.0) for newcomer in newcomers]
+        waiting = [pool.submit(newcomer.poll, 8.0) for newcomer in newcomers]
         for member in impatient:
             with pytest.raises(
-                Unavailable, match=f"Kafka at {own.bootstrap} has not responded for \\d+ s: check the brokers"
+                Unavailable, match=f"Kafka at {own_broker.bootstrap} has not responded for \\d+ s: check the brokers"
             ):
-                until(lambda member=member: bool(member.turn()) and False, "an end")
-        with pytest.raises(Unavailable, match=f"Kafka at {own.bootstrap}"):
+                wait_until(lambda member=member: bool(member.poll()) and False, "an end")
+        with pytest.raises(Unavailable, match=f"Kafka at {own_broker.bootstrap}"):
             busy.commit(snapshots=range(2))
-        assert [commit.exception() for commit in commits if commit.done()] == [], "they wait"
-        own.start_node(1)
+        assert [commit.exception() for commit in commits if commit.done()] == [], "the commits wait"
+        own_broker.start_node(1)
         for future in (*commits, *waiting):
             future.result()
     assert any(line["event"] == "commit_failed_retrying" for line in lines)
     for world, first, second in zip(worlds, patient, newcomers, strict=True):
-        with following(second.turn):
-            until(lambda a=first, b=second: bool(a.turn()) and len(a.live) == len(b.live) == 1, "1 + 1")
+        with poll_in_background(second.poll):
+            wait_until(lambda a=first, b=second: bool(a.poll()) and len(a.caught_up) == len(b.caught_up) == 1, "1 + 1")
             world.produce(40)
-            until(lambda w=world, a=first, b=second: bool(a.turn()) and w.consumed(a, b), "all messages")
-        world.check(first, second)
+            wait_until(lambda w=world, a=first, b=second: bool(a.poll()) and w.has_consumed_all(a, b), "all messages")
+        world.check_effects(first, second)

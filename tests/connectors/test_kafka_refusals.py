@@ -1,4 +1,4 @@
-"""What the Kafka connector says when it cannot do its work: one line, soon, and the right exit code."""
+"""Tests of errors of the Kafka connector: one line, within a short time, and with the right exit code."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ pytestmark = pytest.mark.kafka
 NOTHING_LISTENS = "127.0.0.1:1"
 
 
-def one_line(error: DeformerError) -> str:
+def check_one_line(error: DeformerError) -> str:
+    """Return the text of an error, which must be one short line."""
     text = str(error)
     assert "\n" not in text
     assert len(text) < 300
     return text
 
 
-def test_unknown_topic(kafka: SimpleNamespace) -> None:
+def test_unknown_topic_is_reported(kafka: SimpleNamespace) -> None:
     with pytest.raises(Unavailable) as caught:
         KafkaSource(kafka.bootstrap, "no-such-topic", "g")
     assert (
-        one_line(caught.value)
+        check_one_line(caught.value)
         == f"topic 'no-such-topic' does not exist on {kafka.bootstrap}: create it or check --topic"
     )
     assert caught.value.exit_code == 4
@@ -47,46 +48,54 @@ def test_unknown_topic(kafka: SimpleNamespace) -> None:
     ],
     ids=["source", "delivery", "produce"],
 )
-def test_unreachable_broker(attempt: Callable[[str], object], capfd: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_broker_is_reported(attempt: Callable[[str], object], capfd: pytest.CaptureFixture[str]) -> None:
     threads = threading.active_count()
     began = time.monotonic()
     with pytest.raises(Unavailable) as caught:
         attempt(NOTHING_LISTENS)
     assert time.monotonic() - began < 2 * CONNECT_SECONDS
     reason = "cannot be reached (Connection refused): start the broker or check --bootstrap-servers"
-    assert one_line(caught.value) == f"Kafka at {NOTHING_LISTENS} {reason}"
+    assert check_one_line(caught.value) == f"Kafka at {NOTHING_LISTENS} {reason}"
     assert caught.value.exit_code == 4
-    assert threading.active_count() == threads, "a network thread goes on"
+    assert threading.active_count() == threads, "a network thread is still running"
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("servers", ["localhost:port", "", "localhost", "localhost:99999", "a:1,b"])
-def test_nonsense_address(servers: str) -> None:
+def test_malformed_address_is_reported(servers: str) -> None:
     with pytest.raises(ConfigError, match="does not have the form host:port") as caught:
         KafkaSource(servers, "t", "g")
-    one_line(caught.value)
+    check_one_line(caught.value)
 
 
 @pytest.fixture
-def mute() -> Iterator[str]:
-    """The address of something that takes connections and never says a word."""
+def mute_server() -> Iterator[str]:
+    """Return the address of a server that accepts connections and never sends anything."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
 @pytest.mark.parametrize("security", [{}, {"security_protocol": "SSL"}], ids=["plain", "TLS"])
-def test_something_that_does_not_answer(security: dict[str, str], mute: str) -> None:
+def test_server_without_response_is_reported(security: dict[str, str], mute_server: str) -> None:
     threads = threading.active_count()
     began = time.monotonic()
     with pytest.raises(Unavailable, match="no response in time") as caught:
-        send(mute, security)
+        produce_one_message(mute_server, security)
     assert time.monotonic() - began < 2 * CONNECT_SECONDS
-    one_line(caught.value)
-    assert threading.active_count() == threads, "a network thread goes on"
+    check_one_line(caught.value)
+    assert threading.active_count() == threads, "a network thread is still running"
 
 
-class Impostor:
-    """Listens, gives each request the next of these answers, and hangs up when it has no more."""
+class FakeServer:
+    """A server that sends prepared responses, one per request, and then closes the connection.
+
+    Args:
+        *answers: The responses.
+
+    Attributes:
+        visits: Number of connections.
+        address: "host:port" of the server.
+    """
 
     def __init__(self, *answers: bytes) -> None:
         self.visits = 0
@@ -95,7 +104,7 @@ class Impostor:
         self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
         self._thread = threading.Thread(target=self._serve)
 
-    def __enter__(self) -> Impostor:
+    def __enter__(self) -> FakeServer:
         self._thread.start()
         return self
 
@@ -117,79 +126,87 @@ class Impostor:
                     connection.sendall(answer)
 
 
-def kafka_says(request: int, body: bytes) -> bytes:
-    """An answer to that request, whose number our greeting has for its correlation."""
+def encode_response(request: int, body: bytes) -> bytes:
+    """Return a response to a request of the preflight check, which uses the request's number as correlation id."""
     return struct.pack(">ii", 4 + len(body), request) + body
 
 
-def send(servers: str, security: dict[str, str]) -> None:
+def produce_one_message(servers: str, security: dict[str, str]) -> None:
+    """Send a message to brokers with the given security settings."""
     produce(servers, "t", [(b"k", b"v", None)], security=security)
 
 
-def test_a_broker_that_hangs_up_is_asked_once_more() -> None:
-    with Impostor() as broker, pytest.raises(ConfigError, match="closed the connection: check --security-protocol") as caught:
-        send(broker.address, {})
+def test_closed_connection_is_tried_twice() -> None:
+    with (
+        FakeServer() as broker,
+        pytest.raises(ConfigError, match="closed the connection: check --security-protocol") as caught,
+    ):
+        produce_one_message(broker.address, {})
     assert broker.visits == 2
-    one_line(caught.value)
+    check_one_line(caught.value)
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", kafka_says(17, b""), b"\0" * 8])
-def test_something_that_is_no_kafka(answer: bytes) -> None:
-    with Impostor(answer) as server, pytest.raises(ConfigError, match="does not speak the Kafka protocol: check --boot") as caught:
-        send(server.address, {})
-    one_line(caught.value)
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", encode_response(17, b""), b"\0" * 8])
+def test_server_of_another_protocol_is_reported(answer: bytes) -> None:
+    with (
+        FakeServer(answer) as server,
+        pytest.raises(ConfigError, match="does not speak the Kafka protocol: check --boot") as caught,
+    ):
+        produce_one_message(server.address, {})
+    check_one_line(caught.value)
 
 
 SCRAM = {"sasl_mechanism": "SCRAM-SHA-512", "sasl_plain_username": "me", "sasl_plain_password": "hunter2"}
 
 
 @pytest.mark.parametrize("proof", [b"r=a,s=,i=4096", b"", b"v=="], ids=["another nonce", "nothing", "no challenge"])
-def test_a_broker_that_does_not_know_the_password_either(proof: bytes) -> None:
-    """SCRAM: each side shows the other that it knows it, without telling it."""
-    accepted = kafka_says(17, struct.pack(">hi", 0, 0))
-    challenge = kafka_says(36, struct.pack(">hhi", 0, -1, len(proof)) + proof)
-    with Impostor(kafka_says(18, b"\0\0"), accepted, challenge) as broker:
+def test_broker_that_cannot_prove_the_password_is_reported(proof: bytes) -> None:
+    """With SCRAM, each side proves that it knows the password without sending it."""
+    accepted = encode_response(17, struct.pack(">hi", 0, 0))
+    challenge = encode_response(36, struct.pack(">hhi", 0, -1, len(proof)) + proof)
+    with FakeServer(encode_response(18, b"\0\0"), accepted, challenge) as broker:
         with pytest.raises(ConfigError, match="cannot prove that it knows the password") as caught:
-            send(broker.address, {"security_protocol": "SASL_PLAINTEXT", **SCRAM})
+            produce_one_message(broker.address, {"security_protocol": "SASL_PLAINTEXT", **SCRAM})
         assert broker.visits == 1
-    assert "hunter2" not in one_line(caught.value)
+    assert "hunter2" not in check_one_line(caught.value)
 
 
-def test_an_answer_that_is_cut_short() -> None:
-    answers = kafka_says(18, b"\0\0"), kafka_says(17, b"\0")
-    with Impostor(*answers) as broker, pytest.raises(ConfigError, match="does not speak the Kafka protocol"):
-        send(broker.address, {"security_protocol": "SASL_PLAINTEXT", **SCRAM})
+def test_truncated_response_is_reported() -> None:
+    answers = encode_response(18, b"\0\0"), encode_response(17, b"\0")
+    with FakeServer(*answers) as broker, pytest.raises(ConfigError, match="does not speak the Kafka protocol"):
+        produce_one_message(broker.address, {"security_protocol": "SASL_PLAINTEXT", **SCRAM})
 
 
-def test_illegal_topic_name(kafka: SimpleNamespace) -> None:
+def test_illegal_topic_name_is_reported(kafka: SimpleNamespace) -> None:
     with pytest.raises(ConfigError):
         KafkaSource(kafka.bootstrap, "no spaces, please", "g")
 
 
-def test_missing_certificate(kafka: SimpleNamespace) -> None:
+def test_missing_certificate_is_reported(kafka: SimpleNamespace) -> None:
     with pytest.raises(ConfigError, match=r"--ssl-cafile /nowhere/ca.pem: no such file"):
         KafkaSource(kafka.bootstrap, "t", "g", security={"security_protocol": "SSL", "ssl_cafile": "/nowhere/ca.pem"})
 
 
-def _kinds(base: type[Exception]) -> Iterator[type[Exception]]:
+def iterate_subclasses(base: type[Exception]) -> Iterator[type[Exception]]:
+    """Yield a class and all of its subclasses."""
     yield base
     for kind in base.__subclasses__():
-        yield from _kinds(kind)
+        yield from iterate_subclasses(kind)
 
 
 def test_every_error_of_the_client_is_mapped() -> None:
-    """A row of its own for whatever connecting can raise; the last row, "see the broker's log", takes none of these."""
+    """Errors of connecting need rows of their own, and must not match the last row, "see the broker's log"."""
     assert ERROR_MAPPING[-1][0] == (refusals.KafkaError,)
-    for kind in _kinds(refusals.KafkaError):
+    for kind in iterate_subclasses(refusals.KafkaError):
         error = kind({}) if kind is refusals.LogTruncationError else kind()
         ours = translate(error, "host:9092", "connecting")
         assert isinstance(ours, DeformerError)
-        assert kind.__name__ in one_line(ours)
+        assert kind.__name__ in check_one_line(ours)
     connecting = [
-        *_kinds(refusals.RetriableError),
-        *_kinds(refusals.AuthorizationError),
-        *_kinds(refusals.KafkaProtocolError),
-        *_kinds(refusals.UnsupportedVersionError),
+        *iterate_subclasses(refusals.RetriableError),
+        *iterate_subclasses(refusals.AuthorizationError),
+        *iterate_subclasses(refusals.KafkaProtocolError),
+        *iterate_subclasses(refusals.UnsupportedVersionError),
         refusals.KafkaConfigurationError,
         refusals.SaslAuthenticationFailedError,
         refusals.UnsupportedSaslMechanismError,

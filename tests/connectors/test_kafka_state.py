@@ -1,4 +1,4 @@
-"""What is kept of a partition comes back bit for bit, to whoever has the partition next."""
+"""Tests that the saved state of a partition is restored without changes by its next owner."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from connectors.kafka import produce
 from connectors.kafka.state import StateReference
 from connectors.kafka.transactions import Transactions
 from deformer_stream.errors import ConfigError, Unavailable
-from deformer_stream.runtime.ports import RestoredPartition, PartitionState
-from tests.connectors.kafka_members import MODES, Group, Reader, of_each
-from tests.connectors.kafka_world import admin_of, numbered, read, until
+from deformer_stream.runtime.ports import PartitionState, RestoredPartition
+from tests.connectors.kafka_groups import MODES, Group, Reader, list_alert_keys
+from tests.connectors.kafka_helpers import make_messages, open_admin, read_topic, wait_until
 
 pytestmark = pytest.mark.kafka
 
@@ -28,39 +28,42 @@ LARGE = np.random.default_rng(1).bytes(3_000_000)
 
 
 def close(world: Group, reader: Reader) -> None:
+    """Close a reader in an orderly way."""
     reader.close()
 
 
 def abandon(world: Group, reader: Reader) -> None:
-    world.abandon(reader)
+    """End a reader as if its process had been killed."""
+    world.remove_member(reader)
 
 
 CLEANER = "log.cleaner.backoff.ms"
 
 
 def fail(*args: object, **options: object) -> None:
+    """Raise a time-out in place of a call of the client."""
     raise refusals.KafkaTimeoutError()
 
 
 End = Callable[[Group, Reader], None]
 
 
-def restored(world: Group, **options: Any) -> tuple[Reader, RestoredPartition]:
-    """A new life, and what it begins with."""
-    reader = world.reader(**options)
-    until(lambda: reader.poll() is not None and 0 in reader.restored, "partition 0")
+def restore(world: Group, **options: Any) -> tuple[Reader, RestoredPartition]:
+    """Start a consumer and return it with the state that was restored for partition 0."""
+    reader = world.add_reader(**options)
+    wait_until(lambda: reader.poll() is not None and 0 in reader.restored, "partition 0")
     return reader, reader.restored[0]
 
 
 @pytest.mark.parametrize(("mode", "end"), [(MODES[0], close), (MODES[1], close), (MODES[0], abandon)])
-def test_what_was_saved_comes_back(group: Callable[..., Group], mode: str, end: End) -> None:
+def test_saved_state_is_restored(group: Callable[..., Group], mode: str, end: End) -> None:
     world = group(mode=mode)
-    produce(world.bootstrap, world.topic, numbered(30))
-    reader, begun = restored(world, max_poll_records=10)
+    produce(world.bootstrap, world.topic, make_messages(30))
+    reader, begun = restore(world, max_poll_records=10)
     assert begun == RestoredPartition(0, 0)
     reader.read(10)
     reader.source.commit({0: PartitionState(snapshot=LARGE)})
-    assert len([r for r in read(world.bootstrap, world.state_topic) if r.value]) == 3, "in several messages"
+    assert len([r for r in read_topic(world.bootstrap, world.state_topic) if r.value]) == 3, "in several messages"
     reader.source.commit({0: PartitionState(decisions=b"first")})  # without new messages
     reader.read(20)
     reader.source.commit({0: PartitionState(decisions=b"")})
@@ -69,31 +72,33 @@ def test_what_was_saved_comes_back(group: Callable[..., Group], mode: str, end: 
     reader.source.commit()
     end(world, reader)
 
-    reader, begun = restored(world)
+    reader, begun = restore(world)
     assert begun.snapshot == LARGE
     assert begun == RestoredPartition(0, 30, LARGE, (b"first", b""))
-    reader.settle_on(0)
-    assert [offset for offset, _, _ in reader.got[0]] == list(range(10, 30)), "the history since the snapshot"
+    reader.poll_until_assigned(0)
+    assert [offset for offset, _, _ in reader.messages_by_partition[0]] == list(range(10, 30)), (
+        "the history since the snapshot"
+    )
     reader.source.commit({0: PartitionState(decisions=b"third")})
-    reader.source.commit({0: PartitionState(snapshot=b"small")})  # stands for everything before
+    reader.source.commit({0: PartitionState(snapshot=b"small")})  # replaces everything before
     end(world, reader)
 
-    reader, begun = restored(world)
+    reader, begun = restore(world)
     assert begun == RestoredPartition(0, 30, b"small", ())
-    reader.settle_on(0)
+    reader.poll_until_assigned(0)
     assert len(reader) == 0
     reader.source.commit({0: PartitionState(decisions=b"fourth")})
     end(world, reader)
-    assert restored(world)[1] == RestoredPartition(0, 30, b"small", (b"fourth",))
+    assert restore(world)[1] == RestoredPartition(0, 30, b"small", (b"fourth",))
 
 
-def test_what_was_not_committed_does_not_come_back(
+def test_state_that_was_not_committed_is_not_restored(
     either: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A life that ends between sending and committing leaves no trace in the next one, nor in the one after that."""
+    """A run that ends between sending and committing has no effect on later runs."""
     world = either()
-    produce(world.bootstrap, world.topic, numbered(20))
-    reader, _ = restored(world, max_poll_records=10, patience=0.2)
+    produce(world.bootstrap, world.topic, make_messages(20))
+    reader, _ = restore(world, max_poll_records=10, patience=0.2)
     reader.read(10)
     reader.source.commit({0: PartitionState(snapshot=b"in force")})
     reader.source.commit({0: PartitionState(decisions=b"one")})
@@ -106,66 +111,67 @@ def test_what_was_not_committed_does_not_come_back(
             with pytest.raises(Unavailable):
                 reader.source.commit({0: saved})
         assert reader.delivery is not None
-        reader.delivery.renew_producer()  # as a successor does: what is open is aborted
-    world.abandon(reader)
+        reader.delivery.renew_producer()  # as the next run does: the open transaction is aborted
+    world.remove_member(reader)
 
-    reader, begun = restored(world)
+    reader, begun = restore(world)
     assert begun == RestoredPartition(0, 10, b"in force", (b"one",))
     reader.read(10)
     reader.source.commit({0: PartitionState(decisions=b"two")})
-    world.abandon(reader)
-    assert restored(world)[1] == RestoredPartition(0, 20, b"in force", (b"one", b"two"))
+    world.remove_member(reader)
+    assert restore(world)[1] == RestoredPartition(0, 20, b"in force", (b"one", b"two"))
 
 
-class Killed(Exception):  # noqa: N818
+class ProcessKilled(Exception):  # noqa: N818
     """The process ends here."""
 
 
 @pytest.mark.parametrize("instance", [None, "one"], ids=["another", "same-name"])
-def test_a_life_that_ended_within_a_transaction(
+def test_run_that_ended_within_a_transaction(
     group: Callable[..., Group], instance: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next one waits for the transaction's end: the broker aborts it after a while, or a successor with the same
-    name does so at once."""
+    """The next run waits for the end of the transaction. The broker aborts it after its time-out, or immediately if
+    the next run has the same name.
+    """
     monkeypatch.setattr("connectors.kafka.delivery.TRANSACTION_SECONDS", 1.0)
     monkeypatch.setattr("connectors.kafka.start_point.DELIVERY_SECONDS", 2.0)
     world = group()
     world.produce(20)
-    reader, _ = restored(world, instance=instance, max_poll_records=10)
+    reader, _ = restore(world, instance=instance, max_poll_records=10)
     reader.read(10)
     reader.source.commit({0: PartitionState(snapshot=b"in force")})
     reader.read(20)
 
-    def die(transactions: Transactions) -> None:
-        raise Killed
+    def kill_process(transactions: Transactions) -> None:
+        raise ProcessKilled
 
     with monkeypatch.context() as patch:
-        patch.setattr(Transactions, "end", die)
-        with pytest.raises(Killed):
+        patch.setattr(Transactions, "end", kill_process)
+        with pytest.raises(ProcessKilled):
             reader.source.commit({0: PartitionState(snapshot=b"never")})
     if instance is None:
-        world.abandon(reader)
-    successor, begun = restored(world, instance=instance)
+        world.remove_member(reader)
+    successor, begun = restore(world, instance=instance)
     assert begun == RestoredPartition(0, 10, b"in force")
     successor.read(10)
     successor.source.commit({0: PartitionState(decisions=b"one")})
-    assert world.positions() == {0: 20}
+    assert world.read_positions() == {0: 20}
 
 
-def test_partitions_are_kept_apart(either: Callable[..., Group]) -> None:
+def test_partitions_have_independent_states(either: Callable[..., Group]) -> None:
     world = either(3)
-    produce(world.bootstrap, world.topic, numbered(60, keys=30))
-    reader = world.reader()
-    reader.settle_on(0, 1, 2)
+    produce(world.bootstrap, world.topic, make_messages(60, keys=30))
+    reader = world.add_reader()
+    reader.poll_until_assigned(0, 1, 2)
     reader.read(60)
     reader.source.commit({p: PartitionState(snapshot=b"snapshot %d" % p) for p in range(3)})
     reader.source.commit({1: PartitionState(decisions=b"of one"), 2: PartitionState(snapshot=b"newer")})
     reader.source.commit({0: PartitionState(decisions=b"of zero")})
-    ends = {p: rows[-1][0] + 1 for p, rows in reader.got.items()}
-    assert world.positions() == ends
+    ends = {p: rows[-1][0] + 1 for p, rows in reader.messages_by_partition.items()}
+    assert world.read_positions() == ends
     reader.close()
-    reader = world.reader()
-    reader.settle_on(0, 1, 2)
+    reader = world.add_reader()
+    reader.poll_until_assigned(0, 1, 2)
     assert reader.restored == {
         0: RestoredPartition(0, ends[0], b"snapshot 0", (b"of zero",)),
         1: RestoredPartition(1, ends[1], b"snapshot 1", (b"of one",)),
@@ -173,10 +179,10 @@ def test_partitions_are_kept_apart(either: Callable[..., Group]) -> None:
     }
 
 
-def test_a_thousand_decisions_come_back_in_order(either: Callable[..., Group]) -> None:
-    """Sent together, for speed; each is a commit's."""
+def test_many_decisions_are_restored_in_order(either: Callable[..., Group]) -> None:
+    """To save time, the test sends the decisions of many commits together."""
     world = either()
-    state, delivery = world.state(), world.delivery()
+    state, delivery = world.open_state_topic(), world.open_delivery()
     messages, kept = state.encode(0, 0, PartitionState(snapshot=LARGE), None, "c")
     decisions = tuple(b"%d" % i * (i % 7) for i in range(1500))
     for i, decided in enumerate(decisions):
@@ -187,38 +193,41 @@ def test_a_thousand_decisions_come_back_in_order(either: Callable[..., Group]) -
     assert state.read(0, replace(kept, first_offset=at)) == (LARGE, decisions)
 
 
-def test_decisions_may_be_larger_than_a_message(either: Callable[..., Group]) -> None:
-    """When a thousand senders fall silent, as many records end at once."""
+def test_decisions_larger_than_a_message_are_restored(either: Callable[..., Group]) -> None:
+    """Many decisions are made at once if many records time out together."""
     world = either()
-    produce(world.bootstrap, world.topic, numbered(1))
-    reader, _ = restored(world)
+    produce(world.bootstrap, world.topic, make_messages(1))
+    reader, _ = restore(world)
     reader.read(1)
     reader.source.commit({0: PartitionState(snapshot=b"snapshot")})
     for decisions in (b"before", LARGE, b"after"):
         reader.source.commit({0: PartitionState(decisions=decisions)})
     reader.close()
-    assert restored(world)[1] == RestoredPartition(0, 1, b"snapshot", (b"before", LARGE, b"after"))
+    assert restore(world)[1] == RestoredPartition(0, 1, b"snapshot", (b"before", LARGE, b"after"))
 
 
-def test_too_small_a_topic_is_refused(group: Callable[..., Group]) -> None:
+def test_topic_with_too_small_messages_is_rejected(group: Callable[..., Group]) -> None:
     world = group(**{"max.message.bytes": "5000"})
-    with pytest.raises(ConfigError, match=f"{world.state_topic}' has max.message.bytes=5000, too small for saved state: set it to 8192 or more"):
-        world.state()
+    with pytest.raises(
+        ConfigError,
+        match=f"{world.state_topic}' has max.message.bytes=5000, too small for saved state: set it to 8192 or more",
+    ):
+        world.open_state_topic()
 
 
-def test_small_messages_are_enough(group: Callable[..., Group]) -> None:
+def test_state_is_split_into_small_messages(group: Callable[..., Group]) -> None:
     world = group(**{"max.message.bytes": "8192"})
-    reader, _ = restored(world)
+    reader, _ = restore(world)
     reader.source.commit({0: PartitionState(snapshot=LARGE[:100_000])})
     reader.source.commit({0: PartitionState(decisions=LARGE[:50_000])})
     reader.close()
-    assert restored(world)[1] == RestoredPartition(0, 0, LARGE[:100_000], (LARGE[:50_000],))
+    assert restore(world)[1] == RestoredPartition(0, 0, LARGE[:100_000], (LARGE[:50_000],))
 
 
 @contextmanager
 def eager_cleaner(bootstrap: str) -> Iterator[None]:
-    """Let the brokers look for what can be compacted ten times a second, not every fifteen seconds."""
-    with admin_of(bootstrap) as admin:
+    """Let the brokers compact topics ten times a second instead of every fifteen seconds."""
+    with open_admin(bootstrap) as admin:
         brokers = [str(broker["broker_id"]) for broker in admin.describe_cluster()["brokers"]]
         admin.alter_configs([ConfigResource(ConfigResourceType.BROKER, b, {CLEANER: "100"}) for b in brokers])
         try:
@@ -227,11 +236,10 @@ def eager_cleaner(bootstrap: str) -> Iterator[None]:
             admin.reset_configs([ConfigResource(ConfigResourceType.BROKER, b, [CLEANER]) for b in brokers])
 
 
-def test_compaction_removes_what_is_superseded_and_never_what_is_in_force(
-    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Segments are closed after a moment and compacted at once. What comes to nothing supersedes what came to nothing;
-    without transactions, that is: what is aborted supersedes nothing anyway."""
+def test_compaction_keeps_the_committed_state(group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failed commits without transactions must not remove the committed state either. Aborted messages are never
+    visible to the log cleaner.
+    """
     world = group(
         mode="at-least-once",
         **{
@@ -243,19 +251,19 @@ def test_compaction_removes_what_is_superseded_and_never_what_is_in_force(
         },
     )
 
-    def first_there() -> int:
+    def get_first_offset() -> int:
         time.sleep(0.1)
-        return int(read(world.bootstrap, world.state_topic, "read_uncommitted")[0].offset)
+        return int(read_topic(world.bootstrap, world.state_topic, "read_uncommitted")[0].offset)
 
     with eager_cleaner(world.bootstrap):
-        reader, _ = restored(world, patience=0.1)
+        reader, _ = restore(world, patience=0.1)
         for i in range(4):
             reader.source.commit({0: PartitionState(snapshot=LARGE[i : i + 10_000])})
             reader.source.commit({0: PartitionState(decisions=b"%d" % i)})
             time.sleep(0.1)
-        kept = StateReference.parse(world.committed()[0].metadata)
+        kept = StateReference.parse(world.read_committed()[0].metadata)
         assert kept is not None
-        until(lambda: first_there() > 0, "the end of the first snapshot")
+        wait_until(lambda: get_first_offset() > 0, "the removal of the first snapshot")
         with monkeypatch.context() as patch:
             patch.setattr(KafkaConsumer, "commit", fail)
             for saved in (b"never", LARGE[:30_000], b"never"):
@@ -263,38 +271,42 @@ def test_compaction_removes_what_is_superseded_and_never_what_is_in_force(
                     with pytest.raises(Unavailable):
                         reader.source.commit({0: PartitionState(**{kind: saved})})
                 time.sleep(0.1)
-        until(lambda: first_there() == kept.first_offset, "the end of everything before what is in force")
+        wait_until(
+            lambda: get_first_offset() == kept.first_offset, "the removal of everything before the committed state"
+        )
     reader.close()
-    assert restored(world)[1] == RestoredPartition(0, 0, LARGE[3:10_003], (b"3",))
+    assert restore(world)[1] == RestoredPartition(0, 0, LARGE[3:10_003], (b"3",))
 
 
-def test_whatever_the_lives_are_alerts_come_once_and_the_state_is_complete(either: Callable[..., Group]) -> None:
-    """Lives of any length, with commits of any kind between, that end well or badly."""
+def test_alerts_and_state_are_complete_after_runs_of_random_length(either: Callable[..., Group]) -> None:
+    """Runs have random numbers of polls and commits, and end in an orderly way or by a kill."""
     rng = np.random.default_rng(3)
     world = either(2)
     sent = 0
     for _ in range(5):
         more = int(rng.integers(40))
-        produce(world.bootstrap, world.topic, numbered(more, first=sent))
+        produce(world.bootstrap, world.topic, make_messages(more, first=sent))
         sent += more
-        member = world.join(max_poll_records=int(rng.integers(3, 12)))
-        member.settle_on(0, 1)
-        assert member.complete()
+        member = world.add_member(max_poll_records=int(rng.integers(3, 12)))
+        member.poll_until_assigned(0, 1)
+        assert member.is_state_complete()
         for _ in range(int(rng.integers(8))):
-            member.turn(0.05)
+            member.poll(0.05)
             if rng.random() < 0.7:
                 member.commit(snapshots=np.flatnonzero(rng.random(2) < 0.3).tolist())
-        assert member.complete()
+        assert member.is_state_complete()
         if rng.random() < 0.5:
             member.close()
         else:
-            world.abandon(member)
-    member = world.join()
-    member.settle_on(0, 1)
-    until(lambda: member.turn().data is None and sum(map(len, member.seen.values())) == sent, "all messages")
+            world.remove_member(member)
+    member = world.add_member()
+    member.poll_until_assigned(0, 1)
+    wait_until(
+        lambda: member.poll().data is None and sum(map(len, member.seen_offsets.values())) == sent, "all messages"
+    )
     member.commit()
-    assert member.complete()
-    assert sum(world.positions().values()) == sent
-    assert set(world.alerts()) == set(of_each(world.positions()))
+    assert member.is_state_complete()
+    assert sum(world.read_positions().values()) == sent
+    assert set(world.list_alerts()) == set(list_alert_keys(world.read_positions()))
     if world.mode == "exactly-once":
-        assert sorted(world.alerts()) == of_each(world.positions())
+        assert sorted(world.list_alerts()) == list_alert_keys(world.read_positions())

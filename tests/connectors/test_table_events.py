@@ -1,4 +1,4 @@
-"""Tables as asynchronous streams: nothing lost, in order of time, and the same again with the same seed."""
+"""Tests of the conversion of tables to event streams: completeness, order of time, and reproducibility."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.testing import MemorySource
 
 
-def parquet(path: Path, **columns: Any) -> Path:
+def write_parquet(path: Path, **columns: Any) -> Path:
+    """Write columns as a Parquet file."""
     pq.write_table(pa.table(columns), path)
     return path
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
-    """200 rows, one a second from second 1000, with a gap of an hour, an unknown time and gaps in the values."""
+    """Return a table of 200 rows, one per second from second 1000 on, with an unknown time, a gap of an hour, and
+    missing values.
+    """
     seconds = [1000 + i + (3600 if i > 100 else 0) for i in range(200)]
     seconds[50] = None  # type: ignore[call-overload]
-    return parquet(
+    return write_parquet(
         tmp_path / "pumps.parquet",
         when=pa.array(seconds, pa.timestamp("s")),
         pressure=[None if i % 10 == 3 else i / 8 for i in range(200)],
@@ -42,7 +45,7 @@ def table(tmp_path: Path) -> Path:
     )
 
 
-def test_every_cell_with_a_value_comes_once_in_order_of_time(table: Path) -> None:
+def test_every_cell_with_a_value_becomes_one_event_in_order_of_time(table: Path) -> None:
     sent = list(iterate_events([table], shuffle_within=5.0, seed=1, exclude=["anomaly"]))
     documents = [orjson.loads(value) for _, value, _ in sent]
     expected = {(str(i), "state") for i in range(200)} | {(str(i), "level") for i in range(200)}
@@ -75,7 +78,7 @@ def test_equal_seeds_give_equal_streams(table: Path) -> None:
     ]
 
 
-def test_what_is_sent_is_what_the_codec_accepts(table: Path) -> None:
+def test_codec_accepts_every_event(table: Path) -> None:
     schema = Schema((Feature("pressure", "continuous"), Feature("state", "discrete", labels=("on", "off"))))
     sent = iterate_events([table], shuffle_within=2.0, features=schema.names, prefix="line 1/")
     data = MemorySource(((key, value) for key, value, _ in sent), chunk=10_000).poll(0).data
@@ -87,15 +90,15 @@ def test_what_is_sent_is_what_the_codec_accepts(table: Path) -> None:
     assert (np.diff(batch.times) >= 0).all()
 
 
-def test_tables_without_times_send_a_row_a_second(tmp_path: Path) -> None:
-    one = parquet(tmp_path / "one.parquet", record=[7, 8], a=[1.0, 2.0])
-    two = parquet(tmp_path / "two.parquet", a=[3.0])
+def test_rows_without_time_column_are_one_second_apart(tmp_path: Path) -> None:
+    one = write_parquet(tmp_path / "one.parquet", record=[7, 8], a=[1.0, 2.0])
+    two = write_parquet(tmp_path / "two.parquet", a=[3.0])
     sent = list(iterate_events([one, two]))
     assert [(key, due) for key, _, due in sent] == [(b"7", 0), (b"8", 1_000_000), (b"two:0", 2_000_000)]
 
 
-def test_long_tables(tmp_path: Path) -> None:
-    path = parquet(
+def test_long_tables_are_sent_row_by_row(tmp_path: Path) -> None:
+    path = write_parquet(
         tmp_path / "log.parquet",
         record=["x", "y", "x", "x"],
         feature=["a", "a", "b", "c"],
@@ -114,7 +117,7 @@ def test_long_tables(tmp_path: Path) -> None:
     assert [(d["record"], d["value"]) for d in rows] == [("007", 1.5), ("007", "on")]
 
 
-def test_json_lines_pass_as_they_are(tmp_path: Path) -> None:
+def test_json_lines_are_passed_on_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     content = [
         b'{"record":"x","feature":"a","value":1,"time":5}',
@@ -133,9 +136,9 @@ def test_json_lines_pass_as_they_are(tmp_path: Path) -> None:
     ]
 
 
-def test_memory_is_bounded_when_a_whole_table_has_one_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_delayed_events_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_events, "MAX_DELAYED", 100)
-    path = parquet(tmp_path / "t.parquet", time=pa.array([0] * 5000, pa.timestamp("s")), a=np.arange(5000.0))
+    path = write_parquet(tmp_path / "t.parquet", time=pa.array([0] * 5000, pa.timestamp("s")), a=np.arange(5000.0))
     sent = iterate_events([path], shuffle_within=1000.0)
     held = []
     for _ in range(4000):
@@ -145,23 +148,23 @@ def test_memory_is_bounded_when_a_whole_table_has_one_time(tmp_path: Path, monke
     assert len(list(sent)) == 1000
 
 
-def test_a_table_that_is_not_there_or_lacks_a_column_is_found_before_anything_is_sent(tmp_path: Path) -> None:
+def test_missing_table_or_column_is_reported_before_anything_is_sent(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         iterate_events([tmp_path / "none.parquet"])
-    wide = parquet(tmp_path / "wide.parquet", a=[1.0], b=[2.0])
+    wide = write_parquet(tmp_path / "wide.parquet", a=[1.0], b=[2.0])
     with pytest.raises(ConfigError, match=r"--exclude c: .*wide\.parquet has no such column"):
         iterate_events([wide], exclude=["b", "c"])
-    other = parquet(tmp_path / "other.parquet", c=[1.0], d=[2.0])
+    other = write_parquet(tmp_path / "other.parquet", c=[1.0], d=[2.0])
     assert len(list(iterate_events([wide, other], exclude=["b", "c"]))) == 2
 
 
-def test_faults(tmp_path: Path) -> None:
-    labels = parquet(tmp_path / "labels.parquet", anomaly=[1])
+def test_input_errors_are_reported(tmp_path: Path) -> None:
+    labels = write_parquet(tmp_path / "labels.parquet", anomaly=[1])
     with pytest.raises(InputError, match=r"labels\.parquet: no column to send"):
         list(iterate_events([labels], exclude=["anomaly"]))
     with pytest.raises(InputError, match=r"long table needs a column 'record'"):
         list(iterate_events([labels], layout="long"))
-    nameless = parquet(tmp_path / "nameless.parquet", record=[None, "a"], a=[1.0, 2.0])
+    nameless = write_parquet(tmp_path / "nameless.parquet", record=[None, "a"], a=[1.0, 2.0])
     with pytest.raises(InputError, match=r"nameless\.parquet: column 'record' has a null"):
         list(iterate_events([nameless]))
     with pytest.raises(InputError, match="no time column 'noon'"):

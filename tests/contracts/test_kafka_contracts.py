@@ -16,7 +16,7 @@ from connectors.kafka import KafkaSource, produce
 from deformer_stream.codec import encode_alert
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.events import Effects
-from tests.connectors.kafka_world import sink_of
+from tests.connectors.kafka_helpers import make_sink
 from tests.contracts.sinks import SinkContract, SinkUnderTest
 from tests.contracts.sources import Reading, SourceContract, SourceUnderTest
 
@@ -66,7 +66,7 @@ class TestKafkaAlerts(SinkContract):
             return [(alert.record.encode(), encode_alert(alert, data)) for alert in effects.alerts]
 
         return SinkUnderTest(
-            lambda: sink_of(kafka.bootstrap, name, None, PublicEncoder()),
+            lambda: make_sink(kafka.bootstrap, name, None, PublicEncoder()),
             lambda: read_topic(kafka.bootstrap, name),
             expected,
             all_or_nothing=True,
@@ -84,7 +84,7 @@ class TestKafkaDeadLetters(SinkContract):
             return [(data.keys[r.message_index], data.payloads[r.message_index] or b"") for r in effects.rejections]
 
         return SinkUnderTest(
-            lambda: sink_of(kafka.bootstrap, None, name, PublicEncoder()),
+            lambda: make_sink(kafka.bootstrap, None, name, PublicEncoder()),
             lambda: read_topic(kafka.bootstrap, name),
             expected,
             all_or_nothing=True,

@@ -123,7 +123,7 @@ def add_poll(account: Account, data: Messages, handled: HandledPoll) -> None:
 
 def run_through_kafka(bootstrap: str, model: Path, batches: Iterable[Messages], name: str) -> Account:
     """Return the account of a run through an existing topic with one partition and `consume` in a child process."""
-    from tests.integration.programs import Cluster, Consume
+    from tests.integration.programs import Cluster, RunningConsumer
 
     rows = (
         (key, payload, int(stamp) // 1000)
@@ -134,14 +134,14 @@ def run_through_kafka(bootstrap: str, model: Path, batches: Iterable[Messages], 
     cluster = Cluster(bootstrap)
     with tempfile.TemporaryDirectory() as folder:
         options = ["--topic", name, "--group", name, "--bootstrap-servers", bootstrap, "--model", model, *OPTIONS]
-        with Consume(Path(folder) / "consume.log", *options) as consumer:
+        with RunningConsumer(Path(folder) / "consume.log", *options) as consumer:
             consumer.wait_until_ready()
             started = time.perf_counter()
-            consumer.wait_for(cluster.all_consumed(name, name), "all messages consumed", HOURS)
+            consumer.wait_for(cluster.is_consumed(name, name), "all messages consumed", HOURS)
             account.seconds = time.perf_counter() - started
             totals = consumer.stop()
     account.accepted, account.refused = totals["events"], Counter(totals["rejected"])
-    for letter in cluster.read(f"{name}-dead-letter"):
+    for letter in cluster.read_topic(f"{name}-dead-letter"):
         headers = {key: value.decode() for key, value in letter.headers}
         account.letters.append((int(headers["offset"]), headers["reason"]))
     cluster.close()

@@ -1,4 +1,4 @@
-"""Kafka as seen from outside, for the tests that run whole programs."""
+"""Fixtures for the tests that run complete programs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.integration.programs import Cluster
 
 @pytest.fixture(scope="session")
 def cluster(kafka: SimpleNamespace) -> Iterator[Cluster]:
+    """Return a view of the topics and groups of the broker."""
     found = Cluster(kafka.bootstrap)
     yield found
     found.close()

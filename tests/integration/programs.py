@@ -1,4 +1,4 @@
-"""Our programs as a person runs them, as processes of their own, and a look at Kafka from outside."""
+"""Run the programs as processes of their own, as a user does, and inspect Kafka from outside."""
 
 from __future__ import annotations
 
@@ -17,136 +17,188 @@ from typing import Any
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 from kafka.errors import RetriableError
 
-from tests.conftest import free_port
+from tests.conftest import find_free_port
 
-PATIENCE = 120.0
+TIMEOUT_SECONDS = 120.0
 PROGRAMS = {"deformer-stream": "deformer_stream.cli.main", "deformer-train": "trainer.cli"}
 
 
-def command(program: str, *words: object) -> list[str]:
-    """The command line, run by this interpreter, so that nothing has to be on the path."""
+def make_command(program: str, *words: object) -> list[str]:
+    """Return the command line of a program, run by this Python interpreter so that nothing must be on the path."""
     return [sys.executable, "-m", PROGRAMS[program], *map(str, words)]
 
 
-def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Ours without what would configure the programs; one thread each, for several of them share this machine."""
+def make_environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return this process's environment without variables that configure the programs.
+
+    The number of threads is 1, because several programs share the machine. `variables` are added.
+    """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("DEFORMER_")}
     return {**clean, "OMP_NUM_THREADS": "1", **(variables or {})}
 
 
 def run(
-    program: str, *words: object, timeout: float = PATIENCE, variables: Mapping[str, str] | None = None
+    program: str, *words: object, timeout: float = TIMEOUT_SECONDS, variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end, whatever that is. variables: further ones of the environment."""
+    """Run a program until it ends, successfully or not.
+
+    Args:
+        program: The name of the program.
+        *words: Its options.
+        timeout: Maximum number of seconds.
+        variables: Further environment variables.
+    """
     return subprocess.run(
-        command(program, *words),
+        make_command(program, *words),
         capture_output=True,
         text=True,
         timeout=timeout,
-        env=environment(variables),
+        env=make_environment(variables),
         check=False,
     )
 
 
-def done(program: str, *words: object, timeout: float = PATIENCE) -> str:
-    """Run to a good end; what it said on standard error."""
+def run_successfully(program: str, *words: object, timeout: float = TIMEOUT_SECONDS) -> str:
+    """Run a program, which must end with exit code 0, and return what it has written to standard error."""
     result = run(program, *words, timeout=timeout)
     assert result.returncode == 0, result.stderr
     return result.stderr
 
 
-def errors_of(text: str) -> list[str]:
-    """The lines of standard error that are no log lines."""
+def list_error_lines(text: str) -> list[str]:
+    """Return the lines of standard error that are not log entries."""
     return [line for line in text.splitlines() if line and not line.startswith("{")]
 
 
-def until(true: Callable[[], bool], what: str, patience: float = PATIENCE, pause: float = 0.05) -> None:
-    """Ask again and again; the waiting between is no hiding of a race but what polling is."""
+def wait_until(
+    condition: Callable[[], bool], description: str, patience: float = TIMEOUT_SECONDS, pause: float = 0.05
+) -> None:
+    """Call a function repeatedly until it returns True.
+
+    Args:
+        condition: The function.
+        description: What is waited for, for the message of a time-out.
+        patience: Maximum number of seconds.
+        pause: Seconds between two calls.
+
+    Raises:
+        AssertionError: The function has not returned True in time.
+    """
     deadline = time.monotonic() + patience
-    while not true():
-        assert time.monotonic() < deadline, f"in vain: {what}"
+    while not condition():
+        assert time.monotonic() < deadline, f"time-out while waiting for {description}"
         time.sleep(pause)
 
 
-class Consume:
-    """`deformer-stream consume` in the background; ended by its process id, at the latest with the `with` block."""
+class RunningConsumer:
+    """`deformer-stream consume` as a background process, which is killed at the end of the `with` block if it is
+    running.
+
+    Args:
+        log: The file for its standard error.
+        *options: The options of the command.
+        variables: Further environment variables.
+        module: The Python module that runs the command, with arguments that come before it.
+
+    Attributes:
+        port: The port of its HTTP server.
+        process: The process.
+    """
 
     def __init__(
         self,
         log: Path,
-        *words: object,
+        *options: object,
         variables: Mapping[str, str] | None = None,
         module: Sequence[object] = (PROGRAMS["deformer-stream"],),
     ) -> None:
-        """module: what runs the command, with words that go before it."""
-        self.port = free_port()
+        self.port = find_free_port()
         self._log = log
-        program = [sys.executable, "-m", *module, "consume", "--http", f"127.0.0.1:{self.port}", *words]
-        with log.open("w") as err:
+        program = [sys.executable, "-m", *module, "consume", "--http", f"127.0.0.1:{self.port}", *options]
+        with log.open("w") as standard_error:
             self.process = subprocess.Popen(
                 [str(word) for word in program],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=err,
-                env=environment(variables),
+                stderr=standard_error,
+                env=make_environment(variables),
             )
 
-    def __enter__(self) -> Consume:
+    def __enter__(self) -> RunningConsumer:
+        """Return the consumer itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Kill the process if it is running."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
 
-    def said(self) -> str:
+    def read_log(self) -> str:
+        """Return everything that the process has written to standard error."""
         return self._log.read_text()
 
-    def events(self, name: str) -> list[dict[str, Any]]:
-        """Log lines of that name."""
-        lines = [json.loads(line) for line in self.said().splitlines() if line.startswith("{")]
+    def list_log_events(self, name: str) -> list[dict[str, Any]]:
+        """Return the log entries with an event name."""
+        lines = [json.loads(line) for line in self.read_log().splitlines() if line.startswith("{")]
         return [line for line in lines if line["event"] == name]
 
-    def metrics(self) -> dict[str, float]:
-        """Series with their labels → value, as Prometheus would read them."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as answer:
-            rows = [line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    def read_metrics(self) -> dict[str, float]:
+        """Return the value of each metric; the keys are names with labels, as in the text format of Prometheus."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as response:
+            lines = response.read().decode().splitlines()
+        rows = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
         return {name: float(value) for name, value in rows}
 
     def wait_until_ready(self) -> None:
-        self.wait_for(lambda: bool(self.events("partition_restored")), "partitions")
+        """Wait until a partition has been restored."""
+        self.wait_for(lambda: bool(self.list_log_events("partition_restored")), "partitions")
 
-    def wait_for(self, true: Callable[[], bool], what: str, patience: float = PATIENCE, pause: float = 0.05) -> None:
+    def wait_for(
+        self, condition: Callable[[], bool], description: str, patience: float = TIMEOUT_SECONDS, pause: float = 0.05
+    ) -> None:
+        """Wait until a function returns True, as `wait_until` does; fail if the consumer ends before."""
+
         def check() -> bool:
-            assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.said()}"
-            return true()
+            assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.read_log()}"
+            return condition()
 
-        until(check, what, patience, pause)
+        wait_until(check, description, patience, pause)
 
     def stop(self) -> dict[str, Any]:
-        """Ask it to end as an orchestrator does; its last log line, with the totals of its life."""
+        """End the process with SIGTERM, as an orchestrator does, and return its last log entry, which contains the
+        totals.
+        """
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(PATIENCE) == 0, self.said()
-        assert errors_of(self.said()) == []
-        (last,) = self.events("stopped")
+        assert self.process.wait(TIMEOUT_SECONDS) == 0, self.read_log()
+        assert list_error_lines(self.read_log()) == []
+        (last,) = self.list_log_events("stopped")
         return last
 
 
 class Cluster:
-    """What Kafka itself says about topics and groups."""
+    """A view of the topics and groups of a Kafka cluster from outside.
+
+    Args:
+        bootstrap: The broker.
+    """
 
     def __init__(self, bootstrap: str) -> None:
         self.bootstrap = bootstrap
         self._admin = KafkaAdminClient(bootstrap_servers=bootstrap)
 
     def close(self) -> None:
+        """Close the connection."""
         self._admin.close()
 
-    def topics(self) -> set[str]:
+    def list_topics(self) -> set[str]:
+        """Return the names of all topics."""
         return set(self._admin.list_topics())
 
-    def committed(self, group: str) -> dict[int, int]:
-        """Partition → committed offset, of a group that reads one topic; nothing while Kafka prepares the group."""
+    def read_committed_offsets(self, group: str) -> dict[int, int]:
+        """Return the committed offset by partition, for a group that reads one topic; empty while Kafka creates the
+        group.
+        """
         try:
             offsets = self._admin.list_group_offsets([group])[group]
         except RetriableError:
@@ -156,43 +208,43 @@ class Cluster:
             return {}
         return {tp.partition: offset.offset for tp, offset in offsets.items() if offset.offset >= 0}
 
-    def ends(self, topic: str) -> dict[int, int]:
-        """Partition → offset of the next message."""
+    def read_end_offsets(self, topic: str) -> dict[int, int]:
+        """Return the offset after the last message, by partition."""
         reader = KafkaConsumer(bootstrap_servers=self.bootstrap)
         partitions = [TopicPartition(topic, p) for p in reader.partitions_for_topic(topic)]
         ends = {tp.partition: end for tp, end in reader.end_offsets(partitions).items()}
         reader.close()
         return ends
 
-    def read(self, topic: str) -> list[Any]:
-        """All committed messages of a topic, partition by partition."""
+    def read_topic(self, topic: str) -> list[Any]:
+        """Return all committed messages of a topic, partition by partition."""
         found: list[Any] = []
-        reader = KafkaConsumer(
+        consumer = KafkaConsumer(
             bootstrap_servers=self.bootstrap,
             auto_offset_reset="earliest",
             isolation_level="read_committed",
             enable_auto_commit=False,
         )
         try:
-            for p in sorted(reader.partitions_for_topic(topic)):
-                where = TopicPartition(topic, p)
-                reader.assign([where])
-                reader.seek_to_beginning(where)
-                end = reader.end_offsets([where])[where]
-                deadline = time.monotonic() + PATIENCE
-                while reader.position(where) < end:  # past transaction markers too, which are no messages
-                    assert time.monotonic() < deadline, f"{topic} cannot be read to its end"
-                    found += [message for messages in reader.poll(timeout_ms=1000).values() for message in messages]
+            for partition in sorted(consumer.partitions_for_topic(topic)):
+                tp = TopicPartition(topic, partition)
+                consumer.assign([tp])
+                consumer.seek_to_beginning(tp)
+                end = consumer.end_offsets([tp])[tp]
+                deadline = time.monotonic() + TIMEOUT_SECONDS
+                while consumer.position(tp) < end:  # the end may be after transaction markers, which are no messages
+                    assert time.monotonic() < deadline, f"time-out while reading {topic}"
+                    found += [message for messages in consumer.poll(timeout_ms=1000).values() for message in messages]
         finally:
-            reader.close()
+            consumer.close()
         return found
 
-    def all_consumed(self, topic: str, group: str) -> Callable[[], bool]:
-        """Whether the group has committed the end that the topic has now."""
-        ends = {p: end for p, end in self.ends(topic).items() if end}
+    def is_consumed(self, topic: str, group: str) -> Callable[[], bool]:
+        """Return a function that checks whether a group has committed the offset at which the topic ends now."""
+        ends = {p: end for p, end in self.read_end_offsets(topic).items() if end}
 
         def reached() -> bool:
-            committed = self.committed(group)
+            committed = self.read_committed_offsets(group)
             return all(committed.get(p) == end for p, end in ends.items())
 
         return reached

@@ -1,4 +1,4 @@
-"""Everything at once, in small: a file of its own, for it takes as long as many others."""
+"""A small run of the chaos test. It has a file of its own, because it takes as long as many other tests."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from tests.conftest import ROOT
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 
-def test_chaos_in_small() -> None:
-    """Kills, injected deaths, moving partitions, a broker restart: the same alerts, in both kinds of delivery."""
+def test_small_chaos_run() -> None:
+    """Consumers that are killed and disturbed raise the same alerts as an undisturbed one, with both kinds of
+    delivery.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "tests.chaos", "--size", "small", "--seed", "3"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""What an operator trusts: kills and outages change nothing, models change under way, what is lost is said."""
+"""Tests of outages: restarts, replaced models, lost and damaged state, and time-outs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from kafka import KafkaAdminClient, KafkaProducer
 
 from connectors.kafka import ensure_topics, produce
 from deformer_stream import model_store
-from tests.integration.programs import Cluster, Consume, errors_of, run, until
+from tests.integration.programs import Cluster, RunningConsumer, list_error_lines, run, wait_until
 from tests.models import SCHEMA, draw_rows, write_model
 
 pytestmark = pytest.mark.kafka
 
 
-def options(cluster: Cluster, topic: str, model: Path, *more: object) -> list[object]:
+def make_options(cluster: Cluster, topic: str, model: Path, *more: object) -> list[object]:
+    """Return the options of a consumer whose group has the name of the topic."""
     return [
         *("--topic", topic, "--group", topic, "--bootstrap-servers", cluster.bootstrap, "--model", model),
         *("--alpha", 0.3, "--alerts", "", "--record-timeout", "1d", *more),
     ]
 
 
-def send(cluster: Cluster, topic: str, rows: dict[str, dict[str, Any]], names: Iterable[str]) -> int:
-    """These features of all records, feature by feature; how many readings that are."""
+def send_readings(cluster: Cluster, topic: str, rows: dict[str, dict[str, Any]], names: Iterable[str]) -> int:
+    """Send readings of some features of all records, feature by feature, and return their number."""
     readings = [(r, name, row[name]) for name in names for r, row in rows.items() if name in row]
     documents = [
         (r.encode(), json.dumps({"record": r, "feature": f, "value": v}).encode(), None) for r, f, v in readings
@@ -35,165 +36,177 @@ def send(cluster: Cluster, topic: str, rows: dict[str, dict[str, Any]], names: I
     return produce(cluster.bootstrap, topic, documents)
 
 
-def alerts_of(cluster: Cluster, topic: str) -> list[dict[str, Any]]:
-    return [json.loads(message.value) for message in cluster.read(f"{topic}-alerts")]
+def read_alerts(cluster: Cluster, topic: str) -> list[dict[str, Any]]:
+    """Return all alerts about a topic."""
+    return [json.loads(message.value) for message in cluster.read_topic(f"{topic}-alerts")]
 
 
-def records(first: int, count: int = 60) -> dict[str, dict[str, Any]]:
+def make_records(first: int, count: int = 60) -> dict[str, dict[str, Any]]:
+    """Return `count` complete records; their ids are numbered from `first` on."""
     return {f"r{first + i}": row for i, row in enumerate(draw_rows(SCHEMA, count, first, missing_share=0.0))}
 
 
-HALF, REST = SCHEMA.names[:3], SCHEMA.names[3:]
+FIRST_HALF, SECOND_HALF = SCHEMA.names[:3], SCHEMA.names[3:]
 
 
 @pytest.mark.parametrize("how", ["finish", "rescore"])
-def test_a_model_changes_under_way(cluster: Cluster, topic: Callable[..., str], tmp_path: Path, how: str) -> None:
-    """Open records finish on their model or go over to the new one as a whole; later ones have the new one."""
+def test_model_is_replaced_while_consuming(
+    cluster: Cluster, topic: Callable[..., str], tmp_path: Path, how: str
+) -> None:
+    """With `--open-records finish`, open records keep their model, otherwise they are scored again. New records have
+    the new model.
+    """
     name, model = topic(2), write_model(tmp_path / "model", seed=0)
     before = model_store.read_manifest(model)["fingerprint"]
-    early, late = records(0), records(1000)
-    with Consume(tmp_path / "log", *options(cluster, name, model, "--open-records", how)) as consumer:
+    early, late = make_records(0), make_records(1000)
+    with RunningConsumer(tmp_path / "log", *make_options(cluster, name, model, "--open-records", how)) as consumer:
         consumer.wait_until_ready()
-        sent = send(cluster, name, early, HALF)
-        consumer.wait_for(lambda: consumer.metrics().get("deformer_events_total") == sent, "the first halves")
+        sent = send_readings(cluster, name, early, FIRST_HALF)
+        consumer.wait_for(lambda: consumer.read_metrics().get("deformer_events_total") == sent, "the first halves")
         write_model(model, seed=1)
         after = model_store.read_manifest(model)["fingerprint"]
         if how == "finish":
             consumer.process.send_signal(signal.SIGHUP)  # otherwise the changed directory is noticed
-        consumer.wait_for(lambda: bool(consumer.events("model_changed")), "the new model")
-        send(cluster, name, early, REST)
-        send(cluster, name, late, SCHEMA.names)
-        consumer.wait_for(cluster.all_consumed(name, name), "everything")
-        assert consumer.metrics()[f'deformer_model_info{{fingerprint="{after}"}}'] == 1
+        consumer.wait_for(lambda: bool(consumer.list_log_events("model_changed")), "the new model")
+        send_readings(cluster, name, early, SECOND_HALF)
+        send_readings(cluster, name, late, SCHEMA.names)
+        consumer.wait_for(cluster.is_consumed(name, name), "everything")
+        assert consumer.read_metrics()[f'deformer_model_info{{fingerprint="{after}"}}'] == 1
         consumer.stop()
-    found = alerts_of(cluster, name)
+    found = read_alerts(cluster, name)
     models = {alert["record"]: alert["model"] for alert in found}
-    assert len(models) == len(found)  # one alert a record, whatever became of its model
-    first_half = {a["record"] for a in found if a["record"] in early and a["raised_at"] <= len(HALF)}
+    assert len(models) == len(found)  # one alert per record, even if its model was replaced
+    first_half = {a["record"] for a in found if a["record"] in early and a["raised_at"] <= len(FIRST_HALF)}
     second_half = models.keys() & early.keys() - first_half
     assert {models[r] for r in first_half} == {before}
     assert {models[r] for r in second_half} == {before if how == "finish" else after}
     assert {models[r] for r in models.keys() & late.keys()} == {after}
 
 
-def test_a_directory_that_cannot_be_read_changes_nothing(
-    cluster: Cluster, topic: Callable[..., str], tmp_path: Path
-) -> None:
+def test_model_that_cannot_be_read_is_not_used(cluster: Cluster, topic: Callable[..., str], tmp_path: Path) -> None:
     name, model = topic(1), write_model(tmp_path / "model", seed=0)
-    with Consume(tmp_path / "log", *options(cluster, name, model)) as consumer:
+    with RunningConsumer(tmp_path / "log", *make_options(cluster, name, model)) as consumer:
         consumer.wait_until_ready()
         (model / "model.safetensors").write_bytes(b"cut short")
         consumer.process.send_signal(signal.SIGHUP)
-        consumer.wait_for(lambda: bool(consumer.events("model_not_readable")), "the complaint")
-        sent = send(cluster, name, records(0), SCHEMA.names)
-        consumer.wait_for(lambda: consumer.metrics()["deformer_events_total"] == sent, "the events")
-        assert consumer.events("model_changed") == []
+        consumer.wait_for(lambda: bool(consumer.list_log_events("model_not_readable")), "the error")
+        sent = send_readings(cluster, name, make_records(0), SCHEMA.names)
+        consumer.wait_for(lambda: consumer.read_metrics()["deformer_events_total"] == sent, "the events")
+        assert consumer.list_log_events("model_changed") == []
         consumer.stop()
 
 
-def test_two_models_in_one_group_are_refused(cluster: Cluster, topic: Callable[..., str], tmp_path: Path) -> None:
+def test_consumer_with_another_model_is_refused(cluster: Cluster, topic: Callable[..., str], tmp_path: Path) -> None:
     name = topic(2)
     mine, other = write_model(tmp_path / "mine", seed=0), write_model(tmp_path / "other", seed=1)
-    with Consume(tmp_path / "log", *options(cluster, name, mine)) as consumer:
+    with RunningConsumer(tmp_path / "log", *make_options(cluster, name, mine)) as consumer:
         consumer.wait_until_ready()
-        refused = run("deformer-stream", "consume", *options(cluster, name, other))
+        refused = run("deformer-stream", "consume", *make_options(cluster, name, other))
         consumer.stop()
     assert refused.returncode == 2
-    (line,) = errors_of(refused.stderr)
-    assert "the consumer group scores with model" in line
+    (line,) = list_error_lines(refused.stderr)
+    assert "the consumer group uses model" in line
     assert model_store.read_manifest(mine)["fingerprint"] in line
     assert model_store.read_manifest(other)["fingerprint"] in line
 
 
-def test_a_damaged_snapshot_is_refused_and_can_be_done_without(
+def test_damaged_snapshot_is_reported_and_can_be_ignored(
     cluster: Cluster, topic: Callable[..., str], tmp_path: Path
 ) -> None:
-    """The state topic's last snapshot is altered in place, as a stranger with the right to write could."""
+    """The test changes the last snapshot in the state topic, as a user with write permission could."""
     name, model = topic(1), write_model(tmp_path / "model")
-    send(cluster, name, records(0), HALF)
-    with Consume(tmp_path / "first.log", *options(cluster, name, model)) as consumer:
-        consumer.wait_for(cluster.all_consumed(name, name), "everything")
+    send_readings(cluster, name, make_records(0), FIRST_HALF)
+    with RunningConsumer(tmp_path / "first.log", *make_options(cluster, name, model)) as consumer:
+        consumer.wait_for(cluster.is_consumed(name, name), "everything")
         consumer.stop()
     state = f"{name}-{name}-state"
-    latest = cluster.read(state)[-1]
+    latest = cluster.read_topic(state)[-1]
     spoiled = latest.value[:-9] + bytes(9)
     admin = KafkaAdminClient(bootstrap_servers=cluster.bootstrap)
     admin.delete_topics([state])
     admin.close()
-    until(lambda: state not in cluster.topics(), "the state topic gone")
+    wait_until(lambda: state not in cluster.list_topics(), "the deletion of the state topic")
     ensure_topics(cluster.bootstrap, {state: {"num_partitions": 1, "configs": {"cleanup.policy": "compact"}}})
     sender = KafkaProducer(bootstrap_servers=cluster.bootstrap)
-    for _ in range(latest.offset):  # so that the snapshot stands at the offset that the commit names
+    for _ in range(latest.offset):  # so that the snapshot is at the offset that the commit names
         sender.send(state, key=b"before", value=b"")
     sender.send(state, key=latest.key, value=spoiled, headers=latest.headers)
     sender.close()
-    refused = run("deformer-stream", "consume", *options(cluster, name, model))
+    refused = run("deformer-stream", "consume", *make_options(cluster, name, model))
     assert refused.returncode == 3
-    (line,) = errors_of(refused.stderr)
+    (line,) = list_error_lines(refused.stderr)
     assert "its checksum does not match" in line
-    with Consume(tmp_path / "second.log", *options(cluster, name, model, "--lost-state", "forget")) as consumer:
+    with RunningConsumer(
+        tmp_path / "second.log", *make_options(cluster, name, model, "--lost-state", "forget")
+    ) as consumer:
         consumer.wait_until_ready()
-        sent = send(cluster, name, records(0), REST)
-        consumer.wait_for(lambda: consumer.metrics()["deformer_events_total"] == sent, "the other halves")
+        sent = send_readings(cluster, name, make_records(0), SECOND_HALF)
+        consumer.wait_for(lambda: consumer.read_metrics()["deformer_events_total"] == sent, "the second halves")
         consumer.stop()
 
 
-def test_open_records_survive_a_restart_and_say_so_where_they_cannot(
+def test_open_records_survive_a_restart_or_their_loss_is_reported(
     cluster: Cluster, topic: Callable[..., str], tmp_path: Path
 ) -> None:
-    """Half of each record in one life, half in the next: the alerts of one life. Without the state topic: a refusal,
-    and then what --lost-state says."""
+    """Half of the readings are sent in each of two runs; the alerts must be those of a single run.
+
+    If the state topic is deleted, the consumer reports it, and `--lost-state rebuild` restores the records.
+    """
     names, model = [topic(2) for _ in range(2)], write_model(tmp_path / "model")
-    rows = records(0, 150)
-    for lives, name in enumerate(names, 1):
-        parts = [SCHEMA.names] if lives == 1 else [HALF, REST]
+    rows = make_records(0, 150)
+    for num_runs, name in enumerate(names, 1):
+        parts = [SCHEMA.names] if num_runs == 1 else [FIRST_HALF, SECOND_HALF]
         for number, part in enumerate(parts):
-            send(cluster, name, rows, part)
-            with Consume(tmp_path / f"{lives}-{number}.log", *options(cluster, name, model)) as consumer:
-                consumer.wait_for(cluster.all_consumed(name, name), "everything")
+            send_readings(cluster, name, rows, part)
+            with RunningConsumer(
+                tmp_path / f"{num_runs}-{number}.log", *make_options(cluster, name, model)
+            ) as consumer:
+                consumer.wait_for(cluster.is_consumed(name, name), "everything")
                 consumer.stop()
-    whole, cut = ({a["id"]: a["raised_at"] for a in alerts_of(cluster, name)} for name in names)
-    assert cut == whole
-    assert len(whole) > 10
+    single_run, two_runs = ({a["id"]: a["raised_at"] for a in read_alerts(cluster, name)} for name in names)
+    assert two_runs == single_run
+    assert len(single_run) > 10
     admin = KafkaAdminClient(bootstrap_servers=cluster.bootstrap)
     state = f"{names[1]}-{names[1]}-state"
     admin.delete_topics([state])
     admin.close()
-    refused = run("deformer-stream", "consume", *options(cluster, names[1], model))
+    refused = run("deformer-stream", "consume", *make_options(cluster, names[1], model))
     assert refused.returncode == 3
-    (line,) = errors_of(refused.stderr)
+    (line,) = list_error_lines(refused.stderr)
     assert state in line
     assert "--lost-state rebuild" in line
-    with Consume(tmp_path / "rebuilt.log", *options(cluster, names[1], model, "--lost-state", "rebuild")) as consumer:
-        consumer.wait_for(lambda: len(consumer.events("partition_restored")) == 2, "the rebuilt partitions")
-        before = consumer.metrics()["deformer_events_total"]
-        more = send(cluster, names[1], records(5000), SCHEMA.names)
-        consumer.wait_for(lambda: consumer.metrics()["deformer_events_total"] == before + more, "new events")
+    with RunningConsumer(
+        tmp_path / "rebuilt.log", *make_options(cluster, names[1], model, "--lost-state", "rebuild")
+    ) as consumer:
+        consumer.wait_for(lambda: len(consumer.list_log_events("partition_restored")) == 2, "the rebuilt partitions")
+        before = consumer.read_metrics()["deformer_events_total"]
+        more = send_readings(cluster, names[1], make_records(5000), SCHEMA.names)
+        consumer.wait_for(lambda: consumer.read_metrics()["deformer_events_total"] == before + more, "new events")
         assert before == 0
         consumer.stop()
-    again = [a["id"] for a in alerts_of(cluster, names[1]) if a["record"] in rows]
-    assert sorted(again) == sorted(whole)  # the history was read again without effects
+    again = [a["id"] for a in read_alerts(cluster, names[1]) if a["record"] in rows]
+    assert sorted(again) == sorted(single_run)  # the history was read again without effects
 
 
-def test_time_outs_fire_on_a_silent_topic_and_survive_restarts(
+def test_records_time_out_without_events_and_stay_closed_after_a_restart(
     cluster: Cluster, topic: Callable[..., str], tmp_path: Path
 ) -> None:
-    """Records are opened in one life, fall silent, time out in the next, and are known to be closed in a third."""
-    name, model, rows = topic(2), write_model(tmp_path / "model"), records(0, 20)
-    words = [*options(cluster, name, model), "--record-timeout", "5s"]
+    """Records are opened in the first run, time out in the second one, and are still closed in the third one."""
+    name, model, rows = topic(2), write_model(tmp_path / "model"), make_records(0, 20)
+    words = [*make_options(cluster, name, model), "--record-timeout", "5s"]
     timed_out = 'deformer_records_closed_total{reason="timeout"}'
     late = 'deformer_events_rejected_total{reason="late"}'
-    send(cluster, name, rows, HALF)
-    with Consume(tmp_path / "first.log", *words) as consumer:
-        consumer.wait_for(cluster.all_consumed(name, name), "the first halves")
+    send_readings(cluster, name, rows, FIRST_HALF)
+    with RunningConsumer(tmp_path / "first.log", *words) as consumer:
+        consumer.wait_for(cluster.is_consumed(name, name), "the first halves")
         first = consumer.stop()
     assert first["closed"] + first["open"] == 20
-    with Consume(tmp_path / "second.log", *words) as consumer:
+    with RunningConsumer(tmp_path / "second.log", *words) as consumer:
         consumer.wait_until_ready()
-        consumer.wait_for(lambda: consumer.metrics()[timed_out] == first["open"], "the time-outs")
+        consumer.wait_for(lambda: consumer.read_metrics()[timed_out] == first["open"], "the time-outs")
         consumer.stop()
-    with Consume(tmp_path / "third.log", *words) as consumer:
+    with RunningConsumer(tmp_path / "third.log", *words) as consumer:
         consumer.wait_until_ready()
-        sent = send(cluster, name, rows, REST)
-        consumer.wait_for(lambda: consumer.metrics()[late] == sent, "the second halves, all too late")
+        sent = send_readings(cluster, name, rows, SECOND_HALF)
+        consumer.wait_for(lambda: consumer.read_metrics()[late] == sent, "the rejection of the second halves")
         assert consumer.stop()["events"] == 0

@@ -1,4 +1,4 @@
-"""Every row of the list of refused events, through a real Kafka and the real program: refused, kept, and gone on."""
+"""Tests of every reason for which an event is rejected, with a real Kafka and the complete program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from connectors.kafka import produce
-from tests.integration.programs import Cluster, Consume
+from tests.integration.programs import Cluster, RunningConsumer
 
 pytestmark = pytest.mark.kafka
 
@@ -17,15 +17,16 @@ Event = tuple[bytes | None, bytes | None]
 LIMIT = 4096
 
 
-def event(record: str, feature: str, value: object) -> Event:
+def encode_event(record: str, feature: str, value: object) -> Event:
+    """Return a record id and a reading as JSON."""
     return record.encode(), json.dumps({"record": record, "feature": feature, "value": value}).encode()
 
 
 COMPLETE = {"temperature": 20.0, "pressure": 1.0, "vibration": 0.0, "state": "run", "valve": True, "load": 50}
-CLOSED = [event("closed", feature, value) for feature, value in COMPLETE.items()]
+CLOSED = [encode_event("closed", feature, value) for feature, value in COMPLETE.items()]
 
 REFUSED: dict[str, tuple[str, str, list[Event], Event]] = {
-    # what: (reason, words of the detail, good events before it, the refused event)
+    # description: (reason, part of the detail, accepted events before it, the rejected event)
     "not JSON": ("not_json", "", [], (b"bad", b'{"record": "bad", "feature')),
     "not JSON but text": ("not_json", "", [], (b"bad", "Temperatur: größer".encode())),
     "not even text": ("not_json", "", [], (None, b"\xff\x00\xfe")),
@@ -34,9 +35,9 @@ REFUSED: dict[str, tuple[str, str, list[Event], Event]] = {
     "no record": ("missing_field", "'record'", [], (None, b'{"feature": "pressure", "value": 1}')),
     "no feature": ("missing_field", "'feature'", [], (b"bad", b'{"record": "bad", "value": 1}')),
     "no value": ("missing_field", "'value'", [], (b"bad", b'{"record": "bad", "feature": "pressure"}')),
-    "an unknown feature": ("unknown_feature", "humidity", [], event("bad", "humidity", 3.0)),
-    "text for a number": ("wrong_type", "pressure", [], event("bad", "pressure", "high")),
-    "an object for a label": ("wrong_type", "state", [], event("bad", "state", {"is": "run"})),
+    "an unknown feature": ("unknown_feature", "humidity", [], encode_event("bad", "humidity", 3.0)),
+    "text for a number": ("wrong_type", "pressure", [], encode_event("bad", "pressure", "high")),
+    "an object for a label": ("wrong_type", "state", [], encode_event("bad", "state", {"is": "run"})),
     "NaN": ("not_finite", "pressure", [], (b"bad", b'{"record": "bad", "feature": "pressure", "value": NaN}')),
     "beyond any float": (
         "not_finite",
@@ -47,11 +48,11 @@ REFUSED: dict[str, tuple[str, str, list[Event], Event]] = {
     "a duplicate": (
         "duplicate",
         "pressure",
-        [event("twice", "pressure", 1.0)],
-        event("twice", "pressure", 1.1),
+        [encode_event("twice", "pressure", 1.0)],
+        encode_event("twice", "pressure", 1.1),
     ),
-    "late": ("late", "closed", CLOSED, event("closed", "pressure", 1.0)),
-    "too large": ("too_large", str(LIMIT), [], event("bad", "state", "x" * LIMIT)),
+    "late": ("late", "closed", CLOSED, encode_event("closed", "pressure", 1.0)),
+    "too large": ("too_large", str(LIMIT), [], encode_event("bad", "state", "x" * LIMIT)),
     "ahead of time": (
         "future",
         "3600 s ahead",
@@ -61,28 +62,30 @@ REFUSED: dict[str, tuple[str, str, list[Event], Event]] = {
 }
 
 
-def test_each_refused_event_becomes_a_dead_letter_and_the_stream_goes_on(
+def test_rejected_event_becomes_a_dead_letter_and_the_next_one_is_accepted(
     cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path
 ) -> None:
     name = topic(1)
     sent: list[Event] = []
-    refused: dict[int, str] = {}  # offset → what
+    refused: dict[int, str] = {}  # offset → description
     for number, (what, (_, _, before, bad)) in enumerate(REFUSED.items()):
         sent += before
         refused[len(sent)] = what
-        sent += [bad, event(f"good-{number}", "pressure", 1.0)]
-    sent.append(event("last", "temperature", 1e9))  # so wild that it must alert: scoring goes on after all that
+        sent += [bad, encode_event(f"good-{number}", "pressure", 1.0)]
+    sent.append(
+        encode_event("last", "temperature", 1e9)
+    )  # an extreme value that raises an alert, so later events are scored
     good = len(sent) - len(refused)
     produce(cluster.bootstrap, name, [(key, value, None) for key, value in sent])
 
     options = ["--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap]
     options += ["--model", model_dir, "--max-message-bytes", LIMIT, "--record-timeout", "1h", "--max-ahead", "1h"]
-    with Consume(tmp_path / "consume.log", *options) as consumer:
-        consumer.wait_for(cluster.all_consumed(name, name), "all events consumed")
-        metrics = consumer.metrics()
+    with RunningConsumer(tmp_path / "consume.log", *options) as consumer:
+        consumer.wait_for(cluster.is_consumed(name, name), "all events consumed")
+        metrics = consumer.read_metrics()
         totals = consumer.stop()
 
-    letters = cluster.read(f"{name}-dead-letter")
+    letters = cluster.read_topic(f"{name}-dead-letter")
     assert len(letters) == len(refused)
     by_offset = {}
     for letter in letters:
@@ -104,12 +107,12 @@ def test_each_refused_event_becomes_a_dead_letter_and_the_stream_goes_on(
     assert metrics["deformer_events_total"] == good
     assert totals["events"] == good
     assert totals["rejected"] == counted
-    alerts = [json.loads(alert.value) for alert in cluster.read(f"{name}-alerts")]
+    alerts = [json.loads(alert.value) for alert in cluster.read_topic(f"{name}-alerts")]
     last = next(alert for alert in alerts if alert["record"] == "last")
     assert last["source"] == {"topic": name, "partition": 0, "offset": len(sent) - 1}
 
 
-def test_the_list_is_whole() -> None:
+def test_list_contains_every_reason() -> None:
     from deformer_stream.engine.events import RejectionReason
 
     assert {reason for reason, *_ in REFUSED.values()} == {str(reason) for reason in RejectionReason}

@@ -1,4 +1,4 @@
-"""A consumer stopped in the middle and started again: every event is consumed once, by one life or the other."""
+"""Test of a consumer that is stopped and started again while events arrive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from connectors.kafka import produce
-from tests.integration.programs import Cluster, Consume
+from tests.integration.programs import Cluster, RunningConsumer
 
 pytestmark = pytest.mark.kafka
 
@@ -19,8 +19,8 @@ RECORDS, RATE = 1500, 1500.0
 FEATURES = ("temperature", "pressure", "vibration")
 
 
-def readings() -> Iterator[tuple[bytes, bytes, None]]:
-    """Three readings a record, the records interleaved."""
+def iterate_readings() -> Iterator[tuple[bytes, bytes, None]]:
+    """Yield three readings per record; the readings of different records are interleaved."""
     rng = np.random.default_rng(0)
     places = np.argsort(rng.uniform(0, 20, RECORDS * 3) + np.arange(RECORDS * 3))
     for place in places.tolist():
@@ -29,29 +29,31 @@ def readings() -> Iterator[tuple[bytes, bytes, None]]:
         yield f"r{record}".encode(), json.dumps(reading).encode(), None
 
 
-def test_nothing_is_lost_or_repeated(
+def test_each_event_is_consumed_once_over_a_restart(
     cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path
 ) -> None:
     name = topic(4)
     total = RECORDS * 3
     options = ["--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap, "--model", model_dir]
-    sender = threading.Thread(target=produce, args=(cluster.bootstrap, name, readings(), RATE))
-    lives = []
-    with Consume(tmp_path / "first.log", *options) as consumer:
+    sender = threading.Thread(target=produce, args=(cluster.bootstrap, name, iterate_readings(), RATE))
+    runs = []
+    with RunningConsumer(tmp_path / "first.log", *options) as consumer:
         consumer.wait_until_ready()
         sender.start()
         try:
-            consumer.wait_for(lambda: sum(cluster.committed(name).values()) >= total // 6, "a sixth of the events")
-            lives.append(consumer.stop())
-            middle = cluster.committed(name)
+            consumer.wait_for(
+                lambda: sum(cluster.read_committed_offsets(name).values()) >= total // 6, "a sixth of the events"
+            )
+            runs.append(consumer.stop())
+            middle = cluster.read_committed_offsets(name)
         finally:
             sender.join()
-    assert sum(middle.values()) == lives[0]["events"]  # what was scored is committed, and no more
-    assert 0 < lives[0]["events"] < total
-    assert sum(cluster.ends(name).values()) == total
-    with Consume(tmp_path / "second.log", *options) as consumer:
-        consumer.wait_for(cluster.all_consumed(name, name), "the rest of the events")
-        lives.append(consumer.stop())
-    assert lives[0]["events"] + lives[1]["events"] == total
-    assert [life["rejected"] for life in lives] == [{}, {}]
-    assert cluster.committed(name) == cluster.ends(name)
+    assert sum(middle.values()) == runs[0]["events"]  # exactly the scored events are committed
+    assert 0 < runs[0]["events"] < total
+    assert sum(cluster.read_end_offsets(name).values()) == total
+    with RunningConsumer(tmp_path / "second.log", *options) as consumer:
+        consumer.wait_for(cluster.is_consumed(name, name), "the rest of the events")
+        runs.append(consumer.stop())
+    assert runs[0]["events"] + runs[1]["events"] == total
+    assert [run["rejected"] for run in runs] == [{}, {}]
+    assert cluster.read_committed_offsets(name) == cluster.read_end_offsets(name)

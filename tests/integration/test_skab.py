@@ -1,8 +1,8 @@
-"""The main job on real data: train, stream single readings through Kafka, and find the alerts that replay gives.
+"""Test with real data: train a model, stream single readings through Kafka, and compare the alerts with a replay.
 
-Six experiments on a pump test bed (SKAB) and a stretch of normal running, each second a record of eight sensors, every
-reading a message of its own, late by up to a few seconds, so that records interleave; all of them at once. The six ran
-in other weather than the normal one the model knows, so nearly every second of theirs is an anomaly to it.
+The data are six experiments on a pump test bed (SKAB) and a stretch of normal operation. Each second is a record of
+eight sensors. Each reading is a message of its own with a delay of up to a few seconds, so that records interleave. The
+six experiments were run under other conditions than the training data, so nearly every second of them is an anomaly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from connectors.kafka import produce
-from tests.integration.programs import Cluster, Consume, command, done, environment
+from tests.integration.programs import Cluster, RunningConsumer, make_command, make_environment, run_successfully
 
 pytestmark = [pytest.mark.kafka, pytest.mark.data, pytest.mark.slow]
 
@@ -36,13 +36,13 @@ def model(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("skab") / "model"
     table = data_dir / "skab" / "anomaly-free"
     words = ["--out", out, "--preset", "tiny", "--epochs", "8", "--exclude", "datetime"]
-    done("deformer-train", table, *words, timeout=400)
+    run_successfully("deformer-train", table, *words, timeout=400)
     return out
 
 
 @pytest.fixture(scope="module")
 def arrivals(data_dir: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All readings as JSON lines in the order in which they arrive, the experiments' lines in turn."""
+    """Return all readings as JSON lines in order of arrival, with the lines of the experiments interleaved."""
     folder = tmp_path_factory.mktemp("arrivals")
     tables = {experiment: data_dir / "skab" / f"{experiment}.parquet" for experiment in (*EXPERIMENTS, NORMAL)}
     pq.write_table(pq.read_table(tables[NORMAL]).slice(0, NORMAL_SECONDS), folder / "normal.parquet")
@@ -51,7 +51,7 @@ def arrivals(data_dir: Path, model: Path, tmp_path_factory: pytest.TempPathFacto
     for seed, (experiment, table) in enumerate(tables.items()):
         part = folder / f"{seed}.jsonl"
         options = ["--model", model, "--shuffle-within", "3s", "--record-prefix", f"{experiment}/", "--seed", seed]
-        done("deformer-stream", "produce", table, "--output", part, *options)
+        run_successfully("deformer-stream", "produce", table, "--output", part, *options)
         streams.append(part.read_text().splitlines())
     together = folder / "arrivals.jsonl"
     in_turn = itertools.chain.from_iterable(itertools.zip_longest(*streams))
@@ -59,18 +59,20 @@ def arrivals(data_dir: Path, model: Path, tmp_path_factory: pytest.TempPathFacto
     return together
 
 
-def messages(arrivals: Path) -> Iterator[tuple[bytes, bytes, None]]:
+def iterate_messages(arrivals: Path) -> Iterator[tuple[bytes, bytes, None]]:
+    """Yield the lines as messages with the record as key."""
     with arrivals.open("rb") as lines:
         for line in lines:
             yield json.loads(line)["record"].encode(), line.rstrip(), None
 
 
-def compared(alerts: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+def select_compared_fields(alerts: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Return the fields of alerts that are compared, sorted."""
     return sorted(tuple(alert[name] for name in COMPARED) for alert in alerts)
 
 
-def test_the_stream_interleaves(arrivals: Path) -> None:
-    """What the main test stands on: single readings, records spread over others, more than one order of sensors."""
+def test_arrivals_are_interleaved_single_readings(arrivals: Path) -> None:
+    """The main test needs single readings, interleaved records, and more than one order of the sensors."""
     places: dict[str, list[int]] = {}
     orders = set()
     lines = arrivals.read_text().splitlines()
@@ -85,40 +87,42 @@ def test_the_stream_interleaves(arrivals: Path) -> None:
     assert len(orders) == SENSORS * SENSORS
 
 
-def test_alerts_from_kafka_are_those_of_replay(
+def test_alerts_of_the_stream_equal_those_of_replay(
     cluster: Cluster, topic: Callable[..., str], model: Path, arrivals: Path, tmp_path: Path
 ) -> None:
     name = topic(4, "skab")
-    events = produce(cluster.bootstrap, name, messages(arrivals))
-    assert sum(cluster.ends(name).values()) == events
-    assert all(cluster.ends(name).values())  # all four partitions take part
+    events = produce(cluster.bootstrap, name, iterate_messages(arrivals))
+    assert sum(cluster.read_end_offsets(name).values()) == events
+    assert all(cluster.read_end_offsets(name).values())  # every partition has messages
 
-    judged = ["--model", model, "--explanations", "off"]  # thousands of alerts, which are not compared by their reasons
-    replay = command("deformer-stream", "replay", arrivals, *judged, "--alerts", tmp_path / "replayed.jsonl")
-    replaying = subprocess.Popen(replay, env=environment(), stderr=subprocess.PIPE, text=True)
-    options = ["--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap, *judged]
-    with Consume(tmp_path / "consume.log", *options, "--record-timeout", "1h") as consumer:
-        consumer.wait_for(cluster.all_consumed(name, name), "all readings consumed", patience=400)
+    model_options = ["--model", model, "--explanations", "off"]  # the explanations of alerts are not compared
+    replay = make_command(
+        "deformer-stream", "replay", arrivals, *model_options, "--alerts", tmp_path / "replayed.jsonl"
+    )
+    replaying = subprocess.Popen(replay, env=make_environment(), stderr=subprocess.PIPE, text=True)
+    options = ["--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap, *model_options]
+    with RunningConsumer(tmp_path / "consume.log", *options, "--record-timeout", "1h") as consumer:
+        consumer.wait_for(cluster.is_consumed(name, name), "all readings consumed", patience=400)
         totals = consumer.stop()
-    said = replaying.communicate(timeout=400)[1]
-    assert replaying.returncode == 0, said
+    standard_error = replaying.communicate(timeout=400)[1]
+    assert replaying.returncode == 0, standard_error
 
     assert totals["events"] == events
     assert totals["rejected"] == {}
-    streamed = [json.loads(message.value) for message in cluster.read(f"{name}-alerts")]
+    streamed = [json.loads(message.value) for message in cluster.read_topic(f"{name}-alerts")]
     replayed = [json.loads(line) for line in (tmp_path / "replayed.jsonl").read_text().splitlines()]
     assert len({alert["record"] for alert in streamed}) == len(streamed) == totals["alerts"]
-    assert compared(streamed) == compared(replayed)
+    assert select_compared_fields(streamed) == select_compared_fields(replayed)
 
     assert all(alert["features_expected"] == SENSORS for alert in streamed)
     early = [alert for alert in streamed if alert["raised_at"] < SENSORS]
     assert early
-    false = sum(alert["record"].startswith(NORMAL) for alert in streamed)
-    assert 0 < false < 0.05 * NORMAL_SECONDS
+    num_false = sum(alert["record"].startswith(NORMAL) for alert in streamed)
+    assert 0 < num_false < 0.05 * NORMAL_SECONDS
     share = np.mean([alert["raised_at"] / SENSORS for alert in streamed])
     records = len({json.loads(line)["record"] for line in arrivals.read_text().splitlines()})
     print(
         f"\nSKAB, {len(EXPERIMENTS)} experiments and {NORMAL_SECONDS} normal seconds, {events} readings of {records}"
-        f" records: {len(streamed)} alerts ({false} of them normal), {len(early)} before the record was complete,"
+        f" records: {len(streamed)} alerts ({num_false} of them normal), {len(early)} before the record was complete,"
         f" at {share:.0%} of the record on average"
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from connectors.kafka import produce
-from tests.integration.programs import Cluster, Consume
+from tests.integration.programs import Cluster, RunningConsumer
 
 pytestmark = pytest.mark.kafka
 
@@ -27,16 +27,16 @@ def test_waiting_readings_survive_a_restart_and_alert(
     readings = [
         {"record": "r", "feature": f, "value": v, "time": 5} for f, v in (("vibration", -9e3), ("pressure", 9e3))
     ]
-    with Consume(tmp_path / "first.log", *options, "1h") as consumer:
+    with RunningConsumer(tmp_path / "first.log", *options, "1h") as consumer:
         consumer.wait_until_ready()
         produce(cluster.bootstrap, name, [(b"r", json.dumps(reading).encode(), None) for reading in readings], None)
-        consumer.wait_for(cluster.all_consumed(name, name), "the readings to be consumed")
+        consumer.wait_for(cluster.is_consumed(name, name), "the readings to be consumed")
         assert consumer.stop()["alerts"] == 0
-    with Consume(tmp_path / "second.log", *options, "200ms") as consumer:
-        consumer.wait_for(lambda: bool(consumer.events("alert_raised")), "the alert after the timeout")
+    with RunningConsumer(tmp_path / "second.log", *options, "200ms") as consumer:
+        consumer.wait_for(lambda: bool(consumer.list_log_events("alert_raised")), "the alert after the timeout")
         assert consumer.stop()["alerts"] == 1
-        assert consumer.events("ready")[0]["model"]
-    (message,) = cluster.read(f"{name}-alerts")
+        assert consumer.list_log_events("ready")[0]["model"]
+    (message,) = cluster.read_topic(f"{name}-alerts")
     alert = json.loads(message.value)
     assert (alert["record"], alert["raised_at"], alert["source"]) == ("r", 2, None)
     assert alert["time"] == "1970-01-01T00:00:05Z"

@@ -32,7 +32,7 @@ from deformer_stream.runtime import http_server, metrics
 from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.timing import WallClock
 from deformer_stream.testing import MemorySink, MemorySource
-from tests.conftest import free_port
+from tests.conftest import find_free_port
 
 NAMES = {
     "events_total": "counter",
@@ -69,7 +69,7 @@ LABELS = {
 @pytest.fixture
 def port() -> int:
     """Return a free TCP port."""
-    return free_port()
+    return find_free_port()
 
 
 def request(port: int, path: str) -> tuple[int, str]:

@@ -16,7 +16,7 @@ import torch
 
 from deformer_stream import model_store
 from deformer_stream.model.deformer import DEformer, ModelConfig
-from tests.conftest import free_port
+from tests.conftest import find_free_port
 from tests.trainer.tables import mixed, prepared, write
 from trainer.budget import TimeBudget
 from trainer.data import PreparedTable
@@ -74,7 +74,7 @@ def run(table: Path, out: Path, *options: str, processes: int) -> torch.Tensor:
     """Run the command with several processes, as torchrun does, and return the model's log-likelihoods."""
     command = [sys.executable, "-m", "trainer.cli", str(table), "--out", str(out), *options]
     shared = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    shared |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
     started = [
         subprocess.Popen(
             command, env=shared | {"RANK": str(k), "LOCAL_RANK": str(k)}, stderr=subprocess.PIPE, text=True

@@ -1,6 +1,8 @@
-"""`deformer-stream` that kills itself, by SIGKILL, when it reaches a numbered step of the road for the n-th time.
+"""Run `deformer-stream` in a process that kills itself with SIGKILL at the n-th call of a certain step.
 
-python -m tests.chaos.dying STEP N consume --topic …
+    python -m tests.chaos.self_killing STEP N consume --topic …
+
+The names of the steps begin with the number of the stage of the pipeline.
 """
 
 from __future__ import annotations
@@ -25,42 +27,51 @@ STEPS: dict[str, tuple[type, str, bool]] = {
     "5.1-flushed": (KafkaSink, "flush", True),
     "5.2-saved": (Recovery, "collect_state", True),
     "5.3-begun": (Transactions, "add_partitions_and_group", True),
-    "5.3-on-its-way": (Transactions, "send_offsets", False),
+    "5.3-sending-offsets": (Transactions, "send_offsets", False),
     "5.3-answered": (Transactions, "end", False),
     "5.3-transaction-ended": (Transactions, "end", True),
     "5.3-transmitted": (KafkaProducer, "flush", True),
     "5.3-offsets-committed": (KafkaConsumer, "commit", True),
-    "5.3-kept": (Recovery, "mark_committed", False),
+    "5.3-recorded": (Recovery, "mark_committed", False),
 }
-"""Step → the method that takes it, and whether death comes after it rather than before."""
+"""By name of the step, the class and the method that execute it, and whether the process dies after the call instead
+of before it.
+"""
 
 TRANSACTIONS = {step for step, (kind, _, _) in STEPS.items() if kind is Transactions}
-"""Steps that only a transaction has."""
+"""Steps that exist only with transactions."""
 
 NO_TRANSACTIONS = {"5.3-transmitted"}
-"""Steps that are only taken without."""
+"""Steps that exist only without transactions."""
 
 
-def fatal(kind: type, name: str, after: bool, turn: int) -> None:
-    """Let the n-th call of a method be the last thing that this process does."""
+def make_fatal(kind: type, name: str, is_after: bool, num_calls: int) -> None:
+    """Replace a method so that one of its calls ends the process with SIGKILL.
+
+    Args:
+        kind: The class.
+        name: The method.
+        is_after: Whether the process ends after the call instead of before it.
+        num_calls: The number of the call that ends the process, from 1.
+    """
     original: Callable[..., Any] = getattr(kind, name)
-    left = turn
+    calls_left = num_calls
 
-    def replaced(self: object, *args: Any, **kwargs: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left == 0 and not after:
+    def call(self: object, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls_left
+        calls_left -= 1
+        if calls_left == 0 and not is_after:
             os.kill(os.getpid(), signal.SIGKILL)
         result = original(self, *args, **kwargs)
-        if left == 0:
+        if calls_left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(kind, name, replaced)
+    setattr(kind, name, call)
 
 
 if __name__ == "__main__":
-    step, turn, *rest = sys.argv[1:]
-    fatal(*STEPS[step], int(turn))
+    step, num_calls, *rest = sys.argv[1:]
+    make_fatal(*STEPS[step], int(num_calls))
     sys.argv = ["deformer-stream", *rest]
     main.main()

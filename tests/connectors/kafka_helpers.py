@@ -1,0 +1,142 @@
+"""Helpers that the tests of the Kafka connector share: messages, sinks, and functions that look at topics from
+outside.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
+
+from connectors.kafka import Delivery, KafkaSink, describe_output_topics, ensure_topics
+from deformer_stream.codec.payloads import Payload
+from deformer_stream.engine.events import Alert, ClosedRecords, Effects, EventBatch, Rejection, ScoredReadings
+from tests.integration import programs
+
+TIMEOUT_SECONDS = 30.0
+FIRST_TIMESTAMP_MS = time.time_ns() // 1_000_000
+"""Timestamp of the first message of `make_messages`. It is the present time, because a topic deletes messages that
+are older than a week by their own timestamps.
+"""
+
+Topic = Callable[..., str]
+
+
+class FakeAlertEncoder:
+    """An encoder that returns a value of N bytes if the alert's record is the number N, otherwise the alert's id and
+    record.
+    """
+
+    def encode_alert(self, alert: Alert, data: Payload | None) -> bytes:
+        """Return the encoded alert."""
+        return b"x" * int(alert.record) if alert.record.isdigit() else f"{alert.id}:{alert.record}".encode()
+
+
+class FlushingSink(KafkaSink):
+    """A sink without a source. Its `flush` sends what was written, as the source's commit would."""
+
+    def flush(self) -> None:
+        """Send all messages without committing offsets."""
+        self._delivery.seal_pending()
+        self._delivery.send([])
+        self._delivery.mark_committed()
+
+
+def make_sink(
+    bootstrap: str, alerts: str | None, letters: str | None, encoder: Any, partitions: int = 1
+) -> FlushingSink:
+    """Return a sink, after creating its topics as `consume` does.
+
+    Args:
+        bootstrap: The broker.
+        alerts: The topic of alerts, or None.
+        letters: The topic of dead letters, or None.
+        encoder: The encoder of alerts.
+        partitions: Number of partitions of the topics.
+    """
+    specs = describe_output_topics(alerts or "no alerts", letters or "no letters", "no state", partitions)
+    limits = ensure_topics(bootstrap, {name: specs[name] for name in (alerts, letters) if name is not None})
+    return FlushingSink(alerts, letters, encoder, Delivery(bootstrap, None, limits))
+
+
+def make_alert(record: str, message: int = 0) -> Alert:
+    """Return an alert of a record; `message` is the index of the message that raised it."""
+    return Alert("id-" + record, record, 1, 1, 8, 0, 0.001, 0.01, 9.0, -20.0, "model", message, ())
+
+
+def make_effects(alerts: list[Alert], rejected: list[Rejection]) -> Effects:
+    """Return effects that consist of alerts and rejections."""
+    return Effects(EventBatch.empty(), ScoredReadings.empty(), alerts, rejected, ClosedRecords.concatenate([]))
+
+
+def make_messages(count: int, keys: int = 10, first: int = 0) -> list[tuple[bytes, bytes, int | None]]:
+    """Return numbered messages as triples of key, value and timestamp; the value is the number.
+
+    Args:
+        count: Number of messages.
+        keys: Number of different keys, which are used in turn.
+        first: The first number.
+    """
+    return [(b"key-%d" % (i % keys), b"%d" % i, FIRST_TIMESTAMP_MS + i) for i in range(first, first + count)]
+
+
+wait_until = partial(programs.wait_until, patience=TIMEOUT_SECONDS, pause=0.01)
+
+
+def read_committed_offsets(kafka: SimpleNamespace, topic: str, group: str = "g") -> dict[int, int]:
+    """Return the committed offset of each partition of a topic, for a group that `open_reader` has created."""
+    admin = KafkaAdminClient(bootstrap_servers=kafka.bootstrap)
+    offsets = admin.list_group_offsets([f"{group}-{topic}"])
+    admin.close()
+    return {tp.partition: o.offset for tp, o in offsets[f"{group}-{topic}"].items()}
+
+
+@contextmanager
+def open_admin(bootstrap: str) -> Iterator[KafkaAdminClient]:
+    """Open an admin client and close it at the end of the block."""
+    admin = KafkaAdminClient(bootstrap_servers=bootstrap)
+    try:
+        yield admin
+    finally:
+        admin.close()
+
+
+def read_topic(bootstrap: str, topic: str, isolation: str = "read_committed") -> list[Any]:
+    """Return all messages of a topic.
+
+    Args:
+        bootstrap: The broker.
+        topic: The topic.
+        isolation: "read_committed" waits for the messages of transactions that are committed at the moment.
+    """
+    reader = KafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest", isolation_level=isolation)
+    partitions = [TopicPartition(topic, p) for p in sorted(reader.partitions_for_topic(topic))]
+    reader.assign(partitions)
+    ends = reader.end_offsets(partitions)
+    found: list[Any] = []
+
+    def reached() -> bool:
+        for records in reader.poll(timeout_ms=100).values():
+            found.extend(records)
+        return all(reader.position(tp) >= ends[tp] for tp in partitions)
+
+    wait_until(reached, f"the end of {topic}")
+    reader.close()
+    return found
+
+
+def wait_for_transactions(bootstrap: str, topic: str) -> None:
+    """Wait until no transaction is open in a topic. Messages become visible shortly after their commit."""
+    committed, all_ = (
+        KafkaConsumer(bootstrap_servers=bootstrap, isolation_level=f"read_{level}")
+        for level in ("committed", "uncommitted")
+    )
+    partitions = [TopicPartition(topic, p) for p in sorted(all_.partitions_for_topic(topic))]
+    wait_until(lambda: committed.end_offsets(partitions) == all_.end_offsets(partitions), f"no transaction in {topic}")
+    for reader in (committed, all_):
+        reader.close()
