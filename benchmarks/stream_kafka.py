@@ -64,7 +64,9 @@ def _run_consumer(
     settings = [word for setting in options.set for word in ("--" + setting).split("=", 1)]
     arguments = ["--topic", topic, "--group", topic, "--bootstrap-servers", bootstrap, "--model", model, "--alerts", ""]
     log = folder / f"{topic}.log"
-    with RunningConsumer(log, *arguments, *settings, *words, variables={"OMP_NUM_THREADS": str(options.threads)}) as consumer:
+    with RunningConsumer(
+        log, *arguments, *settings, *words, variables={"OMP_NUM_THREADS": str(options.threads)}
+    ) as consumer:
         yield consumer
 
 
@@ -316,7 +318,9 @@ class _Alerts(threading.Thread):
 
 def _read_lag(consumer: RunningConsumer) -> int:
     """Return the consumer lag of all partitions, in messages."""
-    return int(sum(value for name, value in consumer.read_metrics().items() if name.startswith("deformer_consumer_lag")))
+    return int(
+        sum(value for name, value in consumer.read_metrics().items() if name.startswith("deformer_consumer_lag"))
+    )
 
 
 def sustained(options: argparse.Namespace, folder: Path) -> Rows:

@@ -192,7 +192,9 @@ def replay(options: argparse.Namespace, folder: Path) -> Rows:
         ceiling, engine_rate = measure_ceiling(model), _measure_engine(model, options.features)
         began = time.monotonic()
         process = subprocess.Popen(
-            make_command("deformer-stream", "replay", table_path, "--model", folder / "replayed", "--output", scores_path),
+            make_command(
+                "deformer-stream", "replay", table_path, "--model", folder / "replayed", "--output", scores_path
+            ),
             env=make_environment({"OMP_NUM_THREADS": str(torch.get_num_threads())}),
             stderr=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -32,7 +32,7 @@ from tests.beta_binomial import compute_beta_binomial_upper
 from tests.engine.random_models import make_model
 from tests.engine.restarts import assert_same_snapshot
 from tests.models import CONFIG, SCHEMA, draw_rows, make_small_model
-from tests.runtime.test_recovery import PARTITIONS, SavedPartition, Cluster, run_member
+from tests.runtime.test_recovery import PARTITIONS, Cluster, SavedPartition, run_member
 from trainer.calibrate import calibrate, choose_order
 from trainer.data import DataOptions, prepare_table
 from trainer.sampling import Noise, create_generator, draw_samples, order_readings

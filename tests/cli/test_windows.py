@@ -143,4 +143,4 @@ def test_options_without_effect_are_rejected(
 def test_order_that_requires_complete_records_is_rejected(cli: Run, model_dir: Path, lines: Path) -> None:
     ended = cli("replay", lines, "--model", model_dir, *WINDOW, "--order", "random")
     assert (ended.code, len(ended.lines)) == (2, 1)
-    assert "use arrival" in ended.lines[0]
+    assert "use --order arrival" in ended.lines[0]

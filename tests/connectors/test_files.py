@@ -75,7 +75,7 @@ def write_lines(path: Path, *documents: Any) -> Path:
 def write_parquet(path: Path, **columns: Any) -> Path:
     """Write columns as a Parquet file, creating its folder."""
     path.parent.mkdir(exist_ok=True, parents=True)
-    pq.table_of(pa.table(columns), path)
+    pq.write_table(pa.table(columns), path)
     return path
 
 
@@ -362,7 +362,7 @@ def test_input_errors_name_the_file_and_the_reason(tmp_path: Path) -> None:
 
 def write_table(path: Path, table: pa.Table) -> Path:
     """Write a table as a Parquet file."""
-    pq.table_of(table, path)
+    pq.write_table(table, path)
     return path
 
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from connectors.files import AlertLines, ExplanationsParquet, RecordsParquet, RejectedLines, ScoresParquet
 from deformer_stream.codec import encode_alert
 from deformer_stream.engine.events import NO_TIME
-from tests.contracts.effects import SCHEMA, make_alert, make_effects, make_drift_notice
+from tests.contracts.effects import SCHEMA, make_alert, make_drift_notice, make_effects
 
 GOLDEN = Path(__file__).parent
 

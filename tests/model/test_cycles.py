@@ -54,7 +54,7 @@ def test_invalid_period_is_rejected(change: dict[str, Any], message: str) -> Non
 def test_time_slots_of_a_cyclic_sensor_must_share_one_period() -> None:
     schema = expand_time_slots(SCHEMA, Window(60_000_000, 3), ["mode"])
     assert schema.is_cyclic.tolist() == [True] * 3 + [False] * 7
-    with pytest.raises(ValueError, match="time slots of sensor .* differ"):
+    with pytest.raises(ValueError, match=r"time slots of sensor .* differ"):
         Schema((replace(schema.features[0], period=24.0), *schema.features[1:]), schema.window)
 
 
