@@ -32,10 +32,12 @@ def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Non
         state: All other state, with values that JSON can represent.
 
     Raises:
-        Unavailable: The disk has no space.
+        Unavailable: The file cannot be written, for example because the disk is full.
     """
+    # The safetensors format accepts contiguous tensors only.
     cpu_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     content = safetensors.torch.save(cpu_tensors, {"state": json.dumps(state)})
+    # The file is renamed when it is complete, so a crash while writing leaves the previous checkpoint intact.
     partial = folder / (FILE_NAME + ".partial")
     with map_write_errors(folder / FILE_NAME):
         with partial.open("wb") as file:
@@ -46,7 +48,7 @@ def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Non
 
 
 def load_state(folder: Path) -> dict[str, Any] | None:
-    """Return the JSON state that `save` stored in a folder's checkpoint, without reading the tensors.
+    """Return the `state` that `save` stored in a folder's checkpoint, without reading the tensors.
 
     Returns:
         The state, or None if the folder contains no checkpoint.
@@ -59,7 +61,7 @@ def load_state(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         with safetensors.safe_open(path, "pt") as file:
-            state: dict[str, Any] = json.loads(file.metadata()["state"])
+            state: dict[str, Any] = json.loads(file.metadata()["state"])  # metadata() is None in other files
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
         raise InputError(
             f"{path}: the checkpoint of the interrupted training run cannot be read ({error}); "

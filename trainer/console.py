@@ -31,14 +31,18 @@ LOG = log.get_logger("train")
 def print_features(data: PreparedTable) -> None:
     """Print to standard output which columns became features, which were left out, and why."""
     console = Console() if sys.stdout.isatty() else Console(width=TABLE_WIDTH)
+    # All texts are printed with markup=False, because a name such as "flow[1]" would be read as a style of `rich`.
     table = Table("feature", "kind", "values in training", "resolution", "reason", "missing", box=None, pad_edge=False)
+    # A sensor with one feature for each time slot of a window gets a single line.
     for feature in collapse_time_slots(data.schema).features:
-        missing = data.missing_by_feature.get(feature.name, 0)
-        table.add_row(feature.name, *describe_feature(feature), feature.reason, str(missing) if missing else "")
+        kind, values, resolution = describe_feature(feature)
+        num_missing = data.missing_by_feature.get(feature.name, 0)
+        missing = str(num_missing) if num_missing else ""
+        table.add_row(feature.name, kind, values, resolution, feature.reason, missing)
     for column in data.excluded_columns:
         table.add_row(column.name, "left out", "", "", column.reason, "")
     console.print(table, markup=False)
-    if description := describe_records(data.schema):
+    if description := describe_records(data.schema):  # empty unless records are windows of time
         console.print(description, markup=False)
     for name, count in data.infinite_by_feature.items():
         console.print(f"{name}: {count} infinite readings are treated as missing", markup=False)
@@ -95,7 +99,7 @@ class ProgressDisplay:
 
 
 def print_line(line: str) -> None:
-    """Write a line of text to standard error: unchanged on a terminal, otherwise as the event of a log line."""
+    """Write a line of text to standard error: unchanged on a terminal, otherwise as the text of a log line."""
     if sys.stderr.isatty():
         Console(stderr=True).print(line, markup=False)
     else:
@@ -103,7 +107,12 @@ def print_line(line: str) -> None:
 
 
 def _describe_model(result: TrainingOutput) -> str:
-    """Return one line about the model: its size, its Gaussian prior, and how it ranks complete records."""
+    """Return one line about the model, such as "4 layers of 128, no Gaussian prior; ranks records by the density".
+
+    It contains the number of layers and their width, and the size of the Gaussian prior (mixture of Gaussians fitted
+    before training). Complete records are ranked from normal to anomalous by the density. If the model has exemplars
+    (stored training records), the distance to the nearest of them counts too.
+    """
     config = result.model.config
     plural = "" if config.gaussians == 1 else "s"
     prior = f"prior of {config.gaussians} Gaussian{plural}" if config.gaussians else "no Gaussian prior"
@@ -114,12 +123,14 @@ def _describe_model(result: TrainingOutput) -> str:
 def format_summary(result: TrainingOutput) -> str:
     """Return the lines that are printed after training: quality of the model, its directory, and the next command."""
     calibration, held_out = result.calibration, result.held_out
-    num_by_part = result.summary["rows"]
+    num_records_by_part = result.summary["rows"]  # the parts are "train", "validation" and "calibration"
     num_used = result.summary["records_used"]["calibration"]  # fewer than available under a time limit
-    num_available = num_by_part["calibration"]
+    num_available = num_records_by_part["calibration"]
     calibration_count = f"{num_used}" if num_used >= num_available else f"{num_used} of {num_available}"
+    # Context features only help to predict the others. They add nothing to the likelihood, so they are not counted.
     num_scored_features = int((~result.data.schema.is_context).sum())
-    # The smallest p-value is about 1 / number of calibration records; no record can raise an alert at a smaller alpha.
+    # Alpha is the false-alarm rate. A record raises an alert if its p-value is at most alpha. The smallest p-value is
+    # 1 / (number of calibration records + 1), so no record can raise an alert at a smaller alpha.
     unreachable = [f"{alpha:.3g}" for alpha in calibration.find_unreachable_alphas(DEFAULT_ALPHAS)]
     reachability = (
         f"alpha {' and '.join(unreachable)} out of reach"
@@ -128,7 +139,8 @@ def format_summary(result: TrainingOutput) -> str:
     )
     return "\n".join(
         [
-            f"records      {num_by_part['train']} trained on, {num_by_part['validation']} for validation, "
+            f"records      {num_records_by_part['train']} trained on, "
+            f"{num_records_by_part['validation']} for validation, "
             f"{calibration_count} for calibration ({calibration.arrival_order} order)",
             f"model        {_describe_model(result)}",
             f"held out     {held_out.mean_nll:.3f} nats a record, "

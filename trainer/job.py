@@ -67,7 +67,7 @@ from trainer.fit import (
 )
 from trainer.gaussian_prior import CrossFittedPriors
 from trainer.outliers import drop_outliers
-from trainer.recipes import SHAPE, choose_exemplars, choose_gaussians, choose_recipe, model_config
+from trainer.recipes import SHAPE_HYPERPARAMETERS, choose_exemplars, choose_gaussians, choose_recipe, model_config
 from trainer.settings import TrainConfig, parse_periods, split_names
 
 HELD_OUT_ROWS, HELD_OUT_ORDERS = 2000, 4
@@ -773,7 +773,7 @@ def _read_old_model(settings: TrainConfig) -> DEformer | None:
     """
     if settings.init_from is None:
         return None
-    for name in ("gaussians", *SHAPE):
+    for name in ("gaussians", *SHAPE_HYPERPARAMETERS):
         if getattr(settings, name, None) is not None:
             raise ConfigError(
                 f"--init-from: {name} is that of the model in {settings.init_from} and cannot be changed; "

@@ -18,7 +18,7 @@ from trainer.exemplars import MAX_EXEMPLARS
 from trainer.fit import Recipe
 from trainer.settings import TrainConfig
 
-SHAPE = {f.name for f in fields(ModelConfig)} - {"gaussians", "exemplars"}
+SHAPE_HYPERPARAMETERS = {f.name for f in fields(ModelConfig)} - {"gaussians", "exemplars"}
 """Names of the hyperparameters that determine the shape of the network.
 
 The numbers of Gaussians and exemplars (stored training records) are not among them, because they depend on the table.
@@ -28,19 +28,23 @@ The numbers of Gaussians and exemplars (stored training records) are not among t
 def model_config(settings: TrainConfig, has_repeating_sensors: bool = False) -> ModelConfig:
     """Return the hyperparameters of the network: those that the user has set, and those of the preset for all others.
 
+    A preset is a named size of the model. The numbers of Gaussians and exemplars are not set here, because they depend
+    on the table.
+
     Args:
         settings: All options of `deformer-train`.
-        has_repeating_sensors: Whether a sensor reports several times in a record. The network then gets both the sensor
-            and the time slot of a reading as inputs.
+        has_repeating_sensors: Whether a sensor reports several times in a record, once in each time slot. The network
+            then gets both the sensor and the time slot of a reading as inputs.
 
     Raises:
         ConfigError: The hyperparameters contradict each other.
     """
-    changes = {name: getattr(settings, name, None) for name in SHAPE}
+    user_values = {name: getattr(settings, name, None) for name in SHAPE_HYPERPARAMETERS}  # `identity` has no option
     if has_repeating_sensors:
-        changes["identity"] = "both"
+        # A feature is then identified by a learned embedding (the sensor) and by coordinates (the time slot).
+        user_values["identity"] = "both"
     try:
-        return replace(PRESETS[settings.preset], **_drop_none(changes))
+        return replace(PRESETS[settings.preset], **_drop_none(user_values))
     except ValueError as error:
         raise ConfigError(
             f"the model cannot be built, because its hyperparameters contradict each other: {error}; "
@@ -50,14 +54,14 @@ def model_config(settings: TrainConfig, has_repeating_sensors: bool = False) -> 
 
 @dataclass(frozen=True, slots=True)
 class _TrainingPreset:
-    """The training hyperparameters of a preset that differ from the defaults of `Recipe`.
+    """The training hyperparameters of a preset (a named size of the model).
 
     Attributes:
         steps: Number of training steps.
         max_batch: Largest number of records in a batch. Small tables get smaller batches.
         learning_rate: The largest learning rate of the schedule.
         max_gaussians: Largest number of Gaussians of the Gaussian prior (mixture fitted before training).
-        changes: Other fields of `Recipe` by name, with their values.
+        changes: (name, value) of each other field of `Recipe` whose value differs from its default.
     """
 
     steps: int
@@ -79,7 +83,11 @@ MIN_BATCH, RECORDS_PER_BATCH = 64, 32
 
 
 def choose_gaussians(settings: TrainConfig) -> int:
-    """Return the largest number of Gaussians of the Gaussian prior (mixture fitted before training), 0 for no prior."""
+    """Return the largest number of components of the Gaussian prior, 0 for no prior.
+
+    The Gaussian prior is a mixture of Gaussians that is fitted before training. The user's value takes precedence over
+    that of the preset.
+    """
     if settings.gaussians is not None:
         return settings.gaussians
     return _TRAINING_PRESETS[settings.preset].max_gaussians
@@ -88,8 +96,9 @@ def choose_gaussians(settings: TrainConfig) -> int:
 def choose_recipe(settings: TrainConfig, num_rows: int) -> Recipe:
     """Return the training hyperparameters for a table.
 
-    They are those that the user has set. All others follow from the preset and the number of training records: the
-    batch grows with the table, and the number of epochs is such that the preset's number of steps is reached.
+    Values that the user has set take precedence. All others follow from the preset (a named size of the model) and the
+    number of training records: the batch grows with the table, and the number of epochs is such that training takes the
+    preset's number of steps.
 
     Args:
         settings: All options of `deformer-train`.
@@ -98,22 +107,30 @@ def choose_recipe(settings: TrainConfig, num_rows: int) -> Recipe:
     preset = _TRAINING_PRESETS[settings.preset]
     batch = settings.batch
     if batch is None:
+        # About num_rows / RECORDS_PER_BATCH records, rounded to a power of two.
         power_of_two = 2 ** round(np.log2(max(num_rows, 1) / RECORDS_PER_BATCH))
         batch = int(np.clip(power_of_two, MIN_BATCH, preset.max_batch))
     steps_per_epoch = max(1, num_rows // min(batch, num_rows))
     epochs = settings.epochs or max(1, round(preset.steps / steps_per_epoch))
+    # Adapting an old model (--init-from) needs a smaller learning rate, because its weights are already good.
     rate_factor = finetune.LEARNING_RATE_FACTOR if settings.init_from is not None else 1.0
-    recipe = replace(Recipe(batch, preset.learning_rate * rate_factor, epochs), **dict(preset.changes))
+    recipe = Recipe(batch, preset.learning_rate * rate_factor, epochs)
+    recipe = replace(recipe, **dict(preset.changes))
+    # The values of the user for `batch` and `epochs` were used above; those for all other fields follow last.
     other_names = [field.name for field in fields(Recipe) if field.name not in ("batch", "epochs")]
     user_values = _drop_none({name: getattr(settings, name) for name in other_names})
     return replace(recipe, **user_values)
 
 
 def _drop_none(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a dictionary whose value is not None. None means that the user has not set the value."""
+    """Return the entries of a dictionary of options whose value is not None, that is, those that the user has set."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def choose_exemplars(settings: TrainConfig) -> int:
-    """Return the largest number of exemplars (training records stored to rank complete records), 0 for none."""
+    """Return the largest number of exemplars, 0 for none.
+
+    Exemplars are training records that the model stores. Complete records are ranked from normal to anomalous by their
+    distance to the nearest exemplar.
+    """
     return MAX_EXEMPLARS if settings.exemplars is None else settings.exemplars

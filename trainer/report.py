@@ -37,11 +37,12 @@ def render(
     Args:
         data: The prepared training table.
         fitted: The result of the training loop, with the history of the losses.
-        calibration: The calibration of the alert rule.
+        calibration: The calibration of the alert rule: the sorted anomaly scores of normal records.
         held_out: Likelihood of records that were not used for training.
-        training: The entry `training` of the model's manifest.
+        training: The entry `training` of the model's manifest: how, when and on how many records it was trained.
     """
-    num_rows_by_part = training["rows"]
+    num_rows_by_part = training["rows"]  # the parts are "train", "validation" and "calibration"
+    # Context features only help to predict the others. They add nothing to the likelihood, so they are not counted.
     num_scored_features = int((~data.schema.is_context).sum())
     return pages.render_page(
         "Training report",
@@ -67,7 +68,7 @@ def render(
 
 def _render_learning_curves(fitted: TrainingResult) -> list[str]:
     """Return the HTML blocks of the section with the losses during training and the step whose weights were kept."""
-    steps = [row["step"] for row in fitted.history]
+    steps = [row["step"] for row in fitted.history]  # the history has one row for each validation
     best = min(fitted.history, key=lambda row: row["validation"])
     end = "stopped early, because validation did not improve" if fitted.stopped_early else "ran its complete schedule"
     return [
@@ -94,13 +95,14 @@ def _render_learning_curves(fitted: TrainingResult) -> list[str]:
 
 def _render_feature_likelihoods(data: PreparedTable, held_out: HeldOutLikelihood) -> list[str]:
     """Return the HTML blocks of the section that shows how well each feature is predicted, the worst feature first."""
-    nll = held_out.nll_by_feature
-    # Features that were never scored have NaN, and come last.
+    nll = held_out.nll_by_feature  # indexed by the code of the feature, which is its index in the schema
+    # Features that were never scored have NaN. They are moved to the end, and removed in the next line.
     codes_worst_first = np.argsort(-np.nan_to_num(nll, nan=-np.inf))
     scored_codes = [code for code in codes_worst_first if np.isfinite(nll[code])]
     codes = scored_codes[:MAX_BARS]
     is_truncated = len(scored_codes) > MAX_BARS
     selection = f" The {MAX_BARS} worst of {len(scored_codes):,} features are shown." if is_truncated else ""
+    # The figure 1.42 in the text is the entropy of a normal distribution with standard deviation 1, ln(2πe) / 2 nats.
     return [
         pages.render_heading("What is predictable"),
         pages.render_paragraph(
@@ -122,8 +124,10 @@ def _render_feature_likelihoods(data: PreparedTable, held_out: HeldOutLikelihood
 def _render_calibration(calibration: Calibration) -> list[str]:
     """Return the HTML blocks of the section that shows at which anomaly score each default alpha raises alerts.
 
-    Alpha is the guaranteed largest share of normal records that raise an alert.
+    Alpha is the guaranteed largest share of normal records that raise an alert. The anomaly score is called the
+    statistic of a record.
     """
+    # The threshold of a small alpha is infinite if there are too few calibration records for any alert at it.
     threshold_by_alpha = {alpha: calibration.compute_threshold(alpha) for alpha in DEFAULT_ALPHAS}
     marks = {f"α = {alpha:g}": value for alpha, value in threshold_by_alpha.items() if np.isfinite(value)}
     ties = ", with readings of the same time scored together" if calibration.tie_policy == "hold" else ""
@@ -156,8 +160,9 @@ def describe_feature(feature: Feature) -> tuple[str, str, str]:
     """Describe a feature in words for a table.
 
     Returns:
-        Its kind, such as "continuous context"; its values in training (mean ± standard deviation and range, or labels);
-        and its resolution, empty if it has none.
+        (kind, values, resolution), three texts. `kind` is such as "continuous context"; a context feature is only an
+        input of predictions and is never scored. `values` describes the training data: mean ± standard deviation and
+        range, or the labels. `resolution` is the smallest step between readings in raw units, empty if unknown.
     """
     kind = feature.kind + (" context" if feature.context else "")
     kind += f", a cycle of {feature.period:g}" if feature.period is not None else ""
@@ -173,13 +178,14 @@ def describe_feature(feature: Feature) -> tuple[str, str, str]:
 
 def _render_features(data: PreparedTable) -> Sequence[str]:
     """Return the HTML blocks of the section with the table of features and the columns that are not features."""
+    # A sensor with one feature for each time slot of a window gets a single row.
     rows = [
         [feature.name, *describe_feature(feature), feature.reason, data.missing_by_feature.get(feature.name, 0)]
         for feature in collapse_time_slots(data.schema).features
     ]
     header = ["feature", "kind", "values in training", "resolution", "reason for this kind", "missing"]
     blocks = [pages.render_heading("Features"), pages.render_table(header, rows)]
-    if description := describe_records(data.schema):
+    if description := describe_records(data.schema):  # empty unless records are windows of time
         blocks.append(pages.render_paragraph(description))
     if data.excluded_columns:
         excluded = [[column.name, column.reason] for column in data.excluded_columns]
@@ -188,7 +194,7 @@ def _render_features(data: PreparedTable) -> Sequence[str]:
 
 
 def _render_row_counts(data: PreparedTable, training: dict[str, Any]) -> list[str]:
-    """Return the HTML blocks of the section with the numbers of records, and of readings that were left out."""
+    """Return the HTML blocks of the section with the numbers of records used, and of readings and rows left out."""
     rows = [[f"records for {part}", count] for part, count in training["rows"].items()]
     rows += [
         [f"infinite readings of {name}, treated as missing", count] for name, count in data.infinite_by_feature.items()

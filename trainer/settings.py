@@ -21,7 +21,7 @@ Optimizer = Literal["muon", "adamw", "adam"]
 
 
 def _join_list(value: Any) -> Any:
-    """Convert a list from the configuration file to text with commas, as on the command line.
+    """Convert a list from the configuration file to the text that the command line has: ["a", "b"] becomes "a,b".
 
     Any other value is returned unchanged.
     """
@@ -48,7 +48,7 @@ def split_names(text: str) -> tuple[str, ...]:
 
 
 def parse_periods(text: str) -> tuple[tuple[str, float], ...]:
-    """Parse the option `--cycle`, which lists columns with the periods of their cycles.
+    """Parse the option `--cycle`, which lists cyclic columns (such as angles), each with its period.
 
     "hour=24, heading=360" becomes (("hour", 24.0), ("heading", 360.0)). If a column is listed twice, the last period is
     used.
@@ -58,11 +58,11 @@ def parse_periods(text: str) -> tuple[tuple[str, float], ...]:
     """
     period_by_name: dict[str, float] = {}
     for part in split_names(text):
-        name, _, period_text = part.rpartition("=")
+        name, _, period_text = part.rpartition("=")  # the last "=", because a column's name may contain others
         try:
             period = float(period_text)
         except ValueError:
-            period = 0.0
+            period = 0.0  # refused below, as any period that is not positive
         if not name.strip() or not 0 < period < math.inf:
             raise ValueError(
                 f"{part!r} is no column with a positive period; write each column as name=period, such as heading=360"
@@ -209,16 +209,20 @@ class TrainSettings(Settings):
         """
         if self.slots is not None and self.window is None:
             raise ValueError("--slots needs --window, because it divides the window; add --window, such as 60s")
-        if self.once and (self.slots or 1) == 1:
-            raise ValueError("--once needs --slots, because without time slots every feature reports once in a window")
+        has_time_slots = self.slots is not None and self.slots > 1
+        if self.once and not has_time_slots:
+            raise ValueError(
+                "--once needs --slots, because without time slots every feature reports once in a window; "
+                "remove --once, or divide the window with --slots 2 or more"
+            )
         return self
 
 
 class TrainConfig(TrainSettings):
     """All settings of `deformer-train`: command-line flags, and hyperparameters of the model and of training.
 
-    The hyperparameters are described in `ModelConfig` and `trainer.fit.Recipe`. A value of None means that the
-    hyperparameter follows from the preset and the table.
+    The hyperparameters are described in `ModelConfig` and `trainer.fit.Recipe`. If one is None, `trainer.recipes`
+    chooses it from the preset (`--preset`) and the number of training records.
     """
 
     d_model: int | None = Field(None, ge=1)
