@@ -44,21 +44,25 @@ Value = float | int | str | bool | None
 class Update:
     """The result of adding one reading to a record: its scores, alerts and rejection.
 
-    `log_likelihood`, `running_log_likelihood`, `score` and `p_value` are NaN if the reading was rejected, if it
-    declares that the feature will not be observed, or if `is_waiting` is true.
+    The four scores `log_likelihood`, `running_log_likelihood`, `score` and `p_value` are NaN if the reading was
+    rejected, if it declares that the feature will not be observed, or if `is_waiting` is true.
 
     Attributes:
         log_likelihood: Natural logarithm of p(value | earlier readings of the record). It is a density in normalised
-            units, or a probability if the feature is discrete. NaN for a context feature, which is never scored.
-        running_log_likelihood: Sum of the log-likelihoods of the record's readings so far.
-        score: The anomaly score of the record after its readings so far; larger is more anomalous.
+            units, or a probability if the feature is discrete. NaN for a context feature (a feature that conditions
+            the others and is never scored itself).
+        running_log_likelihood: Sum of the log-likelihoods of the record's scored readings so far.
+        score: The anomaly score of the record after its readings so far, from which the p-value is computed; larger is
+            more anomalous.
         p_value: Anytime-valid p-value of the record: the probability that it ever falls to alpha or less is at most
             alpha for a normal record. It never rises within a record.
-        alerts: The alerts that this call raised for this or other records. A record raises at most one alert for each
-            alpha (false-alarm rate). The alerts of one reading are sorted by alpha, the largest first.
+        alerts: The alerts that this call raised, the latest last. A record raises at most one alert for each alpha
+            (false-alarm rate). If a reading raises several, the largest alpha comes first. Alerts of other records
+            occur if a timeout has closed them or has ended the wait of their readings (`is_waiting`).
         rejection: Why the reading was rejected, or None if it was accepted.
         is_waiting: Whether the reading is not scored yet, because further readings of the record with the same event
-            time may follow (tie policy "hold"). Its alerts are then part of a later update or of `Scorer.finish`.
+            time may follow (`ties="hold"` in `Detector.scorer`). A later update or `Scorer.finish` then returns its
+            alerts.
     """
 
     log_likelihood: float
@@ -71,7 +75,7 @@ class Update:
 
     @property
     def alert(self) -> Alert | None:
-        """The last of the alerts, which for one record is that of the smallest alpha; None if there is no alert."""
+        """The last entry of `alerts`, None if there is none. Of several alerts of one reading it is the most severe."""
         return self.alerts[-1] if self.alerts else None
 
 
@@ -79,13 +83,18 @@ class Update:
 class RecordScores:
     """The scores of N complete records, in the order of the records.
 
+    There are two anomaly scores. `score` is the one from which p-values and alerts follow. `anomaly_score` is for
+    ranking: it can use all readings at once, but has no guaranteed false-alarm rate. A record without readings has
+    the scores 0, the p-value 1 and the `alert_seq` −1.
+
     Attributes:
-        log_likelihood: (N,) natural logarithms of p(record), the sums over the readings of a record.
-        anomaly_score: (N,) scores for ranking complete records; larger is more anomalous.
-        p_value: (N,) anytime-valid p-values after the last reading: the probability that such a p-value ever falls to
-            alpha or less is at most alpha for a normal record.
-        alert_seq: (N,) index in the record, from 0, of the reading that raised the first alert; −1 without an alert.
-        score: (N,) scores after the last reading, of the kind from which alerts are raised; larger is more anomalous.
+        log_likelihood: (N,) natural logarithm of p(record), the sum over the record's readings.
+        anomaly_score: (N,) score for ranking complete records; larger is more anomalous.
+        p_value: (N,) anytime-valid p-value after the last reading: the probability that it ever falls to alpha or less
+            is at most alpha for a normal record.
+        alert_seq: (N,) position in the record, from 0, of the reading that raised the alert; −1 without an alert.
+        score: (N,) the running anomaly score after the last reading, from which `p_value` is computed; larger is more
+            anomalous.
     """
 
     log_likelihood: NDArray[np.float64]
@@ -97,12 +106,13 @@ class RecordScores:
 
 @dataclass(frozen=True, slots=True)
 class Imputation:
-    """The prediction for a missing value of a record, in raw units.
+    """The prediction for a missing value of a record, in raw units (the units of the input).
 
     Attributes:
         value: Median of the predicted distribution, or the most probable label of a discrete feature.
-        low: Lower end of the central prediction interval; None for a discrete feature.
-        high: Upper end of the central prediction interval; None for a discrete feature.
+        low: Lower end of the central prediction interval, which has equal probability below and above it; None for a
+            discrete feature.
+        high: Upper end of the same interval; None for a discrete feature.
         mean: Mean of the predicted distribution; None for a discrete feature.
         mode: Most probable value; None for a discrete feature.
     """
@@ -133,7 +143,10 @@ class Scorer:
         timeout_micros = _to_micros("record_timeout", record_timeout)
         tie_wait_micros = _to_micros("tie_wait", tie_wait)
         if not 0 <= grace <= 1e9:
-            raise ValueError(f"grace is {grace}, but it must be a number of seconds from 0 to 1e9")
+            raise ValueError(
+                f"grace (seconds after the end of a time window in which it still accepts readings) is {grace}, but it "
+                "must be from 0 to 1e9"
+            )
         self._codec = _make_codec(detector.schema, grace)
         self._clock = WallClock()
         self._has_timeouts = timeout_micros is not None or tie_wait_micros is not None
@@ -176,7 +189,7 @@ class Scorer:
         return self._update({"device": device, "feature": feature, "value": value, "time": time})
 
     def _update(self, event: dict[str, Any]) -> Update:
-        """Decode and score one reading.
+        """Decode and score one reading, and return its scores, alerts and rejection.
 
         Args:
             event: The fields of the reading by the names that JSON messages use: `record` or `device`, `feature`,
@@ -184,13 +197,14 @@ class Scorer:
         """
         batch, rejections = self._decode(event)
         now = self._clock.at(batch.times)
-        # Time has passed since the last update, so records may have timed out before this reading arrived.
+        # Records may have timed out since the last update. Close them before this reading is added, because it must not
+        # join a record that was idle for too long.
         timeout_alerts = self._engine.handle(EventBatch.empty(), now).alerts if self._has_timeouts else []
         effects = self._engine.handle(batch, now)
         alerts = (*timeout_alerts, *effects.alerts)
         scored = effects.scored
-        # The call can also score earlier readings, which waited for others with the same event time. This reading has
-        # the event index 0, and no entry if it was rejected or waits itself.
+        # The engine may also have scored earlier readings, which waited for others with the same event time. Only this
+        # reading has the event index 0. It has no entry if it was rejected or waits itself.
         own_entries = np.flatnonzero(scored.event_indices == 0).tolist()
         if own_entries:
             i = own_entries[0]
@@ -201,7 +215,9 @@ class Scorer:
                 float(scored.p_value[i]),
                 alerts,
             )
+        # The codec rejects readings that it cannot decode, the engine those that do not fit the record.
         rejection = next(iter([*rejections, *effects.rejections]), None)
+        # The value NaN declares that the feature will not be observed; such a reading is never scored.
         is_declared_missing = len(batch) > 0 and np.isnan(batch.values[0])
         is_waiting = rejection is None and len(batch) > 0 and not is_declared_missing
         return Update(nan, nan, nan, nan, alerts, rejection, bool(is_waiting))
@@ -209,8 +225,8 @@ class Scorer:
     def _decode(self, event: dict[str, Any]) -> tuple[EventBatch, list[Rejection]]:
         """Decode one reading by the rules of JSON messages.
 
-        Values of the usual types are passed to the codec directly. All others are first converted to JSON text, so that
-        there is one definition of what they mean.
+        If all values have types that JSON has, the codec gets them directly, which is faster. Otherwise the reading is
+        first written as JSON text, which the codec parses like a message from Kafka.
 
         Args:
             event: The fields of the reading by name: `record` or `device`, `feature`, `value` and `time`.
@@ -219,14 +235,14 @@ class Scorer:
             A batch with the reading and no rejections, or an empty batch and a rejection that states the reason.
         """
         document = {name: _to_json_type(value) for name, value in event.items()}
-        if _NOT_CONVERTED in document.values():
+        if _NOT_CONVERTED in document.values():  # at least one value needs the JSON parser of the codec
             return self._codec.decode(_make_messages([_encode_json(event)]))
         return self._codec.decode_document(document)
 
     def finish(self) -> tuple[Alert, ...]:
         """Close all open records, and return the alerts that this raises.
 
-        Such alerts come from readings that waited for others with the same event time (tie policy "hold").
+        With `ties="hold"`, readings may still wait for others with the same event time. They are scored now.
         """
         return tuple(self._engine.finish().alerts)
 
@@ -238,7 +254,7 @@ class Detector:
 
     Attributes:
         artifact: The contents of the model directory.
-        codec: The decoder of this model's readings.
+        codec: The decoder of this model's readings, from JSON messages to batches of events.
     """
 
     def __init__(self, artifact: model_store.Artifact) -> None:
@@ -247,7 +263,7 @@ class Detector:
 
     @cached_property
     def _cpu_kernels(self) -> CpuKernels | None:
-        """The compiled kernels that compute the model in place of PyTorch, or None if they do not support the model."""
+        """The compiled CPU kernels that run the model; None if they do not support it, so that PyTorch runs it."""
         return CpuKernels.for_model(self.artifact.model)
 
     @property
@@ -277,8 +293,8 @@ class Detector:
             ties: What to do with readings of one record that have the same event time. "hold" scores them together when
                 a reading with another time arrives, "arrival" scores each when it arrives. None uses the policy with
                 which the model was calibrated.
-            tie_wait: Seconds without a reading of the record after which "hold" scores the waiting readings; None to
-                wait for the next reading or the end of the record. They are scored by the next call of `update`.
+            tie_wait: For "hold", seconds without a reading of the record after which its waiting readings are scored
+                (by the next call of `update`). None to wait for a reading with another time or the end of the record.
             grace: Seconds after the end of a time window in which it still accepts readings; for models that were
                 trained on windows.
 
@@ -290,13 +306,15 @@ class Detector:
     def engine(
         self, alpha: float | Sequence[float], limits: Limits | None = None, ties: TiePolicy | None = None
     ) -> Engine:
-        """Return a new engine for this model, for programs that run the pipeline (decode, score, write) themselves.
+        """Return a new engine (the object that scores batches of decoded readings) for this model.
+
+        It is for programs that run the stages decode, score and write themselves. Otherwise `scorer` is simpler.
 
         Args:
             alpha: The false-alarm rate, that is, the largest share of normal records that may ever raise an alert; or
                 several such rates, each with alerts of its own.
             limits: Limits on the time and memory that open records may take; by default those of `Limits()`.
-            ties: The tie policy for readings of one record that have the same event time: "hold" scores them together,
+            ties: What to do with readings of one record that have the same event time. "hold" scores them together,
                 "arrival" scores each when it arrives. None uses the policy with which the model was calibrated.
 
         Raises:
@@ -304,7 +322,7 @@ class Detector:
         """
         alphas = np.atleast_1d(np.asarray(alpha, np.float64))
         if not len(alphas) or not ((alphas > 0) & (alphas < 1)).all():
-            raise ValueError(f"alpha is {alpha}, but each false-alarm rate must lie between 0 and 1")
+            raise ValueError(f"alpha is {alpha}, but it must be one or more false-alarm rates between 0 and 1")
         return Engine(self.artifact.model, self.artifact.calibration, self.fingerprint, alpha, limits, ties=ties)
 
     def score(self, records: Sequence[Mapping[str, Value]], alpha: float = 0.01) -> RecordScores:
@@ -313,25 +331,27 @@ class Detector:
         Args:
             records: For each record its values by feature name, in the order of arrival. A feature that is missing,
                 None or NaN is treated as not observed.
-            alpha: The false-alarm rate of the alerts in `RecordScores.alert_seq`.
+            alpha: The false-alarm rate at which `RecordScores.alert_seq` reports alerts.
 
         Raises:
             InputError: If a reading cannot be accepted; the message names the record and the feature.
         """
+        # With this limit, the engine never closes a record early to free memory for others.
         engine = self.engine(alpha, Limits(max_open_records=max(1, len(records))))
         # The engine closes a record when it has all features. `finish` closes the others.
         completed = engine.handle(self._make_batch(records), 0).closed
         incomplete = engine.finish().closed
         closed_ids = [*completed.record_ids, *incomplete.record_ids]
         closed_index_by_id = {record_id: i for i, record_id in enumerate(closed_ids)}
-        # The engine never opened a record without readings. Index -1 selects the default value at the end.
+        # A record without readings was never opened. Its index −1 selects the default that `arrange` appends.
         closed_indices = np.array([closed_index_by_id.get(str(i), -1) for i in range(len(records))], np.int64)
 
         def arrange(
             completed_values: NDArray[Any], incomplete_values: NDArray[Any], default: float
         ) -> NDArray[np.float64]:
-            """Return one value for each record, in the order of `records`."""
-            return np.asarray(np.concatenate([completed_values, incomplete_values, [default]])[closed_indices])
+            """Return the values of closed records in the order of `records`, and the default for unopened ones."""
+            values_by_closed_index = np.concatenate([completed_values, incomplete_values, [default]])
+            return np.asarray(values_by_closed_index[closed_indices])
 
         return RecordScores(
             log_likelihood=arrange(completed.log_likelihood, incomplete.log_likelihood, 0.0),
@@ -342,12 +362,20 @@ class Detector:
         )
 
     def explain(self, record: Mapping[str, Value], alpha: float = 0.01) -> tuple[Contribution, ...]:
-        """Return the contribution of each reading to an alert of the record, the most suspicious reading first.
+        """Return how much each reading of a complete record contributes to its anomaly score.
 
         Args:
-            record: The values of a complete record by feature name, in the order of arrival.
-            alpha: The false-alarm rate of the alert. If the record raises no alert, `Contribution.suspect` is false for
-                each reading.
+            record: The values by feature name, in the order of arrival. A feature that is missing, None or NaN is
+                treated as not observed.
+            alpha: The false-alarm rate of the alert to explain. If the record raises an alert at this rate,
+                `Contribution.suspect` is true for the readings to which the alert is attributed; otherwise for none.
+
+        Returns:
+            One contribution per reading, the most suspicious first. Readings of context features (which condition the
+            others and are never scored) are left out.
+
+        Raises:
+            InputError: If a reading cannot be accepted; the message names the feature.
         """
         batch = self._make_batch([record])
         if not len(batch):
@@ -359,6 +387,8 @@ class Detector:
         (explanation,) = explain_records(
             model, codes, raw_values, [batch.unseen_labels], record_ids, alert_rule, kernels=self._cpu_kernels
         )
+        # `explain_records` assumes that the record raises an alert, and always marks some readings as suspects. Compute
+        # whether it does, from the largest anomaly score of the record, in an array of shape (1, 1).
         scores = survey_records(self._cpu_kernels, model, codes, self.schema.normalise(codes, raw_values))
         has_alert = alert_rule(scores.statistics[:, None], record_ids)[0, 0]
         contributions = explanation.contributions
@@ -369,12 +399,12 @@ class Detector:
     def impute(self, record: Mapping[str, Value], interval: float = 0.9) -> dict[str, Imputation]:
         """Predict the value of each missing feature of a record, given the values of all present ones.
 
-        Missing context features are left out, because the model has no distribution for them. To impute a table, use
-        the command `deformer-stream impute`.
+        Context features only condition the other features, and the model has no distribution for them. Missing ones are
+        therefore left out. To impute a table, use the command `deformer-stream impute`.
 
         Args:
-            record: The present values by feature name.
-            interval: Probability of the central prediction interval, between 0 and 1.
+            record: The present values by feature name; None and NaN count as missing.
+            interval: Probability that the value lies in the central prediction interval, between 0 and 1.
 
         Returns:
             Predictions by feature name.
@@ -388,10 +418,11 @@ class Detector:
         values = self._make_values(record)
         imputed = impute(self.artifact.model, values, np.isnan(values), interval)
         imputations: dict[str, Imputation] = {}
+        # `imputed` holds arrays (1, F) for the F features of the schema, NaN for features that were not imputed.
         for code in np.flatnonzero(~np.isnan(imputed.median[0])).tolist():
             feature = self.schema.features[code]
             if feature.labels:
-                label = feature.labels[int(imputed.median[0, code])]
+                label = feature.labels[int(imputed.median[0, code])]  # for labels, the median is the likeliest code
                 imputations[feature.name] = Imputation(label, None, None)
             else:
                 # In the order of the attributes of `Imputation`.
@@ -402,20 +433,26 @@ class Detector:
     def quantiles(self, record: Mapping[str, Value], qs: Sequence[float]) -> dict[str, tuple[float, ...]]:
         """Return quantiles of the predicted distribution of each missing continuous feature of a record.
 
+        Context features only condition the other features, and the model has no distribution for them. Missing ones are
+        therefore left out.
+
         Args:
-            record: The present values by feature name, on which the predictions depend.
-            qs: The probabilities, each between 0 and 1.
+            record: The present values by feature name, on which the predictions depend; None and NaN count as missing.
+            qs: The probabilities of the quantiles, each between 0 and 1; 0.5 for the median.
 
         Returns:
-            Quantiles in raw units by feature name, in the order of `qs`.
+            By feature name, the quantiles in raw units (the units of the input) in the order of `qs`.
 
         Raises:
             ValueError: If `qs` is empty or a probability does not lie between 0 and 1.
             InputError: If a value cannot be accepted; the message names the feature.
         """
         if not qs or not all(0 < q < 1 for q in qs):
-            raise ValueError(f"the quantiles are {list(qs)}, but there must be at least one, each between 0 and 1")
+            raise ValueError(
+                f"qs is {list(qs)}, but it must be one or more probabilities of quantiles, each between 0 and 1"
+            )
         values = self._make_values(record)
+        # (Q, F) for the Q probabilities and the F features of the schema, NaN for features that were not imputed.
         quantiles = impute_quantiles(self.artifact.model, values, np.isnan(values), qs)[:, 0]
         codes = np.flatnonzero(~np.isnan(quantiles[0])).tolist()
         return {self.schema.names[code]: tuple(quantiles[:, code].tolist()) for code in codes}
@@ -423,31 +460,37 @@ class Detector:
     def complete(self, record: Mapping[str, Value], draws: int = 1, seed: int = 0) -> list[dict[str, float | str]]:
         """Return copies of a record in which random values replace the missing ones.
 
-        The values are drawn from the joint distribution of the missing features given the present ones. Missing context
-        features stay missing. Equal arguments give equal results.
+        The values are drawn from the joint distribution of the missing features given the present ones. Context
+        features only condition the others, and the model has no distribution for them, so missing ones stay missing.
+        Equal arguments give equal results.
 
         Args:
-            record: The present values by feature name.
+            record: The present values by feature name; None and NaN count as missing.
             draws: Number of completed records to return, at least 1.
             seed: The seed of the random numbers.
 
         Returns:
-            The completed records, values by feature name: numbers as floats, labels as text.
+            `draws` dicts of values by feature name; numbers are floats, labels are text.
 
         Raises:
             ValueError: If `draws` is less than 1.
             InputError: If a value cannot be accepted; the message names the feature.
         """
         if draws < 1:
-            raise ValueError(f"draws is {draws}, but it must be at least 1")
+            raise ValueError(f"draws is {draws}, but the number of completed records must be at least 1")
         values = self._make_values(record)
+        # (draws, F) values of the F features of the schema; index 0 is the only record.
         completions = sample_completions(self.artifact.model, values, np.isnan(values), draws, seed)[:, 0]
         return [self._make_record(row) for row in completions]
 
     def _make_values(self, record: Mapping[str, Value]) -> NDArray[np.float64]:
-        """Return the values of a record as an array (1, F) for the F features of the schema.
+        """Return the values of a record as an array (1, F) for the F features of the schema, as the model needs it.
 
-        The array holds raw values and label codes in the order of the feature codes, and NaN for missing values.
+        Column i belongs to feature i of the schema. It holds a number in raw units (the units of the input), the code
+        of a label (its index among the feature's labels), or NaN if the value is missing.
+
+        Args:
+            record: The present values by feature name; None and NaN count as missing.
 
         Raises:
             InputError: If a value cannot be accepted; the message names the feature.
@@ -460,14 +503,17 @@ class Detector:
     def _make_record(self, row: NDArray[np.float64]) -> dict[str, float | str]:
         """Return an array of values as a record, a dict of values by feature name.
 
-        Missing values are left out, and so are labels that did not occur in training.
+        Missing values are left out. Labels that did not occur in training are also left out, because the array does not
+        contain their text.
 
         Args:
-            row: (F,) raw values and label codes of the F features in the order of their codes, NaN if missing.
+            row: (F,) values of the F features in the order of the schema: numbers in raw units (the units of the
+                input), codes of labels (index among the feature's labels), NaN if missing.
         """
         record: dict[str, float | str] = {}
         for feature, value in zip(self.schema.features, row.tolist(), strict=True):
-            # The code after the last label stands for all labels that did not occur in training.
+            # The code after the last label stands for all labels that did not occur in training. A missing label is
+            # NaN, for which the comparison is false.
             if feature.labels and value < len(feature.labels):
                 record[feature.name] = feature.labels[int(value)]
             elif not feature.labels and not isnan(value):
@@ -475,36 +521,42 @@ class Detector:
         return record
 
     def _make_batch(self, records: Sequence[Mapping[str, Value]]) -> EventBatch:
-        """Return the readings of complete records, for the engine; the record ids are "0", "1", and so on.
+        """Return the readings of complete records as one batch; the record ids are "0", "1", and so on.
 
         Args:
-            records: For each record its values by feature name. None and NaN are treated as not observed.
+            records: For each record its values by feature name, in the order of arrival. None and NaN are left out.
 
         Raises:
             InputError: If a reading cannot be accepted; the message names the record and the feature.
         """
-        present_values = [{name: v for name, v in record.items() if not _is_missing(v)} for record in records]
+        present_values = [
+            {name: value for name, value in record.items() if not _is_missing(value)} for record in records
+        ]
+        # JSON messages are the input for which the codec defines the checks and conversions of values.
         payloads = [_encode_json({"record": str(i), "values": values}) for i, values in enumerate(present_values)]
         batch, rejections = self.codec.decode(_make_messages(payloads))
         for rejection in rejections:
-            # The codec also rejects a record without any reading, but here this is no error.
+            # Each record is one message. The codec also rejects a record without any reading; here this is no error.
             if present_values[rejection.message_index]:
-                raise InputError(f"record {rejection.message_index}: {rejection.detail} ({rejection.reason.value})")
+                raise InputError(
+                    f"record {rejection.message_index} cannot be accepted: {rejection.detail} "
+                    f"({rejection.reason.value})"
+                )
         return batch
 
 
 _NOT_CONVERTED = object()
-"""The result of `_to_json_type` for a value that must first be written as JSON text, so that the codec parses it."""
+"""The result of `_to_json_type` for a value that must be written as JSON text, which the codec then parses."""
 
 
 def _to_json_type(value: object) -> object:
-    """Return a Python value as the type that parsing its JSON text would give, without making the text.
+    """Convert a value to what a JSON round trip (encode, then decode) would give, without creating the JSON text.
 
-    A NumPy scalar becomes a Python scalar, and a datetime becomes text.
+    A NumPy scalar becomes a Python scalar, and a datetime becomes text in ISO format.
 
     Returns:
-        The converted value. `_NOT_CONVERTED` for values whose JSON text has special cases: containers, subclasses,
-        integers beyond 64 bits, and text that is not valid Unicode.
+        The converted value, or `_NOT_CONVERTED` for values that need the actual round trip: containers, subclasses of
+        Python types, integers beyond 64 bits, and text that is not valid Unicode.
     """
     value_type = type(value)
     if value is None or value_type is float or value_type is bool:
@@ -515,6 +567,7 @@ def _to_json_type(value: object) -> object:
         return value if -(2**63) <= value < 2**64 else _NOT_CONVERTED  # type: ignore[operator]  # it is an int here
     if isinstance(value, np.generic):
         item = value.item()
+        # A few NumPy types, such as longdouble, have no Python type; `item` then returns a NumPy scalar again.
         return _NOT_CONVERTED if isinstance(item, np.generic) else _to_json_type(item)
     if isinstance(value, datetime):
         return value.isoformat()
@@ -526,7 +579,7 @@ def _to_micros(name: str, seconds: float | None) -> int | None:
 
     Args:
         name: The name of the argument that holds the duration, for the error message.
-        seconds: The duration in seconds, or None for an unlimited one; the result is then None.
+        seconds: The duration in seconds. None stands for an unlimited duration; the result is then None.
 
     Raises:
         ValueError: If the duration is not positive or is 1e12 seconds or more.
@@ -537,9 +590,9 @@ def _to_micros(name: str, seconds: float | None) -> int | None:
 
 
 def _make_codec(schema: Schema, grace: float) -> Codec:
-    """Return a codec (decoder of readings) whose limits on message size never apply to the calls of the library.
+    """Return a codec (decoder of readings) with limits on message size that are too high to reject any record.
 
-    Such limits protect against messages of unknown origin, but here the input comes from the same process.
+    Such limits protect a service against messages of unknown origin. Here the input comes from the same process.
 
     Args:
         schema: The features of the model.
@@ -548,7 +601,7 @@ def _make_codec(schema: Schema, grace: float) -> Codec:
     window_assigner = None
     if schema.window is not None:
         window_assigner = WindowAssigner(schema.window.width, round(grace * 1e6))
-    max_readings = max(4096, len(schema))
+    max_readings = max(4096, len(schema))  # of a message; a record has at most one reading per feature
     return Codec(schema, max_message_bytes=2**30, max_readings=max_readings, window_assigner=window_assigner)
 
 
@@ -558,7 +611,9 @@ def _is_missing(value: object) -> bool:
 
 
 def _encode_json(document: dict[str, Any]) -> bytes:
-    """Return the JSON text of a message. NaN and infinity are kept, so that the codec rejects them by feature name.
+    """Return the JSON text of a message.
+
+    NaN and infinity are written as `NaN` and `Infinity`. The codec then rejects them with the name of their feature.
 
     Args:
         document: The fields of the message by name, such as `record` and `values`.
@@ -568,15 +623,17 @@ def _encode_json(document: dict[str, Any]) -> bytes:
     """
     try:
         return json.dumps(document, default=_convert_for_json).encode()
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:  # the last two: nested containers
         record_id = document.get("record", document.get("device"))
         raise InputError(
-            f"record {record_id!r} cannot be read: {error}; use numbers, text or booleans as values"
+            f"record {record_id!r} cannot be converted to JSON: {error}; use numbers, text or booleans as values"
         ) from None
 
 
 def _convert_for_json(value: object) -> object:
-    """Return a NumPy scalar as a Python value and a datetime as text, for values that `json.dumps` does not accept.
+    """Return a NumPy scalar as a Python value and a datetime as text.
+
+    `json.dumps` calls it for each value that has no JSON type (its argument `default`).
 
     Raises:
         TypeError: If the value has another type.
@@ -589,7 +646,7 @@ def _convert_for_json(value: object) -> object:
 
 
 def _make_messages(payloads: Sequence[bytes]) -> Messages:
-    """Return JSON documents in the form in which the codec accepts messages, without keys and broker timestamps."""
+    """Return JSON documents as messages without keys and broker timestamps, which the codec can decode."""
     num_messages = len(payloads)
     keys: list[bytes | None] = [None] * num_messages
     times = np.full(num_messages, NO_TIME)
