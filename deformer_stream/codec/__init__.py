@@ -72,18 +72,20 @@ __all__ = [
 class Codec:
     """Decoder for everything that a connector's poll can return (messages or table rows), and encoder for alerts.
 
+    A connector reads the input: a Kafka topic or files. Each call of its `poll` method returns the next part of it.
+
     Args:
         schema: The features of the model.
         field_names: The names of an event's fields, and of the columns of a table with one reading per row. None
             selects the default names.
         order: The order of the readings of a row of a wide table (one record per row): "arrival" for the table's column
             order, "schema" for the model's feature order, "random" for a random permutation per record.
-        seed: The seed of the random order. That order depends only on the seed, the record id and the feature codes,
-            not on how the input is cut into chunks.
-        max_message_bytes: Maximum size of a message; a larger one is rejected as too large.
-        max_readings: Maximum number of readings of a JSON message; one with more is rejected as too large.
-        window_assigner: Assigns events without a record id to time windows of their device. Without it such events are
-            rejected.
+        seed: The seed of the random order. That order depends only on the seed, the record id and the feature codes
+            (indices of the features in the schema), not on how the input is cut into chunks.
+        max_message_bytes: Maximum size of a message in bytes; a larger one is rejected.
+        max_readings: Maximum number of readings of a JSON message; one with more is rejected.
+        window_assigner: Assigns each event that names a device but no record to a time window of the device. The window
+            is then the record. None rejects such events.
         max_ahead_micros: How many microseconds an event's own time may lie after the broker's timestamp of its message,
             or after the wall clock if there is no such timestamp. None accepts all times.
 
@@ -111,7 +113,13 @@ class Codec:
         time_limit = None if max_ahead_micros is None else FutureTimeLimit(max_ahead_micros)
         arrow_decoder = ArrowDecoder(schema, field_names, max_message_bytes, window_assigner, time_limit)
         self._message_decoder = MessageDecoder(
-            schema, field_names, max_message_bytes, max_readings, window_assigner, time_limit, arrow_decoder.decode
+            schema,
+            field_names,
+            max_message_bytes,
+            max_readings,
+            window_assigner,
+            time_limit,
+            table_decoder=arrow_decoder.decode,  # for messages that are Arrow streams instead of JSON
         )
         self._long_decoder = LongDecoder(schema, field_names, window_assigner, time_limit)
         self._wide_decoder = WideDecoder(schema, order, seed, time_limit)
@@ -119,19 +127,19 @@ class Codec:
     def decode(self, data: Payload) -> tuple[EventBatch, list[Rejection]]:
         """Decode what a poll of a connector returned.
 
-        Every message and every row gives at least one event or rejection. If a message holds several readings and one
-        of them is bad, only this one is rejected.
+        An event is one decoded reading. Every message and every table row gives at least one event or rejection. If a
+        message holds several readings and one of them is bad, only this one is rejected.
 
         Args:
             data: Messages or table rows.
 
         Returns:
-            The events in order of arrival. One rejection per message and reason, with the number of readings that are
-            rejected for this reason.
+            The events in order of arrival. One rejection per message (or table row) and reason, with the number of
+            readings that are rejected for this reason.
 
         Raises:
-            InputError: If a table lacks a required column, or if a column has a type that no reading can have. Messages
-                are untrusted and never raise.
+            InputError: If a table lacks a required column, or if a column has a type that no reading can have. A bad
+                message never raises; it is rejected.
         """
         match data:
             case Messages():
@@ -142,10 +150,11 @@ class Codec:
                 return self._wide_decoder.decode(data)
 
     def decode_document(self, document: Mapping[str, object]) -> tuple[EventBatch, list[Rejection]]:
-        """Decode one event that is a Python mapping instead of JSON bytes, by the rules of JSON messages.
+        """Decode a message that is a Python mapping instead of JSON bytes, by the rules of JSON messages.
 
         Args:
-            document: The fields of the event. Values must have the types that `json.loads` returns.
+            document: The fields of the message: one reading, or several readings of one record. Values must have the
+                types that `json.loads` returns.
 
         Returns:
             The accepted readings as events, and one rejection per reason.
@@ -157,7 +166,7 @@ class Codec:
 
         Args:
             alert: The alert.
-            data: The poll that `alert.message_index` refers to, from which the alert's source position (topic,
-                partition and offset) is read. If it is None, the alert states no source position.
+            data: The messages or table rows that `alert.message_index` refers to. The alert states the position of that
+                message (topic, partition and offset) or row (file and row number). None omits the position.
         """
         return encode_alert(alert, data)

@@ -52,15 +52,15 @@ Columns = dict[str, pa.Array]
 
 
 class ArrowDecoder:
-    """Decoder for messages that are Arrow IPC streams, each with one reading or one record per row.
+    """Decoder for messages that are Arrow IPC streams. Each row of a stream is one reading or one record.
 
     Args:
         schema: The features of the model.
         field_names: The names of the columns that are not features, such as the record id and the time.
-        max_bytes: Maximum size of a message.
-        window_assigner: Assigns rows without a record id to time windows of their device. None if record ids are
-            required.
-        future_time_limit: The rule for times in the future, or None to accept all times.
+        max_bytes: Maximum size of a message in bytes; a larger one is rejected.
+        window_assigner: Assigns each row that names a device but no record to a time window of the device. The window
+            is then the record. None if each row must name its record.
+        future_time_limit: Rejects times that lie too far in the future; None accepts all times.
     """
 
     def __init__(
@@ -71,21 +71,26 @@ class ArrowDecoder:
         window_assigner: WindowAssigner | None,
         future_time_limit: FutureTimeLimit | None,
     ) -> None:
+        has_windows = window_assigner is not None
         self._schema, self._field_names, self._max_bytes = schema, field_names, max_bytes
-        self._id_column = field_names.record if window_assigner is None else field_names.device
         self._long_decoder = LongDecoder(schema, field_names, window_assigner, future_time_limit)
-        device_columns = () if window_assigner is None else (field_names.device,)
-        self._event_columns = {field_names.record, field_names.time, *device_columns}
+        # The column whose missing cells the message key replaces: producers key messages by record or by device.
+        self._id_column = field_names.device if has_windows else field_names.record
+        self._event_columns = {field_names.record, field_names.time, self._id_column}
+        # A stream with both of these columns has the long layout. Any other stream has the wide layout, with one column
+        # per feature, or per sensor if a sensor has one feature for each time slot (part of a window).
         self._long_columns = {field_names.feature, field_names.value}
         self._feature_columns = schema.code_by_name.keys() | schema.slot_layout_by_sensor.keys()
 
     def decode(self, payload: bytes, key: bytes | None, broker_time: int) -> tuple[list[EventBatch], list[Rejection]]:
-        """Return the events and rejections of a message. It gives at least one event or one rejection.
+        """Return the events (decoded readings) and rejections of a message, at least one event or one rejection.
 
         Args:
             payload: The value of the message: the bytes of the Arrow stream.
-            key: The message key, or None. It replaces missing record ids, or missing devices if records are windows.
-            broker_time: The time of rows that state none, in microseconds since 1970, or `NO_TIME`.
+            key: The message key, or None. It replaces missing record ids, or missing devices if records are time
+                windows of devices.
+            broker_time: The broker's timestamp of the message, microseconds since 1970 or `NO_TIME`. Rows without a
+                time get this time.
 
         Returns:
             One batch of events per Arrow record batch, and one rejection per reason. All have message index 0 and
@@ -98,19 +103,23 @@ class ArrowDecoder:
             return [], [Rejection(0, error.reason, error.detail)]
         except InputError as error:
             return [], [Rejection(0, RejectionReason.WRONG_TYPE, str(error))]
-        except _READ_ERRORS as error:
-            return [], [Rejection(0, RejectionReason.NOT_JSON, _explain_unreadable(str(error) or type(error).__name__))]
+        except _READ_ERRORS as error:  # pyarrow found invalid bytes, perhaps only when a column was used
+            problem = str(error) or type(error).__name__
+            # `not_json` is the reason for all messages that cannot be parsed, although these are not JSON.
+            return [], [Rejection(0, RejectionReason.NOT_JSON, _explain_unreadable(problem))]
+        # A column that is not a feature of the model is one rejected reading in each row.
         num_rows = sum(record_batch.num_rows for record_batch in record_batches)
         rejections = [
             Rejection(0, RejectionReason.UNKNOWN_FEATURE, _explain_unknown_feature(name), num_rows)
             for name in unknown_features
         ]
+        # The rejections of a record batch state row numbers. All rows belong to one message, which has index 0 here.
         for _, row_rejections in decoded:
             rejections += [Rejection(0, r.reason, r.detail, r.num_readings) for r in row_rejections]
         return [batch for batch, _ in decoded], Rejection.merge_by_message(rejections)
 
     def _read_stream(self, payload: bytes) -> tuple[list[pa.RecordBatch], list[str]]:
-        """Read the known columns of a stream.
+        """Read the known columns of an Arrow IPC stream, after checks that bound the memory for it.
 
         Args:
             payload: The bytes of the stream.
@@ -128,27 +137,30 @@ class ArrowDecoder:
                 f"the message has {len(payload)} bytes; at most {self._max_bytes} are accepted",
             )
         data = pa.py_buffer(payload)
+        # The stream is opened three times: for its compression and its schema, which read no cell, and for its cells.
         _reject_compressed(pa.ipc.MessageReader.open_stream(data))
         column_indices, unknown_features = self._select_columns(pa.ipc.open_stream(data).schema)
         options = pa.ipc.IpcReadOptions(included_fields=column_indices, use_threads=False)
         record_batches: list[pa.RecordBatch] = []
         num_readings = 0
         for record_batch in pa.ipc.open_stream(data, options=options):
+            # In wide layout each cell counts as a reading, also an id or a time: the limit needs no exact number.
             is_long = self._long_columns <= set(record_batch.schema.names)
-            num_readings += record_batch.num_rows * (1 if is_long else max(1, record_batch.num_columns))
+            readings_per_row = 1 if is_long else max(1, record_batch.num_columns)
+            num_readings += record_batch.num_rows * readings_per_row
             if num_readings > MAX_READINGS:
                 raise RejectionError(
                     RejectionReason.TOO_LARGE,
                     f"the message has more than {MAX_READINGS} readings, the maximum that is accepted",
                 )
-            record_batch.validate(full=True)
+            record_batch.validate(full=True)  # the bytes are untrusted: offsets and lengths may point outside of them
             record_batches.append(record_batch)
         if not num_readings:
             raise RejectionError(RejectionReason.MISSING_FIELD, "the Arrow stream has no rows")
         return record_batches, unknown_features
 
     def _select_columns(self, schema: pa.Schema) -> tuple[list[int], list[str]]:
-        """Choose the columns to read. Of several columns with the same name the last one counts, as in JSON.
+        """Choose the columns to read. Of several columns with the same name, only the last one is read, as in JSON.
 
         Args:
             schema: The columns of the Arrow stream.
@@ -160,7 +172,7 @@ class ArrowDecoder:
         Raises:
             RejectionError: If a known column has a type that no reading has, or if there is no column with readings.
         """
-        index_by_name = {name: i for i, name in enumerate(schema.names)}
+        index_by_name = {name: i for i, name in enumerate(schema.names)}  # a later column replaces an earlier one
         is_long = self._long_columns <= index_by_name.keys()
         reading_columns = {*self._long_columns, self._field_names.label} if is_long else self._feature_columns
         known_names = self._event_columns | reading_columns
@@ -171,17 +183,20 @@ class ArrowDecoder:
             if not (is_scalar(column_type) or is_time):
                 raise RejectionError(
                     RejectionReason.WRONG_TYPE,
-                    f"column {quote(schema.names[i])} is {quote(str(column_type))}; "
+                    f"column {quote(schema.names[i])} has the type {quote(str(column_type))}; "
                     "numbers, text, booleans or times are expected",
                 )
-        unknown_names = [] if is_long else [name for name in index_by_name if name not in known_names]
-        if not is_long and not any(schema.names[i] in self._feature_columns for i in column_indices):
-            if unknown_names:
-                raise RejectionError(RejectionReason.UNKNOWN_FEATURE, _explain_unknown_feature(unknown_names[0]))
+        if is_long:
+            return column_indices, []
+        unknown_names = [name for name in index_by_name if name not in known_names]
+        has_feature_column = any(schema.names[i] in self._feature_columns for i in column_indices)
+        if not has_feature_column and unknown_names:
+            raise RejectionError(RejectionReason.UNKNOWN_FEATURE, _explain_unknown_feature(unknown_names[0]))
+        if not has_feature_column:
             raise RejectionError(
                 RejectionReason.MISSING_FIELD,
-                f"the columns {self._field_names.feature!r} and {self._field_names.value!r} are missing, "
-                "and there is no column of a feature either",
+                f"the Arrow stream has no readings: it needs the columns {self._field_names.feature!r} and "
+                f"{self._field_names.value!r}, or columns with the names of features",
             )
         return column_indices, unknown_names
 
@@ -191,19 +206,22 @@ class ArrowDecoder:
         """Return the events and rejections of one Arrow record batch.
 
         Args:
-            record_batch: N rows, in long layout (one reading per row) or in wide layout (one record per row).
-            key: The message key, which replaces missing record ids or devices.
-            broker_time: The time of rows that state none, in microseconds since 1970, or `NO_TIME`.
+            record_batch: The rows, in long layout (one reading per row) or in wide layout (one record per row).
+            key: The message key, which replaces missing record ids or devices; None if there is none.
+            broker_time: The broker's timestamp of the message, microseconds since 1970 or `NO_TIME`. Rows without a
+                time get this time.
         """
         columns = dict(zip(record_batch.schema.names, record_batch.columns, strict=True))
         columns[self._id_column] = self._fill_ids(columns.get(self._id_column), key, record_batch.num_rows)
-        data = LongRows("Arrow", pa.RecordBatch.from_arrays(list(columns.values()), list(columns)), 0)
+        table = pa.RecordBatch.from_arrays(list(columns.values()), list(columns))
+        # Rows in wide layout take this type, too, because the long decoder converts their times and record ids.
+        data = LongRows("Arrow", table, first_row=0)
         if self._long_columns <= columns.keys():
             return self._long_decoder.decode(data, broker_time)
         return self._decode_wide(data, columns, broker_time)
 
     def _fill_ids(self, column: pa.Array | None, key: bytes | None, num_rows: int) -> pa.Array:
-        """Return a column of N record ids or device names, in which the message key replaces missing ones.
+        """Return a column of N record ids or device names as text, in which the message key replaces missing ones.
 
         Args:
             column: N ids as text or integers, null if missing; None if the whole column is missing.
@@ -213,8 +231,8 @@ class ArrowDecoder:
         Raises:
             RejectionError: If the key is needed but is not UTF-8 text.
         """
-        is_missing = column is None
-        ids = pa.nulls(num_rows, pa.string()) if is_missing else convert_ids(column, f"column {self._id_column!r}")
+        ids = pa.nulls(num_rows) if column is None else column
+        ids = convert_ids(ids, f"column {self._id_column!r}")
         if not ids.null_count or not key:
             return ids
         try:
@@ -222,7 +240,7 @@ class ArrowDecoder:
         except UnicodeDecodeError:
             raise RejectionError(
                 RejectionReason.MISSING_FIELD,
-                f"{self._id_column!r} is missing, and the message key, which could replace it, is not UTF-8 text",
+                f"{self._id_column!r} is missing, and the message key, which replaces a missing one, is not UTF-8 text",
             ) from None
 
     def _decode_wide(self, data: LongRows, columns: Columns, broker_time: int) -> tuple[EventBatch, list[Rejection]]:
@@ -230,12 +248,13 @@ class ArrowDecoder:
 
         Args:
             data: The N rows.
-            columns: The same columns by name.
-            broker_time: The time of rows that state none, in microseconds since 1970, or `NO_TIME`.
+            columns: The columns of these rows by name.
+            broker_time: The broker's timestamp of the message, microseconds since 1970 or `NO_TIME`. Rows without a
+                time get this time.
 
         Returns:
-            The events row by row, and in the order of the columns within a row. One rejection per rejected row, and one
-            per rejected cell of the other rows.
+            The events row by row, and in the order of the columns within a row. One rejection per row whose time or
+            record id is bad, and one per bad cell of the other rows.
         """
         times, row_errors = self._long_decoder.parse_times(data, columns, broker_time)
         record_ids, devices, id_errors = self._long_decoder.parse_record_ids(data, columns, times, row_errors)
@@ -285,19 +304,20 @@ class ArrowDecoder:
         return batch, rejections
 
     def _parse_cells(self, column: pa.Array, name: str) -> tuple[NDArray[np.float64], dict[int, str | RejectionError]]:
-        """Convert the N cells of a feature's column.
+        """Convert the N cells of a feature's column to numbers.
 
         Args:
             column: The cells.
-            name: The name of a feature, or of a sensor with one feature per time slot, which all have the same kind.
+            name: The name of the column: a feature, or a sensor with one feature for each time slot (part of a window).
 
         Returns:
-            (N,) values or label codes, NaN for null. By row, the text of a label that training never saw, or the error
-            for which a cell is rejected.
+            (N,) values of a continuous feature or label codes of a discrete one, NaN for null. A dictionary by row
+            index: the text of a label that did not occur in training, or the error of a cell that is rejected.
         """
         code = self._schema.code_by_name.get(name)
         if code is None:
-            code = self._schema.slot_layout_by_sensor[name][0]
+            # The features of a sensor differ only in their time slot, so the first one stands for all of them.
+            code, _ = self._schema.slot_layout_by_sensor[name]
         feature = self._schema.features[code]
         if feature.kind == "continuous":
             column = convert_times_of_day(column)
@@ -319,7 +339,7 @@ def _reject_compressed(messages: Iterable[Any]) -> None:
 
     Compression is declared in the metadata of each message of the stream. The metadata is a Flatbuffer that Arrow has
     verified, but pyarrow does not expose the declaration. So its fields are read here by their numbers in Arrow's
-    Message.fbs.
+    Message.fbs, the definition of the format.
 
     Args:
         messages: The messages of the stream (`pyarrow.ipc.Message`).
@@ -327,68 +347,82 @@ def _reject_compressed(messages: Iterable[Any]) -> None:
     for message in messages:
         metadata = message.metadata.to_pybytes()
         try:
-            (message_table,) = struct.unpack_from("<I", metadata)
-            # Table Message: field 1 is the kind of its header, 2 the header, 4 the custom metadata.
-            kind_offset, header = _find_field(metadata, message_table, 1), _follow_field(metadata, message_table, 2)
-            kind = metadata[kind_offset] if kind_offset else None
-            if kind == _DICTIONARY_BATCH:
+            (message_table,) = struct.unpack_from("<I", metadata)  # a Flatbuffer begins with its root table's offset
+            # Fields of the table Message: 1 is the type of the header, 2 the header, 4 the custom metadata.
+            header_type_offset = _find_field(metadata, message_table, 1)
+            header_type = metadata[header_type_offset] if header_type_offset else None
+            header = _follow_field(metadata, message_table, 2)
+            if header_type == _DICTIONARY_BATCH:
                 header = _follow_field(metadata, header, 1)  # field 1 of DictionaryBatch is its RecordBatch
-            has_columns = kind in (_DICTIONARY_BATCH, _RECORD_BATCH)
-            is_compressed = has_columns and bool(_find_field(metadata, header, 3))  # field 3 of RecordBatch
+            has_columns = header_type in (_DICTIONARY_BATCH, _RECORD_BATCH)
+            # Field 3 of RecordBatch declares the compression.
+            is_compressed = has_columns and bool(_find_field(metadata, header, 3))
             # Early Arrow versions declared compression in the custom metadata.
             has_custom_metadata = bool(_find_field(metadata, message_table, 4))
-        except (struct.error, IndexError):
+        except (struct.error, IndexError):  # `not_json` is the reason for all messages that cannot be parsed
             raise RejectionError(RejectionReason.NOT_JSON, _explain_unreadable("its metadata is damaged")) from None
-        if is_compressed or has_custom_metadata:
-            problem = "is compressed" if is_compressed else "has custom metadata"
+        if is_compressed:
             raise RejectionError(
                 RejectionReason.TOO_LARGE,
-                f"the Arrow stream {problem}, which is not accepted; use the compression of the Kafka producer instead",
+                "the Arrow stream is compressed, which is not accepted; use the compression of the Kafka producer "
+                "instead",
+            )
+        if has_custom_metadata:
+            raise RejectionError(
+                RejectionReason.TOO_LARGE,
+                "the Arrow stream has messages with custom metadata, which can declare compression and is not "
+                "accepted; write the stream without it",
             )
 
 
 def _find_field(data: bytes, table: int, field_number: int) -> int:
     """Return the offset of a field of a Flatbuffers table, or 0 if the table does not have the field.
 
-    A table begins with the distance to its vtable. The vtable holds its own size, the size of the table, and for each
-    field the distance from the start of the table (two bytes each, 0 for a missing field).
+    All offsets are bytes from the start of `data`. A table begins with the distance back to its vtable. The vtable
+    holds its own size, the size of the table, and for each field the distance from the start of the table. Each number
+    in a vtable has two bytes; the distance of a missing field is 0.
 
     Args:
         data: The Flatbuffer.
         table: The offset of the table.
-        field_number: The number of the field in its definition, from 0.
+        field_number: The number of the field in the definition of the table, from 0.
     """
     (vtable_distance,) = struct.unpack_from("<i", data, table)
     vtable = table - vtable_distance
     (vtable_size,) = struct.unpack_from("<H", data, vtable)
     entry_offset = 4 + 2 * field_number  # the two sizes take 4 bytes
-    if entry_offset >= vtable_size:
+    if entry_offset >= vtable_size:  # the vtable ends before this field, if this and all later fields are missing
         return 0
     (field_offset,) = struct.unpack_from("<H", data, vtable + entry_offset)
     return table + int(field_offset) if field_offset else 0
 
 
 def _follow_field(data: bytes, table: int, field_number: int) -> int:
-    """Return the offset of the Flatbuffers table that a field refers to, or 0 if there is no such field.
+    """Return the offset of the Flatbuffers table that a field refers to, or 0 if the field is missing.
+
+    All offsets are bytes from the start of `data`.
 
     Args:
         data: The Flatbuffer.
         table: The offset of the table that has the field.
-        field_number: The number of the field in its definition, from 0.
+        field_number: The number of the field in the definition of the table, from 0.
     """
     field = _find_field(data, table, field_number)
-    return field + int(struct.unpack_from("<I", data, field)[0]) if field else 0
+    if not field:
+        return 0
+    (distance,) = struct.unpack_from("<I", data, field)  # the field holds the distance to the table it refers to
+    return field + int(distance)
 
 
 def _explain_unknown_feature(name: str) -> str:
-    """Return the detail text of a rejection, for a column whose name is not a feature of the model."""
+    """Return the detail text of the rejection of a column called `name`, which is no feature of the model."""
     return f"feature {quote(name)} is unknown to the model"
 
 
 def _explain_unreadable(problem: str) -> str:
-    """Return the detail text of a rejection, for bytes that are not a valid Arrow stream.
+    """Return the detail text of the rejection of bytes that are not a valid Arrow stream.
 
     Args:
-        problem: The error message of Arrow, of which the first line is quoted.
+        problem: What is wrong, such as an error message of Arrow. Only the first line is quoted.
     """
     return f"not a readable Arrow stream: {quote(problem.splitlines()[0], 100)}"
