@@ -39,9 +39,9 @@ def attend(
 ) -> Tensor:
     """Return the attention output of the tokens of complete records.
 
-    A reading has either a pair of tokens or a single token. A pair is a query token (which feature comes next) and an
-    observation token (which value it had). N is the number of records, L the number of readings of each record, H the
-    number of attention heads, d_head the width of a head.
+    Each reading (one value of one feature) has either a single token or a pair of tokens. A pair is a query token,
+    whose output predicts the value, and an observation token, which holds the value. N is the number of records, L the
+    number of readings of each record, H the number of attention heads, d_head the width of a head.
 
     Args:
         queries: The queries, already divided by √d_head: (N, H, 2L, d_head) for all tokens of pairs, (N, H, L, d_head)
@@ -49,11 +49,11 @@ def attend(
         keys: (N, H, 2L, d_head) for pairs, the L query tokens before the L observation tokens; (N, H, L, d_head) for
             single tokens.
         values: The values of attention, in the shape and order of `keys`.
-        attention_context: The earlier tokens that the tokens of a pair attend to: "values" means observation tokens,
-            "all" means query tokens and observation tokens. None for single tokens.
+        attention_context: What the tokens of pairs attend to besides themselves. "values" means the observation tokens
+            of earlier readings. "all" also includes the query tokens of earlier readings and of the own reading. None
+            for single tokens, which attend to themselves and to all earlier tokens.
         dropout: The dropout probability of the attention weights.
-        earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k. The default is the
-            order of the readings in the tensors, that is j < k.
+        earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
 
     Returns:
         The weighted sums of the values, in the shape of `queries`.
@@ -61,6 +61,7 @@ def attend(
     has_pairs = attention_context is not None
     num_readings = keys.shape[2] // (2 if has_pairs else 1)
     queries_per_reading = queries.shape[2] // num_readings  # 2 if both tokens of a pair have queries, else 1
+    # On a CPU, separate matrix products are faster for short records than PyTorch's fused kernel.
     is_small_on_cpu = queries.device.type == "cpu" and num_readings <= MAX_UNFUSED_READINGS and not dropout
     if is_small_on_cpu and attention_context == "values":
         attended: Tensor = _ObservationAttention.apply(queries, keys, values, earlier_mask)
@@ -69,7 +70,7 @@ def attend(
         mask = _build_mask(queries_per_reading, num_readings, attention_context, keys.device)
         scores = queries @ keys.transpose(-1, -2)
         return torch.softmax(scores + _to_additive_mask(mask, scores.dtype), -1) @ values
-    # Single tokens in the order of the tensors have a causal mask, for which the fused kernel needs no tensor.
+    # The mask of single tokens is lower triangular by default. The fused kernel then needs no mask tensor.
     is_causal = attention_context is None and earlier_mask is None
     fused_mask = None
     if not is_causal:
@@ -88,15 +89,16 @@ def _build_mask(
 ) -> Tensor:
     """Return the attention mask of a record, true where the token of the row attends to the token of the column.
 
-    A reading has either a single token or a pair: a query token (which feature comes next) and an observation token
-    (which value it had).
+    Each reading (one value of one feature) has either a single token or a pair of tokens. A pair is a query token,
+    whose output predicts the value, and an observation token, which holds the value.
 
     Args:
         queries_per_reading: 2 if the rows are the query tokens followed by the observation tokens; 1 if they are the
             query tokens only, or single tokens.
         num_readings: The number L of readings.
-        attention_context: The earlier tokens that the tokens of a pair attend to: "values" means observation tokens,
-            "all" means query tokens and observation tokens. None for single tokens.
+        attention_context: What the tokens of pairs attend to besides themselves. "values" means the observation tokens
+            of earlier readings. "all" also includes the query tokens of earlier readings and of the own reading. None
+            for single tokens, which attend to themselves and to all earlier tokens.
         device: The device of the mask.
         earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
 
@@ -104,24 +106,26 @@ def _build_mask(
         (queries_per_reading · L, 2L) bool for pairs, with columns for the query tokens and then for the observation
         tokens; (L, L) bool for single tokens.
     """
-    up_to_mask = _build_up_to_mask(num_readings, device, earlier_mask)
+    own_or_earlier = _build_own_or_earlier_mask(num_readings, device, earlier_mask)
     if attention_context is None:
-        return up_to_mask
-    identity_mask = torch.eye(num_readings, dtype=torch.bool, device=device)
+        return own_or_earlier
+    is_own_reading = torch.eye(num_readings, dtype=torch.bool, device=device)
+    # Each of the four (L, L) parts says which tokens of one type (query, observation) attend to which of another type.
     if attention_context == "all":
-        query_to_query = observation_to_query = up_to_mask
+        query_to_query = observation_to_query = own_or_earlier
     else:
-        query_to_query, observation_to_query = identity_mask, torch.zeros_like(identity_mask)
+        query_to_query, observation_to_query = is_own_reading, torch.zeros_like(is_own_reading)
     # A query token must not attend to the observation token of its own reading, which holds the value to predict.
-    query_rows = torch.cat([query_to_query, up_to_mask & ~identity_mask], 1)
+    query_to_observation, observation_to_observation = own_or_earlier & ~is_own_reading, own_or_earlier
+    query_rows = torch.cat([query_to_query, query_to_observation], 1)
     if queries_per_reading == 1:
         return query_rows
-    observation_rows = torch.cat([observation_to_query, up_to_mask], 1)
+    observation_rows = torch.cat([observation_to_query, observation_to_observation], 1)
     return torch.cat([query_rows, observation_rows])
 
 
-def _build_up_to_mask(num_readings: int, device: torch.device, earlier_mask: Tensor | None) -> Tensor:
-    """Return a mask over the L readings of a record, true at [k, j] if reading j is reading k itself or is earlier.
+def _build_own_or_earlier_mask(num_readings: int, device: torch.device, earlier_mask: Tensor | None) -> Tensor:
+    """Return a mask over the readings of a record, true at [k, j] if reading j is reading k itself or is earlier.
 
     Args:
         num_readings: The number L of readings.
@@ -131,12 +135,14 @@ def _build_up_to_mask(num_readings: int, device: torch.device, earlier_mask: Ten
     Returns:
         (L, L) bool.
     """
-    identity_mask = torch.eye(num_readings, dtype=torch.bool, device=device)
-    return torch.ones_like(identity_mask).tril() if earlier_mask is None else earlier_mask | identity_mask
+    is_own_reading = torch.eye(num_readings, dtype=torch.bool, device=device)
+    if earlier_mask is None:
+        return torch.ones_like(is_own_reading).tril()  # j ≤ k
+    return earlier_mask | is_own_reading
 
 
 def _to_additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor to add to attention scores: 0 where `mask` is true, −∞ where it is false.
+    """Return a tensor to add to attention scores before the softmax: 0 where `mask` is true, −∞ where it is false.
 
     Args:
         mask: A boolean mask of any shape, true where a token attends to another.
@@ -148,54 +154,61 @@ def _to_additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 class _ObservationAttention(torch.autograd.Function):
     """Attention of pairs of tokens with the attention context "values", computed with L keys instead of 2L.
 
-    Each reading k has a query token z_k, which predicts its value, and an observation token u_k, which holds the value.
-    A query token z_k attends to u_1 … u_{k-1} and to itself. It must not attend to u_k, which would reveal the value
-    that it predicts. In the (L, L) scores of the query tokens with the keys of the observation tokens, the diagonal
-    entry (z_k, u_k) is therefore not needed. It is used for the score of z_k with its own key. This halves the number
-    of scores in comparison with a mask over 2L keys; the result is equal.
+    Each of the L readings of a record has a query token z_k, whose output predicts the value, and an observation token
+    u_k, which holds the value. u_k attends to u_1 … u_k. z_k attends to itself and to u_1 … u_{k-1}, but not to u_k,
+    which would reveal the value to predict. In the (L, L) matrix of the scores of query tokens with the keys of
+    observation tokens, the diagonal entry (z_k, u_k) is therefore free. It stores the score of z_k with its own key.
+    The result is that of a mask over all 2L keys, with half as many scores.
 
-    In the shapes, L is the number of readings of a record, d_head the width of an attention head, M the number of
-    records times the number of attention heads, and `rows` the number of queries: 2L, or L if only the query tokens
-    have queries.
+    In the shapes, d_head is the width of an attention head, M the number of records times the number of attention
+    heads, and `rows` the number of queries: 2L, or L if only the query tokens have queries.
     """
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, earlier_mask: Tensor | None) -> Tensor:
-        """Return the attention output of pairs of tokens: query tokens z and observation tokens u.
+        """Return the attention output of the tokens of complete records, two tokens for each reading.
+
+        Reading k has a query token z_k, whose output predicts the value, and an observation token u_k, which holds the
+        value. z_k attends to itself and to the observation tokens of the earlier readings. u_k attends to itself and to
+        the observation tokens of the earlier readings. No token attends to the query token of another reading.
 
         Args:
             ctx: The context in which PyTorch keeps tensors for the backward pass.
-            queries: The queries, already divided by √d_head: (N, H, 2L, d_head) for N records of L readings and H
-                attention heads of width d_head, z before u; (N, H, L, d_head) for z only.
-            keys: (N, H, 2L, d_head), z before u.
-            values: (N, H, 2L, d_head), z before u.
+            queries: The queries, already divided by √d_head, for N records of L readings and H attention heads of width
+                d_head: (N, H, 2L, d_head) for z_1 … z_L, u_1 … u_L, or (N, H, L, d_head) for z_1 … z_L only.
+            keys: (N, H, 2L, d_head), for z_1 … z_L, u_1 … u_L.
+            values: (N, H, 2L, d_head), for z_1 … z_L, u_1 … u_L.
             earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; None for j < k.
 
         Returns:
             The weighted sums of the values, in the shape of `queries`.
         """
         num_records, num_readings = keys.shape[0], keys.shape[2] // 2
+        # Flatten records and heads into one batch dimension M. `rows` is the number of queries, 2L or L.
         q = queries.flatten(0, 1)  # (M, rows, d_head)
         keys_z, keys_u = torch.split(keys.flatten(0, 1), num_readings, 1)  # (M, L, d_head) each
         values_z, values_u = torch.split(values.flatten(0, 1), num_readings, 1)
-        mask = _build_up_to_mask(num_readings, keys.device, earlier_mask)
-        mask = mask.repeat(queries.shape[2] // num_readings, 1)  # (rows, L)
+        mask = _build_own_or_earlier_mask(num_readings, keys.device, earlier_mask)  # (L, L)
+        mask = mask.repeat(queries.shape[2] // num_readings, 1)  # (rows, L), the same for z_k and u_k
+        # The columns of the scores are the keys of u_1 … u_L. The product and the mask are added in one operation.
         scores = torch.baddbmm(_to_additive_mask(mask, q.dtype), q, keys_u.transpose(1, 2))  # (M, rows, L)
-        # Store the scores of the query tokens with their own keys on the diagonal, which is not needed otherwise.
-        _diagonal(scores).copy_((q[:, :num_readings] * keys_z).sum(-1))
+        # z_k must not attend to u_k, so replace the score (z_k, u_k) by the score of z_k with its own key.
+        scores_with_own_key = (q[:, :num_readings] * keys_z).sum(-1)  # (M, L)
+        _diagonal(scores).copy_(scores_with_own_key)
         weights = torch.softmax(scores, -1)
         attended = weights @ values_u
-        # The product used the value of u_k on the diagonal; replace it by the value of z_k.
+        # The product applied the weight of z_k's own key to the value of u_k; replace that value by the value of z_k.
         attended[:, :num_readings] += _diagonal(weights).unsqueeze(-1) * (values_z - values_u)
         ctx.save_for_backward(q, keys_z, keys_u, values_z, values_u, weights)
         return torch.unflatten(attended, 0, (num_records, -1))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Return the gradients of queries, keys and values; `earlier_mask` has none.
+        """Return the gradients of the arguments `queries`, `keys` and `values` of `forward`, and None for the mask.
 
-        The diagonal of the attention scores belongs to query tokens and their own keys. Its gradients are corrected in
-        place. This needs fewer passes over the large score tensors than separate scores for the own keys would.
+        In the matrix of attention scores, rows are queries and columns are the keys of observation tokens. The diagonal
+        is an exception: `forward` stored there the score of each query token with its own key. The gradients on the
+        diagonal are therefore corrected in place. Separate tensors for these scores would be slower.
 
         Args:
             ctx: The context with the tensors that `forward` saved.
@@ -203,15 +216,15 @@ class _ObservationAttention(torch.autograd.Function):
         """
         q, keys_z, keys_u, values_z, values_u, weights = ctx.saved_tensors
         num_records, num_readings = len(gradient), keys_u.shape[1]
-        grad = gradient.flatten(0, 1)  # (M, rows, d_head)
+        grad = gradient.flatten(0, 1)  # (M, rows, d_head), with records and heads in the dimension M
         grad_z, q_z = grad[:, :num_readings], q[:, :num_readings]  # the rows of the query tokens
-        # On the diagonal, the weights were applied to values_z in place of values_u.
+        # On the diagonal, `forward` applied the weights to values_z in place of values_u.
         grad_values_z = _diagonal(weights).unsqueeze(-1) * grad_z
         grad_values_u = weights.transpose(1, 2) @ grad - grad_values_z
         grad_weights = grad @ values_u.transpose(1, 2)
         _diagonal(grad_weights).copy_((grad_z * values_z).sum(-1))
         grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
-        # The diagonal scores depend on keys_z; take their gradients out before the products with keys_u.
+        # The scores on the diagonal depend on keys_z. Remove their gradients before the products with keys_u.
         grad_own_scores = _diagonal(grad_scores).clone().unsqueeze(-1)
         _diagonal(grad_scores).zero_()
         grad_q = grad_scores @ keys_u
@@ -226,11 +239,12 @@ class _ObservationAttention(torch.autograd.Function):
 
 
 def _diagonal(scores: Tensor) -> Tensor:
-    """Return a view of the entries [m, k, k], for the query token and the observation token of the same reading k.
+    """Return a view of the entries [m, k, k], which belong to the query token and observation token of reading k.
 
     Args:
-        scores: (M, rows, L) attention scores, their gradients or the like, for M pairs of a record and an attention
-            head. The first L rows belong to the query tokens of the L readings, the columns to the observation tokens.
+        scores: (M, rows, L), attention scores, attention weights or gradients of either, for M combinations of a record
+            and an attention head. The first L of the `rows` rows belong to the query tokens of the L readings, the
+            columns to the observation tokens.
 
     Returns:
         (M, L), a view, so that writing to it changes `scores`.

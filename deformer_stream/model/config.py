@@ -34,21 +34,23 @@ class ModelConfig:
         dropout: The dropout probability during training, in [0, 1).
         norm: "pre" applies layer normalisation before each sublayer, "post" after it as in the original Transformer.
         activation: The activation function of the feed-forward networks.
-        identity: The input that identifies a feature: a learned embedding, the feature's coordinates, or both.
+        identity: The input that identifies a feature: a learned embedding, the feature's coordinates (given numbers,
+            such as the row and column of a pixel), or both.
         embedding: The width of the learned embeddings of features and of labels.
         hidden: The widths of the hidden layers of the encoders that make tokens from readings.
         memory: The attention context, that is, the earlier tokens that a token attends to. "all" means query tokens
             and observation tokens, as in the paper. "values" means observation tokens only; this halves the KV cache
             and loses little, because a query token holds nothing that the observation token of its reading lacks.
         tokens: "pair" makes a query token and an observation token for each reading. "single" makes one token, which
-            holds the identity of the reading's feature, and the identity and value of the previous reading; `memory`
-            then has no effect.
+            holds the identity of the reading's feature, and the identity and value of the previous reading. It attends
+            to itself and to all earlier tokens; `memory` then has no effect.
         gaussians: The number of components of the Gaussian prior, 0 for a network without a prior. The prior is a
-            mixture of Gaussians, fitted before training. Its exact conditional distributions are inputs of the network.
-        exemplars: The number of training records that are stored to rank complete records by their distance to the
-            nearest of them, 0 for none.
+            mixture of Gaussians that is fitted before training. Its exact conditional distributions are inputs of the
+            network.
+        exemplars: The number of training records that are stored as exemplars. Complete records are ranked by their
+            distance to the nearest exemplars. 0 stores none.
         precision: "bfloat16" rounds the factors of the matrix products in the Transformer layers to bfloat16 when the
-            model scores. Sums, and everything outside the layers, are float32.
+            model scores, but not in training. Sums, and everything outside the layers, are float32.
 
     Raises:
         ValueError: A value is out of range or not one of the allowed names; the message lists the allowed ones.
@@ -77,7 +79,7 @@ class ModelConfig:
         for name in ("gaussians", "exemplars"):
             _check_integer(f"the hyperparameter {name}", getattr(self, name), minimum=0)
         for width in self.hidden:
-            _check_integer("each width in hidden", width, minimum=1)
+            _check_integer("each width in the hyperparameter hidden", width, minimum=1)
         if self.d_model % self.heads:
             raise ValueError(
                 f"the hyperparameter d_model is {self.d_model}, which is not a multiple of the number of heads, "
@@ -93,7 +95,7 @@ class ModelConfig:
         _check_choice("precision", self.precision, Precision)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the hyperparameters by name as JSON values, for the manifest (manifest.json) of a model directory."""
+        """Return a dict from hyperparameter names to values, for the manifest (manifest.json) of a model directory."""
         return asdict(self)
 
     @staticmethod
@@ -101,7 +103,7 @@ class ModelConfig:
         """Return the hyperparameters from the JSON object that `to_json` returned.
 
         Args:
-            row: Values by name. `hidden` is required, every other key that is missing gets its default.
+            row: A dict from hyperparameter names to values. `hidden` is required; other missing keys get their default.
 
         Raises:
             ValueError: A value is not allowed.
@@ -116,7 +118,7 @@ def _check_integer(subject: str, value: object, minimum: int) -> None:
     """Raise ValueError if the value of a hyperparameter is not an integer of at least `minimum`.
 
     Args:
-        subject: What has the value, such as "the hyperparameter heads", to begin the error message.
+        subject: The first words of the error message, which name the hyperparameter: "the hyperparameter heads".
         value: The value, of any type. A boolean is refused, although it is an instance of int.
         minimum: The smallest allowed value.
     """

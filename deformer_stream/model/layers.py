@@ -23,11 +23,11 @@ from deformer_stream.model.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """An activation function of the feed-forward networks.
+    """An elementwise activation function of the feed-forward networks.
 
     Attributes:
-        function: The function in PyTorch, elementwise.
-        kernel_code: The number by which the compiled kernels select the same function.
+        function: The PyTorch function.
+        kernel_code: The number by which the compiled CPU kernels select the same function.
     """
 
     function: Callable[[Tensor], Tensor]
@@ -61,9 +61,9 @@ def get_activation(name: str) -> Activation:
 class Encoder(nn.Module):
     """A multilayer perceptron with ReLU that makes the tokens of the Transformer from vectors that describe readings.
 
-    It is one of the functions g_z and g_u of the paper (arXiv 2106.06989). The output, of width d, is multiplied by √d,
-    as token embeddings are in the original Transformer. The factor is applied to the weights of the last linear map,
-    because there are fewer weights than tokens.
+    It is one of the functions g_z (query tokens) and g_u (observation tokens) of the paper (arXiv 2106.06989). The
+    output, of width d, is multiplied by √d, as token embeddings are in the original Transformer. The factor is applied
+    to the weights of the last linear map, because there are fewer weights than output numbers.
 
     Args:
         num_inputs: The width of the input.
@@ -84,18 +84,19 @@ class Encoder(nn.Module):
             x: (*S, num_inputs), input vectors in a batch of any shape S.
 
         Returns:
-            (*S, num_outputs).
+            (*S, num_outputs), the tokens.
         """
         *hidden_maps, last_map = cast(list[nn.Linear], list(self.maps))
         for linear in hidden_maps:
             x = nn.functional.relu(linear(x))
+        # The tokens are multiplied by `output_scale`. To scale the weights is cheaper than to scale the tokens.
         return nn.functional.linear(x, self.output_scale * last_map.weight, self.output_scale * last_map.bias)
 
 
 class TransformerLayer(nn.Module):
     """One Transformer layer without the attention itself, which the caller computes between two method calls.
 
-    Some callers compute attention over complete records, others over a KV cache. They use a layer like this:
+    Some callers compute attention over complete records, others over a KV cache. They all use a layer as follows:
 
         queries, keys, values = layer.project_qkv(x)
         attended = attention(queries, keys, values)
@@ -126,9 +127,10 @@ class TransformerLayer(nn.Module):
 
         Returns:
             Queries, keys and values, (N, H, T, d_head) each, for H attention heads of width d_head = d / H. The queries
-            are already divided by √d_head.
+            are already divided by √d_head, so that their scalar products with the keys are the attention logits.
         """
-        qkv = self._apply_linear(self.qkv, self.norm1(x) if self.is_pre_norm else x)  # (N, T, 3d)
+        attention_input = self.norm1(x) if self.is_pre_norm else x
+        qkv = self._apply_linear(self.qkv, attention_input)  # (N, T, 3d)
         qkv = torch.unflatten(qkv, -1, (3, self.heads, -1)).transpose(1, 3)  # (N, H, 3, T, d_head)
         q, k, v = qkv.unbind(2)
         return self._round_factor(q * self.query_scale), self._round_factor(k), self._round_factor(v)
@@ -136,27 +138,32 @@ class TransformerLayer(nn.Module):
     def apply_residual_branches(self, x: Tensor, attended: Tensor) -> Tensor:
         """Return the output of the layer, given the output of its attention.
 
-        The attention branch and the feed-forward branch are added to the tokens one after the other, each with dropout
-        and with layer normalisation before the branch ("pre") or after the addition ("post").
+        First the output projection of attention is added to the tokens, then the output of the feed-forward network.
+        Layer normalisation is applied to the input of each of these two branches (hyperparameter `norm` "pre") or after
+        each addition ("post").
 
         Args:
             x: (N, T, d), for each of N records the T tokens of width d that entered the layer.
-            attended: (N, T, d) the weighted sums of values from attention, with the heads concatenated.
+            attended: (N, T, d), the weighted sums of values from attention, with the heads concatenated.
 
         Returns:
-            (N, T, d) the tokens after both branches.
+            (N, T, d), the tokens after both additions.
         """
         attention_output = self._apply_linear(self.out, attended)
         x = x + nn.functional.dropout(attention_output, self.dropout, self.training)
-        x = x if self.is_pre_norm else self.norm1(x)
-        hidden = self.activation(self._apply_linear(self.up, self.norm2(x) if self.is_pre_norm else x))
+        x = x if self.is_pre_norm else self.norm1(x)  # with "pre", project_qkv has applied norm1
+        feedforward_input = self.norm2(x) if self.is_pre_norm else x
+        hidden = self.activation(self._apply_linear(self.up, feedforward_input))
         hidden = nn.functional.dropout(hidden, self.dropout, self.training)
         feedforward_output = self._apply_linear(self.down, hidden)
         x = x + nn.functional.dropout(feedforward_output, self.dropout, self.training)
         return x if self.is_pre_norm else self.norm2(x)
 
     def _apply_linear(self, linear: nn.Linear, x: Tensor) -> Tensor:
-        """Apply a linear map; if the model's precision is bfloat16, first round the input and the weight matrix."""
+        """Apply a linear map. If the precision of the model is bfloat16, round the input and the weights first.
+
+        The bias is not rounded.
+        """
         return nn.functional.linear(self._round_factor(x), self._round_factor(linear.weight), linear.bias)
 
     def _round_factor(self, factor: Tensor) -> Tensor:

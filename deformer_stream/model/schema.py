@@ -50,25 +50,25 @@ class Feature:
 
     Attributes:
         name: The unique name.
-        kind: "continuous" for numbers, "discrete" for labels.
+        kind: "continuous" if the values are numbers, "discrete" if they are labels.
         context: Whether the feature is only an input to the predictions of other features and is never scored itself.
-        coordinates: Numbers that identify the feature, such as the row and column of a pixel. All features of a schema
-            have the same number of them. None if there are none.
+        coordinates: Numbers that identify the feature, such as the row and column of a pixel; None if it has none.
+            They are inputs of the network. All features of a schema have the same number of coordinates.
         location: The raw value whose normalised value is 0.
         scale: The difference of raw values that corresponds to 1 in normalised units.
         quantum: The resolution of the sensor in raw units: all readings are multiples of it plus a constant. None if
             the readings do not lie on such a grid.
-        low: The smallest raw value in training, None for discrete features.
-        high: The largest raw value in training, None for discrete features.
-        labels: The values of a discrete feature that occurred in training; the code of a label is its index.
-        unseen: The probability that is reserved for all labels that did not occur in training.
+        low: The smallest raw value in the training data; None for discrete features.
+        high: The largest raw value in the training data; None for discrete features.
+        labels: The values of a discrete feature that occurred in training. The code of a label is its index here.
+        unseen: The total probability that is reserved for all labels that did not occur in training.
         reason: Why `kind` was chosen, as text for people.
-        sensor: The name of the sensor, if a sensor can report several times in a record. It then has one feature for
-            each time slot (part of the record's window of time). None for a feature with at most one reading per
-            record.
+        sensor: The name of the sensor, if the sensor can report several times in a record. Such a sensor has one
+            feature for each time slot, that is, for each part of the record's window of time. None if the feature has
+            at most one reading per record.
         period: The period in raw units, if the values are positions on a cycle, such as times of day or angles; else
             None. As an input to the predictions of other readings, the value is mapped to an angle. The density of the
-            value itself is that of a number on a line.
+            value itself is not periodic: it treats the value as a number on a line.
 
     Raises:
         ValueError: The attributes contradict each other or are out of range.
@@ -108,25 +108,26 @@ class Feature:
             )
         if self.period is not None and not self.scale <= MAX_PERIODS_PER_SCALE * self.period:
             raise ValueError(
-                f"the values of feature {self.name!r} spread over more than {MAX_PERIODS_PER_SCALE:g} periods: check "
-                "that the period has the unit of the values"
+                f"the values of feature {self.name!r} spread over more than {MAX_PERIODS_PER_SCALE:g} periods (scale "
+                f"{self.scale}, period {self.period}): check that the period has the unit of the values"
             )
         if not 0 < self.unseen < 1:
             raise ValueError(
-                f"feature {self.name!r} has the probability {self.unseen} for labels that did not occur in training: "
-                "it must be greater than 0 and less than 1"
+                f"feature {self.name!r} reserves the probability {self.unseen} for labels that did not occur in "
+                "training: the probability must be greater than 0 and less than 1"
             )
 
     @property
     def sensor_name(self) -> str:
-        """The name that input messages use for this feature's readings: the sensor's name, or else the feature's own.
+        """The name that input messages use for readings of this feature.
 
-        The two names differ if a sensor has one feature for each time slot of a record's window.
+        It is the sensor's name if the sensor has one feature for each time slot of a record's window. Otherwise it is
+        the name of the feature.
         """
         return self.name if self.sensor is None else self.sensor
 
     def to_json(self) -> dict[str, Any]:
-        """Return the attributes by name as JSON values, for the manifest (manifest.json) of a model directory.
+        """Return a dict from attribute names to JSON values, for the manifest (manifest.json) of a model directory.
 
         The keys `sensor` and `period` are left out if they are None, because models that were written before these keys
         existed must keep their fingerprints.
@@ -142,9 +143,10 @@ class Schema:
     Arrays of shape (F,) have an entry for each of the F features, in the order of their codes.
 
     Attributes:
-        features: The features. If a sensor has a feature for each time slot of the window, these features stand next to
-            each other in the order of the time slots.
-        window: The windows of event time that are the records; None if the input messages contain record ids.
+        features: The features. If a sensor has a feature for each time slot of the window, these features are adjacent
+            and in the order of the time slots.
+        window: The width and the time slots of the windows, if each window of a device's event time is one record.
+            None if the input messages contain record ids.
 
     Raises:
         ValueError: The features contradict each other or the window.
@@ -163,12 +165,13 @@ class Schema:
         self._check_sensors()
 
     def _check_sensors(self) -> None:
-        """Check that each sensor has a feature for each time slot of the window, or one feature if it reports once.
+        """Check that the features of each sensor match the time slots of the window and each other.
 
-        The features of a sensor must stand next to each other and differ only in name, coordinates and value range.
+        A sensor that can report several times in a record must have one feature for each time slot. These features must
+        be adjacent and agree in kind, context, labels and period. Every other sensor has a single feature.
 
         Raises:
-            ValueError: The features of a sensor do not match the window or each other. The message names the sensor.
+            ValueError: The features do not satisfy these conditions.
         """
         num_slots = 1 if self.window is None else self.window.slots
         if num_slots > 1 and all(f.sensor is None for f in self.features):
@@ -178,14 +181,15 @@ class Schema:
             )
         num_checked_features = 0
         for name, (first_code, code_step) in self.slot_layout_by_sensor.items():
-            has_time_slots = code_step == 1
+            has_time_slots = code_step == 1  # the step is 0 if the sensor has a single feature
             num_features = num_slots if has_time_slots else 1
             num_checked_features += num_features
             features = self.features[first_code : first_code + num_features]
-            if {f.sensor_name for f in features} != {name} or (has_time_slots and len(features) != num_slots):
+            # The slice is shorter than `num_features` if the schema ends before the last time slot.
+            if {f.sensor_name for f in features} != {name} or len(features) != num_features:
                 raise ValueError(
-                    f"sensor {name!r} does not have {num_slots} features next to each other, one for each time slot "
-                    "of the window: create the features with expand_time_slots"
+                    f"sensor {name!r} does not have {num_slots} adjacent features, one for each time slot of the "
+                    "window: create the features with expand_time_slots"
                 )
             if has_time_slots and (self.window is None or features[0].coordinates is None):
                 raise ValueError(
@@ -197,44 +201,47 @@ class Schema:
                     f"the features for the time slots of sensor {name!r} differ: give all of them the same sensor, "
                     "kind (continuous or discrete), context, labels and period"
                 )
+        # The loop checked one run of adjacent features per sensor. Any other feature repeats a sensor elsewhere.
         if len(self.features) != num_checked_features:
             raise ValueError(
-                "the features for the time slots of a sensor do not stand next to each other in the schema: create "
-                "the features with expand_time_slots"
+                "the features for the time slots of a sensor are not adjacent in the schema: create the features with "
+                "expand_time_slots"
             )
 
     def __len__(self) -> int:
-        """Return the number F of features."""
+        """Return the number of features."""
         return len(self.features)
 
     @cached_property
     def code_by_name(self) -> dict[str, int]:
-        """The code of each feature by its name."""
+        """A mapping from the name of each feature to its code, which is its index in `features`."""
         return {f.name: code for code, f in enumerate(self.features)}
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of the features in the order of their codes."""
+        """The names of the features, in the order of `features`."""
         return tuple(f.name for f in self.features)
 
     @cached_property
     def sensor_names(self) -> tuple[str, ...]:
         """The names that input messages use for readings (`Feature.sensor_name`), in order of first appearance.
 
-        They are the names of sensors with a feature for each time slot, and the names of all other features.
+        If a sensor has a feature for each time slot, these features share the sensor's name. Every other feature
+        counts as a sensor of the same name.
         """
         return tuple(dict.fromkeys(f.sensor_name for f in self.features))
 
     @cached_property
     def sensor_indexes(self) -> NDArray[np.int64]:
-        """(F,) for each of the F features, the index of its sensor in `sensor_names`."""
+        """The index in `sensor_names` of the sensor of each of the F features, as an array (F,)."""
         index_by_name = {name: i for i, name in enumerate(self.sensor_names)}
         return np.array([index_by_name[f.sensor_name] for f in self.features], np.int64)
 
     @cached_property
     def first_codes(self) -> NDArray[np.int64]:
-        """The code of the first feature of each sensor, one for each entry of `sensor_names` and in its order."""
-        return np.unique(self.sensor_indexes, return_index=True)[1]
+        """For each entry of `sensor_names`, the index in `features` of the first feature of that sensor."""
+        _, first_occurrences = np.unique(self.sensor_indexes, return_index=True)
+        return first_occurrences
 
     @cached_property
     def has_repeating_sensors(self) -> bool:
@@ -243,10 +250,11 @@ class Schema:
 
     @cached_property
     def slot_layout_by_sensor(self) -> dict[str, tuple[int, int]]:
-        """For each sensor name, two integers from which the code of the sensor's feature in a time slot is computed.
+        """A mapping from each sensor name to (first code, step), which locate the sensor's features in `features`.
 
-        The integers are (first code, step); the feature of time slot k has the code `first code + k · step`. The step
-        is 1 if the sensor has a feature for each time slot of the record's window, and 0 if it has a single feature.
+        The sensor's feature for time slot k of the record's window has the code (index in `features`)
+        `first code + k · step`. The step is 1 if the sensor has a feature for each time slot, and 0 if it has a single
+        feature for all.
         """
         layout: dict[str, tuple[int, int]] = {}
         for code, f in enumerate(self.features):
@@ -256,27 +264,36 @@ class Schema:
 
     @cached_property
     def is_discrete(self) -> NDArray[np.bool_]:
-        """(F,) bool, for each of the F features in the order of their codes, whether its values are labels."""
+        """Whether the values of each of the F features are labels, as a bool array (F,)."""
         return np.array([f.kind == "discrete" for f in self.features])
 
     @cached_property
     def is_cyclic(self) -> NDArray[np.bool_]:
-        """(F,) bool, for each of the F features, whether its values are positions on a cycle, such as times of day."""
+        """Whether the values of each of the F features are positions on a cycle, as a bool array (F,).
+
+        Examples are times of day and angles.
+        """
         return np.array([f.period is not None for f in self.features])
 
     @cached_property
     def cycle_lengths(self) -> NDArray[np.float64]:
-        """(F,) for each of the F features, its period in units of its scale; infinite if the feature is not cyclic."""
+        """The period of each of the F features in normalised units (period / scale), as an array (F,).
+
+        It is infinite if the values of a feature are not positions on a cycle.
+        """
         return np.array([np.inf if f.period is None else f.period / f.scale for f in self.features])
 
     @cached_property
     def is_linear(self) -> NDArray[np.bool_]:
-        """(F,) bool, for each of the F features, whether its values are numbers on a line (no labels, not cyclic)."""
+        """Whether the values of each of the F features are numbers on a line, as a bool array (F,).
+
+        It is False for labels and for positions on a cycle, such as times of day.
+        """
         return ~(self.is_discrete | self.is_cyclic)
 
     @cached_property
     def is_context(self) -> NDArray[np.bool_]:
-        """(F,) bool, for each of the F features, whether it is a context feature.
+        """Whether each of the F features is a context feature, as a bool array (F,).
 
         A context feature is only an input to the predictions of other features and is never scored itself.
         """
@@ -284,17 +301,21 @@ class Schema:
 
     @cached_property
     def label_counts(self) -> NDArray[np.int64]:
-        """(F,) for each of the F features, the number of its labels; 0 for continuous features."""
+        """The number of labels of each of the F features, as an array (F,); 0 for continuous features."""
         return np.array([len(f.labels) for f in self.features], np.int64)
 
     @cached_property
     def code_by_label(self) -> tuple[dict[str, int], ...]:
-        """For each feature in the order of the codes, a mapping from the text of each label to the label's code."""
+        """For each feature, a mapping from the text of each label to its code, the index in `Feature.labels`."""
         return tuple({label: code for code, label in enumerate(f.labels)} for f in self.features)
 
     @cached_property
     def _location_and_scale(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The locations and the scales of the F features, two arrays (F,); discrete features have 0 and 1."""
+        """Two arrays (F,): the location and the scale of each of the F features.
+
+        Normalisation subtracts the location and divides by the scale. Discrete features have location 0 and scale 1,
+        so that it leaves label codes unchanged.
+        """
         rows = [(0.0, 1.0) if f.kind == "discrete" else (f.location, f.scale) for f in self.features]
         table = np.array(rows, np.float64)
         return table[:, 0], table[:, 1]
@@ -306,7 +327,7 @@ class Schema:
         |z| − `LINEAR_LIMIT` is replaced by ln(1 + excess). Label codes are unchanged.
 
         Args:
-            codes: The feature codes, of any shape.
+            codes: The feature to which each value belongs, as an index in `features`; of any shape.
             values: The raw values or label codes, of the same shape. NaN is allowed and stays NaN.
 
         Returns:
@@ -319,7 +340,7 @@ class Schema:
         z: NDArray[np.float64] = np.maximum(np.minimum(quotient, 1e300), -1e300)
         magnitude = np.abs(z)
         if not (magnitude > LINEAR_LIMIT).any():
-            return z
+            return z  # the usual case, without the cost of the logarithm
         excess = np.maximum(magnitude - LINEAR_LIMIT, 0.0)
         logarithmic = np.sign(z) * (LINEAR_LIMIT + np.log1p(excess))
         is_beyond_limit = (magnitude > LINEAR_LIMIT) & ~self.is_discrete[codes]
@@ -330,7 +351,7 @@ class Schema:
         """Return raw values, the inverse of `normalise`.
 
         Args:
-            codes: The feature codes, of any shape.
+            codes: The feature to which each value belongs, as an index in `features`; of any shape.
             values: The normalised values or label codes, of the same shape.
 
         Returns:
@@ -359,8 +380,8 @@ class Schema:
         """Return the schema from the JSON values that `to_json` and `Window.to_json` returned.
 
         Args:
-            rows: The features, one JSON object for each.
-            window: The window, or None if the input messages contain record ids.
+            rows: One JSON object for each feature.
+            window: The JSON object of the window, or None if the input messages contain record ids.
 
         Raises:
             ValueError: The features contradict each other or the window.
@@ -368,6 +389,7 @@ class Schema:
         """
 
         def read_feature(row: dict[str, Any]) -> Feature:
+            # JSON has lists only; a feature needs tuples.
             row = dict(row, labels=tuple(row.get("labels", ())))
             if row.get("coordinates") is not None:
                 row["coordinates"] = tuple(row["coordinates"])
@@ -377,9 +399,10 @@ class Schema:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that identify the features and the window, to detect data made with another schema.
+        """16 hexadecimal digits that identify the schema, used to detect data that were made with another schema.
 
-        They are a hash of everything that decides the meaning of a value. The texts in `Feature.reason` do not.
+        They are a hash of the window and of all attributes of the features except `Feature.reason`, which is text for
+        people and does not affect the meaning of a value.
         """
         rows: list[Any] = [{key: v for key, v in row.items() if key != "reason"} for row in self.to_json()]
         if self.window is not None:

@@ -29,19 +29,21 @@ def name_time_slot(sensor: str, offset: int) -> str:
 def expand_time_slots(schema: Schema, window: Window, reported_once: Collection[str] = ()) -> Schema:
     """Return a schema with one feature for each combination of a sensor and a time slot of a window.
 
-    The coordinates of each feature express the time of its time slot.
+    The coordinates of each feature (numbers that identify the feature for the network) express the time of its time
+    slot. If no sensor can report several times in a window, only the window is added to the schema.
 
     Args:
         schema: A schema without a window, with one feature for each sensor.
-        window: The window of event time that is one record, divided into time slots.
+        window: The width and the number of time slots of the windows of event time that are the records.
         reported_once: The names of sensors that report at most once in a window. They keep their single feature.
 
     Raises:
         ValueError: Two of the resulting features would have the same name.
     """
     if window.slots == 1 or all(f.name in reported_once for f in schema.features):
+        # Features without time slots need no coordinates to distinguish them.
         return Schema(schema.features, Window(window.width))
-    # All features of a schema must have the same number of coordinates.
+    # The features of sensors that report once get zeros, because all features must have equally many coordinates.
     coordinates_without_time = (0.0,) * len(_encode_time_slot(0, window))
     features: list[Feature] = []
     for f in schema.features:
@@ -56,7 +58,7 @@ def expand_time_slots(schema: Schema, window: Window, reported_once: Collection[
 
 
 def collapse_time_slots(schema: Schema) -> Schema:
-    """Return the schema without a window and with one feature for each sensor, the inverse of `expand_time_slots`.
+    """Return the schema with one feature for each sensor and without a window, the inverse of `expand_time_slots`.
 
     Args:
         schema: A schema in which a sensor may have a feature for each time slot. It is returned without change if it
@@ -67,18 +69,19 @@ def collapse_time_slots(schema: Schema) -> Schema:
         first_feature_by_sensor.setdefault(f.sensor_name, f)
     features = []
     for f in first_feature_by_sensor.values():
+        feature = f
         if f.sensor is not None:
-            f = replace(f, name=f.sensor, sensor=None)
+            feature = replace(feature, name=f.sensor, sensor=None)
         if schema.window is not None:
-            f = replace(f, coordinates=None)
-        features.append(f)
+            feature = replace(feature, coordinates=None)  # they express the time of the time slot
+        features.append(feature)
     return Schema(tuple(features))
 
 
 def describe_records(schema: Schema) -> str:
-    """Return a sentence for reports that says which windows of time the records are.
+    """Return sentences for reports that describe the windows of event time that are the records.
 
-    The sentence is empty if records are no windows, that is, if the input messages contain record ids.
+    The text is empty if records are not windows, that is, if the input messages contain record ids.
     """
     if schema.window is None:
         return ""
@@ -87,24 +90,27 @@ def describe_records(schema: Schema) -> str:
         return f"{text}."
     example = next(f.name for f in schema.features if f.sensor is not None)
     reported_once = [f.name for f in schema.features if f.sensor is None]
-    text += f" in {schema.window.slots} slots, in each of which a sensor may report ({example}, …)"
-    return f"{text}; once only: {', '.join(reported_once)}." if reported_once else f"{text}."
+    text += f" in {schema.window.slots} time slots. A sensor can report once in each time slot (feature {example}, …)"
+    if reported_once:
+        text += f", but these sensors report only once in a record: {', '.join(reported_once)}"
+    return f"{text}."
 
 
 def _encode_time_slot(slot_index: int, window: Window) -> tuple[float, ...]:
-    """Return coordinates that express the time of a time slot within its window, as inputs of the network.
+    """Return numbers that express the time of a time slot within its window, used as inputs of the network.
 
-    The first one is the middle of the time slot as a share of the window. Then follow its sines and its cosines for the
-    periods 1, 1/2, 1/4, … of the window, as long as a period is longer than two time slots. With sines and cosines,
-    attention can detect neighbouring time slots by a scalar product.
+    Let m be the middle of the time slot, as a fraction of the window's width. The numbers are m, then sin(2π·2ᵏ·m) for
+    k = 0, 1, …, then cos(2π·2ᵏ·m) for the same k. Only those k are used for which the period, 2⁻ᵏ windows, is longer
+    than two time slots. With sines and cosines, attention can detect neighbouring time slots by a scalar product.
 
     Args:
         slot_index: The index of the time slot in the window, from 0.
-        window: The window.
+        window: The width and the number of time slots of the window.
 
     Returns:
-        (middle, sines …, cosines …), equally many for all time slots of a window.
+        (m, sines …, cosines …). All time slots of a window have equally many numbers.
     """
     middle = (slot_index + 0.5) / window.slots
+    # The period 2**-k is longer than two time slots if 2**k < slots / 2. `slots` has less than 64 bits.
     angles = [2 * math.pi * 2**k * middle for k in range(64) if 2 ** (k + 1) < window.slots]
     return (middle, *(math.sin(a) for a in angles), *(math.cos(a) for a in angles))

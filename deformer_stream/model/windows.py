@@ -33,7 +33,8 @@ class Window:
 
     Attributes:
         width: The width of a window in microseconds.
-        slots: The number of time slots, at least 1. Slot k begins ⌈k · width / slots⌉ microseconds after the start.
+        slots: The number of time slots, at least 1. Time slot k = 0, 1, … begins ⌈k · width / slots⌉ microseconds after
+            the start of the window.
 
     Raises:
         ValueError: The width or the number of slots is not a positive integer, there are more slots than
@@ -47,13 +48,14 @@ class Window:
         # JSON yields floats and booleans too, and a boolean is an instance of int.
         if type(self.width) is not int or type(self.slots) is not int or not 1 <= self.slots <= self.width:
             raise ValueError(
-                f"a window of width {self.width!r} cannot have {self.slots!r} slots: both must be positive integers, "
-                "and each slot must be at least one microsecond wide"
+                f"a window of {self.width!r} microseconds cannot have {self.slots!r} time slots: both numbers must be "
+                "positive integers, and each time slot must be at least one microsecond wide"
             )
+        # `time_slot_index` computes products up to this one in int64.
         if self.width * self.slots >= 2**63:
             raise ValueError(
-                f"the product of the window width, {self.width} microseconds, and the number of slots, {self.slots}, "
-                "exceeds 64 bits: use a shorter window or fewer slots"
+                f"the product of the window width, {self.width} microseconds, and the number of time slots, "
+                f"{self.slots}, exceeds 64 bits: use a shorter window or fewer time slots"
             )
 
     def time_slot_index(self, times: IntOrArray) -> IntOrArray:
@@ -63,28 +65,31 @@ class Window:
             times: One time or an array of times, in microseconds since 1970.
 
         Returns:
-            One index or an array of indexes, as `times`.
+            One index if `times` is one time, otherwise an array of indexes of the same shape.
         """
-        return times % self.width * self.slots // self.width
+        time_since_window_start = times % self.width
+        return time_since_window_start * self.slots // self.width
 
     def time_slot_offset(self, slot_index: int) -> int:
         """Return the number of microseconds from the start of a window to the start of a time slot.
 
+        It is rounded up, so that `time_slot_index` of the result is `slot_index`.
+
         Args:
             slot_index: The index of the time slot in the window, from 0.
         """
-        return -(-slot_index * self.width // self.slots)  # division that rounds up
+        return -(-slot_index * self.width // self.slots)  # // rounds down, hence the two minus signs to round up
 
     def to_json(self) -> dict[str, int]:
-        """Return the width and the number of slots by name, for the manifest (manifest.json) of a model directory."""
+        """Return {"width": …, "slots": …}, for the manifest (manifest.json) of a model directory."""
         return asdict(self)
 
     @staticmethod
     def from_json(row: dict[str, Any] | None) -> Window | None:
-        """Return the window from the JSON object that `to_json` returned.
+        """Return the window from the JSON object that `to_json` returned, or None if there is no window.
 
         Args:
-            row: The object, or None if the manifest has no window; the result is then None.
+            row: The JSON object, or None if the manifest has no window.
 
         Raises:
             ValueError: The width and the number of slots do not describe a window.
@@ -98,10 +103,10 @@ def floor_to_window(times: IntOrArray, width: int) -> IntOrArray:
 
     Args:
         times: One time or an array of times, in microseconds since 1970.
-        width: The width of the windows in microseconds. A window starts at each of its multiples.
+        width: The width of the windows in microseconds. A window starts at each multiple of the width.
 
     Returns:
-        One time or an array of times, as `times`, in microseconds since 1970.
+        One start if `times` is one time, otherwise an array of the same shape; in microseconds since 1970.
     """
     return times // width * width
 
@@ -109,12 +114,14 @@ def floor_to_window(times: IntOrArray, width: int) -> IntOrArray:
 def format_duration(microseconds: int) -> str:
     """Return a duration as text that the command line options accept, such as `90s`, `2m` or `0.5ms`.
 
-    The unit is the largest one that leaves no fraction. A duration that is not a whole number of milliseconds is
-    written in milliseconds with a decimal point.
+    The unit (h, m, s or ms) is the largest one in which the duration is a whole number. If there is none, the duration
+    is written in milliseconds with a decimal point.
     """
     if not microseconds:
         return "0s"
     for unit, unit_length in _MICROSECONDS_BY_UNIT.items():
         if microseconds % unit_length == 0:
             return f"{microseconds // unit_length}{unit}"
-    return f"{microseconds // 1000}.{microseconds % 1000:03}".rstrip("0") + "ms"
+    milliseconds, remainder = divmod(microseconds, 1000)
+    decimals = f"{remainder:03}".rstrip("0")
+    return f"{milliseconds}.{decimals}ms"

@@ -102,7 +102,7 @@ def test_sample_and_impute_use_time_slots(cli: Run, trained: Path, odd: Path, tm
     assert cli("impute", tmp_path / "gaps.parquet", "--model", trained, "--output", filled).code == 0
     assert np.corrcoef(flow, np.array(pq.read_table(filled)["pressure+20s"]))[0, 1] > 0.8
     shown = " ".join(cli("inspect", trained).out.split())
-    assert "A record is a window of 1m of a device's time in 6 slots" in shown
+    assert "A record is a window of 1m of a device's time in 6 time slots" in shown
     sent = tmp_path / "sent.jsonl"
     pq.write_table(make_long_table(draw_event_series(20, seed=3)), tmp_path / "long.parquet")
     assert cli("produce", tmp_path / "long.parquet", "--model", trained, "--output", sent).code == 0

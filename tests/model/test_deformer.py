@@ -173,7 +173,7 @@ def test_count_of_state_values_equals_the_size_of_the_state_dict(
         ({"layers": 0}, "layers must be an integer of at least 1"),
         ({"layers": 2.5}, "layers must be an integer of at least 1"),
         ({"layers": True}, "layers must be an integer of at least 1"),
-        ({"hidden": (16, 0)}, "each width in hidden must be an integer of at least 1"),
+        ({"hidden": (16, 0)}, "each width in the hyperparameter hidden must be an integer of at least 1"),
         ({"gaussians": -1}, "gaussians must be an integer of at least 0"),
         ({"dropout": 1.0}, "dropout"),
     ],

@@ -105,8 +105,8 @@ def test_records_are_described_for_a_person() -> None:
     without_slots = expand_time_slots(SENSORS, Window(10 * SECOND))
     assert describe_records(without_slots) == "A record is a window of 10s of a device's time."
     assert describe_records(SLOTTED) == (
-        "A record is a window of 1m of a device's time in 4 slots, in each of which a sensor may report (temp+0s, …); "
-        "once only: site."
+        "A record is a window of 1m of a device's time in 4 time slots. A sensor can report once in each time slot "
+        "(feature temp+0s, …), but these sensors report only once in a record: site."
     )
 
 
