@@ -284,19 +284,19 @@ def measure_fault(
         if alert.silenced_by is not None:
             suspects = {detector.schema.code_by_name[name] for name in alert.silenced_by}
             silencing_sets.append((len(suspects), bool(suspects & faulty_codes)))
-    num_judged = len(readings_seen)
+    num_explained = len(readings_seen)
     line: dict[str, Any] = {
         "injected": num_records,
         "alerts": len(alerts),
         "before the fault": num_before_fault,
-        "judged": num_judged,
-        "seen": round(float(np.mean(readings_seen)), 1) if num_judged else None,
+        "explained": num_explained,
+        "seen": round(float(np.mean(readings_seen)), 1) if num_explained else None,
     }
     for method in METHODS:
-        first, top_two = np.mean(hits[method], 0).tolist() if num_judged else (None, None)
+        first, top_two = np.mean(hits[method], 0).tolist() if num_explained else (None, None)
         line[method] = {"first": first, "top_two": top_two}
     line["silenced"] = {
-        "found": len(silencing_sets) / num_judged if num_judged else None,
+        "found": len(silencing_sets) / num_explained if num_explained else None,
         "size": float(np.mean([size for size, _ in silencing_sets])) if silencing_sets else None,
         "names_a_fault": float(np.mean([is_hit for _, is_hit in silencing_sets])) if silencing_sets else None,
     }
@@ -376,11 +376,11 @@ def format_percentages(figures: dict[str, Any], key: str) -> list[str]:
 
 def format_quality_table(lines: list[dict[str, Any]], key: str) -> str:
     """Return a Markdown table of one figure, "first" or "top_two", for each fault, table and method, in percent."""
-    text = format_markdown_header(["fault", "table", "alerts evaluated", "readings seen", *METHODS])
+    text = format_markdown_header(["fault", "table", "alerts explained", "readings seen", *METHODS])
     for fault in FAULTS:
         figures_by_table = [line["faults"][fault] for line in lines]
         for line, figures in zip(lines, figures_by_table, strict=True):
-            cells = [fault, line["table"], str(figures["judged"]), str(figures["seen"])]
+            cells = [fault, line["table"], str(figures["explained"]), str(figures["seen"])]
             text.append(format_markdown_row([*cells, *format_percentages(figures, key)]))
         means = [np.mean([f[m][key] for f in figures_by_table if f[m][key] is not None]) for m in METHODS]
         mean_cells = [f"**{100 * mean:.0f}**" for mean in means]

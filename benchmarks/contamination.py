@@ -7,7 +7,7 @@ records; these anomalies are not tested. Three treatments are compared:
 
     as is      all training records are treated as normal
     trimmed    calibration drops the given share of the records with the largest statistics
-    told       deformer-train --contamination SHARE, which also drops the records farthest from others from training
+    declared   deformer-train --contamination SHARE, which also drops the records farthest from others from training
 
 Isolation Forest and the mean distance to the five nearest neighbours run on the same rows without knowing the share.
 The report shows AUROC and AUPR of complete records, and for each α the shares of normal records and of anomalies that
@@ -48,7 +48,7 @@ Floats = NDArray[np.float64]
 ALPHAS = (0.05, 0.01)
 """False-alarm rates of the alerts."""
 
-TREATMENTS = ("as is", "trimmed", "told")
+TREATMENTS = ("as is", "trimmed", "declared")
 """Ways to deal with the anomalies; keys of the JSON lines."""
 
 NAME_BY_PEER = {"forest": "Isolation Forest", "neighbours": "5-NN"}
@@ -124,7 +124,7 @@ def measure_table(table: pa.Table, share: float, seed: int, max_time: str) -> di
         informed_detector = train_detector(train, seed, max_time, contamination=share)[0]
         anomaly_scores, statistics = score_stream(informed_detector, test, seed)
         alerts = measure_alerts(informed_detector.artifact.calibration, statistics, is_anomaly)
-        line["told"] = compute_ranking_metrics(anomaly_scores, is_anomaly) | alerts
+        line["declared"] = compute_ranking_metrics(anomaly_scores, is_anomaly) | alerts
     matrix = np.column_stack([column.to_numpy() for column in features.columns]).astype(np.float64)
     peer_scores = score_by_peers(matrix[parts.train], matrix[parts.test], seed)
     return line | {name: compute_ranking_metrics(peer_scores[name], is_anomaly) for name in NAME_BY_PEER}

@@ -229,7 +229,7 @@ def measure_table(case: Case, seed: int) -> dict[str, Any]:
     return {
         "seed": seed,
         "calibrated": num_calibration,
-        "lives": NUM_UNCHANGED_STREAMS,
+        "streams": NUM_UNCHANGED_STREAMS,
         "false": count_false_alarms(statistics, num_calibration, own_by_level | peers, seed),
         "changes": {
             change: measure_change(case, statistics, change, num_calibration, detectors, seed) for change in CHANGES
@@ -257,9 +257,9 @@ def _format_false_alarms(lines: list[dict[str, Any]]) -> str:
     text = ["## Streams without a change that have an alarm", "", *format_markdown_header(titles)]
     for line in lines:
         for run in line["runs"]:
-            cells = [line["table"], str(run["calibrated"]), str(run["lives"])]
+            cells = [line["table"], str(run["calibrated"]), str(run["streams"])]
             text.append(format_markdown_row(cells + [str(run["false"][name]) for name in detectors]))
-    num_streams = sum(run["lives"] for run in runs)
+    num_streams = sum(run["streams"] for run in runs)
     shares = [f"{100 * sum(run['false'][name] for run in runs) / num_streams:.1f}%" for name in detectors]
     text.append(format_markdown_row(["**all**", "", str(num_streams), *shares]))
     bounds = [f"{100 / level:g}%" for level in LEVELS] + ["no guarantee"] * len(PEERS)

@@ -133,7 +133,7 @@ def throughput(options: argparse.Namespace, folder: Path) -> Rows:
             yield {
                 "preset": options.preset,
                 "features": options.features,
-                "guide": options.gaussians,
+                "gaussians": options.gaussians,
                 "threads": options.threads,
                 "payload": payload,
                 "readings_a_message": READINGS_PER_MESSAGE[payload],

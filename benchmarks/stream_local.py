@@ -46,7 +46,7 @@ def stages(options: argparse.Namespace, folder: Path) -> Rows:
     for gaussians in (0, PRIOR_COMPONENTS):
         model = make_model(options.preset, options.features, gaussians)
         rates = _measure_stages(model, options.features, folder)
-        yield {"preset": options.preset, "features": options.features, "guide": gaussians, **rates}
+        yield {"preset": options.preset, "features": options.features, "gaussians": gaussians, **rates}
 
 
 def _measure_stages(model: DEformer, features: int, folder: Path, polls: int = 9) -> dict[str, int]:
@@ -124,7 +124,7 @@ def memory(options: argparse.Namespace, folder: Path) -> Rows:
             "preset": "small",
             "features": features,
             "precision": model.config.precision,
-            "guide": options.gaussians,
+            "gaussians": options.gaussians,
             "compiled": model.kernel_library is not None,
             "threads": torch.get_num_threads(),
             "open_records": open_records,
@@ -210,7 +210,7 @@ def replay(options: argparse.Namespace, folder: Path) -> Rows:
             "preset": options.preset,
             "features": options.features,
             "precision": model.config.precision,
-            "guide": options.gaussians,
+            "gaussians": options.gaussians,
             "threads": torch.get_num_threads(),
             "events": events,
             "seconds": round(seconds, 1),

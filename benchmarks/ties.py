@@ -179,12 +179,12 @@ def run(arguments: argparse.Namespace) -> None:
             table, runs = pq.read_table(path), []
             for seed in parse_seeds(arguments.seeds):
                 case = prepare_case(table, seed, arguments.max_time, models / f"{name}-{seed}")
-                runs.append(measure_table(case, seed, arguments.block))
-            lines.append({"table": name, "block": arguments.block, "runs": runs})
+                runs.append(measure_table(case, seed, arguments.group_size))
+            lines.append({"table": name, "group_size": arguments.group_size, "runs": runs})
             print(name, file=sys.stderr, flush=True)
     conditions = (
-        f"{describe_machine()}, {format_today()}; tie groups of {arguments.block} readings, seeds {arguments.seeds}. "
-        f"Each training run takes at most {arguments.max_time} including calibration."
+        f"{describe_machine()}, {format_today()}; tie groups of {arguments.group_size} readings, "
+        f"seeds {arguments.seeds}. Each training run takes at most {arguments.max_time} including calibration."
     )
     text = format_report(lines, conditions)
     all_runs = [run for line in lines for run in line["runs"]]
@@ -196,15 +196,15 @@ def run(arguments: argparse.Namespace) -> None:
         for policy in TIE_POLICIES
     }
     assert all(math.isfinite(mean["auroc"]) for mean in means.values())
-    print(json.dumps({"benchmark": "ties", "block": arguments.block, "tables": len(lines)} | means))
+    print(json.dumps({"benchmark": "ties", "group_size": arguments.group_size, "tables": len(lines)} | means))
     publish_results("ties", text, lines)
 
 
 def main() -> None:
     """Run the program."""
     options = build_parser(__doc__, seeds="0", max_time="30s")
-    block_help = "number of readings of a record with the same event time; 4 by default"
-    options.add_argument("--block", type=int, default=4, help=block_help)
+    group_help = "number of readings of a record with the same event time; 4 by default"
+    options.add_argument("--group-size", type=int, default=4, help=group_help)
     models_help = "folder in which trained models are stored and reused; models are not stored by default"
     options.add_argument("--models", default="", help=models_help)
     run_benchmark("ties", run, options)

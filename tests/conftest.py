@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 limit_thread_spinning()
 # The models of tests are small: one thread is as fast as two, and tests run beside each other (`make test`).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# How long an example takes says how busy the machine is, not whether a law holds. CI repeats the same examples.
+# The duration of an example depends on the load of the machine, so it decides no test. CI repeats the same examples.
 settings.register_profile(
     "laws", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
 )

@@ -69,8 +69,8 @@ def test_tables_are_chosen_by_the_dependence_of_their_features() -> None:
 
 
 def test_quality_table_has_a_row_for_each_fault_and_table() -> None:
-    measured = {"judged": 7, "seen": 3.5} | {m: {"first": 0.5, "top_two": 1.0} for m in METHODS}
-    without_alerts = {"judged": 0, "seen": None} | {m: {"first": None, "top_two": None} for m in METHODS}
+    measured = {"explained": 7, "seen": 3.5} | {m: {"first": 0.5, "top_two": 1.0} for m in METHODS}
+    without_alerts = {"explained": 0, "seen": None} | {m: {"first": None, "top_two": None} for m in METHODS}
     lines = [
         {"table": "a", "faults": dict.fromkeys(FAULTS, measured)},
         {"table": "b", "faults": dict.fromkeys(FAULTS, without_alerts)},

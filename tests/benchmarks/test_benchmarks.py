@@ -137,7 +137,7 @@ def test_speed_is_measured_by_stage(compiled: bool) -> None:
     assert row["compiled"] == compiled
     for kind in ("steps", "replay"):
         assert sum(row[f"{kind}_profile"].values()) == pytest.approx(100, abs=1)
-        stages = {"network"} if compiled else {"guide", "tokens", "layers", "head", "surprise"}
+        stages = {"network"} if compiled else {"prior", "tokens", "layers", "head", "score terms"}
         assert stages <= row[f"{kind}_profile"].keys()
         assert min(row[kind], row[f"{kind}_in_model"]) > 0
     assert "tiny 8, bfloat16, 3 Gaussians" in speed.format_stages([row])

@@ -47,11 +47,11 @@ def test_report_has_a_row_for_each_treatment_and_other_method() -> None:
     metrics, alerts = {"auroc": 0.9, "aupr": 0.8}, {"false alarms": 0.01, "detected": 0.5}
     own = metrics | {"0.05": alerts, "0.01": alerts}
     clean = {"table": "t", "contaminated": 0.0, "seed": 0, "as is": own, "forest": metrics, "neighbours": metrics}
-    contaminated = clean | {"contaminated": 0.05, "trimmed": own, "told": own}
+    contaminated = clean | {"contaminated": 0.05, "trimmed": own, "declared": own}
     rows = contamination.format_results([clean, contaminated]).splitlines()
     assert len(rows) == 2 + 3 + 5
     assert len({row.count("|") for row in rows}) == 1
-    assert "| t | 5.0% | 0 | told | 0.900 | 0.800 | 1.0% | 50.0% | 1.0% | 50.0% |" in rows
+    assert "| t | 5.0% | 0 | declared | 0.900 | 0.800 | 1.0% | 50.0% | 1.0% | 50.0% |" in rows
 
 
 def test_means_are_over_the_tables_with_the_same_share() -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of the whole road feeds what it says, and keeps the results of parts that were not run."""
+"""Tests of the pipeline benchmark: it sends the stated readings and keeps results of parts that were not run."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_report_has_a_row_for_each_tie_policy() -> None:
     run: dict[str, Any] = ties.measure_table(make_case(40, 60), 0, 3)
     assert [figures["alpha"] for figures in run["hold"]["alphas"]] == [0.05]
     assert run["hold"]["alphas"][0]["flips"] == 0, "the order within a tie group has changed an alert"
-    lines = [{"table": "here", "block": 3, "runs": [run, run]}]
+    lines = [{"table": "here", "group_size": 3, "runs": [run, run]}]
     rows = ties.format_report(lines, "today").splitlines()
     assert rows[-1].startswith("| here | 0.05 | hold | ")
     assert rows[-2].startswith("| here | 0.05 | arrival | ")

@@ -202,7 +202,7 @@ class Cluster:
         try:
             offsets = self._admin.list_group_offsets([group])[group]
         except RetriableError:
-            # A client that has lived through an outage may go on asking a broker that no longer leads the group.
+            # After an outage, a client may continue to send requests to a broker that no longer leads the group.
             self.close()
             self._admin = KafkaAdminClient(bootstrap_servers=self.bootstrap)
             return {}
