@@ -65,9 +65,11 @@ class Artifact:
 
     Attributes:
         model: The network.
-        calibration: The distribution of scores of normal records, from which p-values are computed.
-        fingerprint: 16 hexadecimal digits that identify the weights, the schema and the calibration together.
-        manifest: The contents of manifest.json.
+        calibration: The anomaly scores of normal records, with which new scores are compared to compute p-values.
+        fingerprint: 16 hexadecimal digits that identify the weights, the schema (the features) and the calibration
+            together.
+        manifest: The contents of manifest.json, which describes the model: features, hyperparameters, calibration and
+            training summary.
         directory: The model directory.
     """
 
@@ -84,10 +86,13 @@ class Artifact:
 
 
 def check_output_directory(directory: Path) -> None:
-    """Raise `ConfigError` if writing a model to a path would replace something other than a model.
+    """Check that writing a model to a path would replace nothing but another model.
 
     Args:
         directory: The path. It may be missing, an empty directory or a model directory, whose model is then replaced.
+
+    Raises:
+        ConfigError: The path is a file, or a directory that holds other files than a model.
     """
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
@@ -96,8 +101,8 @@ def check_output_directory(directory: Path) -> None:
         )
     if directory.is_dir() and any(directory.iterdir()) and not (directory / MANIFEST).exists():
         raise ConfigError(
-            f"{directory} is not a model directory, and writing a model would remove its files: name a new or empty "
-            "directory"
+            f"the model cannot be written to {directory}, because it is not a model directory and its files would be "
+            "removed: name a new or empty directory"
         )
 
 
@@ -111,12 +116,13 @@ def write(directory: Path, model: DEformer, calibration: Calibration, training: 
     Args:
         directory: The path of the model directory; missing parents are created.
         model: The network.
-        calibration: The distribution of the model's scores of normal records, from which p-values are computed.
-        training: The training summary, JSON values. Numbers that are not finite are stored as null.
+        calibration: The model's anomaly scores of normal records, with which new scores are compared.
+        training: A summary of the training, as JSON values by key. Numbers that are not finite are stored as null.
         report: The training report, an HTML page.
 
     Returns:
-        16 hexadecimal digits that identify the weights, the schema and the calibration together.
+        The fingerprint: 16 hexadecimal digits that identify the weights, the schema (the features) and the calibration
+        together.
 
     Raises:
         ConfigError: The directory cannot be created, or the path holds something other than a model.
@@ -129,8 +135,8 @@ def write(directory: Path, model: DEformer, calibration: Calibration, training: 
     rendered = _render_manifest(_create_manifest(model, calibration, training, weights))
     if len(rendered) > MAX_MANIFEST_BYTES:
         raise ArtifactError(
-            f"{MANIFEST} of the model would have {len(rendered)} bytes, but at most {MAX_MANIFEST_BYTES} bytes can be "
-            "read again: use fewer calibration records or fewer labels"
+            f"the model cannot be written, because its {MANIFEST} would have {len(rendered)} bytes and the limit is "
+            f"{MAX_MANIFEST_BYTES} bytes: use fewer calibration records, or features with fewer labels"
         )
     # Build the model from the bytes, as `read` will, so that a model that cannot be read is not written.
     manifest = json.loads(rendered)
@@ -163,13 +169,13 @@ def _create_manifest(
 
     Args:
         model: The network.
-        calibration: The distribution of the model's scores of normal records.
-        training: The training summary, JSON values.
+        calibration: The model's anomaly scores of normal records, with which new scores are compared.
+        training: A summary of the training, as JSON values by key.
         weights: The contents of model.safetensors, for their size and checksum.
     """
     window = model.schema.window
     manifest: dict[str, Any] = {
-        "format_version": BASE_VERSION,
+        "format_version": BASE_VERSION,  # is replaced below; here it keeps its place at the start of the file
         "package_version": __version__,
         "features": model.schema.to_json(),
         **({} if window is None else {"window": window.to_json()}),
@@ -179,6 +185,7 @@ def _create_manifest(
         "training": _replace_non_finite(training),
         "files": {WEIGHTS: {"size": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}},
     }
+    # Each of these entries is computed from entries above, and the checksum from all others.
     manifest["format_version"] = _determine_version(manifest)
     manifest["fingerprint"] = _compute_fingerprint(manifest)
     manifest["sha256"] = _compute_digest(manifest)
@@ -203,13 +210,13 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _replace_directory(temporary: Path, directory: Path) -> None:
-    """Rename a directory to its final name, and remove the directory that had this name before.
+    """Rename a directory to its final name, and remove the directory that had this name before, if any.
 
-    A directory cannot be renamed over another one. The old directory is therefore renamed first, and renamed back if
-    the second renaming fails.
+    A directory cannot be renamed over another one that holds files. The old directory is therefore renamed first, and
+    renamed back if the renaming of the new one fails.
 
     Args:
-        temporary: The directory to rename, next to its final path.
+        temporary: The path of the new directory, in the same parent directory as its final path.
         directory: The final path.
     """
     old = temporary.with_name(temporary.name + ".old")
@@ -218,7 +225,7 @@ def _replace_directory(temporary: Path, directory: Path) -> None:
         directory.rename(old)
     try:
         temporary.rename(directory)
-    except BaseException:
+    except BaseException:  # also KeyboardInterrupt: the old model must get its name back in any case
         if has_old:
             old.rename(directory)
         raise
@@ -241,7 +248,11 @@ def _replace_non_finite(value: Any) -> Any:
 
 
 def _determine_version(manifest: dict[str, Any]) -> int:
-    """Return the lowest format version of manifest.json that has everything that a manifest contains.
+    """Return the lowest format version of manifest.json that can express the contents of a manifest.
+
+    A manifest gets the lowest version, so that releases that know only this version can still read it. Windows of event
+    time as records need version 4, a rule for readings with equal event times ("ties") version 3, and separate
+    calibrations of groups of records version 2.
 
     Args:
         manifest: The parsed manifest; its contents may be invalid.
@@ -257,9 +268,9 @@ def _determine_version(manifest: dict[str, Any]) -> int:
 
 
 def _compute_fingerprint(manifest: dict[str, Any]) -> str:
-    """Return the fingerprint of a model, 16 hexadecimal digits that identify what its scores and p-values depend on.
+    """Return the fingerprint of a model, 16 hexadecimal digits that identify everything its p-values depend on.
 
-    That is the schema, the hyperparameters, the calibration and the checksum of the weights.
+    The digits are a hash of the schema, the hyperparameters, the calibration and the checksum of the weights.
     """
     entries = [manifest[key] for key in ("schema_fingerprint", "hyperparameters", "calibration", "files")]
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()[:16]
@@ -277,7 +288,7 @@ def _compute_digest(manifest: dict[str, Any]) -> str:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Return the contents of a model directory's manifest.json after checking their version and their checksum.
+    """Return the contents of a model directory's manifest.json after checking the format version and the checksum.
 
     Raises:
         ArtifactError: The manifest is missing, truncated, altered or of an unknown format version. The message names
@@ -289,16 +300,17 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise ArtifactError(f"{path} has more than {MAX_MANIFEST_BYTES} bytes, so it was altered: {_REMEDY}")
     try:
         manifest = json.loads(raw)
-        is_unaltered = _is_unaltered(manifest, raw)
+        is_unaltered = _is_unaltered(manifest, raw)  # used below, because a version error is more useful to report
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path} is not JSON ({error}): it was cut short or altered; {_REMEDY}") from None
     version = manifest.get("format_version") if isinstance(manifest, dict) else None
+    # `write` always states the lowest version that can express the contents.
     if not isinstance(manifest, dict) or version != _determine_version(manifest):
         is_newer = isinstance(version, int) and version > WINDOW_VERSION
         remedy = "install the newer deformer-stream that wrote it, or train again" if is_newer else "train again"
         raise ArtifactError(
-            f"{path} has format version {_shorten(version)}, but this package reads the versions {BASE_VERSION} to "
-            f"{WINDOW_VERSION}: {remedy}"
+            f"{path} cannot be read: it has format version {_shorten(version)}, but the version must lie between "
+            f"{BASE_VERSION} and {WINDOW_VERSION} and match the contents of the file: {remedy}"
         )
     if not is_unaltered:
         raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {_REMEDY}")
@@ -306,15 +318,15 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def _read_at_most(path: Path, max_bytes: int, remedy: str = _REMEDY) -> bytes:
-    """Return the contents of a file of a model directory, limited to `max_bytes` + 1 bytes.
+    """Return the contents of a file of a model directory, or its first `max_bytes` + 1 bytes if it is longer.
 
-    A result of more than `max_bytes` bytes thus means that the file is too long. The path may name anything, such as a
-    device without an end, so only regular files are opened.
+    If the result has more than `max_bytes` bytes, the file is too long. Only regular files are opened, because reading
+    a device, such as /dev/zero, might never end.
 
     Args:
         path: The file.
         max_bytes: The largest size that the file should have.
-        remedy: What to do if the file is missing; the end of the error message.
+        remedy: What a person should do if the file is missing; it becomes the end of the error message.
 
     Raises:
         ArtifactError: The file is missing, is not a regular file or cannot be read.
@@ -323,7 +335,9 @@ def _read_at_most(path: Path, max_bytes: int, remedy: str = _REMEDY) -> bytes:
         if path.exists() and not path.is_file():
             raise ArtifactError(f"{path} is not a regular file: {_REMEDY}")
         with path.open("rb") as file:
-            return file.read(min(max_bytes, os.fstat(file.fileno()).st_size) + 1)
+            # `read` allocates as many bytes as requested, so do not request more than the file has.
+            file_size = os.fstat(file.fileno()).st_size
+            return file.read(min(max_bytes, file_size) + 1)
     except (FileNotFoundError, NotADirectoryError):
         raise ArtifactError(f"{path} is missing: {remedy}") from None
     except OSError as error:
@@ -336,9 +350,9 @@ def _shorten(value: object) -> str:
 
 
 def _is_unaltered(manifest: Any, raw: bytes) -> bool:
-    """Return whether manifest.json has the checksum that it states, and is formatted as `write` formats it.
+    """Return whether manifest.json has the checksum that it states, and the bytes that `write` would have written.
 
-    The format is compared byte by byte, so that two different files with equal contents cannot both be valid.
+    The checksum covers the parsed contents. Comparing the bytes also detects changes of spaces or of the order of keys.
 
     Args:
         manifest: The parsed contents of the file, any JSON value.
@@ -361,7 +375,7 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: there is no usable GPU; use --device cpu or --device auto")
+        raise ConfigError("--device cuda cannot be used, because there is no usable GPU: use --device cpu or auto")
     return torch.device(name)
 
 
@@ -371,8 +385,8 @@ def read(directory: Path, device: str = "cpu", compiled: bool = True) -> Artifac
     Args:
         directory: The model directory.
         device: The name of the device to load the model to, as for `resolve_device`.
-        compiled: Whether to attach the compiled kernels to the model (`DEformer.kernel_library`), so that the engine
-            scores with them. It has no effect if there is no compiler, or if the kernels do not support the model.
+        compiled: Whether to attach the compiled CPU kernels to the model (`DEformer.kernel_library`). They score faster
+            than PyTorch. The argument has no effect if there is no C compiler or the kernels do not support the model.
 
     Raises:
         ArtifactError: The model directory is incomplete, altered or inconsistent. The message names the file and the
@@ -386,7 +400,7 @@ def read(directory: Path, device: str = "cpu", compiled: bool = True) -> Artifac
     model, calibration = _build_model(manifest, weights, directory)
     model = model.to(torch_device).eval()
     if compiled and is_supported(model):
-        model.kernel_library = build.load_kernels(model.config.precision == "bfloat16")
+        model.kernel_library = build.load_kernels(low_precision=model.config.precision == "bfloat16")
     return Artifact(model, calibration, manifest["fingerprint"], manifest, directory)
 
 
@@ -406,7 +420,8 @@ def _get_weights_size(manifest: dict[str, Any], directory: Path) -> int:
         size = None
     if not isinstance(size, int) or not 0 <= size < 2**63 - 1:
         raise ArtifactError(
-            f"{directory} contradicts itself (the manifest gives the size of {WEIGHTS} as {_shorten(size)}): {_REMEDY}"
+            f"the model directory {directory} is damaged ({MANIFEST} states the size of {WEIGHTS} as "
+            f"{_shorten(size)}, which is not a number of bytes): {_REMEDY}"
         )
     return size
 
@@ -416,18 +431,20 @@ def _build_model(manifest: dict[str, Any], weights: bytes, directory: Path) -> t
 
     Args:
         manifest: The contents of manifest.json.
-        weights: The contents of model.safetensors. If the file is longer than the manifest says, one byte more than the
-            manifest says is enough.
+        weights: The contents of model.safetensors. If the file is longer than the manifest states, it is enough to pass
+            the stated number of bytes plus one; the file is then refused.
         directory: The model directory, for error messages.
 
     Raises:
-        ArtifactError: The weights were altered, or the contents of the files contradict each other.
+        ArtifactError: The weights file was altered, or does not match the manifest.
     """
     path = directory / WEIGHTS
     size = _get_weights_size(manifest, directory)
     if len(weights) != size:
         actual_size = len(weights) if len(weights) < size else f"more than {size}"
-        raise ArtifactError(f"{path} has {actual_size} bytes, not {size}: it was cut short or altered; {_REMEDY}")
+        raise ArtifactError(
+            f"{path} has {actual_size} bytes, but {MANIFEST} states {size}: it was cut short or altered; {_REMEDY}"
+        )
     try:
         if hashlib.sha256(weights).hexdigest() != manifest["files"][WEIGHTS]["sha256"]:
             raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {_REMEDY}")
@@ -440,45 +457,51 @@ def _build_model(manifest: dict[str, Any], weights: bytes, directory: Path) -> t
         model.load_state_dict(tensors)
         return model, Calibration.from_json(manifest["calibration"])
     except _INCONSISTENCY_ERRORS as error:
+        # The error can quote text from the files. Show one line, and escape control characters, which could otherwise
+        # change what a terminal shows.
         one_line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        printable = repr(one_line)[1:-1]  # the text can contain control characters from the file
-        raise ArtifactError(f"{directory} contradicts itself ({printable}): {_REMEDY}") from None
+        printable = repr(one_line)[1:-1]
+        raise ArtifactError(f"the model directory {directory} is damaged ({printable}): {_REMEDY}") from None
 
 
 def _check_manifest(manifest: dict[str, Any], schema: Schema) -> None:
-    """Raise ValueError if a manifest has an error that `Schema` and `Feature` do not detect themselves.
+    """Check a manifest for errors that the constructors of `Schema` and `Feature` do not detect.
 
     Args:
         manifest: The contents of manifest.json.
-        schema: The schema that was built from them.
+        schema: The schema (the features) that was built from them.
+
+    Raises:
+        ValueError: The manifest has such an error. The caller adds the directory and the remedy to the message.
     """
     if not isinstance(manifest["training"], dict):
-        raise ValueError(f"the entry `training` of {MANIFEST} is not a JSON object")
+        raise ValueError(f"the entry `training` of {MANIFEST} must be a JSON object, but is not")
     if manifest["schema_fingerprint"] != schema.fingerprint:
-        raise ValueError(f"the schema fingerprint in {MANIFEST} does not match the features")
+        raise ValueError(f"the entry `schema_fingerprint` of {MANIFEST} does not match the features")
     if manifest["fingerprint"] != _compute_fingerprint(manifest):
-        raise ValueError(f"the fingerprint in {MANIFEST} does not match the schema, calibration and weights")
+        raise ValueError(f"the entry `fingerprint` of {MANIFEST} does not match the schema, calibration and weights")
     for feature in schema.features:
         for text in (feature.name, *feature.labels):
             if not isinstance(text, str) or len(text) > MAX_NAME_CHARS:
                 raise ValueError(
-                    f"the name of a feature or a label is {str(text)[:40]!r}, but it must be a string of at most "
+                    f"the name of a feature or a label begins with {str(text)[:40]!r}, but is not a string of at most "
                     f"{MAX_NAME_CHARS} characters"
                 )
-            text.encode()  # raises a ValueError if a surrogate code point cannot be encoded
+            text.encode()  # raises a ValueError if the text is not valid Unicode, because it has a lone surrogate
         if feature.sensor is not None and (not isinstance(feature.sensor, str) or not feature.sensor):
-            raise ValueError(f"the name of the sensor of feature {feature.name!r} is not a string, or is empty")
+            raise ValueError(f"the entry `sensor` of feature {feature.name!r} is empty or not a string")
         if not feature.name or not isinstance(feature.reason, str):
-            raise ValueError("the name of a feature is empty, or its entry `reason` is not a string")
+            raise ValueError(f"a feature has an empty name, or its entry `reason` is not a string: {feature.name!r}")
         numbers = (feature.quantum, feature.low, feature.high, feature.period, *(feature.coordinates or ()))
         if not all(number is None or math.isfinite(number) for number in numbers):
             raise ValueError(
-                f"feature {feature.name!r} has a number that is not finite (quantum, low, high, period or coordinates)"
+                f"the entry `quantum`, `low`, `high`, `period` or `coordinates` of feature {feature.name!r} has a "
+                "number that is not finite"
             )
 
 
 def _check_tensors(tensors: dict[str, torch.Tensor], schema: Schema, config: ModelConfig) -> None:
-    """Raise ValueError if the weights are not finite, or if they are far too few for the described network.
+    """Check that the weights are finite, and not far too few for the network that the manifest describes.
 
     The check is made before the network is built. A forged manifest could otherwise describe a network that is much
     larger than the weights file, and building it would exhaust the memory.
@@ -487,18 +510,27 @@ def _check_tensors(tensors: dict[str, torch.Tensor], schema: Schema, config: Mod
         tensors: The tensors of model.safetensors by name.
         schema: The features of the described network.
         config: The hyperparameters of the described network.
+
+    Raises:
+        ValueError: The check fails. The caller adds the directory and the remedy to the message.
     """
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise ValueError(f"tensor {name} of {WEIGHTS} has values that are not finite")
-    # Each layer has tensors of its own. Many tiny layers would take much more memory than their weights.
-    if config.layers > len(tensors) or len(config.hidden) > len(tensors):
-        raise ValueError(f"the hyperparameters describe more layers than the {len(tensors)} tensors in {WEIGHTS}")
+    # Each layer has at least one tensor of its own. The values are counted below, but the objects of very many tiny
+    # layers would take much more memory than their values, so the layers are counted, too.
+    num_layers = max(config.layers, len(config.hidden))  # Transformer layers, and hidden layers of the encoders
+    if num_layers > len(tensors):
+        raise ValueError(
+            f"the hyperparameters describe {num_layers} layers, each with tensors of its own, but {WEIGHTS} has only "
+            f"{len(tensors)} tensors"
+        )
     num_described_values = count_state_values(schema, config)
     num_values = sum(tensor.numel() for tensor in tensors.values())
-    # If the difference is smaller, building the network takes little memory, and `load_state_dict` then names the
-    # tensor that differs.
+    # A smaller difference is allowed here: building the network then takes little memory, and `load_state_dict` reports
+    # which tensor differs.
     if num_described_values > 4 * num_values + 1_000_000:
         raise ValueError(
-            f"the hyperparameters describe a network of {num_described_values} values, but {WEIGHTS} has {num_values}"
+            f"the hyperparameters describe a network with {num_described_values} weights, but {WEIGHTS} has only "
+            f"{num_values}"
         )
