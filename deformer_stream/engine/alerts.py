@@ -27,9 +27,9 @@ R − 1, of the records that it scores.
 
 
 def compute_alert_id(record: str, model: str, alpha: float) -> str:
-    """Return the id of an alert, 32 hexadecimal digits that depend only on the arguments.
+    """Return the id of an alert: a hash of the arguments, as 32 hexadecimal digits.
 
-    Because the id is the same in every run, a receiver can recognise an alert that is sent again after a restart.
+    The id is the same in every run, so a receiver can recognise an alert that is sent again after a restart.
 
     Args:
         record: Id of the record.
@@ -37,6 +37,7 @@ def compute_alert_id(record: str, model: str, alpha: float) -> str:
         alpha: The false-alarm rate at which the alert is raised.
     """
     text = f"{record}\0{model}\0{alpha!r}"
+    # A record id from JSON can contain one half of a surrogate pair, which UTF-8 encodes only with "surrogatepass".
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
@@ -46,9 +47,10 @@ class AlertBuilder:
 
     Attributes:
         records: The table of open records, which holds the readings of the records that raise alerts.
-        alphas: The false-alarm rates at which alerts are raised, descending.
-        effort: How thoroughly alerts are explained: "full", "fast" or "off".
-        group_by_version: Groups records by the model version that scores them.
+        alphas: The false-alarm rates at which alerts are raised, in descending order.
+        effort: How thoroughly alerts are explained: "full", "fast" (without finding the readings to blame) or "off".
+        group_by_version: A function of the rows of R records in the table, (R,). It yields each model version (a
+            network with its calibration) with the indexes, from 0 to R − 1, of the records that it scores.
     """
 
     records: RecordTable
@@ -59,7 +61,7 @@ class AlertBuilder:
     def build(
         self,
         batch: EventBatch,
-        accepted: AcceptedReadings,
+        readings: AcceptedReadings,
         arrivals: AcceptedReadings,
         scored: ScoredReadings,
         num_crossed: Ints,
@@ -69,28 +71,29 @@ class AlertBuilder:
         If one reading raises several alerts, the one with the largest alpha comes first.
 
         Args:
-            batch: The events that `accepted.event_indices` refers to.
-            accepted: The M readings.
-            arrivals: The readings that were accepted from the batch of this call. They are the same as `accepted`,
-                unless readings of one record with the same event time wait for each other (a tie group). Some arrivals
-                then wait, and some of `accepted` are from earlier batches.
+            batch: The events that `readings.event_indices` refers to.
+            readings: The M readings that have been scored now.
+            arrivals: The readings that have been accepted from the batch. They are the same as `readings`, unless
+                readings of one record with the same event time (a tie group) wait for each other. If they do, some of
+                `arrivals` are scored later, and some of `readings` arrived with an earlier batch.
             scored: The scores of the M readings.
-            num_crossed: (M,) number of alphas that the p-value of the record has reached with this reading for the
-                first time. An alert is raised at each of them.
+            num_crossed: (M,) at how many alphas each reading raises an alert. These alphas are at least the record's
+                p-value after the reading, and the record has not raised an alert at them before.
         """
         alerting = np.flatnonzero(scored.is_alert)
         if not len(alerting):
             return []
-        record_index, num_readings = accepted.record_indices[alerting], accepted.seq[alerting] + 1
-        record_ids = [batch.record_ids[event] for event in accepted.event_indices[alerting].tolist()]
+        record_index, num_readings = readings.record_indices[alerting], readings.seq[alerting] + 1
+        record_ids = [batch.record_ids[event] for event in readings.event_indices[alerting].tolist()]
         explanations = self._explain(record_index, num_readings, record_ids)
-        num_expected = self._count_expected_features(len(batch), accepted, arrivals, alerting)
+        num_expected = self._count_expected_features(len(batch), readings, arrivals, alerting)
         alerts = []
         for i, reading in enumerate(alerting.tolist()):
-            event = int(accepted.event_indices[reading])
+            event = int(readings.event_indices[reading])
             fingerprint, explanation = explanations[i]
             p_value = scored.p_value[reading]
-            # The p-value reaches the first `num_reached` alphas; the last `num_crossed` of these are new.
+            # The alphas are descending, so the p-value is at most the first `num_reached` of them. The record has
+            # raised alerts at these already, except at the last `num_crossed`.
             num_reached = int((p_value <= self.alphas).sum())
             for alpha_index in range(num_reached - int(num_crossed[reading]), num_reached):
                 alpha = float(self.alphas[alpha_index])
@@ -109,7 +112,7 @@ class AlertBuilder:
                     message_index=int(batch.message_indices[event]),
                     contributions=explanation.contributions,
                     partition=int(batch.partitions[event]),
-                    is_record_closed=int(record_index[i]) in accepted.close_reasons,
+                    is_record_closed=int(record_index[i]) in readings.close_reasons,
                     severity=alpha_index + 1,
                     silenced_by=explanation.silenced_by,
                 )
@@ -117,36 +120,37 @@ class AlertBuilder:
         return alerts
 
     def _count_expected_features(
-        self, batch_size: int, accepted: AcceptedReadings, arrivals: AcceptedReadings, alerting: Ints
+        self, batch_size: int, readings: AcceptedReadings, arrivals: AcceptedReadings, alerting: Ints
     ) -> Ints:
         """Return how many features each of A alerting records was expected to have when its alert was raised, (A,).
 
-        These are all features of the schema except those that events have declared as missing by then. Declarations
-        that come later in the same batch do not count, because the content of an alert must not depend on how the input
-        is divided into batches. An alert is raised when its reading is accepted. If the reading belongs to a tie group
-        (readings of one record with the same event time, which wait for each other), it is raised when the group is
-        decided: by the next reading of the record, by its end, or by a timeout.
+        These are all features of the schema, except those that earlier events have declared as "will not be observed".
+        Such declarations do not count if they follow the alert in the same batch. The content of an alert therefore
+        does not depend on how the input is divided into batches.
 
         Args:
             batch_size: Number of events in the batch.
-            accepted: The scored readings.
-            arrivals: The readings and declarations that were accepted from the batch.
-            alerting: (A,) indexes into `accepted` of the readings that raise alerts.
+            readings: The readings that have been scored now.
+            arrivals: The readings and declarations that have been accepted from the batch. The readings can differ from
+                `readings`: those of one record with the same event time (a tie group) wait for each other.
+            alerting: (A,) indexes into `readings` of the readings that raise alerts.
         """
-        record_index = accepted.record_indices[alerting]
+        record_index = readings.record_indices[alerting]
         num_expected = len(self.records.schema) - self.records.num_declared_missing[record_index].astype(np.int64)
         if not len(arrivals.missing_event_indices):
             return num_expected
-        # The event of the batch at which each alert is raised; `batch_size` if that is after all events.
-        deciding_event = accepted.event_indices[alerting]
+        # The event of the batch that raises each alert: the event of the reading itself, if it has not waited.
+        raising_event = readings.event_indices[alerting]
         if self.records.holds_ties:
-            # An alert waits for the next reading of its record, which is found by record and position.
+            # The last reading of a tie group waits for the next reading of its record, which shows that the group is
+            # complete. If the batch has no next reading, the end of the record or a timeout raises the alert, after
+            # all events of the batch (`batch_size`).
             keys = zip(arrivals.record_indices.tolist(), arrivals.seq.tolist(), strict=True)
             event_by_reading = dict(zip(keys, arrivals.event_indices.tolist(), strict=True))
-            next_readings = zip(record_index.tolist(), (accepted.seq[alerting] + 1).tolist(), strict=True)
-            deciding_event = np.array([event_by_reading.get(key, batch_size) for key in next_readings], np.int64)
-        for i, (index, event) in enumerate(zip(record_index.tolist(), deciding_event.tolist(), strict=True)):
-            # Features that were declared as missing after the alert were still expected when it was raised.
+            next_readings = zip(record_index.tolist(), (readings.seq[alerting] + 1).tolist(), strict=True)
+            raising_event = np.array([event_by_reading.get(key, batch_size) for key in next_readings], np.int64)
+        for i, (index, event) in enumerate(zip(record_index.tolist(), raising_event.tolist(), strict=True)):
+            # `num_declared_missing` includes the declarations after the alert, so they are added again.
             is_later = (arrivals.missing_record_indices == index) & (arrivals.missing_event_indices > event)
             num_expected[i] += int(is_later.sum())
         return num_expected
@@ -154,52 +158,56 @@ class AlertBuilder:
     def _explain(self, record_index: Ints, num_readings: Ints, record_ids: list[str]) -> list[tuple[str, Explanation]]:
         """Explain the alerts of A records, each with the model version that scores the record.
 
+        A model version is a network with its calibration.
+
         Args:
-            record_index: (A,) row of each record in the table.
+            record_index: (A,) row of each record in the record table.
             num_readings: (A,) number of readings of each record when the alert was raised. Later ones are ignored.
             record_ids: The A record ids.
 
         Returns:
-            For each record the fingerprint of its model and the explanation of its alert.
+            A list with a pair for each record: the fingerprint of its model version, and the explanation of its alert.
         """
-        explanations = [("", Explanation(()))] * len(record_index)
-        for version, rows in self.group_by_version(record_index):
-            group_index, group_counts = record_index[rows], num_readings[rows]
-            codes, values = self.records.log.gather_padded(group_index, group_counts)
-            is_group_end = self._find_group_ends(group_index, group_counts) if self.records.holds_ties else None
-            unseen_labels = [self.records.unseen_labels.get(index, {}) for index in group_index.tolist()]
-            group_ids = [record_ids[row] for row in rows.tolist()]
-            alert_rule = version.calibration.make_alert_rule(float(self.alphas[0]))
-            group_explanations = explain_records(
+        explanations = [("", Explanation(()))] * len(record_index)  # placeholders, all of which are replaced below
+        # Records of one model version are explained together; `members` are their indexes, from 0 to A − 1.
+        for version, members in self.group_by_version(record_index):
+            member_index, member_counts = record_index[members], num_readings[members]
+            codes, values = self.records.log.gather_padded(member_index, member_counts)
+            # If readings with the same event time (a tie group) are scored together, only the last can raise an alert.
+            is_decision_point = self._find_group_ends(member_index, member_counts) if self.records.holds_ties else None
+            explained = explain_records(
                 version.model,
                 codes,
                 values,
-                unseen_labels,
-                group_ids,
-                alert_rule,
-                self.effort,
-                version.kernels,
-                is_group_end,
+                unseen_labels=[self.records.unseen_labels.get(index, {}) for index in member_index.tolist()],
+                record_ids=[record_ids[member] for member in members.tolist()],
+                # An explanation names the readings without which there is no alert at any alpha, not even the largest.
+                alert_rule=version.calibration.make_alert_rule(alpha=float(self.alphas[0])),
+                effort=self.effort,
+                kernels=version.kernels,
+                is_decision_point=is_decision_point,
             )
-            for row, explanation in zip(rows.tolist(), group_explanations, strict=True):
-                explanations[row] = version.fingerprint, explanation
+            # Each alert names the model that raised it by its fingerprint.
+            for member, explanation in zip(members.tolist(), explained, strict=True):
+                explanations[member] = version.fingerprint, explanation
         return explanations
 
     def _find_group_ends(self, record_index: Ints, num_readings: Ints) -> Bools:
-        """Return which readings of A records are the last ones of their tie groups.
+        """Return which readings of A records are the last of their tie groups.
 
         A tie group consists of the readings of one record with the same event time.
 
         Args:
-            record_index: (A,) row of each record in the table.
-            num_readings: (A,) only this many first readings of each record are considered, L at most.
+            record_index: (A,) row of each record in the record table.
+            num_readings: (A,) number of readings of each record to consider, the first ones. L is the largest number.
 
         Returns:
-            (A, L) bool by position of the reading in its record, true for padding.
+            (A, L) bool: entry [a, i] is for the reading at position i of record a, and true if there is none.
         """
-        # A reading is the last of its group if the next one of the record does not belong to the same group.
-        next_place = np.arange(int(num_readings.max())) + 1
-        has_next = next_place < num_readings[:, None]
-        is_next_tied = self.records.log.is_tied(record_index[:, None], np.where(has_next, next_place, 0))
-        is_group_end: Bools = ~(is_next_tied & has_next)
+        # A reading is the last of its group, unless the record has a next reading that continues the group.
+        next_position = np.arange(int(num_readings.max())) + 1
+        has_next = next_position < num_readings[:, None]
+        safe_position = np.where(has_next, next_position, 0)  # without a next reading, any valid position will do
+        continues_group = self.records.log.is_tied(record_index[:, None], safe_position)
+        is_group_end: Bools = ~(has_next & continues_group)
         return is_group_end

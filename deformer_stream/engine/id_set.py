@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 
 class StringColumn:
-    """An immutable column of N strings, stored one after the other in UTF-8 as in an Arrow string array.
+    """An immutable column of N strings in one UTF-8 buffer, with the memory layout of an Arrow string array.
 
-    A column occupies far less memory than a list of strings, and Arrow reads its buffers without a copy.
+    It needs far less memory than a list of strings, and can become an Arrow array without a copy.
 
     Args:
         utf8: The bytes of all strings, one string after the other.
-        offsets: (N + 1,) int64. String i is `utf8[offsets[i]:offsets[i + 1]]`.
+        offsets: (N + 1,) int64 byte offsets. String i is `utf8[offsets[i]:offsets[i + 1]]`.
     """
 
     def __init__(self, utf8: bytes, offsets: NDArray[np.int64]) -> None:
@@ -28,11 +28,13 @@ class StringColumn:
         """Return a column that holds the strings in the same order."""
         strings = list(strings)
         utf8 = "".join(strings).encode()
-        sizes = np.fromiter(map(len, strings), np.int64, len(strings))
-        # Counting characters is faster than counting bytes, and gives the same numbers if all strings are ASCII.
-        if sizes.sum() != len(utf8):
-            sizes = np.fromiter((len(string.encode()) for string in strings), np.int64, len(strings))
-        return StringColumn(utf8, np.concatenate([np.zeros(1, np.int64), sizes.cumsum()]))
+        # The number of characters is faster to get than the number of bytes. The two are equal if a string is ASCII.
+        num_bytes = np.fromiter(map(len, strings), np.int64, len(strings))
+        is_all_ascii = num_bytes.sum() == len(utf8)
+        if not is_all_ascii:
+            num_bytes = np.fromiter((len(string.encode()) for string in strings), np.int64, len(strings))
+        offsets = np.concatenate([np.zeros(1, np.int64), num_bytes.cumsum()])
+        return StringColumn(utf8, offsets)
 
     def __len__(self) -> int:
         """Return the number of strings."""
@@ -44,11 +46,11 @@ class StringColumn:
 
 
 class BoundedIdSet:
-    """A set of the record ids that were added last, in the order in which they were added.
+    """A set of at most `max_ids` record ids, which drops the id that was added first when it is full.
 
     Args:
-        max_ids: Largest number of ids in the set. When an id is added to a full set, the oldest one is removed.
-        ids: Distinct ids with which the set begins, the oldest first. If there are too many, the oldest are dropped.
+        max_ids: Largest number of ids in the set. If it is 0, the set stays empty.
+        ids: The initial ids, all different, the oldest first. If there are more than `max_ids`, the oldest are dropped.
     """
 
     def __init__(self, max_ids: int, ids: Iterable[str] = ()) -> None:
@@ -78,5 +80,5 @@ class BoundedIdSet:
         return iter(self._ids_in_order)
 
     def to_column(self) -> StringColumn:
-        """Return an immutable copy of the ids for a snapshot, the oldest first."""
+        """Return the ids, the oldest first, as an immutable column that a snapshot of the state can store."""
         return StringColumn.from_strings(self._ids_in_order)

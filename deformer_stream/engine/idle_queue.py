@@ -31,15 +31,18 @@ needed."""
 
 
 class _Chunk:
-    """A part of the queue: E entries in ascending order of time. An entry is a record and a time.
+    """A part of the queue: E entries in ascending order of time.
+
+    An entry states when an event of a record was accepted. It is outdated when the record has a later event or is
+    closed.
 
     Attributes:
-        record_indices: (E,) rows of the records in the record table.
-        open_orders: (E,) numbers that are larger the later a record was opened. Each record has its own.
-        times: (E,) when an event of each record was accepted, microseconds since 1970. It was the record's last event
-            when the entry was made.
+        record_indices: (E,) rows of the records in the record table. The row of a closed record is used again.
+        open_orders: (E,) for each record a unique number, which is larger the later the record was opened. It shows
+            whether the row still belongs to the record of the entry.
+        times: (E,) when the event of each entry was accepted, microseconds since 1970.
         is_ordered: Whether entries with equal times are also ordered by partition and then by when the records were
-            opened. If not, `IdleQueue._ordered` sorts them when they are needed.
+            opened. If not, `IdleQueue._sort_and_deduplicate` sorts them when they are needed.
     """
 
     def __init__(self, record_indices: NDArray[np.int32], open_orders: Ints, times: Ints, is_ordered: bool) -> None:
@@ -50,7 +53,7 @@ class _Chunk:
         return len(self.record_indices)
 
     def split(self, num_first: int) -> tuple[_Chunk, _Chunk]:
-        """Return two chunks: the first `num_first` entries, and the entries after them."""
+        """Divide the chunk after its first `num_first` entries, and return both parts."""
         return self.take(slice(None, num_first)), self.take(slice(num_first, None))
 
     def filter(self, is_kept: Bools) -> _Chunk:
@@ -58,11 +61,12 @@ class _Chunk:
         return self if is_kept.all() else self.take(is_kept)
 
     def take(self, entries: Bools | Ints | slice, is_ordered: bool | None = None) -> _Chunk:
-        """Return a chunk of some entries.
+        """Return a chunk of some of the E entries.
 
         Args:
             entries: A slice, a mask (E,), or indices of entries in the order of the new chunk.
-            is_ordered: Whether the new chunk is ordered; by default as this chunk is.
+            is_ordered: Whether entries of the new chunk with equal times are ordered by partition and then by when the
+                records were opened. By default the same as for this chunk.
         """
         is_ordered = self.is_ordered if is_ordered is None else is_ordered
         return _Chunk(self.record_indices[entries], self.open_orders[entries], self.times[entries], is_ordered)
@@ -71,20 +75,21 @@ class _Chunk:
 class IdleQueue:
     """The open records of a table, ordered by the time of their last accepted event.
 
-    Records with the same time are ordered by partition and then by when they were opened. The order therefore does not
-    depend on their rows in the record table, and is the same after a restart.
+    It is used to close the records that have been idle for longest. Records with the same time are ordered by partition
+    and then by when they were opened. The order therefore does not depend on their rows in the record table, and is the
+    same after a restart.
 
-    A selection can exclude partitions that are being restored. Their history is still being read, so their records must
-    not be closed. Entries of excluded partitions move to separate queues, and return to this queue in the first
+    Partitions can be excluded from a selection while their history is still being read, because their records must not
+    be closed then. Entries of excluded partitions move to separate queues. They return to this queue in the first
     selection that does not exclude their partition.
 
     Args:
-        is_current: A function of record indices (E,) and times (E,). It returns (E,) whether the record in each row is
-            open and its last event was accepted at that time. Entries for which it returns false are dropped as
-            outdated, and so are entries of records whose row another record has now.
-        partitions_of: A function of record indices (E,). It returns (E,) the partition of each record.
-        open_order_of: A function of record indices (E,). It returns (E,) numbers that are larger the later a record was
-            opened.
+        is_current: A function of rows of the record table, (E,), and times, (E,). It returns (E,) whether the record in
+            each row is open and its last event was accepted at that time. If not, the entry is outdated. The function
+            can also require other things of a record, so that the queue holds only some of the open records.
+        partitions_of: A function of rows, (E,). It returns (E,) the partition number of the record in each row.
+        open_order_of: A function of rows, (E,). It returns (E,) for the record in each row a unique number, which is
+            larger the later the record was opened.
     """
 
     def __init__(
@@ -98,29 +103,32 @@ class IdleQueue:
         # equal times are never compared with each other, which `_Chunk` does not support.
         self._chunks: list[tuple[int, int, _Chunk]] = []
         self._chunk_number = count()
-        self._excluded: dict[int, IdleQueue] = {}  # by partition
+        self._excluded_queues: dict[int, IdleQueue] = {}  # by partition
         self._num_entries = 0
-        self._compact_at = MIN_ENTRIES_TO_COMPACT
+        # If there are more entries, `push` removes all outdated ones.
+        self._max_entries = MIN_ENTRIES_TO_COMPACT
 
     def push(self, record_indices: Ints, times: int | Ints) -> None:
-        """Add an entry for each of E records, which makes earlier entries of the records outdated.
+        """Move E records to their new places in the queue, because an event of each has been accepted.
+
+        An entry is added for each record. Earlier entries of the same record become outdated and are dropped later.
 
         Args:
             record_indices: (E,) rows of the records in the record table.
-            times: When the last event of each record was accepted, microseconds since 1970. One time for all records
-                (those of one poll), or (E,) times that need not be sorted (such as those of a snapshot).
+            times: When the event of each record was accepted, microseconds since 1970. Either one time for all records,
+                or (E,) times in any order.
         """
         if isinstance(times, int):
-            # A single number with stride 0 stands for all entries: no memory, and faster than `np.broadcast_to`.
+            # An array of E equal elements (stride 0), which occupies the memory of one. `np.broadcast_to` is slower.
             times = np.ndarray(len(record_indices), np.int64, np.array([times]), strides=(0,))
         else:
             order = times.argsort(kind="stable")
             record_indices, times = record_indices[order], times[order]
         # Records with equal times are not sorted here. Most entries become outdated before they are needed, so only the
-        # selected ones are sorted, by `_ordered`.
+        # selected ones are sorted, by `_sort_and_deduplicate`.
         open_orders = self._open_order_of(record_indices)
         self._push_chunk(_Chunk(record_indices.astype(np.int32), open_orders, times, is_ordered=False))
-        if self._num_entries > self._compact_at:
+        if self._num_entries > self._max_entries:
             self._compact()
 
     def select_until(self, time: int, excluded_partitions: Collection[int] = ()) -> Ints:
@@ -137,13 +145,14 @@ class IdleQueue:
         """
         self._include_all_but(excluded_partitions)
         selected_chunks = []
+        # A chunk is sorted by time, so only chunks whose first entry is early enough contain records to select.
         while self._chunks and self._chunks[0][0] <= time:
             chunk = self._pop_chunk()
             selected, later = chunk.split(int(chunk.times.searchsorted(time, "right")))
             self._push_chunk(later)
             selected_chunks.append(self._exclude(self._drop_outdated(selected), excluded_partitions))
-        selected = self._ordered(_concatenate(selected_chunks))
-        self._push_chunk(selected)
+        selected = self._sort_and_deduplicate(_concatenate(selected_chunks))
+        self._push_chunk(selected)  # selected records stay in the queue
         return selected.record_indices.astype(np.int64)
 
     def select_first(self, num_records: int, excluded_partitions: Collection[int] = ()) -> Ints:
@@ -161,46 +170,50 @@ class IdleQueue:
         self._include_all_but(excluded_partitions)
         candidates: list[_Chunk] = []
         remainders: list[_Chunk] = []
-        # Chunks are examined by the time of their first entry. When there are enough candidates, `latest_time` is the
-        # time of the last one that is selected. A chunk that begins later cannot contain an earlier record.
+        # The heap returns the chunk with the earliest first entry. As soon as there are enough candidates,
+        # `latest_time` is the time of the last one that would be selected. A chunk that begins later cannot contain an
+        # earlier record, so the search ends there.
         num_candidates, latest_time = 0, None
         while num_records > 0 and self._chunks and (latest_time is None or self._chunks[0][0] <= latest_time):
             chunk = self._pop_chunk()
             if not chunk.is_ordered:
-                chunk = self._ordered(self._drop_outdated(chunk))
+                chunk = self._sort_and_deduplicate(self._drop_outdated(chunk))
             first_current, remainder = self._take_first(chunk, num_records, excluded_partitions)
             candidates.append(first_current)
             remainders.append(remainder)
             num_candidates += len(first_current)
             if num_candidates >= num_records:
-                candidates = [self._ordered(_concatenate(candidates))]
+                candidates = [self._sort_and_deduplicate(_concatenate(candidates))]
                 num_candidates = len(candidates[0])  # smaller than before if a record had entries in two chunks
             if num_candidates >= num_records:
                 latest_time = int(candidates[0].times[num_records - 1])
-        selected, surplus = self._ordered(_concatenate(candidates)).split(num_records)
+        selected, surplus = self._sort_and_deduplicate(_concatenate(candidates)).split(num_records)
+        # All entries that were removed stay in the queue, except outdated ones.
         for chunk in (selected, surplus, *remainders):
             self._push_chunk(chunk)
         return selected.record_indices.astype(np.int64)
 
     def earliest_time(self, selected: Ints) -> int | None:
-        """Return when the last event of the longest idle record outside `selected` was accepted.
+        """Return when the last event of the longest idle record was accepted, apart from the records in `selected`.
 
-        The caller uses it to compute when the next record times out. Records of excluded partitions count, too.
+        The caller uses it to compute when the next record times out. Records of partitions that were excluded from a
+        selection count, too.
 
         Args:
-            selected: Rows of the record table, the result of `select_until`.
+            selected: Rows of the records that do not count, because they are closed now: a result of `select_until`.
 
         Returns:
             Microseconds since 1970; None if there is no other record.
         """
-        queues = [self, *self._excluded.values()]
-        times = [time for queue in queues if (time := queue._first_time_besides(selected)) is not None]
+        queues = [self, *self._excluded_queues.values()]
+        times = [time for queue in queues if (time := queue._earliest_time_without(selected)) is not None]
         return min(times, default=None)
 
-    def _first_time_besides(self, selected: Ints) -> int | None:
+    def _earliest_time_without(self, selected: Ints) -> int | None:
         """Return the earliest time of a current entry whose record is not in `selected`; None if there is none.
 
-        Only this queue is searched, not the separate queues of excluded partitions.
+        An entry is current if its record is open and has no later event. Only this queue is searched, not the separate
+        queues of excluded partitions.
 
         Args:
             selected: Rows of the record table.
@@ -208,22 +221,23 @@ class IdleQueue:
         examined: list[_Chunk] = []
         earliest: int | None = None
         # The first entries of a chunk may be outdated. Its first current entry may therefore be later than one of the
-        # next chunk, so the search ends only at a chunk that begins after the earliest time so far.
+        # next chunk. The search ends at a chunk that does not begin before the earliest time so far.
         while self._chunks and (earliest is None or self._chunks[0][0] < earliest):
             remainder, time = self._pop_chunk(), None
+            # The chunk is examined slice by slice, because one of its first entries is usually current.
             while len(remainder) and time is None:
                 head, remainder = remainder.split(SLICE_SIZE)
                 head = self._drop_outdated(head)
                 examined.append(head)
-                is_other = ~np.isin(head.record_indices, selected)
-                if is_other.any():
-                    first_other = is_other.argmax()
-                    time = int(head.times[first_other])
+                is_unselected = ~np.isin(head.record_indices, selected)
+                if is_unselected.any():
+                    first_unselected = is_unselected.argmax()
+                    time = int(head.times[first_unselected])
             examined.append(remainder)
             if time is not None and (earliest is None or time < earliest):
                 earliest = time
         for chunk in examined:
-            self._push_chunk(chunk)
+            self._push_chunk(chunk)  # without the outdated entries that were found
         return earliest
 
     def _take_first(
@@ -231,59 +245,71 @@ class IdleQueue:
     ) -> tuple[_Chunk, _Chunk]:
         """Return the first current entries of a chunk, without examining more of the chunk than necessary.
 
-        An entry is current if its record is open and has no later event.
+        An entry is current if its record is open and has no later event. Other entries are dropped.
 
         Args:
-            chunk: An ordered chunk.
+            chunk: A chunk in which entries with equal times are ordered, too (`_Chunk.is_ordered`).
             num_records: At least this number of entries is returned, if the chunk has them.
             excluded_partitions: Partitions whose entries are moved to their separate queues and not returned.
 
         Returns:
-            The first current entries, and the entries that were not examined.
+            The first current entries; and the rest of the chunk, which was not examined.
         """
-        examined, num_current = [], 0
-        while len(chunk) and num_current < num_records:
-            head, chunk = chunk.split(max(SLICE_SIZE, num_records))
+        current_chunks, num_current, remainder = [], 0, chunk
+        while len(remainder) and num_current < num_records:
+            head, remainder = remainder.split(max(SLICE_SIZE, num_records))
             current = self._exclude(self._drop_outdated(head), excluded_partitions)
-            examined.append(current)
+            current_chunks.append(current)
             num_current += len(current)
-        return _concatenate(examined), chunk
+        return _concatenate(current_chunks), remainder
 
     def _push_chunk(self, chunk: _Chunk) -> None:
-        """Add a chunk to the heap, unless it is empty."""
+        """Add a chunk (entries of the queue in ascending order of time) to the heap, unless it is empty."""
         if len(chunk):
             heapq.heappush(self._chunks, (int(chunk.times[0]), next(self._chunk_number), chunk))
             self._num_entries += len(chunk)
 
     def _pop_chunk(self) -> _Chunk:
-        """Remove and return the chunk whose first entry has the earliest time."""
+        """Remove from the heap, and return, the chunk whose first entry has the earliest time."""
         chunk = heapq.heappop(self._chunks)[2]
         self._num_entries -= len(chunk)
         return chunk
 
     def _drop_outdated(self, chunk: _Chunk) -> _Chunk:
-        """Return the entries whose records are open and have no later event."""
+        """Return a chunk without the outdated entries: those of records that are closed or have a later event."""
         indices = chunk.record_indices.astype(np.int64)
         is_same_record = self._open_order_of(indices) == chunk.open_orders
         return chunk.filter(is_same_record & self._is_current(indices, chunk.times))
 
     def _exclude(self, chunk: _Chunk, partitions: Collection[int]) -> _Chunk:
-        """Move the entries of some partitions to the separate queues of these partitions, and return the others."""
+        """Return the entries of a chunk without those of some partitions, whose records must not be selected now.
+
+        The entries of these partitions move to a separate queue for each partition.
+
+        Args:
+            chunk: Entries of the queue.
+            partitions: Numbers of the partitions to exclude.
+        """
         if not partitions or not len(chunk):
             return chunk
         partition_ids = self._partitions_of(chunk.record_indices.astype(np.int64))
         for partition in partitions:
             is_excluded = partition_ids == partition
             if is_excluded.any():
-                if partition not in self._excluded:
-                    self._excluded[partition] = IdleQueue(self._is_current, self._partitions_of, self._open_order_of)
-                self._excluded[partition]._push_chunk(chunk.filter(is_excluded))
+                if partition not in self._excluded_queues:
+                    separate_queue = IdleQueue(self._is_current, self._partitions_of, self._open_order_of)
+                    self._excluded_queues[partition] = separate_queue
+                self._excluded_queues[partition]._push_chunk(chunk.filter(is_excluded))
         return chunk.filter(~np.isin(partition_ids, list(partitions)))
 
     def _include_all_but(self, excluded_partitions: Collection[int]) -> None:
-        """Move the entries of partitions that are no longer excluded from their separate queues back to this queue."""
-        for partition in self._excluded.keys() - set(excluded_partitions):
-            for chunk in self._excluded.pop(partition).pop_chunks():
+        """Move the entries of partitions that are no longer excluded from their separate queues back to this queue.
+
+        Args:
+            excluded_partitions: Partitions that stay excluded: their records must not be selected.
+        """
+        for partition in self._excluded_queues.keys() - set(excluded_partitions):
+            for chunk in self._excluded_queues.pop(partition).pop_chunks():
                 self._push_chunk(chunk)
 
     def pop_chunks(self) -> Iterator[_Chunk]:
@@ -291,32 +317,40 @@ class IdleQueue:
         while self._chunks:
             yield self._pop_chunk()
 
-    def _ordered(self, chunk: _Chunk) -> _Chunk:
-        """Return current entries sorted by time, then by partition, then by when their records were opened.
+    def _sort_and_deduplicate(self, chunk: _Chunk) -> _Chunk:
+        """Return one entry of each record, sorted by time, then by partition, then by when the record was opened.
 
-        A record has two current entries if its events were accepted in two polls of the same microsecond. The entries
-        are equal and become neighbours, and only the first of them is returned.
+        A record can have two entries with the same time, if two calls of `push` had the same time. The second entry is
+        dropped.
+
+        Args:
+            chunk: Entries in any order, without outdated ones (of closed records, or of records with a later event).
+                All entries of a record therefore have the same time.
         """
         indices = chunk.record_indices.astype(np.int64)
         # The last key of `lexsort` is the primary one.
         order = np.lexsort((chunk.open_orders, self._partitions_of(indices), chunk.times))
+        # Entries of the same record have equal keys, so they are neighbours now.
         sorted_indices = indices[order]
         is_first_of_record = np.ones(len(order), np.bool_)
         np.not_equal(sorted_indices[1:], sorted_indices[:-1], out=is_first_of_record[1:])
         return chunk.take(order[is_first_of_record], is_ordered=True)
 
     def _compact(self) -> None:
-        """Remove all outdated entries, so that the queue's memory is bounded even if nothing is ever selected."""
+        """Remove all outdated entries, so that the queue's memory is bounded even if nothing is ever selected.
+
+        An entry is outdated if its record has a later event or is closed.
+        """
         chunk = _concatenate([self._drop_outdated(chunk) for chunk in self.pop_chunks()])
         chunk = chunk.take(chunk.times.argsort(kind="stable"), is_ordered=False)
         self._push_chunk(chunk)
-        self._compact_at = max(MIN_ENTRIES_TO_COMPACT, GROWTH_TO_COMPACT * len(chunk))
+        self._max_entries = max(MIN_ENTRIES_TO_COMPACT, GROWTH_TO_COMPACT * len(chunk))
 
 
 def _concatenate(chunks: list[_Chunk]) -> _Chunk:
-    """Return one chunk with the entries of several chunks, one chunk after the other.
+    """Return a chunk with the entries of several chunks, one chunk after the other.
 
-    The entries are in general no longer sorted by time; the caller sorts them.
+    The entries of more than one chunk are in general not sorted by time; the caller must sort them.
     """
     if not chunks:
         return _Chunk(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64), is_ordered=True)

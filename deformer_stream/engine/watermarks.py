@@ -16,11 +16,12 @@ class Watermarks:
     watermark of the device reaches the deadline of the window. Times are microseconds since 1970.
 
     Args:
-        max_devices: Largest number of devices whose watermark is kept. If there are more, the device whose last event
-            was processed the longest time ago is dropped.
+        max_devices: Largest number of devices whose watermark is kept. If there are more, the watermark of the device
+            that has sent no event for the longest time is dropped. Its open windows stay registered.
 
     Attributes:
-        watermark_by_device: The watermark of each device. The device whose event was processed last is the last one.
+        watermark_by_device: The watermark of each device, ordered by when the last event of the device was processed,
+            the latest at the end.
     """
 
     def __init__(self, max_devices: int) -> None:
@@ -34,53 +35,63 @@ class Watermarks:
         return len(self._device_by_record)
 
     def advance(self, device: str, time: int) -> tuple[int, list[str]]:
-        """Advance the watermark of a device to the time of an event, unless the watermark is later already.
+        """Advance the watermark (latest event time) of a device with a new event, and return the windows that end.
+
+        A window is a record that collects the readings of one device within an interval of event time. The watermark
+        stays as it is if the event is earlier.
 
         Args:
             device: The device that sent the event.
-            time: Time of the event.
+            time: Event time of the event, microseconds since 1970.
 
         Returns:
-            The new watermark, and the record ids of the device's open windows whose deadline it has reached. The ids
-            are ordered by deadline and then alphabetically. The windows stay registered until `close_window`.
+            The watermark of the device after the event; and the record ids of its open windows whose deadline is at or
+            before the watermark, ordered by deadline and then by id. They are returned by each call until
+            `close_window` removes them.
         """
         watermark = self.watermark_by_device.get(device)
         if watermark is None and len(self.watermark_by_device) >= self.max_devices:
-            self.watermark_by_device.popitem(last=False)
+            self.watermark_by_device.popitem(last=False)  # the device that has sent no event for the longest time
         watermark = time if watermark is None else max(watermark, time)
         self.watermark_by_device[device] = watermark
         self.watermark_by_device.move_to_end(device)
-        deadlines = self._deadlines_by_device.get(device, {})
-        ended = [(deadline, record_id) for record_id, deadline in deadlines.items() if deadline <= watermark]
+        deadline_by_record = self._deadlines_by_device.get(device, {})
+        ended = [(deadline, record_id) for record_id, deadline in deadline_by_record.items() if deadline <= watermark]
         return watermark, [record_id for _, record_id in sorted(ended)]
 
     def open_window(self, device: str, record_id: str, deadline: int) -> None:
-        """Register a window (a record with the readings of one device within an interval of time) as open.
+        """Register a window (a record of the readings of one device within an interval of event time) as open.
 
-        A window that is registered already keeps its deadline.
+        Nothing changes if the window is registered already.
 
         Args:
             device: The device.
             record_id: Id of the window's record.
-            deadline: Event time at which the window closes, microseconds since 1970.
+            deadline: When the window ends: as soon as the device sends an event with this event time or a later one.
+                Microseconds since 1970.
         """
         if record_id not in self._device_by_record:
             self._device_by_record[record_id] = device
             self._deadlines_by_device.setdefault(device, {})[record_id] = deadline
 
     def open_windows(self) -> list[tuple[str, str, int]]:
-        """Return record id, device and deadline of each open window, in the order in which they were opened."""
+        """Return the record id, the device and the deadline of each open window, in order of opening.
+
+        The deadline is the event time, in microseconds since 1970, at which the window ends.
+        """
         return [
             (record_id, device, self._deadlines_by_device[device][record_id])
             for record_id, device in self._device_by_record.items()
         ]
 
     def restore(self, watermarks: Iterable[tuple[str, int]]) -> None:
-        """Replace all watermarks by those of a snapshot.
+        """Replace all watermarks (latest event times of devices) by those of a snapshot of the previous run's state.
+
+        Open windows are not changed.
 
         Args:
-            watermarks: Pairs of a device and its watermark in microseconds since 1970. The device whose event was
-                processed last is the last one. If there are more than `max_devices`, the first ones are dropped.
+            watermarks: Pairs of a device and its watermark in microseconds since 1970, ordered by when the last event
+                of the device was processed. If there are more than `max_devices`, the first ones are dropped.
         """
         self.watermark_by_device = OrderedDict(watermarks)
         while len(self.watermark_by_device) > self.max_devices:
@@ -89,12 +100,12 @@ class Watermarks:
     def close_window(self, record_id: str) -> None:
         """Remove the window of a closed record, so that `advance` no longer returns it.
 
-        A record that is not an open window is ignored.
+        Nothing happens if the record is not an open window.
         """
         device = self._device_by_record.pop(record_id, None)
         if device is None:
             return
-        deadlines = self._deadlines_by_device[device]
-        del deadlines[record_id]
-        if not deadlines:
+        deadline_by_record = self._deadlines_by_device[device]
+        del deadline_by_record[record_id]
+        if not deadline_by_record:  # so that devices without open windows occupy no memory
             del self._deadlines_by_device[device]
