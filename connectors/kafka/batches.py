@@ -30,13 +30,14 @@ class OutgoingMessage(NamedTuple):
     """A message to be sent.
 
     Attributes:
-        source_partition: Partition of the events topic that caused the message. If it moves to another process before
-            the message is committed, the message is dropped.
+        source_partition: Number of the consumed partition whose events caused the message. If that partition moves to
+            another process before the message is committed, the message is dropped.
         topic: The topic to send to.
         key: The key, or None.
         value: The value, or None for a tombstone.
         headers: Pairs of name and value.
-        partition: Partition of `topic`, or None to choose it by the key with murmur2, as all Kafka clients do.
+        partition: Number of the partition of `topic` to send to. None chooses it by a murmur2 hash of the key, as
+            Kafka clients do by default.
     """
 
     source_partition: int
@@ -48,17 +49,18 @@ class OutgoingMessage(NamedTuple):
 
 
 def estimate_size(message: OutgoingMessage) -> int:
-    """Return an upper bound, by the client's own estimate, of the bytes that the message takes in the topic's log."""
+    """Return an upper bound of the bytes that the message takes in the topic's log, as kafka-python estimates it."""
     return int(DefaultRecordBatchBuilder.estimate_size_in_bytes(message.key, message.value, message.headers))
 
 
 class Batch(NamedTuple):
-    """Encoded records of one partition.
+    """An encoded record batch, which holds messages for one partition.
 
     Attributes:
-        topic_partition: The partition they go to.
+        topic_partition: The topic and partition to send the batch to.
         records: The encoded record batch.
-        message_indexes: The index of each record among the messages of the commit.
+        message_indexes: For each record of the batch, in order, the index of its message in the list of messages that
+            was given to `BatchBuilder.build`.
     """
 
     topic_partition: TopicPartition
@@ -69,13 +71,13 @@ class Batch(NamedTuple):
 class BatchBuilder:
     """Encodes messages of one producer into record batches with consecutive sequence numbers per partition.
 
-    A broker recognises repeated batches by the sequence numbers. Batches are compressed with lz4 if that package is
-    installed.
+    A broker recognises a batch that is sent twice by its sequence numbers. Batches are compressed with lz4 if that
+    package is installed.
 
     Args:
         producer: The producer id that the broker has assigned.
         epoch: The producer epoch that the broker has assigned.
-        limits: Largest batch in bytes, by topic.
+        limits: For each topic, the size in bytes of the largest batch that it accepts.
     """
 
     def __init__(self, producer: int, epoch: int, limits: Mapping[str, int]) -> None:
@@ -89,8 +91,8 @@ class BatchBuilder:
         """Return batches that hold all messages; messages of one partition keep their order.
 
         Args:
-            messages: The messages.
-            choose_partition: Returns the partition of a message.
+            messages: The messages to encode.
+            choose_partition: A function that returns the topic and partition to which a message goes.
         """
         indexes_by_partition: dict[TopicPartition, list[int]] = defaultdict(list)
         for i, message in enumerate(messages):
@@ -103,14 +105,14 @@ class BatchBuilder:
     def _build_for_partition(
         self, tp: TopicPartition, messages: Sequence[OutgoingMessage], indexes: Sequence[int]
     ) -> Iterator[Batch]:
-        """Yield the batches of one partition.
+        """Yield the batches of one partition, each as large as the limits allow.
 
         Args:
-            tp: The partition.
-            messages: All messages of the commit.
-            indexes: Indexes of the messages that go to this partition.
+            tp: The topic and partition that the batches go to.
+            messages: All messages, also those of other partitions.
+            indexes: Indexes in `messages` of the messages that go to this partition, in order.
         """
-        first = 0
+        first = 0  # position in `indexes` of the first message of the next batch
         while first < len(indexes):
             builder = MemoryRecordsBuilder(
                 MAGIC,
@@ -124,62 +126,62 @@ class BatchBuilder:
             end = first
             while end < len(indexes):
                 message = messages[indexes[end]]
+                # The timestamp None stands for the present time. The first message always fits, whatever its size.
                 is_full = builder.append(None, message.key, message.value, message.headers) is None
                 if is_full:
                     break
                 end += 1
             builder.close()
             yield Batch(tp, builder.buffer(), list(indexes[first:end]))
-            self._next_sequence[tp] = (self._next_sequence[tp] + end - first) % NUM_SEQUENCES
+            num_records = end - first
+            self._next_sequence[tp] = (self._next_sequence[tp] + num_records) % NUM_SEQUENCES
             first = end
 
 
 def plan_requests(batches: Sequence[Batch], get_leader: Callable[[TopicPartition], int]) -> list[dict[int, list[int]]]:
-    """Return which batches are sent together, as a list of rounds.
+    """Divide batches among produce requests that are sent in rounds: in each round at most one request per broker.
 
-    The protocol allows one batch per partition in a request, and a request is at most `REQUEST_BYTES` long. Batches of
-    one partition keep their order.
+    The protocol allows one batch per partition in a request, so a partition's second batch goes into a later round than
+    its first. A request with several batches holds at most `REQUEST_BYTES` bytes of them.
 
     Args:
-        batches: The batches.
-        get_leader: Returns the id of the broker that leads a partition.
+        batches: The batches; those of one partition are sent in this order.
+        get_leader: A function that returns the id of the broker that leads a partition.
 
     Returns:
-        For each round, the indexes of batches by broker.
+        For each round, a mapping from the broker's id to the indexes in `batches` that its request contains.
     """
     rounds: list[dict[int, list[int]]] = []
-    bytes_by_round: list[dict[int, int]] = []
-    next_round: dict[TopicPartition, int] = defaultdict(int)
-    for i, batch in enumerate(batches):
-        leader, size, round_index = (
-            get_leader(batch.topic_partition),
-            len(batch.records),
-            next_round[batch.topic_partition],
-        )
+    request_bytes: list[dict[int, int]] = []  # for each round, the size of the request by broker
+    earliest_round: dict[TopicPartition, int] = defaultdict(int)  # the first round without a batch of the partition
+    for batch_index, batch in enumerate(batches):
+        leader, size = get_leader(batch.topic_partition), len(batch.records)
+        round_index = earliest_round[batch.topic_partition]
+        # Skip rounds whose request to this broker would become too large.
         while (
             round_index < len(rounds)
             and leader in rounds[round_index]
-            and bytes_by_round[round_index][leader] + size > REQUEST_BYTES
+            and request_bytes[round_index][leader] + size > REQUEST_BYTES
         ):
             round_index += 1
         if round_index == len(rounds):
             rounds.append(defaultdict(list))
-            bytes_by_round.append(defaultdict(int))
-        rounds[round_index][leader].append(i)
-        bytes_by_round[round_index][leader] += size
-        next_round[batch.topic_partition] = round_index + 1
+            request_bytes.append(defaultdict(int))
+        rounds[round_index][leader].append(batch_index)
+        request_bytes[round_index][leader] += size
+        earliest_round[batch.topic_partition] = round_index + 1
     return rounds
 
 
 def list_offsets(batches: Sequence[Batch], base_offsets: Sequence[int]) -> list[int]:
-    """Return the offset of each message, in the order of the messages.
+    """Return the offset that each message got in its partition, in the order given to `BatchBuilder.build`.
 
     Args:
-        batches: The batches that hold the messages.
-        base_offsets: The offset of the first record of each batch.
+        batches: All batches that `BatchBuilder.build` made of the messages.
+        base_offsets: For each batch, the offset that the broker assigned to its first record.
     """
     offset_by_message: dict[int, int] = {}
     for batch, base_offset in zip(batches, base_offsets, strict=True):
-        for i, message_index in enumerate(batch.message_indexes):
-            offset_by_message[message_index] = base_offset + i
+        for record_index, message_index in enumerate(batch.message_indexes):
+            offset_by_message[message_index] = base_offset + record_index
     return [offset_by_message[i] for i in range(len(offset_by_message))]

@@ -38,7 +38,7 @@ MESSAGE_OVERHEAD = 100
 
 _SNAPPY_MAGIC = b"\x82SNAPPY\0"
 _SNAPPY_HEADER_BYTES = 16
-_INFLATE = {
+_DECOMPRESS_BY_CODEC = {
     DefaultRecordBatch.CODEC_GZIP: cramjam.gzip.decompress_into,
     DefaultRecordBatch.CODEC_LZ4: cramjam.lz4.decompress_into,
     DefaultRecordBatch.CODEC_ZSTD: cramjam.zstd.decompress_into,
@@ -47,12 +47,14 @@ _INFLATE = {
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """Limits on what a consumer accepts, in bytes.
+    """Limits on the sizes of what a consumer accepts, so that its memory stays bounded.
 
     Attributes:
-        batch_bytes: Size of a batch after decompression.
-        message_bytes: Size of a message with its key and headers.
-        poll_bytes: Size of everything that one poll returns, give or take one message.
+        batch_bytes: Largest size of a batch after decompression, in bytes. A larger one is replaced by one unreadable
+            message.
+        message_bytes: Largest size of a message with its key and headers, in bytes. A larger one is replaced by an
+            unreadable message.
+        poll_bytes: Bytes of messages after which a poll returns. It may exceed them by one message.
     """
 
     batch_bytes: int = 64 * 2**20
@@ -60,81 +62,107 @@ class FetchLimits:
     poll_bytes: int = 2 * 2**20
 
     @staticmethod
-    def for_messages_of(message: int) -> FetchLimits:
-        """Return limits for messages of at most `message` bytes, with their keys and headers."""
+    def for_messages_of(max_message_bytes: int) -> FetchLimits:
+        """Return limits that admit messages of `max_message_bytes` bytes and their overhead.
+
+        Each limit is at least its default value.
+        """
         default = FetchLimits()
+        needed_bytes = 2 * max_message_bytes  # twice the size, because keys, headers and the batch need bytes too
         return FetchLimits(
-            max(default.batch_bytes, 2 * message),
-            max(default.message_bytes, 2 * message),
-            max(default.poll_bytes, 2 * message),
+            max(default.batch_bytes, needed_bytes),
+            max(default.message_bytes, needed_bytes),
+            max(default.poll_bytes, needed_bytes),
         )
 
 
 def limit_fetches(consumer: KafkaConsumer, limits: FetchLimits | None = None) -> None:
-    """Make a consumer fetch with bounded memory and return `MessageColumns` from `poll`."""
+    """Make a consumer fetch with bounded memory, and make its `poll` return `MessageColumns`.
+
+    `MessageColumns` holds many messages as columns. So `poll` returns a list of them for each partition, in place of a
+    list of record objects.
+
+    Args:
+        consumer: A consumer of kafka-python that has not polled yet.
+        limits: The largest sizes of batches, messages and polls, or None for the defaults.
+    """
     fetcher = consumer._fetcher
     fetcher.__class__ = _Fetcher
     fetcher.limits = limits or FetchLimits()
-    fetcher.prefetched = None
-    # The operating system allocates the memory only when it is written.
-    fetcher.memory = np.empty(fetcher.limits.batch_bytes, np.uint8).data
+    fetcher.prefetch_future = None
+    # The operating system provides a page of this memory only when the page is first written.
+    fetcher.decompression_buffer = np.empty(fetcher.limits.batch_bytes, np.uint8).data
 
 
 class _TooLarge(Exception):  # noqa: N818  (control flow)
-    """The batch exceeds the limit when it is decompressed."""
+    """The batch, decompressed, is larger than `FetchLimits.batch_bytes`."""
 
 
 class _Fetcher(Fetcher):  # type: ignore[misc]  # the client ships no types
-    """The client's fetcher, with bounded memory.
+    """kafka-python's fetcher, changed so that the memory for fetched messages is bounded.
 
     Attributes:
-        limits: The limits.
-        memory: Buffer for decompressed batches.
-        bytes_left: Bytes that the current poll may still return.
-        prefetched: A future that is done when the request of `prefetch` was sent, or None.
+        limits: The largest sizes of batches, messages and polls.
+        decompression_buffer: A buffer of `limits.batch_bytes` bytes, into which batches are decompressed one by one.
+        bytes_left: Bytes of messages that the current poll may still return.
+        prefetch_future: A future that is done when the request that `prefetch` made was sent. None if there is no such
+            request, or its messages were fetched.
     """
 
     limits: FetchLimits
-    memory: memoryview
+    decompression_buffer: memoryview
     bytes_left: int
-    prefetched: Future | None
+    prefetch_future: Future | None
 
     def prefetch(self) -> None:
-        """Request the available messages without waiting for them."""
-        self.prefetched = self._net.call_soon_with_future(self._send_fetches_async)
+        """Request the messages that are available, without waiting for them; the next poll returns them."""
+        self.prefetch_future = self._net.call_soon_with_future(self._send_fetches_async)
 
     def fetch_records(self, max_records: int, update_offsets: bool = True, timeout_ms: float | None = None) -> Any:
-        """Return fetched records, requesting more only when that is useful.
+        """Return messages that were fetched, or request messages and wait for them. It overrides kafka-python's method.
 
-        The client requests more whenever it returns the last of its messages. The response then holds only messages
-        that existed at that moment, and later ones wait for one more poll. Here only a poll that leaves messages behind
-        requests ahead; other polls request when they begin, or earlier through `prefetch`.
-        """
-        prefetched, self.prefetched = self.prefetched, None
-        if prefetched is not None:
-            self._net.run(self._manager.wait_for, prefetched, None)
-        records, partial = self.fetched_records(max_records, update_offsets=update_offsets)
-        if records:
-            if self._next_partition_records and not partial:
-                self.send_fetches()
-            return records, False
-        has_waited = self._net.run(self._wait_for_first_response, timeout_ms)
-        return self.fetched_records(max_records, update_offsets=update_offsets)[0], not has_waited
-
-    async def _wait_for_first_response(self, timeout_ms: float | None) -> bool:
-        """Request messages and wait for the first response of any broker.
-
-        Both happen in one call, because each call into the client's thread costs as much as a response of the broker.
+        kafka-python sends the next request as soon as it has returned its last message. The response then holds only
+        messages that exist at that moment, and later ones must wait for another poll. Here a request is sent when a
+        poll finds no messages, or earlier by `prefetch`. Only a poll that leaves messages behind sends one in advance.
 
         Args:
-            timeout_ms: Maximum time to wait in milliseconds.
+            max_records: Maximum number of messages to return.
+            update_offsets: Whether the consumer's positions advance.
+            timeout_ms: Maximum time to wait in milliseconds, or None for no limit.
 
         Returns:
-            False if there is no broker to wait for.
+            A pair: the messages by partition, and whether there was nothing to wait for, so that the caller should
+            sleep before it polls again.
+        """
+        prefetch_future, self.prefetch_future = self.prefetch_future, None
+        if prefetch_future is not None:  # wait until that request was sent; raise its error if it was not
+            self._net.run(self._manager.wait_for, prefetch_future, None)
+        messages, has_unparsed_responses = self.fetched_records(max_records, update_offsets=update_offsets)
+        if messages:
+            has_messages_left = bool(self._next_partition_records)  # of a response that was parsed in part
+            if has_messages_left and not has_unparsed_responses:
+                self.send_fetches()
+            return messages, False
+        has_waited = self._net.run(self._request_and_wait, timeout_ms)
+        messages, _ = self.fetched_records(max_records, update_offsets=update_offsets)
+        return messages, not has_waited
+
+    async def _request_and_wait(self, timeout_ms: float | None) -> bool:
+        """Request messages from all brokers and wait for the first response.
+
+        Both happen in one coroutine, because each call into the client's event loop takes as long as a response of the
+        broker.
+
+        Args:
+            timeout_ms: Maximum time to wait in milliseconds, or None for no limit.
+
+        Returns:
+            Whether a request was awaited; False if none was under way.
         """
         await self._send_fetches_async()
-        pending = [*self._fetch_futures, *([] if self._reset_task is None else [self._reset_task])]
-        pending = [future for future in pending if not future.is_done]
+        # The reset task looks up the start of partitions without a position; messages can be requested after it.
+        tasks = [*self._fetch_futures, *([] if self._reset_task is None else [self._reset_task])]
+        pending = [future for future in tasks if not future.is_done]
         first_response = Future()
         for future in pending:
             future.add_both(lambda _: None if first_response.is_done else first_response.success(None))
@@ -144,42 +172,79 @@ class _Fetcher(Fetcher):  # type: ignore[misc]  # the client ships no types
         return bool(pending)
 
     def fetched_records(self, *args: Any, **kwargs: Any) -> Any:
-        """Return fetched records of at most `limits.poll_bytes` bytes."""
+        """Return messages that were fetched, at most `limits.poll_bytes` bytes of them.
+
+        Arguments and result are those of kafka-python's method.
+        """
         self.bytes_left = self.limits.poll_bytes
         return super().fetched_records(*args, **kwargs)
 
     def _append(self, drained: Any, part: Any, max_records: int, update_offsets: bool) -> int:
-        """Append records to the result, and stop when the byte limit of the poll is reached."""
+        """Append messages of one partition to the result of a poll.
+
+        Args:
+            drained: The result so far: messages by partition.
+            part: The fetched messages of the partition.
+            max_records: Maximum number of messages to append.
+            update_offsets: Whether the consumer's position advances.
+
+        Returns:
+            The number of appended messages. If the poll's limit in bytes is reached, `max_records`, so that the calling
+            loop ends as if it had enough messages.
+        """
         num_appended = super()._append(drained, part, max_records, update_offsets)
-        return int(num_appended) if self.bytes_left > 0 else max_records  # stop, as if enough records were returned
+        return int(num_appended) if self.bytes_left > 0 else max_records
 
     def PartitionRecords(self, fetch_offset: int, tp: Any, records: Any, **kwargs: Any) -> Any:  # noqa: N802
-        """Replace the client's inner class of this name."""
+        """Create a `_PartitionRecords`. The method replaces kafka-python's inner class of this name.
+
+        Args:
+            fetch_offset: Offset of the first message that was requested.
+            tp: The topic and partition.
+            records: The fetched batches, a `MemoryRecords`.
+            **kwargs: Further arguments of kafka-python's class.
+        """
         return _PartitionRecords(self, fetch_offset, tp, _PartitionBatches(records, self), **kwargs)
 
 
 class _PartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
-    """Fetched records of one partition; what the client treats as one record is here a chunk of records."""
+    """The fetched messages of one partition that were not returned by a poll yet.
+
+    kafka-python iterates over record objects. Here each record object holds a chunk: a `MessageColumns` with up to
+    about a thousand messages.
+    """
 
     def __init__(self, fetcher: _Fetcher, *args: Any, **kwargs: Any) -> None:
         self._fetcher = fetcher
-        self._remaining: MessageColumns | None = None
+        self._remaining: MessageColumns | None = None  # messages of the last chunk that were not returned yet
         super().__init__(*args, **kwargs)
 
     def take(self, n: int) -> _ColumnsAsList | tuple[()]:
-        """Return at most `n` messages of one chunk, or nothing if none are left or the byte limit is reached."""
-        if self._fetcher.bytes_left <= 0 or (chunk := self._remaining or self._read_next_chunk()) is None:
+        """Return the next messages: at most `n`, from one chunk, and within the poll's limit in bytes.
+
+        Returns:
+            The messages, or an empty tuple if none are left or the limit in bytes was reached before.
+        """
+        if self._fetcher.bytes_left <= 0:
             return ()
-        weights = np.cumsum(chunk.sizes + MESSAGE_OVERHEAD)
-        count = min(n, len(chunk), int(np.searchsorted(weights, self._fetcher.bytes_left)) + 1)
-        self._fetcher.bytes_left -= int(weights[count - 1])
+        chunk = self._remaining or self._read_next_chunk()
+        if chunk is None:
+            return ()
+        total_bytes = np.cumsum(chunk.sizes + MESSAGE_OVERHEAD)
+        # The first message that reaches the limit is still returned, so that every poll makes progress.
+        num_within_limit = int(np.searchsorted(total_bytes, self._fetcher.bytes_left)) + 1
+        count = min(n, len(chunk), num_within_limit)
+        self._fetcher.bytes_left -= int(total_bytes[count - 1])
         self._remaining = chunk.slice(count, len(chunk)) if count < len(chunk) else None
         selected = chunk.slice(0, count)
         self.next_fetch_offset = int(selected.offsets[-1]) + 1
         return _ColumnsAsList(selected)
 
     def _read_next_chunk(self) -> MessageColumns | None:
-        """Return the next chunk from the fetch offset on, or None at the end."""
+        """Return the next messages of the fetched batches, or None if none are left.
+
+        A batch is fetched as a whole, so its messages before the requested offset are dropped.
+        """
         try:
             record = next(self.record_iterator, None)
         except errors.KafkaError:
@@ -187,12 +252,12 @@ class _PartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
             raise
         if record is None:
             return None
-        chunk = (
-            record.value
-            if isinstance(record.value, MessageColumns)
-            else MessageColumns.from_records([_convert_legacy_record(record)])
-        )
-        return chunk.slice(int(np.argmax(chunk.offsets >= self.fetch_offset)), len(chunk))
+        if isinstance(record.value, MessageColumns):
+            chunk = record.value
+        else:
+            chunk = MessageColumns.from_records([_convert_legacy_record(record)])
+        first = int(np.argmax(chunk.offsets >= self.fetch_offset))  # the index of the first true element
+        return chunk.slice(first, len(chunk))
 
     def drain(self) -> None:
         """Drop the remaining messages."""
@@ -201,9 +266,10 @@ class _PartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
 
 
 class _ColumnsAsList:
-    """A chunk in place of the list of messages that the client expects.
+    """An adapter of a `MessageColumns` to the list of messages that kafka-python expects.
 
-    Its length is the number of messages; iterating over it yields the chunk.
+    Its length is the number of messages, but iterating over it yields the `MessageColumns` once. So the list to which
+    kafka-python appends it gets one element.
     """
 
     def __init__(self, chunk: MessageColumns) -> None:
@@ -214,36 +280,38 @@ class _ColumnsAsList:
         return len(self._chunk)
 
     def __iter__(self) -> Iterator[MessageColumns]:
-        """Yield the chunk."""
+        """Yield one element, the `MessageColumns` that holds all messages."""
         return iter((self._chunk,))
 
 
 class _PartitionBatches:
-    """The batches of a fetched partition, with the interface of the client's class.
+    """An iterator over the fetched batches of one partition, which reads consecutive small batches together.
 
-    Consecutive small batches are read together.
+    It has the interface of kafka-python's `MemoryRecords`.
     """
 
     def __init__(self, records: MemoryRecords, fetcher: _Fetcher) -> None:
         self._records, self._fetcher = records, fetcher
 
     def next_batch(self) -> Any:
-        """Return the next batch, or None if there are no more."""
+        """Return the next batch, or several small batches as one, or None if there are no more."""
         records = self._records
         if not records.has_next():
             return None
-        small_batches = read_small_batches(records._buffer, records._pos - len(records._next_slice))
+        # `_pos` is the position after the next batch, which the client has sliced from the buffer already.
+        next_position = records._pos - len(records._next_slice)
+        small_batches = read_small_batches(records._buffer, next_position)
         if small_batches is not None:
             records._pos = small_batches.end_position
             records._cache_next()
             return _SmallBatchesAdapter(small_batches, self._fetcher)
         batch = records.next_batch()
-        # Batches of older format versions hold one message each: brokers convert them since Kafka 3.0.
+        # A batch in a format before version 2 holds one message, because brokers since Kafka 3.0 convert it.
         return batch if batch.magic < 2 else _BoundedBatch(batch, self._fetcher)
 
 
 class _SmallBatchesAdapter:
-    """Several small batches with the interface of one batch of the client. Their checksums were verified."""
+    """Several small batches, with the interface of one batch of kafka-python. Their checksums were verified."""
 
     is_control_batch = False
     magic = 2
@@ -253,76 +321,102 @@ class _SmallBatchesAdapter:
         self.next_offset, self.leader_epoch = small_batches.next_offset, small_batches.leader_epoch
 
     def validate_crc(self) -> bool:
-        """Return True, because the checksums were verified when the batches were read."""
+        """Return True: the checksums were verified when the batches were read."""
         return True
 
     def has_producer_id(self) -> bool:
-        """Return False; the client asks only to find aborted transactions, and these batches are in none."""
+        """Return False, also for batches with a producer id, so that the client does not look for aborted transactions.
+
+        Small batches are read only outside transactions, so none of their messages can be aborted.
+        """
         return False
 
     def __iter__(self) -> Iterator[DefaultRecord]:
-        """Yield all messages as one chunk, wrapped as a record."""
-        yield _wrap_as_record(_refuse_large_messages(self._chunk, self._fetcher.limits.message_bytes))
+        """Yield one record object that holds all messages of the batches as `MessageColumns`."""
+        yield _wrap_as_record(_replace_large_messages(self._chunk, self._fetcher.limits.message_bytes))
 
 
 class _BoundedBatch:
-    """A batch that can always be iterated; all other attributes are those of the client's batch."""
+    """A wrapper of kafka-python's batch that replaces damaged or too large contents instead of raising.
+
+    All attributes other than the methods below are those of the wrapped batch.
+    """
 
     def __init__(self, batch: DefaultRecordBatch, fetcher: _Fetcher) -> None:
         self._batch, self._fetcher = batch, fetcher
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the client's batch."""
+        """Return an attribute of the wrapped batch."""
         return getattr(self._batch, name)
 
     def __next__(self) -> Any:
-        """Return the next record. Only control batches, which brokers write, are read in this way."""
-        return next(self._batch)  # for control batches, which the broker writes
+        """Return the next record of the wrapped batch; used for control batches only, which brokers write."""
+        return next(self._batch)
 
     def __iter__(self) -> Iterator[DefaultRecord]:
-        """Yield the messages in chunks, each wrapped as a record; a placeholder stands for messages that cannot be
-        read.
+        """Yield the messages in chunks: record objects whose value is a `MessageColumns` with several messages.
+
+        If the batch, or the rest of it, cannot be read, the last chunk is one message with an `UnreadablePayload` that
+        states the reason. So reading a damaged batch raises nothing, and the consumer continues after it.
         """
         batch = self._batch
         num_read, last_offset = 0, batch.base_offset - 1
         try:
-            _inflate(batch, self._fetcher.memory)
+            _decompress(batch, self._fetcher.decompression_buffer)
             for chunk in read_batch(batch):
                 num_read, last_offset = num_read + len(chunk), int(chunk.offsets[-1])
-                yield _wrap_as_record(_refuse_large_messages(chunk, self._fetcher.limits.message_bytes))
+                yield _wrap_as_record(_replace_large_messages(chunk, self._fetcher.limits.message_bytes))
         except _TooLarge:
             limit = self._fetcher.limits.batch_bytes
-            detail = f"the batch of {batch.size_in_bytes} compressed bytes exceeds {limit} bytes uncompressed"
-            yield self._placeholder_for_rest(num_read, last_offset, RejectionReason.TOO_LARGE, detail)
+            detail = (
+                f"the batch of {batch.size_in_bytes} compressed bytes is larger than the limit of {limit} bytes when "
+                "decompressed"
+            )
+            yield self._create_placeholder(num_read, last_offset, RejectionReason.TOO_LARGE, detail)
         except (*PARSE_ERRORS, cramjam.DecompressionError) as error:
-            if last_offset < batch.last_offset:
-                detail = f"the batch cannot be decoded ({repr(f'{type(error).__name__}: {error}')[1:120]})"
-                yield self._placeholder_for_rest(num_read, last_offset, RejectionReason.NOT_JSON, detail)
+            is_incomplete = last_offset < batch.last_offset
+            if is_incomplete:
+                # `repr` escapes line breaks; the slice removes its quotation mark and bounds the length.
+                reason_text = repr(f"{type(error).__name__}: {error}")[1:120]
+                detail = f"the batch cannot be decoded ({reason_text})"
+                yield self._create_placeholder(num_read, last_offset, RejectionReason.NOT_JSON, detail)
 
-    def _placeholder_for_rest(
+    def _create_placeholder(
         self, num_read: int, last_offset: int, reason: RejectionReason, detail: str
     ) -> DefaultRecord:
-        """Return one message that stands for the messages of the batch that could not be read.
+        """Return one message that replaces the messages of the batch that could not be read, at their last offset.
 
         Args:
-            num_read: Number of messages that were read.
+            num_read: Number of messages of the batch that were read before the error.
             last_offset: Offset of the last message that was read.
-            reason: Why the rest is refused.
-            detail: The reason in words.
+            reason: The category of the error, which the decoder counts.
+            detail: The error in words.
+
+        Returns:
+            A record object that wraps a `MessageColumns` with one message, whose value is an `UnreadablePayload`.
         """
         batch = self._batch
-        count = max(1, batch.records_count - num_read)
-        where = f"{count} messages, offsets {last_offset + 1} to {batch.last_offset}"
-        payload = UnreadablePayload(reason, f"{where}: {detail}", count)
-        return _wrap_as_record(
-            MessageColumns.from_records(
-                [DefaultRecord(0, batch.last_offset, batch.max_timestamp, 0, None, payload, [])]
-            )
+        num_unread = max(1, batch.records_count - num_read)  # the count in the header may be wrong
+        affected = f"{num_unread} messages, offsets {last_offset + 1} to {batch.last_offset}"
+        payload = UnreadablePayload(reason, f"{affected}: {detail}", num_unread)
+        record = DefaultRecord(
+            size_in_bytes=0,
+            offset=batch.last_offset,
+            timestamp=batch.max_timestamp,
+            timestamp_type=0,
+            key=None,
+            value=payload,
+            headers=[],
         )
+        return _wrap_as_record(MessageColumns.from_records([record]))
 
 
-def _refuse_large_messages(chunk: MessageColumns, max_bytes: int) -> MessageColumns:
-    """Replace messages of more than `max_bytes` bytes by an `UnreadablePayload`."""
+def _replace_large_messages(chunk: MessageColumns, max_bytes: int) -> MessageColumns:
+    """Replace each message of more than `max_bytes` bytes, in place, by one that the decoder rejects as too large.
+
+    Returns:
+        The same object, in which those messages have no key and an `UnreadablePayload` as value.
+    """
     for i in np.flatnonzero(chunk.sizes > max_bytes).tolist():
         detail = f"{chunk.sizes[i]} bytes with key and headers, more than the limit of {max_bytes}"
         chunk.keys[i], chunk.values[i], chunk.sizes[i] = None, UnreadablePayload(RejectionReason.TOO_LARGE, detail), 0
@@ -330,49 +424,71 @@ def _refuse_large_messages(chunk: MessageColumns, max_bytes: int) -> MessageColu
 
 
 def _wrap_as_record(chunk: MessageColumns) -> DefaultRecord:
-    """Wrap a chunk as a record object, which the client's classes pass through."""
-    return DefaultRecord(int(chunk.sizes.sum()), int(chunk.offsets[-1]), 0, 0, None, chunk, [])
+    """Return one record object whose value is a chunk of many messages, so that kafka-python returns it unchanged.
+
+    Its size is that of all messages, and its offset that of the last one.
+    """
+    return DefaultRecord(
+        size_in_bytes=int(chunk.sizes.sum()),
+        offset=int(chunk.offsets[-1]),
+        timestamp=0,
+        timestamp_type=0,
+        key=None,
+        value=chunk,
+        headers=[],
+    )
 
 
 def _convert_legacy_record(record: Any) -> DefaultRecord:
-    """Convert a record of an older message format."""
-    size = max(0, record.serialized_key_size) + max(0, record.serialized_value_size)
+    """Convert a record that was sent in a message format before version 2, which has no headers."""
+    size = max(0, record.serialized_key_size) + max(0, record.serialized_value_size)  # -1 stands for null
     return DefaultRecord(size, record.offset, record.timestamp, 0, record.key, record.value, [])
 
 
-def _inflate(batch: DefaultRecordBatch, memory: memoryview) -> None:
-    """Decompress a batch in place.
+def _decompress(batch: DefaultRecordBatch, buffer: memoryview) -> None:
+    """Decompress a batch in place, with bounded memory.
+
+    Args:
+        batch: A batch of kafka-python, whose content is replaced by the decompressed content.
+        buffer: A buffer for the decompressed content. Its size is the limit.
 
     Raises:
-        _TooLarge: It exceeds the limit.
-        Exception: It cannot be decompressed.
+        _TooLarge: The decompressed content does not fit into the buffer.
+        cramjam.DecompressionError: The compressed data are damaged.
+        UnsupportedCodecError: The compression codec is unknown.
     """
     codec = batch.compression_type
     if codec == DefaultRecordBatch.CODEC_NONE:
         return
-    data = memoryview(batch._buffer)[batch._pos :]
+    compressed = memoryview(batch._buffer)[batch._pos :]
     try:
         if codec == DefaultRecordBatch.CODEC_SNAPPY:
-            size = _inflate_snappy(data, memory)
-        elif codec in _INFLATE:
-            size = _INFLATE[codec](data, memory)
+            size = _decompress_snappy(compressed, buffer)
+        elif codec in _DECOMPRESS_BY_CODEC:
+            size = _DECOMPRESS_BY_CODEC[codec](compressed, buffer)
         else:
-            raise errors.UnsupportedCodecError(f"unknown compression codec {codec}")
+            raise errors.UnsupportedCodecError(f"the batch has the compression codec {codec}, which is unknown")
     except cramjam.DecompressionError as error:
+        # The library states only in words that the buffer is too small.
         if "whole buffer" in str(error) or "smaller than required" in str(error):
             raise _TooLarge from None
         raise
-    batch._buffer, batch._pos, batch._decompressed = bytes(memory[:size]), 0, True
+    # The client continues as if it had decompressed the batch itself.
+    batch._buffer, batch._pos, batch._decompressed = bytes(buffer[:size]), 0, True
 
 
-def _inflate_snappy(data: memoryview, memory: memoryview) -> int:
-    """Decompress Snappy data: one block, or the format of Java clients, a header and several length-prefixed blocks."""
-    if bytes(data[: len(_SNAPPY_MAGIC)]) != _SNAPPY_MAGIC:
-        return int(cramjam.snappy.decompress_raw_into(data, memory))
+def _decompress_snappy(compressed: memoryview, buffer: memoryview) -> int:
+    """Decompress Snappy data into a buffer and return the decompressed size in bytes.
+
+    Two formats are possible: one raw Snappy block, or the format of Java clients. The latter is a header, followed by
+    blocks that are each prefixed with their compressed length.
+    """
+    if bytes(compressed[: len(_SNAPPY_MAGIC)]) != _SNAPPY_MAGIC:
+        return int(cramjam.snappy.decompress_raw_into(compressed, buffer))
     position, size = _SNAPPY_HEADER_BYTES, 0
-    while position < len(data):
-        (length,) = struct.unpack_from(">I", data, position)
-        block = data[position + 4 : position + 4 + length]
-        size += int(cramjam.snappy.decompress_raw_into(block, memory[size:]))
+    while position < len(compressed):
+        (length,) = struct.unpack_from(">I", compressed, position)
+        block = compressed[position + 4 : position + 4 + length]
+        size += int(cramjam.snappy.decompress_raw_into(block, buffer[size:]))
         position += 4 + length
     return size

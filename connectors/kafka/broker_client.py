@@ -53,12 +53,15 @@ Result = TypeVar("Result")
 
 
 def raise_for_code(code: int) -> None:
-    """Raise the client's error for the error code of a response, if it is one.
+    """Raise kafka-python's exception for the error code of a broker's response; return if the code means success.
+
+    Args:
+        code: The error code, 0 for success.
 
     Raises:
-        ProducerFencedError: The transactional id now belongs to another process.
-        CommitFailedError: The group has assigned its partitions anew.
-        KafkaError: Any other error.
+        ProducerFencedError: Another process now uses the transactional id, so this one may no longer write under it.
+        CommitFailedError: The consumer group has rebalanced, so the partitions may belong to another member.
+        KafkaError: The subclass for any other error code.
     """
     error_type = errors.for_code(code)
     if issubclass(error_type, _FENCED):
@@ -70,25 +73,26 @@ def raise_for_code(code: int) -> None:
 
 
 class BrokerClient:
-    """Connections to the brokers of a cluster, one per broker, driven by the thread that waits for a response.
+    """Connections to the brokers of a Kafka cluster, one per broker, without a network thread.
 
-    All calls are made inside `run`, by one thread at a time, except `abandon`. They raise the client's errors, and
-    KafkaTimeoutError if `run` takes longer than `patience` seconds.
+    The thread that waits for a response also reads and writes the sockets. All methods except `close` must be called by
+    a function that is passed to `run`, by one thread at a time. They raise kafka-python's exceptions, and
+    KafkaTimeoutError if `run` takes longer than `call_timeout` seconds.
 
     Args:
-        patience: Seconds that one call of `run` may take.
-        kafka_client: Factory of the client's network layer.
-        bootstrap_timeout_ms: Milliseconds the first connection may take.
-        **options: Further arguments of the client, as `client.connect` passes them.
+        call_timeout: Seconds that one call of `run` may take.
+        kafka_client: Creates kafka-python's network client (`KafkaNetClient`) from its keyword arguments.
+        bootstrap_timeout_ms: Milliseconds that the first connection may take.
+        **options: Further keyword arguments for `kafka_client`, such as the brokers' addresses.
     """
 
     def __init__(
-        self, patience: float, kafka_client: Callable[..., Any], bootstrap_timeout_ms: int, **options: Any
+        self, call_timeout: float, kafka_client: Callable[..., Any], bootstrap_timeout_ms: int, **options: Any
     ) -> None:
-        self._patience = patience
+        self._call_timeout = call_timeout
         self._client = kafka_client(
             max_in_flight_requests_per_connection=MAX_IN_FLIGHT,
-            request_timeout_ms=int(1000 * patience),
+            request_timeout_ms=int(1000 * call_timeout),
             # For a few sockets poll is as fast as epoll, and changing the set of sockets needs no system call. Each
             # system call would make this thread wait for the GIL.
             selector=selectors.PollSelector,
@@ -98,41 +102,53 @@ class BrokerClient:
         self._net = self._manager._net
         self.cluster = self._manager.cluster
         self.cluster.config["allow_auto_create_topics"] = False
-        self._is_abandoned, self._in_use, self._is_closed = threading.Event(), threading.Lock(), False
-        self._deadline = time.monotonic() + patience
+        self._close_requested = threading.Event()
+        self._run_lock = threading.Lock()  # held while `run` runs
+        self._is_closed = False
+        self._deadline = time.monotonic() + call_timeout  # of the current call of `run`
         self._manager.bootstrap(bootstrap_timeout_ms)
 
     def run(self, call: Callable[[], None]) -> None:
-        """Run a function that makes requests; connections are not closed while it runs."""
+        """Call a function that makes requests with the methods of this object, for at most `call_timeout` seconds.
+
+        The connections stay open while it runs, even if `close` is called by another thread.
+        """
         try:
-            with self._in_use:
-                self._deadline = time.monotonic() + self._patience
-                if self._is_abandoned.is_set():
-                    raise errors.KafkaConnectionError("the connections are closed")
+            with self._run_lock:
+                self._deadline = time.monotonic() + self._call_timeout
+                if self._close_requested.is_set():
+                    raise errors.KafkaConnectionError("cannot send requests, because the connections are closed")
                 self._net.poll(timeout_ms=0)  # process what has arrived since the last call
                 call()
         finally:
-            if self._is_abandoned.is_set():
+            # `close` leaves the closing to this thread if it is called while the function runs.
+            if self._close_requested.is_set():
                 self._close_if_unused()
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         """Close the connections; may be called from any thread.
 
-        A call that runs in another thread raises soon, and then closes the connections itself.
+        If another thread is inside `run`, its next wait for a broker raises KafkaConnectionError. That thread then
+        closes the connections.
         """
-        self._is_abandoned.set()
-        self._net.wakeup()
+        self._close_requested.set()
+        self._net.wakeup()  # a thread that waits for a broker returns from its wait
         self._close_if_unused()
 
     def refresh_metadata(self) -> None:
-        """Request anew which brokers lead which partitions."""
+        """Request the current leaders of all partitions from a broker, and wait for the response."""
         self.wait_for(self._manager.call_soon(self.cluster.refresh_metadata))
 
     def find_coordinator(self, kind: CoordinatorType, key: str) -> Any:
-        """Return the broker that coordinates a transactional id or a consumer group.
+        """Request which broker is the coordinator of a transactional id or of a consumer group.
 
-        The result is the broker's id in the metadata, so that requests use the same connection as others to this
-        broker.
+        Args:
+            kind: `CoordinatorType.TRANSACTION` or `CoordinatorType.GROUP`.
+            key: The transactional id or the name of the group.
+
+        Returns:
+            The broker's id, for `send`. It is the id in the cluster's metadata, so that requests to the coordinator use
+            the connection to this broker that exists already.
         """
         request = FindCoordinatorRequest(key=key, key_type=kind.value, coordinator_keys=[key])
         response = self.wait_for(self.send(self._manager.least_loaded_node(), request))
@@ -141,17 +157,31 @@ class BrokerClient:
         return self.cluster.add_coordinator(coordinator, kind, key, synthesize_node_id=False)
 
     def send(self, node: Any, request: Any) -> Any:
-        """Send a request to a broker, connecting first if necessary, and return a future of the response."""
+        """Send a request to a broker, connecting first if necessary.
+
+        Args:
+            node: The broker's id.
+            request: A request object of kafka-python.
+
+        Returns:
+            kafka-python's future of the response, for `wait_for`.
+        """
+        # After a failed connection the client refuses a new one until a delay has passed.
         while (delay := self._manager.connection_delay(node)) > 0:
             self._pause(delay)
         connection = self._manager.get_connection(node)
-        self.wait_for(connection.init_future)
+        self.wait_for(connection.init_future)  # done when the connection is established
         while connection.paused:  # the broker throttles this client
             self._pause(PAUSE_SECONDS)
         return connection.send_request(request)
 
     def wait_for(self, future: Any) -> Any:
-        """Wait for a future of `send` and return the response; raise the client's error if the request failed."""
+        """Wait for a future that `send` returned, and return the response.
+
+        Raises:
+            KafkaError: The request failed, for example because the connection broke. Error codes inside the response
+                raise nothing here.
+        """
         while not future.is_done:
             self._poll_network(self._deadline)
         if future.exception is not None:
@@ -165,13 +195,18 @@ class BrokerClient:
         get_error_code: Callable[[Any], int],
         find_coordinator: Callable[[], object],
     ) -> None:
-        """Repeat a request until its response has no transient error code, then raise the error that is left, if any.
+        """Wait for the response to a request, and repeat the request while the response has a transient error code.
 
         Args:
-            future: Future of the first attempt.
-            send_request: Sends the request again; repeating it must be harmless.
-            get_error_code: Returns the error code of a response.
-            find_coordinator: Finds the broker again after the coordinator has moved.
+            future: Future of the response to the request, which was sent once already.
+            send_request: A function that sends the request again and returns the new future. Sending the request twice
+                must be harmless.
+            get_error_code: A function that returns the error code of a response, 0 for success.
+            find_coordinator: A function that is called before the request is repeated if the coordinator has moved to
+                another broker, so that `send_request` uses the new one.
+
+        Raises:
+            KafkaError: The last response has a permanent error code, see `raise_for_code`.
         """
         first_attempt_at = time.monotonic()
         while (code := get_error_code(self.wait_for(future))) in TRANSIENT:
@@ -182,59 +217,65 @@ class BrokerClient:
         raise_for_code(code)
 
     def retry(self, call: Callable[[], Result], between: Callable[[], object] = lambda: None) -> Result:
-        """Call a function and retry it on retriable errors until the deadline.
+        """Call a function, again if it raises a retriable error, until `run` has taken `call_timeout` seconds.
 
         Args:
-            call: The function.
-            between: Called before each retry.
+            call: The function to call.
+            between: A function that is called before each retry.
+
+        Returns:
+            What `call` returned.
         """
         first_attempt_at = time.monotonic()
         while True:
             try:
                 return call()
             except errors.RetriableError:
-                if time.monotonic() > self._deadline or self._is_abandoned.is_set():
+                if time.monotonic() > self._deadline or self._close_requested.is_set():
                     raise
             self.pause_since(first_attempt_at)
             between()
 
     def pause_since(self, first_attempt_at: float) -> None:
-        """Wait before a retry, longer if the first attempt was made long ago.
+        """Wait before a retry, for a tenth of the time since the first attempt but at least for a millisecond.
 
         Args:
             first_attempt_at: `time.monotonic()` of the first attempt.
         """
-        self._pause(max(PAUSE_SECONDS, PAUSE_SHARE * (time.monotonic() - first_attempt_at)))
+        seconds_since = time.monotonic() - first_attempt_at
+        self._pause(max(PAUSE_SECONDS, PAUSE_SHARE * seconds_since))
 
     def _pause(self, seconds: float) -> None:
-        """Drive the connections for a number of seconds."""
+        """Wait for a number of seconds, and meanwhile read and write the sockets."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self._poll_network(until)
 
     def _poll_network(self, until: float) -> None:
-        """Drive the connections until something happens or a time is reached.
+        """Read and write the sockets: wait until one of them is ready or a time is reached.
 
         Args:
             until: The time, as `time.monotonic()`.
 
         Raises:
-            KafkaTimeoutError: The deadline of the call has passed.
-            KafkaConnectionError: The connections were closed by `abandon`.
+            KafkaTimeoutError: The present call of `run` has taken longer than `call_timeout`.
+            KafkaConnectionError: `close` was called.
         """
-        if self._is_abandoned.is_set():
-            raise errors.KafkaConnectionError("the transaction was abandoned")
+        if self._close_requested.is_set():
+            raise errors.KafkaConnectionError("the request was given up, because the connections are being closed")
         now = time.monotonic()
         if now > self._deadline:
-            raise errors.KafkaTimeoutError("the broker did not respond in time")
+            raise errors.KafkaTimeoutError(
+                f"the Kafka broker did not respond within {self._call_timeout:g} s: check that it is running"
+            )
         self._net.poll(timeout_ms=1000 * max(0.0, min(until, self._deadline) - now))
 
     def _close_if_unused(self) -> None:
-        """Close the connections unless a call uses them; that call then closes them when it ends."""
-        if self._in_use.acquire(blocking=False):
+        """Close the connections, unless a thread is inside `run`; that thread closes them at the end of `run`."""
+        if self._run_lock.acquire(blocking=False):
             try:
                 if not self._is_closed:
                     self._is_closed = True
                     self._client.close()
             finally:
-                self._in_use.release()
+                self._run_lock.release()

@@ -217,8 +217,8 @@ class Delivery:
             self._security,
             transactional_id=self._transactional_id,
             limits=self.max_bytes_by_topic,
-            timeout=TRANSACTION_SECONDS,
-            patience=DELIVERY_SECONDS,
+            transaction_timeout=TRANSACTION_SECONDS,
+            call_timeout=DELIVERY_SECONDS,
         )
         try:
             with translate_errors(self._servers, f"opening a transaction as {self._transactional_id!r}"):
