@@ -88,7 +88,7 @@ class TimeBudget:
             num_parts: Number of trainings that are not finished, including the next one.
             final_seconds: Seconds that are kept for the work after the last training.
         """
-        if self.limit is None or (num_parts == 1 and not final_seconds):
+        if self.limit is None or (num_parts == 1 and not final_seconds):  # the part would be all that remains
             return self
         seconds = max(0.0, self.remaining - final_seconds) / num_parts
         return TimeBudget(seconds, self.clock)
@@ -99,7 +99,7 @@ class Costs:
     """Measured costs from which the training loop plans its time under a time limit.
 
     Attributes:
-        after: Seconds to reserve for all work after training.
+        after: Seconds to reserve for all work after training (calibration, ranking, held-out figures, report).
         record: Seconds to compute the likelihood of one record in one order of its readings, as validation does.
     """
 
@@ -109,7 +109,10 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class PhaseCosts:
-    """Measured seconds of the phases after training: calibration, ranking statistics and held-out figures.
+    """Measured seconds of the phases after training: calibration, ranking and held-out figures.
+
+    Ranking computes the typical values of normal records with which complete records are compared. Held-out figures are
+    the likelihoods of records that training has not used, for the report.
 
     Attributes:
         calibration: Seconds to score one calibration record.
@@ -127,6 +130,8 @@ class PhaseCosts:
 @dataclass(frozen=True, slots=True)
 class RecordCounts:
     """Numbers of records that the phases after training use.
+
+    Held-out figures are the likelihoods of records that training has not used, for the report.
 
     Attributes:
         calibration: Records on which the alert rule is calibrated.
@@ -155,10 +160,11 @@ def compute_min_counts(maximum: RecordCounts) -> RecordCounts:
     for the largest of `DEFAULT_ALPHAS`.
 
     Args:
-        maximum: The numbers of records without a time limit. No result is larger.
+        maximum: The numbers of records without a time limit. No count of the result exceeds its maximum.
     """
+    num_calibration = Calibration.count_required_records(max(DEFAULT_ALPHAS))
     return RecordCounts(
-        min(maximum.calibration, Calibration.count_required_records(max(DEFAULT_ALPHAS))),
+        min(maximum.calibration, num_calibration),
         min(maximum.ranking, MIN_RANKING_RECORDS),
         min(maximum.held_out_passes, MIN_HELD_OUT_PASSES),
     )
@@ -167,12 +173,13 @@ def compute_min_counts(maximum: RecordCounts) -> RecordCounts:
 def plan_record_counts(costs: PhaseCosts, seconds: float, maximum: RecordCounts) -> RecordCounts:
     """Choose how many records the phases after training may use in a given time.
 
-    All phases first get their smallest numbers of records (`compute_min_counts`). Calibration then gets records until
-    the smallest of `DEFAULT_ALPHAS` has enough of them. The time that is left adds to every phase the same share of
-    the records that it lacks.
+    The phases are calibration, ranking and held-out figures. All phases first get their smallest numbers of records
+    (`compute_min_counts`). Calibration then gets records until there are enough of them for alerts at the smallest of
+    `DEFAULT_ALPHAS` (false-alarm rates). In the time that is left, every phase gets the same share of the records that
+    it still lacks.
 
     Args:
-        costs: Measured costs.
+        costs: Measured seconds per record of each phase.
         seconds: The time for all phases, without `costs.fixed`.
         maximum: The numbers of records without a time limit.
 
@@ -181,13 +188,16 @@ def plan_record_counts(costs: PhaseCosts, seconds: float, maximum: RecordCounts)
     """
     if maximum.estimate_seconds(costs) <= seconds:
         return maximum
+    # First: the smallest numbers of records.
     counts = compute_min_counts(maximum)
     spare_seconds = max(0.0, seconds - counts.estimate_seconds(costs))
+    # Second: calibration records for the smallest alpha. If they do not fit, they get all the time that is left.
     num_needed = min(maximum.calibration, Calibration.count_required_records(min(DEFAULT_ALPHAS)))
     num_affordable = spare_seconds / max(costs.calibration, 1e-12)
     if counts.calibration + num_affordable < num_needed:
         return replace(counts, calibration=counts.calibration + int(num_affordable))
     counts = replace(counts, calibration=num_needed)
+    # Third: the time that is left, as a share of the time that all missing records would take.
     spare_seconds = max(0.0, seconds - counts.estimate_seconds(costs))
     missing_seconds = maximum.estimate_seconds(costs) - counts.estimate_seconds(costs)
     share = min(1.0, spare_seconds / max(missing_seconds, 1e-12))

@@ -46,9 +46,9 @@ from trainer.tables import (
 class Split(enum.IntEnum):
     """The part of the table to which a record belongs, as stored in `PreparedTable.split`.
 
-    Weights are fitted to TRAIN records and chosen on VALIDATION records. The alert rule is calibrated on CALIBRATION
-    records. LEFT_OUT records are suspected anomalies that training must not see. TEST records, which only experiments
-    have, are used for their final figures.
+    Weights are fitted to TRAIN records, and the best weights are chosen on VALIDATION records. The alert rule is
+    calibrated on CALIBRATION records. LEFT_OUT records are suspected anomalies that training must not see. TEST
+    records, which only experiments have, are used for their final figures.
     """
 
     TRAIN = 0
@@ -80,7 +80,7 @@ class DataOptions:
         label: The column that distinguishes normal records from others. It is never a feature.
         normal: The value of the column `label` in normal records. Other records are not used.
         exclude: Columns that are not used.
-        context: Features on which other features may depend, and which are never scored themselves.
+        context: Features that help to predict other features and are never scored themselves.
         discrete: Features whose values are labels.
         continuous: Features whose values are measurements.
         cycle: Features whose values are positions on a cycle, each with its period in the unit of the values.
@@ -166,7 +166,7 @@ class PreparedTable:
             "layout": self.layout,
             "rows": rows_by_part,
             "missing": self.missing_by_feature,
-            "refused": self.infinite_by_feature,
+            "refused": self.infinite_by_feature,  # key of the manifest's format: infinite readings
             "skipped": self.skipped_by_reason,
             "excluded": {column.name: column.reason for column in self.excluded_columns},
         }
@@ -188,18 +188,19 @@ def prepare_table(paths: Sequence[Path], options: DataOptions, folder: Path) -> 
     window, once = _choose_window(options)
     tables = open_tables(paths, options.layout, options.label, options.normal, window)
     excluded_by_name = _choose_columns(tables, options)
-    index_records(tables)
+    index_records(tables)  # first pass over the input: numbers the records
     if tables.num_records < MIN_RECORDS:
         raise InputError(
             f"{tables.files[0]}: {tables.num_records} records to train on are too few; "
             f"give at least {MIN_RECORDS} normal records, better 1000"
         )
     split = assign_split(tables.num_records, options.calibration_share, options.seed)
-    statistics = collect_statistics(tables, split, options.exclude)
+    statistics = collect_statistics(tables, split, options.exclude)  # second pass
     schema, excluded_by_values = choose_kinds(list(statistics.values()), options)
     schema = repeat_by_time_slot(schema, window, once)
-    values, arrival_ranks = encode_table(tables, schema, folder, options.ties)
-    used = {name: column for name, column in statistics.items() if name in schema.sensor_names}
+    values, arrival_ranks = encode_table(tables, schema, folder, options.ties)  # third pass
+    # Statistics of the columns that became features. The names in the input are those of sensors.
+    feature_statistics = {name: column for name, column in statistics.items() if name in schema.sensor_names}
     return PreparedTable(
         schema=schema,
         excluded_columns=(*excluded_by_name, *excluded_by_values),
@@ -208,8 +209,12 @@ def prepare_table(paths: Sequence[Path], options: DataOptions, folder: Path) -> 
         split=split,
         layout=tables.layout,
         time_column=tables.time_column,
-        missing_by_feature={name: column.num_missing for name, column in used.items() if column.num_missing},
-        infinite_by_feature={name: column.num_infinite for name, column in used.items() if column.num_infinite},
+        missing_by_feature={
+            name: column.num_missing for name, column in feature_statistics.items() if column.num_missing
+        },
+        infinite_by_feature={
+            name: column.num_infinite for name, column in feature_statistics.items() if column.num_infinite
+        },
         skipped_by_reason=tables.skipped_by_reason,
         fingerprint=compute_fingerprint(schema, values, arrival_ranks, split),
         ties=options.ties,
@@ -231,12 +236,14 @@ def assign_split(num_records: int, calibration_share: float, seed: int) -> NDArr
         ConfigError: Too few records would be left for training.
     """
     num_calibration = max(1, round(calibration_share * num_records))
+    # At least four, so that even a small table has some validation records.
     num_validation = max(4, round(VALIDATION_SHARE * (num_records - num_calibration)))
     if num_records - num_calibration - num_validation < MIN_RECORDS // 2:
         raise ConfigError(
             f"--calibration-share {calibration_share:g} leaves too few of the {num_records} records for training; "
             "choose a smaller share or give more records"
         )
+    # Set the exact number of records of each part, then assign them to random records.
     split = np.full(num_records, Split.TRAIN, np.uint8)
     split[:num_calibration] = Split.CALIBRATION
     split[num_calibration : num_calibration + num_validation] = Split.VALIDATION
@@ -259,7 +266,8 @@ def _choose_columns(tables: InputTables, options: DataOptions) -> list[ExcludedC
     column_names = tables.schema.names
     if options.ties == "hold" and (tables.layout == "wide" or TIME not in column_names):
         raise ConfigError(
-            "--ties hold: the table does not contain the time of each reading; give a long table with a column time"
+            "--ties hold cannot be used, because the table does not contain the time of each reading; "
+            "give a long table with a column named time"
         )
     if tables.layout == "long":
         tables.time_column = TIME if TIME in column_names else None
@@ -311,13 +319,14 @@ def collect_statistics(
     """Collect the statistics from which the kind of each feature is inferred. This is the second pass over the input.
 
     Args:
-        tables: The input with N records, after `index_records`.
+        tables: The input with N records, which `index_records` has numbered.
         split: (N,) `Split` of each record. Most statistics use only training records.
         excluded_features: Names of features that are skipped.
 
     Returns:
         Statistics by feature name, in the order in which the features first appear in the input.
     """
+    # A wide table has one column for each feature. In a long table the features are found as they appear.
     statistics = {name: ColumnStatistics(name) for name in tables.feature_columns}
     for readings in tables.iterate_readings():
         name = readings.feature_name
@@ -345,12 +354,13 @@ def choose_kinds(statistics: list[ColumnStatistics], options: DataOptions) -> tu
         InputError: No feature is left that could be scored.
     """
     statistics_by_name = {column.name: column for column in statistics}
-    periods = dict(options.cycle)
-    kinds = _collect_chosen_kinds(options)
-    for name in (*kinds, *periods, *options.context, *options.once):
+    period_by_name = dict(options.cycle)
+    kind_by_name = _collect_chosen_kinds(options)
+    for name in (*kind_by_name, *period_by_name, *options.context, *options.once):
         if name not in statistics_by_name:
             raise ConfigError(
-                f"an option names the feature {name}, but no feature is called {name}; "
+                f"--discrete, --continuous, --cycle, --context or --once names {name}, "
+                f"but no feature is called {name}; "
                 f"give one of these names: {_list_names(sorted(statistics_by_name))}"
             )
     # With `--init-from`, the features of the old model are kept, even if the new table has no values of them.
@@ -359,14 +369,16 @@ def choose_kinds(statistics: list[ColumnStatistics], options: DataOptions) -> tu
         if feature.name in statistics_by_name:
             check_old_feature(feature, statistics_by_name[feature.name])
     old_names = {feature.name for feature in old_features}
-    decisions = [
-        infer_feature(column, kinds.get(column.name), column.name in options.context, periods.get(column.name))
-        for column in statistics
-        if column.name not in old_names
-    ]
+    # Each decision is a feature or, if the column cannot be a feature, an excluded column with the reason.
+    decisions = []
+    for column in statistics:
+        if column.name not in old_names:
+            is_context = column.name in options.context
+            kind, period = kind_by_name.get(column.name), period_by_name.get(column.name)
+            decisions.append(infer_feature(column, kind, is_context, period))
     features = old_features + tuple(decision for decision in decisions if isinstance(decision, Feature))
     excluded = [decision for decision in decisions if isinstance(decision, ExcludedColumn)]
-    if all(feature.context for feature in features):
+    if all(feature.context for feature in features):  # context features are never scored
         reasons = "; ".join(f"{column.name}: {column.reason}" for column in excluded[:5])
         raise InputError(
             f"no feature is left that could be scored ({reasons or 'all features are --context'}); "
@@ -397,8 +409,9 @@ def _choose_window(options: DataOptions) -> tuple[Window | None, frozenset[str]]
     If an old model is adapted to the table (`--init-from`), its window is used.
 
     Returns:
-        The window: all readings of a device in one window are a record. None if the input names its records. And the
-        names of the features that report once in a window, although it is divided into time slots.
+        (window, names). All readings of a device in one window of time are a record; the window is None if the input
+        contains record ids. The names are those of features that report once in a window, although it is divided into
+        time slots (equal parts).
 
     Raises:
         ConfigError: The options contain another window than that of the old model.
@@ -407,11 +420,16 @@ def _choose_window(options: DataOptions) -> tuple[Window | None, frozenset[str]]
     if base is None:
         return options.window, frozenset(options.once)
     if options.window not in (None, base.window):
-        old_records = "given by name" if base.window is None else f"windows of {format_duration(base.window.width)}"
-        old_slots = f" in {base.window.slots} slots" if base.window is not None and base.window.slots > 1 else ""
+        if base.window is None:
+            old_records = "identified by record ids"
+        else:
+            old_records = f"windows of {format_duration(base.window.width)}"
+            old_records += f" in {base.window.slots} slots" if base.window.slots > 1 else ""
         raise ConfigError(
-            f"--init-from: the old model's records are {old_records}{old_slots}; leave --window and --slots out"
+            "--window and --slots do not fit the old model (--init-from), whose records are "
+            f"{old_records}; leave --window and --slots out"
         )
+    # Without an attribute `sensor`, a feature is not repeated for each time slot.
     old_once = {feature.name for feature in base.features if feature.sensor is None}
     return base.window, frozenset(options.once) | old_once
 
@@ -419,7 +437,7 @@ def _choose_window(options: DataOptions) -> tuple[Window | None, frozenset[str]]
 def repeat_by_time_slot(schema: Schema, window: Window | None, once: Collection[str]) -> Schema:
     """Return a schema in which each sensor has one feature for each time slot (equal part of the window of time).
 
-    Such a sensor may report once in each time slot of a record.
+    A record is the window, so such a sensor may report once in each time slot of a record.
 
     Args:
         schema: A schema with one feature for each sensor.
@@ -434,13 +452,15 @@ def repeat_by_time_slot(schema: Schema, window: Window | None, once: Collection[
     num_features = len(schema) * window.slots
     if num_features > MAX_FEATURES:
         raise ConfigError(
-            f"--slots {window.slots}: {num_features} features, at most {MAX_FEATURES} are possible; choose fewer slots"
+            f"--slots {window.slots} would give a record {num_features} features, but it can have at most "
+            f"{MAX_FEATURES}; choose fewer slots"
         )
     try:
         return expand_time_slots(schema, window, once)
     except ValueError as error:
         raise ConfigError(
-            f"--slots {window.slots}: the features of the time slots cannot be named ({error}); rename a feature"
+            f"--slots {window.slots} cannot be used, because two features would have the same name ({error}); "
+            "rename one of the features in the table"
         ) from None
 
 
@@ -460,7 +480,7 @@ def create_array_file(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> n
     """
     with map_write_errors(path):
         array = np.lib.format.open_memmap(path, "w+", np.dtype(dtype), shape)
-        if hasattr(os, "posix_fallocate"):
+        if hasattr(os, "posix_fallocate"):  # not on macOS
             with path.open("rb+") as file:
                 os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     return array
@@ -472,15 +492,16 @@ def encode_table(
     """Write the matrix of normalised values to disk. This is the third pass over the input.
 
     Args:
-        tables: The input with N records, after `index_records`.
+        tables: The input with N records, which `index_records` has numbered.
         schema: The F features.
         folder: An existing folder, in which the files of the matrices are created.
         ties: "arrival" if readings of one record with the same time get different arrival ranks, "hold" if they get the
             same rank.
 
     Returns:
-        (N, F) float32 normalised numbers or label codes, NaN if missing; and (N, F) int16 arrival ranks, the position
-        of each reading in its record's order of arrival, −1 if missing. A wide table has None instead of ranks.
+        (values, ranks), both of shape (N, F). `values` are normalised numbers or label codes, NaN if missing. `ranks`
+        are the positions of the readings in their record's order of arrival, −1 if missing. They are None for a wide
+        table.
     """
     if tables.layout == "long":
         return _encode_long_table(tables, schema, folder, ties)
@@ -499,34 +520,38 @@ def _encode_long_table(
 ) -> tuple[NDArray[np.float32], NDArray[np.int16]]:
     """Write the matrices of values and arrival ranks of a long table, whose rows are readings.
 
-    If a record has several readings of one feature, the first one is used and the others are counted, as in a stream.
-    The arguments and the result are those of `encode_table`.
+    If a record has several readings of one feature, the first one in the input is used, as in a stream. The number of
+    the others is stored in `tables.skipped_by_reason`. The arguments and the result are those of `encode_table`.
     """
     num_features = len(schema)
     shape = (tables.num_records, num_features)
     values = create_array_file(folder / "values.npy", np.float32, shape)
+    # Temporary matrices from which the arrival ranks are computed: position in the input, and event time.
     event_indexes = create_array_file(folder / "events.npy", np.int64, shape)
     times = create_array_file(folder / "times.npy", np.int64, shape)
     _fill_in_chunks(values, np.nan)
-    _fill_in_chunks(event_indexes, -1)
+    _fill_in_chunks(event_indexes, -1)  # −1: there is no reading yet
     num_repeated = 0
     for readings in tables.iterate_readings():
         is_feature = readings.feature_name in schema.slot_layout_by_sensor
+        # A long table has event indexes and time slots; they are checked for the type checker only.
         if not is_feature or readings.event_indexes is None or readings.time_slots is None:
             continue
-        # A sensor has one feature for each time slot, at regular distances in the schema.
+        # The code (matrix column) of a sensor's feature for time slot k is first_code + k * code_step.
         first_code, code_step = schema.slot_layout_by_sensor[readings.feature_name]
         feature_codes = first_code + code_step * readings.time_slots
         # Keep the first reading of each matrix element in this batch, unless an earlier batch has set the element.
         flat_indexes = readings.rows * num_features + feature_codes
-        _, used = np.unique(flat_indexes, return_index=True)
-        used = used[event_indexes[readings.rows[used], feature_codes[used]] < 0]
-        num_repeated += len(readings.rows) - len(used)
-        rows, feature_codes = readings.rows[used], feature_codes[used]
-        values[rows, feature_codes] = encode_readings(schema, first_code, readings, parse_text=True)[used]
-        event_indexes[rows, feature_codes] = readings.event_indexes[used]
+        _, first_indexes = np.unique(flat_indexes, return_index=True)
+        is_element_empty = event_indexes[readings.rows[first_indexes], feature_codes[first_indexes]] < 0
+        kept = first_indexes[is_element_empty]  # indexes of the readings that are kept
+        num_repeated += len(readings.rows) - len(kept)
+        rows, feature_codes = readings.rows[kept], feature_codes[kept]
+        # All features of a sensor are normalised alike, so the first one is used to encode the readings.
+        values[rows, feature_codes] = encode_readings(schema, first_code, readings, parse_text=True)[kept]
+        event_indexes[rows, feature_codes] = readings.event_indexes[kept]
         if readings.times is not None:
-            times[rows, feature_codes] = readings.times[used]
+            times[rows, feature_codes] = readings.times[kept]
     if num_repeated:
         tables.skipped_by_reason["repeated events (record and feature)"] = num_repeated
     arrival_ranks = _rank_arrivals(values, event_indexes, times, folder, ties)
@@ -551,8 +576,8 @@ def encode_readings(
         schema: The features.
         feature_code: Index of the feature in the schema.
         readings: The M readings.
-        parse_text: Whether numbers may be written as text. This is so in the long layout, in which one column holds the
-            values of all features.
+        parse_text: Whether numbers may be written as text. It is True for the long layout, in which one column contains
+            the values of all features.
 
     Returns:
         (M,) float32: normalised numbers (measurements) or label codes, NaN if missing. A label's code is its index
@@ -561,28 +586,29 @@ def encode_readings(
     feature = schema.features[feature_code]
     if feature.kind == "continuous":
         numbers, _ = parse_numbers(readings.values)
-        numbers[np.isinf(numbers)] = np.nan
+        numbers[np.isinf(numbers)] = np.nan  # infinite readings are treated as missing
         normalised: NDArray[np.float64] = schema.normalise(np.full(len(numbers), feature_code), numbers)
         return normalised.astype(np.float32)
-    # `labels` are the distinct labels of these readings; their indexes differ from the label codes of the feature.
+    # `labels` are the distinct labels of these readings, and `label_indexes` the index of each reading's label in them.
     label_indexes, labels = encode_labels(readings.values)
     code_by_label, unseen_code = schema.code_by_label[feature_code], len(feature.labels)
     # An infinite number is a missing reading, while the word "inf" may be a label.
-    are_numbers = parse_text or classify_type(readings.values.type) == "number"
-    codes: list[float] = []
+    can_be_number = parse_text or classify_type(readings.values.type) == "number"
+    codes: list[float] = []  # the feature's code of each distinct label
     for label in labels:
-        if are_numbers and label in ("inf", "-inf"):
+        if can_be_number and label in ("inf", "-inf"):
             codes.append(np.nan)
-        elif parse_text:
-            codes.append(code_by_label.get(label, code_by_label.get(_normalize_number_text(label), unseen_code)))
-        else:
-            codes.append(code_by_label.get(label, unseen_code))
+            continue
+        code = code_by_label.get(label)
+        if code is None and parse_text:
+            code = code_by_label.get(_normalize_number_text(label))  # "1.0" is the label "1"
+        codes.append(unseen_code if code is None else code)
     # A missing value has the index −1, which selects the last element.
     return np.array([*codes, np.nan])[label_indexes].astype(np.float32)
 
 
 def _normalize_number_text(text: str) -> str:
-    """Return the text of a number in the spelling of labels, such as "1" for "1.0", and any other text unchanged."""
+    """Return the text of a number in the spelling of numeric labels, such as "1" for "1.0"; other text unchanged."""
     try:
         return format_label(float(text))
     except ValueError:
@@ -603,7 +629,7 @@ def _rank_arrivals(
 
     Args:
         values: (N, F) values of N records and F features, NaN if missing.
-        event_indexes: (N, F) position of each reading in the input.
+        event_indexes: (N, F) position of each reading in the input, −1 if missing.
         times: (N, F) times in microseconds since 1970, `NO_TIME` if unknown.
         folder: The folder in which the file is created.
         ties: With "hold", readings of a record with the same time get the same rank. Readings without a time get
@@ -620,15 +646,18 @@ def _rank_arrivals(
         chunk = slice(start, start + CHUNK_ROWS)
         is_present = np.isfinite(values[chunk])
         time_keys = np.where(times[chunk] == NO_TIME, unknown_time_key, times[chunk])
-        order = np.lexsort((event_indexes[chunk], np.where(is_present, time_keys, missing_key)), axis=1)
-        sorted_ranks = np.broadcast_to(np.arange(order.shape[1]), order.shape)
+        sort_keys = np.where(is_present, time_keys, missing_key)
+        # The columns (features) of each record in order of arrival. `lexsort` uses its last key first.
+        columns_by_arrival = np.lexsort((event_indexes[chunk], sort_keys), axis=1)
+        sorted_ranks = np.broadcast_to(np.arange(columns_by_arrival.shape[1]), columns_by_arrival.shape)
         if ties == "hold":
-            # The rank increases at each new time, and at each reading without a time.
-            sorted_keys = np.take_along_axis(time_keys, order, 1)
+            # The rank increases at each new time, and at each reading without a time. `prepend` makes the time of the
+            # first reading a new one.
+            sorted_keys = np.take_along_axis(time_keys, columns_by_arrival, 1)
             is_new_time = np.diff(sorted_keys, axis=1, prepend=sorted_keys[:, :1] - 1) != 0
             sorted_ranks = np.cumsum(is_new_time | (sorted_keys == unknown_time_key), 1) - 1
-        chunk_ranks = np.empty_like(order)
-        np.put_along_axis(chunk_ranks, order, sorted_ranks, 1)  # from the sorted order back to the order of features
+        chunk_ranks = np.empty_like(columns_by_arrival)
+        np.put_along_axis(chunk_ranks, columns_by_arrival, sorted_ranks, 1)  # back to the order of features
         ranks[chunk] = np.where(is_present, chunk_ranks, -1)
     ranks.flush()
     return ranks
@@ -647,12 +676,13 @@ def compute_fingerprint(
     Args:
         schema: The F features.
         values: (N, F) normalised values of N records.
-        arrival_ranks: (N, F) arrival ranks, or None.
+        arrival_ranks: (N, F) positions of the readings in their record's order of arrival. None for a wide table.
         split: (N,) `Split` of each record.
     """
     digest = hashlib.blake2b(schema.fingerprint.encode(), digest_size=8)
     for matrix in (values, arrival_ranks, split):
         if matrix is not None:
+            # The matrices may be larger than memory, so they are read in chunks.
             for start in range(0, len(matrix), CHUNK_ROWS):
                 digest.update(np.ascontiguousarray(matrix[start : start + CHUNK_ROWS]).data)
     return digest.hexdigest()

@@ -27,7 +27,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that train one model together, as this process sees them.
+    """The group of processes that train one model together, and the index of this process in it.
 
     Attributes:
         rank: Index of this process, from 0.
@@ -51,7 +51,8 @@ class Ranks:
             device: The device that the user has chosen. A device that is not a GPU is returned unchanged.
         """
         if device.type == "cuda" and self.world_size > 1:
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            gpu_index = int(os.environ.get("LOCAL_RANK", "0"))  # torchrun sets the process's index on this machine
+            device = torch.device("cuda", gpu_index)
             torch.cuda.set_device(device)
         return device
 
@@ -59,16 +60,18 @@ class Ranks:
         """Return the slices of a batch of which this process computes the gradients, one after the other.
 
         The batch is divided into slices of nearly equal length, and each process gets `num_slices` consecutive ones.
+        More slices need less memory at once.
 
         Args:
             num_records: Number of records in the batch of all processes.
             num_slices: Number of slices for each process.
 
         Returns:
-            Slices of the record indexes of the batch, without empty ones.
+            Slices of the indexes of the batch's records, without empty slices.
         """
         num_total = self.world_size * num_slices
-        bounds = [num_records * k // num_total for k in range(num_total + 1)]  # slice k is bounds[k] to bounds[k + 1]
+        # Slice k of the batch contains the records bounds[k] to bounds[k + 1] - 1.
+        bounds = [num_records * k // num_total for k in range(num_total + 1)]
         own_slices = range(self.rank * num_slices, (self.rank + 1) * num_slices)
         return [slice(bounds[k], bounds[k + 1]) for k in own_slices if bounds[k] < bounds[k + 1]]
 
@@ -106,10 +109,10 @@ class Ranks:
         if self.world_size == 1:
             return
         concatenated = torch.cat([tensor.flatten() for tensor in tensors])
-        dist.all_reduce(concatenated)
+        dist.all_reduce(concatenated)  # the default operation is the sum
         flat_sums = torch.split(concatenated, [tensor.numel() for tensor in tensors])
         sums = [flat_sum.view_as(tensor) for flat_sum, tensor in zip(flat_sums, tensors, strict=True)]
-        torch._foreach_copy_(list(tensors), sums)
+        torch._foreach_copy_(list(tensors), sums)  # copies each sum to its tensor in one call
 
 
 @contextmanager
@@ -125,6 +128,7 @@ def join_process_group() -> Iterator[Ranks]:
     if world_size == 1:
         yield Ranks()
         return
+    # Tensors on the CPU are exchanged by Gloo, tensors on a GPU by NCCL.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)

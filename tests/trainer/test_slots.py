@@ -81,7 +81,11 @@ def test_repeated_and_unassignable_readings_are_counted(tmp_path: Path) -> None:
         ({"record": "r"}, {}, "has a column 'record'"),
         ({}, {"layout": "wide"}, "has rows that are records"),
         ({}, {"window": None, "once": ()}, "add --window, such as 60s, to make records of them"),
-        ({}, {"window": Window(60 * SECOND, 2000)}, "--slots 2000: 6000 features, at most 4096"),
+        (
+            {},
+            {"window": Window(60 * SECOND, 2000)},
+            "--slots 2000 would give a record 6000 features, but it can have at most 4096",
+        ),
         ({}, {"once": ("nope",)}, "no feature is called nope"),
     ],
 )
@@ -112,5 +116,5 @@ def test_adaptation_requires_the_windows_of_the_old_model(tmp_path: Path) -> Non
     for window in (Window(60 * SECOND, 5), Window(30 * SECOND, 6)):
         with pytest.raises(ConfigError, match="windows of 1m in 6 slots; leave --window and --slots out"):
             prepared(tmp_path, events, window=window, base=old)
-    with pytest.raises(ConfigError, match="given by name"):
+    with pytest.raises(ConfigError, match="identified by record ids"):
         prepared(tmp_path, events, base=collapse_time_slots(old), once=())
