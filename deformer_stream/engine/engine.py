@@ -64,17 +64,19 @@ class Limits:
     """Limits on the time and memory of open records, whose readings are still arriving.
 
     Attributes:
-        record_timeout: Microseconds without an accepted event of a record after which it is closed; None for no
+        record_timeout: A record is closed after this number of microseconds without an accepted event. None for no
             timeout.
-        max_open_records: Largest number of open records. If there are more, the longest idle ones are closed.
-        max_record_bytes: Largest number of bytes of the readings and scores of open records, without the KV cache. If
-            there are more, the longest idle records are closed.
-        cache_bytes: Largest number of bytes of the KV cache, the network's keys and values of earlier readings.
-        max_closed_ids: Number of ids of closed records that are kept per partition, so that their late events are
-            rejected. As many watermarks (latest event times) of devices are kept.
-        tie_wait: Only used if readings of one record with the same event time are scored together (a tie group). Such
-            readings wait for further ones of the same time. After this number of microseconds without an accepted event
-            of the record, they are scored. None to wait for a reading of another time or the end of the record.
+        max_open_records: Largest number of open records. If there are more, those that have been idle for longest are
+            closed.
+        max_record_bytes: Largest number of bytes of the ids, readings and scores of open records, without the KV cache.
+            If there are more, the records that have been idle for longest are closed.
+        cache_bytes: Largest number of bytes of the KV caches, which hold the network's keys and values of the readings
+            that are scored already.
+        max_closed_ids: Number of ids of closed records that are kept per partition, so that late events of these
+            records are rejected. It is also the number of devices whose watermark (latest event time) is kept.
+        tie_wait: Only used if readings of one record with the same event time are scored together (a tie group). They
+            wait for further readings of this time until the record has had no accepted event for this number of
+            microseconds. None: they wait until a reading of another time arrives, or the record is closed.
     """
 
     record_timeout: int | None = None
@@ -87,7 +89,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class UnscorableReadings:
-    """Readings for which the network returned a score that is not finite.
+    """A summary of the readings for which the network returned a score that is not finite (NaN or infinite).
 
     Attributes:
         num_readings: Number of these readings.
@@ -103,12 +105,15 @@ class UnscorableReadings:
 
 
 class Engine:
-    """A scorer of records whose readings are still arriving; it raises at most one alert per record and alpha.
+    """A scorer of records whose readings are still arriving.
+
+    After each reading it computes a p-value of the record. An alert is raised when the p-value falls to a false-alarm
+    rate (alpha) or below, at most once per record and alpha.
 
     A restarted consumer restores the state of each of its Kafka partitions. It loads a snapshot (the stored state at an
     earlier offset), reads the later events again, and repeats the decisions of the previous run that depended on the
-    clock or on memory. For each partition the methods must be called in this order; another order raises
-    `InvariantViolated`:
+    clock or on memory, such as timeouts. For each partition the methods must be called in this order; another order
+    raises `InvariantViolated`:
 
     1. `restore`, at most once: loads the snapshot.
     2. `preload_decisions`, any number of times: loads decisions that must be known before events are replayed.
@@ -126,8 +131,8 @@ class Engine:
         records: The table of open records.
         num_dropped_readings: Number of readings of open records that were dropped so far, because a new model lacks
             their feature.
-        num_cache_rebuilds: Number of records whose KV cache was computed again since the last call of
-            `pop_cache_rebuilds`.
+        num_cache_rebuilds: How many times the cached keys and values of a record were missing and were computed again,
+            since the last call of `pop_cache_rebuilds`.
     """
 
     def __init__(
@@ -151,13 +156,14 @@ class Engine:
             alpha: The false-alarm rate: the largest share of normal records that may ever raise an alert. If several
                 are given, alerts are raised at each; a smaller alpha is more severe. A record that has raised an alert
                 at one alpha raises further ones only at smaller alphas, even if the previous run had other alphas.
-            limits: Limits on time and memory.
+            limits: Limits on time and memory; None for the default values.
             drift: Level of evidence at which a partition is reported because its records no longer resemble the
-                calibration records. Infinity computes the evidence without reporting it; None computes nothing.
+                calibration records. Without such drift, the evidence ever reaches a level c with probability at most
+                1/c. Infinity computes the evidence without reporting it; None computes nothing.
             effort: How thoroughly alerts are explained: "full", "fast" or "off".
             ties: How readings of one record with the same event time are scored: "arrival" for one after the other,
-                "hold" for together as a tie group. None for the policy of the calibration, for which its guarantee
-                holds.
+                "hold" for together as a tie group. None for the policy with which the calibration was made; the
+                false-alarm rate is only guaranteed with that one.
         """
         self.alphas = np.unique(np.atleast_1d(np.asarray(alpha, np.float64)))[::-1]
         self.limits, self.effort, self._tie_policy = limits or Limits(), effort, ties
@@ -168,6 +174,7 @@ class Engine:
         self._newest_version = 0
         self._models_by_version = {0: ModelVersion(model, calibration, fingerprint)}
         self._cache_by_shape: dict[CacheShape, Cache] = {}
+        # Times (microseconds since 1970) before which no record and no tie group can time out. 0: check at once.
         self._next_record_timeout = self._next_tie_timeout = 0
         self._drift_monitor = None if drift is None else DriftMonitor(calibration, fingerprint, drift)
         # By partition and record id: how many readings the record had each time a timeout of the previous run ended
@@ -175,13 +182,14 @@ class Engine:
         self._tie_timeouts: dict[int, dict[str, set[int]]] = {}
         # A change of features or labels may have completed records of these partitions; `handle` closes them.
         self._translated_partitions: set[int] = set()
+        # Partitions for which `replay` or `handle` was called; used to check the order of calls.
         self._replayed_partitions: set[int] = set()
         self._live_partitions: set[int] = set()
         self._allocate_caches()
 
     @property
     def current_version(self) -> ModelVersion:
-        """The model version that scores records which are opened now."""
+        """The model, with its calibration, that scores the records which are opened from now on."""
         return self._models_by_version[self._newest_version]
 
     @property
@@ -201,11 +209,11 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """The number of bytes of cached keys and values that are in use, over all models that score open records."""
+        """The number of bytes in use by the KV caches of all models that score open records."""
         return sum(cache.bytes_in_use for cache in self._cache_by_shape.values())
 
     def handle(self, batch: EventBatch, now: int, restoring_partitions: Collection[int] = ()) -> Effects:
-        """Score a batch of new events in order, then close the records whose time or limit is reached.
+        """Score a batch of new events in order, then close records that are complete, idle or above a limit.
 
         Args:
             batch: The events, possibly none.
@@ -214,7 +222,7 @@ class Engine:
                 timeout or a limit, because the replay may still contain events of them.
 
         Returns:
-            Everything that was decided: scores, alerts, rejections, closed records and notices.
+            Everything that was decided: scores, alerts, rejections, closed records and notices of drift.
 
         Raises:
             InvariantViolated: If the batch has events of a partition that is still being restored.
@@ -223,36 +231,47 @@ class Engine:
             is_restoring = np.isin(batch.partitions, list(restoring_partitions))
             if is_restoring.any():
                 partition = int(batch.partitions[is_restoring][0])
-                raise _make_order_error(
+                raise InvariantViolated(
                     "Engine.handle was called while the state of the previous run was being restored for partition "
-                    f"{partition}"
+                    f"{partition}, but the methods must be called in the order {CALL_ORDER}: report this bug"
                 )
         accepted, rejections = self._ingest(batch, now)
+        # From now on, it is an error to restore or replay these partitions.
         self._live_partitions.update(self.records.partitions.keys() - set(restoring_partitions))
-        ending, reasons = self._select_closing(accepted, now, restoring_partitions)
-        self._free_pages_of(ending, now)
-        # With tie groups, `accepted` becomes the readings to score now; some arrived earlier, and some arrivals wait.
-        arrivals = accepted
+        ending, close_reasons = self._select_closing(accepted, now, restoring_partitions)
+        self._free_unneeded_pages(ending, now)
+        to_score = accepted
         timed_out: list[int] = []
         if self.records.holds_ties:
-            timed_out = self._select_tie_timeouts(
-                now, {*ending, *accepted.record_indices.tolist()}, restoring_partitions
-            )
-            batch, accepted = decide_tie_groups(self.records, batch, accepted, np.array(ending + timed_out, np.int64))
-        scored, alerts = self._score_and_alert(batch, accepted, arrivals)
-        closed = self._close(ending, reasons)
+            # Some of the accepted readings wait for others with the same event time. The readings to score are those
+            # of tie groups that are decided now, and some of these arrived in earlier batches.
+            has_ended_or_new = {*ending, *accepted.record_indices.tolist()}
+            timed_out = self._select_tie_timeouts(now, has_ended_or_new, restoring_partitions)
+            no_longer_waiting = np.array(ending + timed_out, np.int64)
+            batch, to_score = decide_tie_groups(self.records, batch, accepted, no_longer_waiting)
+        scored, alerts = self._score_and_alert(batch, to_score, accepted)
+        closed = self._close(ending, close_reasons)
         drift_notices: list[DriftNotice] = []
         drift_states: dict[int, DriftState] = {}
         if self._drift_monitor is not None:
             drift_notices, drift_states = self._drift_monitor.collect_notices(self.current_version.model, now)
-        tie_timeouts = self.records.reading_counts(timed_out)
-        return Effects(batch, scored, alerts, rejections, closed, drift_notices, drift_states, tie_timeouts)
+        return Effects(
+            batch,
+            scored,
+            alerts,
+            rejections,
+            closed,
+            drift_notices,
+            drift_states,
+            # A replay recognises a tie group that has timed out by the number of readings of its record.
+            tie_timeouts=self.records.reading_counts(timed_out),
+        )
 
     def replay(self, batch: EventBatch, now: int) -> None:
-        """Reproduce the state of the previous run from events that it has handled, without returning any effect.
+        """Reproduce the state of the previous run from events that it has handled, without raising alerts again.
 
-        Readings are accepted or rejected, scored and closed as before. Records that end in the batch are not scored,
-        because the previous run has reported them.
+        Readings are accepted, rejected and scored as before, and records that end in the batch are closed as before.
+        Records that end are not scored, because the previous run has reported them.
 
         Args:
             batch: The events.
@@ -265,19 +284,24 @@ class Engine:
         live_partitions = partitions & self._live_partitions
         if live_partitions:
             partition = min(live_partitions)
-            raise _make_order_error(
-                f"Engine.replay was called after Engine.handle had processed events for partition {partition}"
+            raise InvariantViolated(
+                f"Engine.replay was called after Engine.handle had processed events for partition {partition}, but the "
+                f"methods must be called in the order {CALL_ORDER}: report this bug"
             )
         self._replayed_partitions |= partitions
+        # The previous run has reported the rejections already.
         accepted, _ = self._ingest(batch, now)
         ending = list(accepted.close_reasons)
+        to_score = accepted
         if self.records.holds_ties:
-            _, accepted = decide_tie_groups(
+            # Of the accepted readings, only those whose tie group is decided now are scored. Groups end where they
+            # ended in the previous run.
+            _, to_score = decide_tie_groups(
                 self.records, batch, accepted, np.array(ending, np.int64), self._get_timeout_places
             )
         # The scores of records that stay open are needed for their later readings.
-        stays_open = ~np.isin(accepted.record_indices, ending)
-        self._score(accepted.record_indices[stays_open], accepted.seq[stays_open], NO_ALPHAS)
+        stays_open = ~np.isin(to_score.record_indices, ending)
+        self._score(to_score.record_indices[stays_open], to_score.seq[stays_open], NO_ALPHAS)
         self._release(ending)
 
     def preload_decisions(self, partition: int, decisions: Decisions) -> None:
@@ -295,19 +319,20 @@ class Engine:
             InvariantViolated: If events of the partition have been replayed or handled before.
         """
         if partition in self._replayed_partitions or partition in self._live_partitions:
-            raise _make_order_error(
+            raise InvariantViolated(
                 "Engine.preload_decisions was called after Engine.replay or Engine.handle had processed events for "
-                f"partition {partition}"
+                f"partition {partition}, but the methods must be called in the order {CALL_ORDER}: report this bug"
             )
-        num_readings_by_record = self._tie_timeouts.setdefault(partition, {})
-        for record, num_readings in decisions.tie_timeouts.items():
-            num_readings_by_record.setdefault(record, set()).update(num_readings)
+        timeouts_by_record = self._tie_timeouts.setdefault(partition, {})
+        for record, reading_counts in decisions.tie_timeouts.items():
+            # The number of readings that the record had at each timeout tells the replay where a group ended.
+            timeouts_by_record.setdefault(record, set()).update(reading_counts)
 
     def apply_decisions(self, partition: int, decisions: Decisions) -> None:
         """Repeat the decisions of the previous run about a partition, after its events have been replayed.
 
-        These are decisions that the partition's log alone cannot reproduce: timeouts, evictions, alerts that were
-        raised, and the evidence of drift.
+        These are decisions that the partition's log alone cannot reproduce: timeouts, evictions (closings of records
+        because of a limit), alerts that were raised, and the evidence of drift.
 
         Args:
             partition: Number of the partition.
@@ -317,23 +342,26 @@ class Engine:
             InvariantViolated: If `handle` has processed the partition before.
         """
         if partition in self._live_partitions:
-            raise _make_order_error(
-                f"Engine.apply_decisions was called after Engine.handle had processed events for partition {partition}"
+            raise InvariantViolated(
+                f"Engine.apply_decisions was called after Engine.handle had processed events for partition {partition},"
+                f" but the methods must be called in the order {CALL_ORDER}: report this bug"
             )
         index_by_id = self.records.partition(partition).record_index_by_id
-        self._tie_timeouts.pop(partition, None)
+        self._tie_timeouts.pop(partition, None)  # the replay before this call has used them
         if self.records.holds_ties and decisions.tie_timeouts:
-            # Score the last tie groups of records if a timeout has decided them. It is known by the number of readings.
+            # If a record has as many readings as at one of its timeouts, this timeout ended the record's last tie
+            # group (readings with the same event time). The group still waits here, so it is scored now.
             timed_out = [
                 index_by_id[record]
-                for record, num_readings in decisions.tie_timeouts.items()
-                if record in index_by_id and self.records.num_readings[index_by_id[record]] in num_readings
+                for record, reading_counts in decisions.tie_timeouts.items()
+                if record in index_by_id and self.records.num_readings[index_by_id[record]] in reading_counts
             ]
-            no_readings = AcceptedReadings.empty()
-            _, accepted = decide_tie_groups(
-                self.records, EventBatch.empty(), no_readings, np.array(timed_out, np.int64)
+            no_new_readings = AcceptedReadings.empty()
+            _, to_score = decide_tie_groups(
+                self.records, EventBatch.empty(), no_new_readings, np.array(timed_out, np.int64)
             )
-            self._score(accepted.record_indices, accepted.seq, NO_ALPHAS)
+            self._score(to_score.record_indices, to_score.seq, NO_ALPHAS)
+        # Records that have alerted or were closed in the previous run neither alert nor accept readings again.
         for record, alert_state in decisions.alert_states.items():
             if record in index_by_id:
                 self.records.mark_alerted(index_by_id[record], alert_state)
@@ -346,11 +374,11 @@ class Engine:
 
         Args:
             partition: Number of the partition.
-            now: The current time in microseconds since 1970.
+            now: The current time in microseconds since 1970. The snapshot stores how long each record has been idle.
         """
-        fingerprints = {number: version.fingerprint for number, version in self._models_by_version.items()}
+        fingerprint_by_version = {number: version.fingerprint for number, version in self._models_by_version.items()}
         drift_state = None if self._drift_monitor is None else self._drift_monitor.export_state(partition)
-        return export_state(self.records, partition, now, fingerprints, drift_state)
+        return export_state(self.records, partition, now, fingerprint_by_version, drift_state)
 
     def restore(self, partition: int, snapshot: Snapshot, now: int) -> None:
         """Load the state of a partition from a snapshot of the previous run.
@@ -362,14 +390,15 @@ class Engine:
         Args:
             partition: Number of the partition, which must not have any state in this engine yet.
             snapshot: The state, from `snapshot`.
-            now: The current time in microseconds since 1970.
+            now: The current time in microseconds since 1970. Records count as idle for as long as in the snapshot.
 
         Raises:
             InvariantViolated: If the partition has state already.
         """
         if partition in self.records.partitions:
-            raise _make_order_error(
-                f"Engine.restore was called after another method had created the state for partition {partition}"
+            raise InvariantViolated(
+                f"Engine.restore was called after another method had created the state for partition {partition}, but "
+                f"the methods must be called in the order {CALL_ORDER}: report this bug"
             )
         self._import_snapshot(partition, snapshot, now)
 
@@ -400,11 +429,13 @@ class Engine:
         has_same_vocabulary = Vocabulary.from_schema(self.schema) == Vocabulary.from_schema(model.schema)
         has_same_ties = self._holds_ties(calibration) == self.records.holds_ties
         can_finish = open_records == "finish" and has_same_vocabulary and has_same_ties
-        # Records that are scored again pass through snapshots, which can be translated to other features and labels.
-        snapshots = {} if can_finish else {p: self.snapshot(p, 0) for p in self.records.partitions}
+        # Records to be scored again are exported to snapshots, and imported into a new table below. The import can
+        # translate them to other features and labels. Both use the time 0, so the records stay idle for as long.
+        snapshots = {} if can_finish else {p: self.snapshot(p, now=0) for p in self.records.partitions}
         self._newest_version += 1
         self._models_by_version[self._newest_version] = ModelVersion(model, calibration, fingerprint)
         if self._drift_monitor is not None:
+            # Evidence about the old calibration says nothing about the new one.
             self._drift_monitor = DriftMonitor(calibration, fingerprint, self._drift_monitor.level)
         if not can_finish:
             self.records = self.records.empty_copy(model.schema, self._holds_ties(calibration))
@@ -413,7 +444,7 @@ class Engine:
         self._drop_unused_models()
         self._allocate_caches()
         for partition, snapshot in snapshots.items():
-            self._import_snapshot(partition, snapshot, 0)
+            self._import_snapshot(partition, snapshot, now=0)
         return "finish" if can_finish else "rescore"
 
     def revoke(self, partitions: Iterable[int]) -> Effects:
@@ -427,6 +458,7 @@ class Engine:
         """
         partitions = list(partitions)
         closed = self._close(self.records.indices_of_partitions(partitions), CloseReason.REVOKED)
+        # Afterwards nothing refers to the partitions, so they can be restored if they are assigned here again.
         self.records.drop_partitions(partitions)
         for partition in partitions:
             self._tie_timeouts.pop(partition, None)
@@ -434,23 +466,30 @@ class Engine:
             self._drift_monitor.drop_partitions(partitions)
         for partition_set in (self._translated_partitions, self._replayed_partitions, self._live_partitions):
             partition_set.difference_update(partitions)
-        return Effects(EventBatch.empty(), ScoredReadings.empty(), [], [], closed)
+        return Effects(EventBatch.empty(), ScoredReadings.empty(), alerts=[], rejections=[], closed=closed)
 
     def pop_cache_rebuilds(self) -> int:
-        """Return the number of records whose KV cache was computed again since the last call, and reset the number."""
+        """Return how many times the KV cache of a record was computed again since the last call, and reset the number.
+
+        The cached keys and values of a record are missing after a restart, or if they were dropped to free memory. Many
+        rebuilds without a restart show that `Limits.cache_bytes` is too small.
+        """
         num_rebuilds, self.num_cache_rebuilds = self.num_cache_rebuilds, 0
         return num_rebuilds
 
     def pop_late_tie_groups(self) -> int:
         """Return the number of late tie groups since the last call, and reset the number.
 
-        A tie group consists of the readings of one record with the same event time. It is late if its time is not after
-        that of the group before it in the record. Many late groups show that readings arrive out of order.
+        A tie group consists of the readings of one record with the same event time, which are scored together. It is
+        late if its time is not after that of the record's group before it. Many late groups show that readings arrive
+        out of order.
         """
         return self.records.pop_late_tie_groups()
 
     def pop_unscorable(self) -> UnscorableReadings | None:
-        """Return how many scores were not finite since the last call, with the first as an example; None if none was.
+        """Return how many scores since the last call were not finite, with the first as an example, and reset them.
+
+        The result is None if all scores were finite.
 
         Readings with such a score raise no alert and do not change the score of their record. They show that the model
         is damaged, or that its precision is too low. Readings that are replayed or scored again are not counted.
@@ -459,28 +498,37 @@ class Engine:
         return unscorable
 
     def measure_drift(self) -> dict[int, float]:
-        """Return log10 of the evidence of drift by partition, empty if drift is not monitored.
+        """Return, by partition, log10 of the evidence that its records no longer resemble the calibration records.
 
-        The value is 0 at the start. It grows if the records of the partition are more anomalous than the calibration
-        records.
+        The value is 0 at the start, and grows if the records of the partition are more anomalous. Without such drift,
+        it ever reaches x with probability at most 10^−x. The mapping is empty if drift is not monitored.
         """
         return {} if self._drift_monitor is None else self._drift_monitor.compute_log10_wealth()
 
     def finish(self) -> Effects:
-        """Score the readings that still wait, and close all open records, at the end of the input.
+        """Score the readings that still wait for others with the same event time, and close all open records.
+
+        It is called at the end of the input.
 
         Returns:
             Scores and alerts of the waiting readings, and the closed records, by partition and in the order in which
             they were opened.
         """
-        ending, batch, accepted = self.records.indices_of_partitions(), EventBatch.empty(), AcceptedReadings.empty()
+        open_records = self.records.indices_of_partitions()
+        no_new_readings = AcceptedReadings.empty()
+        batch, to_score = EventBatch.empty(), no_new_readings
         if self.records.holds_ties:
-            batch, accepted = decide_tie_groups(self.records, batch, accepted, np.array(ending, np.int64))
-        scored, alerts = self._score_and_alert(batch, accepted, AcceptedReadings.empty())
-        return Effects(batch, scored, alerts, [], self._close(ending, CloseReason.END))
+            # No further reading can join a tie group, so all groups that wait are scored.
+            batch, to_score = decide_tie_groups(self.records, batch, no_new_readings, np.array(open_records, np.int64))
+        scored, alerts = self._score_and_alert(batch, to_score, no_new_readings)
+        closed = self._close(open_records, CloseReason.END)
+        return Effects(batch, scored, alerts, rejections=[], closed=closed)
 
     def _holds_ties(self, calibration: Calibration) -> bool:
-        """Return whether readings of one record with one event time are scored together as a tie group."""
+        """Return whether readings of one record with the same event time are scored together as a tie group.
+
+        The option of the engine decides; without it, the policy with which the calibration was made.
+        """
         return (self._tie_policy or calibration.tie_policy) == "hold"
 
     def _import_snapshot(self, partition: int, snapshot: Snapshot, now: int) -> None:
@@ -492,32 +540,39 @@ class Engine:
         Args:
             partition: Number of the partition.
             snapshot: The state to load.
-            now: The current time in microseconds since 1970.
+            now: The current time in microseconds since 1970. Records count as idle for as long as in the snapshot.
         """
         vocabulary = Vocabulary.from_schema(self.schema)
+        # Models whose scores of records remain valid, with their version numbers.
         version_by_fingerprint = {v.fingerprint: number for number, v in self._models_by_version.items()}
         if snapshot.vocabulary != vocabulary:
+            # The snapshot has other features or labels. Its codes are translated to those of the current model, and no
+            # earlier score is valid.
             snapshot, num_dropped = snapshot.translate(vocabulary)
             self.num_dropped_readings += num_dropped
             self._translated_partitions.add(partition)
-            version_by_fingerprint = {}  # without an entry, all records are scored again
+            version_by_fingerprint = {}
         if self.records.holds_ties != (snapshot.ties is not None):
             version_by_fingerprint = {}  # no record may be scored partly with and partly without tie groups
-        # The version number of each model of the snapshot, then of each record; −1 for a model that is missing here.
-        version_by_model = np.array([version_by_fingerprint.get(model, -1) for model in snapshot.models], np.int64)
-        version = version_by_model[snapshot.model]
-        needs_rescoring = version < 0
+        # The version number of each record's model, −1 if its scores are not valid. `snapshot.model` holds, for each
+        # record, the index of its model in `snapshot.models`.
+        snapshot_versions = [version_by_fingerprint.get(fingerprint, -1) for fingerprint in snapshot.models]
+        version_by_record = np.array(snapshot_versions, np.int64)[snapshot.model]
+        needs_rescoring = version_by_record < 0
+        version_by_record = np.where(needs_rescoring, self._newest_version, version_by_record)
         if self._drift_monitor is not None:
             self._drift_monitor.import_state(partition, snapshot.drift)
-        version = np.where(needs_rescoring, self._newest_version, version)
-        record_index = import_state(self.records, partition, snapshot, now, version)
+        record_index = import_state(self.records, partition, snapshot, now, version_by_record)
         self._grow_caches()
         # The loaded records may be idle for longer than all others, so the next timeout is not known any more.
         self._next_record_timeout = self._next_tie_timeout = 0
         self._rescore(record_index[needs_rescoring])
 
     def _get_timeout_places(self, record_index: int) -> Collection[int]:
-        """Return where timeouts of the previous run have ended tie groups (readings with the same event time).
+        """Return where timeouts of the previous run have ended tie groups of a record.
+
+        A tie group consists of the readings of one record with the same event time. A replay must end groups at the
+        same positions.
 
         Args:
             record_index: Row of the record in the table.
@@ -525,11 +580,12 @@ class Engine:
         Returns:
             Positions in the record's sequence of readings, from 0: the first reading after each ended group.
         """
+        # Positions count from 0, so the number of readings at a timeout is the position of the next reading.
         partition = int(self.records.partition_ids[record_index])
         return self._tie_timeouts.get(partition, {}).get(self.records.record_ids[record_index], ())
 
     def _ingest(self, batch: EventBatch, now: int) -> tuple[AcceptedReadings, list[Rejection]]:
-        """Enter events into the table of records, and enlarge the KV caches if the table has grown.
+        """Store the readings of events in the table of records, and enlarge the KV caches if the table has grown.
 
         Args:
             batch: The events.
@@ -548,62 +604,67 @@ class Engine:
             cache.ensure_capacity(self.records.capacity)
 
     def _score_and_alert(
-        self, batch: EventBatch, accepted: AcceptedReadings, arrivals: AcceptedReadings
+        self, batch: EventBatch, to_score: AcceptedReadings, accepted: AcceptedReadings
     ) -> tuple[ScoredReadings, list[Alert]]:
         """Score readings and build the alerts that they raise.
 
         Args:
-            batch: The batch that `accepted.event_indices` refers to.
-            accepted: The readings to score.
-            arrivals: The readings that were accepted from the batch of this call. Without tie groups they are the
-                same as `accepted`. With tie groups, readings with the same event time wait for each other, so readings
-                to score may have arrived earlier, and arrivals may have to wait.
+            batch: The batch that `to_score.event_indices` refers to.
+            to_score: The readings to score. They are the accepted ones, unless readings of one record with the same
+                event time wait for each other (a tie group). Some accepted readings then wait, and some of the readings
+                to score arrived in earlier batches.
+            accepted: The readings that were accepted from the batch of this call.
 
         Returns:
-            The scores in the order of `accepted`, and the alerts in the order of the readings that raise them.
+            The scores in the order of `to_score`, and the alerts in the order of the readings that raise them.
         """
-        columns, num_crossed = self._score(accepted.record_indices, accepted.seq, self.alphas)
-        log_likelihood, running_log_likelihood, score, p_value = columns
-        self._count_unscorable(batch, accepted, log_likelihood)
+        score_rows, num_crossed = self._score(to_score.record_indices, to_score.seq, self.alphas)
+        log_likelihood, running_log_likelihood, score, p_value = score_rows
+        self._count_unscorable(batch, to_score, log_likelihood)
         scored = ScoredReadings(
-            accepted.event_indices,
-            accepted.seq.astype(np.int32),
+            to_score.event_indices,
+            to_score.seq.astype(np.int32),
             log_likelihood,
             running_log_likelihood,
             score,
             p_value,
-            num_crossed > 0,
+            is_alert=num_crossed > 0,  # the p-value has reached an alpha for the first time
         )
         builder = AlertBuilder(self.records, self.alphas, self.effort, self._group_by_version)
-        return scored, builder.build(batch, accepted, arrivals, scored, num_crossed)
+        return scored, builder.build(batch, to_score, accepted, scored, num_crossed)
 
-    def _count_unscorable(self, batch: EventBatch, accepted: AcceptedReadings, log_likelihood: Floats) -> None:
+    def _count_unscorable(self, batch: EventBatch, readings: AcceptedReadings, log_likelihood: Floats) -> None:
         """Count readings for which the network has returned a score that is not finite, for `pop_unscorable`.
 
-        Their log-likelihood is NaN. Context features are not counted: they are never scored and have NaN as well.
+        Their log-likelihood is NaN. Readings of context features, which condition the others and are never scored, have
+        NaN as well; they are not counted.
 
         Args:
-            batch: The batch that `accepted.event_indices` refers to.
-            accepted: M readings.
+            batch: The batch that `readings.event_indices` refers to.
+            readings: M readings that went through the network.
             log_likelihood: (M,) their log-likelihoods.
         """
         is_nan = np.isnan(log_likelihood)
         if not is_nan.any():
             return
-        features = batch.features[accepted.event_indices]
+        features = batch.features[readings.event_indices]
         unscorable = np.flatnonzero(is_nan & ~self.schema.is_context[features])
         if not len(unscorable):
             return
         if self._unscorable is None:
+            # The first such reading since the last call of `pop_unscorable` is kept as an example.
             first = int(unscorable[0])
-            version = int(self.records.model_version[accepted.record_indices[first]])
-            record = batch.record_ids[int(accepted.event_indices[first])]
-            model, feature = self._models_by_version[version].fingerprint, self.schema.names[features[first]]
-            self._unscorable = UnscorableReadings(0, model, record, feature)
+            version = int(self.records.model_version[readings.record_indices[first]])
+            self._unscorable = UnscorableReadings(
+                num_readings=0,
+                model=self._models_by_version[version].fingerprint,
+                record=batch.record_ids[int(readings.event_indices[first])],
+                feature=self.schema.names[features[first]],
+            )
         self._unscorable = replace(self._unscorable, num_readings=self._unscorable.num_readings + len(unscorable))
 
     def _score(self, record_index: Ints, seq: Ints, alphas: Floats) -> tuple[Floats, Ints]:
-        """Score M readings, each by the model version that its record was opened under.
+        """Score M readings, each by the model version to which its record is assigned.
 
         Args:
             record_index: (M,) the row of the table that belongs to the record of each reading.
@@ -612,21 +673,22 @@ class Engine:
                 raise an alert.
 
         Returns:
-            (4, M) rows of scores: the log-likelihood of each reading, its running sum over the record, the running
-            anomaly score of the record and its p-value; and (M,) the number of alphas that the p-value of the record
-            has reached with this reading for the first time.
+            Two arrays. First (4, M) scores in four rows: the log-likelihood of each reading, its running sum over the
+            record, the running anomaly score of the record, and the p-value of the record. Second (M,) the number of
+            alphas that the p-value has reached with this reading for the first time.
         """
-        columns, num_crossed = np.empty((4, len(record_index))), np.zeros(len(record_index), np.int64)
-        for version, rows in self._group_by_version(record_index):
+        num_readings = len(record_index)
+        score_rows, num_crossed = np.empty((4, num_readings)), np.zeros(num_readings, np.int64)
+        for version, members in self._group_by_version(record_index):
             cache = self._cache_by_shape[version.cache_shape]
-            columns[:, rows], num_crossed[rows], num_rebuilds = version.score_readings(
-                self.records, cache, record_index[rows], seq[rows], alphas
+            score_rows[:, members], num_crossed[members], num_rebuilds = version.score_readings(
+                self.records, cache, record_index[members], seq[members], alphas
             )
             self.num_cache_rebuilds += num_rebuilds
-        return columns, num_crossed
+        return score_rows, num_crossed
 
     def _group_by_version(self, record_index: Ints) -> Iterator[tuple[ModelVersion, Ints]]:
-        """Group R records by the model version that scores them.
+        """Group R records by the model version (a model with its calibration) that scores them.
 
         Args:
             record_index: (R,) row of each record in the table; a row may occur several times.
@@ -635,11 +697,11 @@ class Engine:
             A model version, and the ascending indexes into `record_index` of the records that it scores.
         """
         if len(self._models_by_version) == 1 and len(record_index):
-            yield self.current_version, np.arange(len(record_index))
+            yield self.current_version, np.arange(len(record_index))  # the usual case, without a search
             return
-        numbers = self.records.model_version[record_index]
-        for number in np.unique(numbers).tolist():
-            yield self._models_by_version[number], np.flatnonzero(numbers == number)
+        version_numbers = self.records.model_version[record_index]
+        for number in np.unique(version_numbers).tolist():
+            yield self._models_by_version[number], np.flatnonzero(version_numbers == number)
 
     def _rescore(self, record_index: Ints) -> None:
         """Score all readings of records again, without alerts, after their model or the rules of scoring have changed.
@@ -651,9 +713,10 @@ class Engine:
             record_index: (R,) row of each record in the table.
         """
         self.records.reset_scores(record_index)
-        num_not_waiting = self.records.num_readings[record_index] - self.records.num_pending[record_index]
-        row, place = ragged_indices(num_not_waiting)
-        self._score(record_index[row], place, NO_ALPHAS)
+        # The waiting readings are the last ones of a record, so those to score are the first ones.
+        num_to_score = self.records.num_readings[record_index] - self.records.num_pending[record_index]
+        record, place = ragged_indices(num_to_score)  # of each reading: index into `record_index`, position in record
+        self._score(record_index[record], place, NO_ALPHAS)
 
     def _select_closing(
         self, accepted: AcceptedReadings, now: int, restoring_partitions: Collection[int]
@@ -661,20 +724,21 @@ class Engine:
         """Select the records to close after a batch: complete ones, idle ones, and those that exceed a limit.
 
         Args:
-            accepted: The readings of the batch, with the records that they have completed.
+            accepted: The readings of the batch. Its `close_reasons` lists the records that the batch has ended: they
+                are complete, or their window (interval of time) is over.
             now: The current time in microseconds since 1970.
             restoring_partitions: Partitions whose events are still being replayed. Their records are only closed if
-                `accepted` says so.
+                the batch has ended them.
 
         Returns:
             The rows of the records in the table, and the reason for closing each.
         """
-        # Records that the readings of the batch have completed are in `accepted.close_reasons`.
         complete = self._select_completed_by_translation(restoring_partitions)
         idle = self._select_timeouts(now, restoring_partitions)
         if complete:
             idle = [index for index in idle if index not in complete]
-        # Records above the limits are evicted. Records that are closed anyway do not count towards the limits.
+        # Records above the limits are evicted. Those that are closed anyway do not count towards the limits.
+        # `len(self.records)` leaves out the records that the batch has ended, but `num_bytes` still includes them.
         selected = {*complete, *idle}
         excess_records = len(self.records) - len(selected) - self.limits.max_open_records
         excess_bytes = self.records.num_bytes - self.limits.max_record_bytes
@@ -694,18 +758,20 @@ class Engine:
         ]
         return [*accepted.close_reasons, *complete, *idle, *evicted], reasons
 
-    def _free_pages_of(self, ending: list[int], now: int) -> None:
-        """Free the KV cache of records that end without a reading to score, so that other records can use the memory.
+    def _free_unneeded_pages(self, ending: list[int], now: int) -> None:
+        """Free the KV cache of records that end without a reading to score, before the readings of others are scored.
 
         Args:
             ending: Rows of the records in the table.
-            now: The time of this batch; a record that was accepted from earlier has no new reading in it.
+            now: Arrival time of the current batch in microseconds since 1970.
         """
-        index = np.array(ending, np.int64)
-        has_no_new_reading = self.records.last_accepted_at[index] < now
-        is_unchanged = has_no_new_reading & (self.records.num_pending[index] == 0)
+        record_index = np.array(ending, np.int64)
+        # An accepted event sets `last_accepted_at` to the arrival time of its batch.
+        has_no_new_reading = self.records.last_accepted_at[record_index] < now
+        has_no_waiting_reading = self.records.num_pending[record_index] == 0
+        nothing_to_score = record_index[has_no_new_reading & has_no_waiting_reading]
         for cache in self._cache_by_shape.values():
-            cache.free(index[is_unchanged])
+            cache.free(nothing_to_score)
 
     def _select_tie_timeouts(
         self, now: int, excluded: Collection[int], restoring_partitions: Collection[int]
@@ -716,7 +782,7 @@ class Engine:
 
         Args:
             now: The current time in microseconds since 1970.
-            excluded: Rows of records that are not returned, because they end or have got a reading in this batch.
+            excluded: Rows of records that are not returned, because they end or have accepted a reading in this batch.
             restoring_partitions: Partitions whose records are not returned, because their events are still being
                 replayed.
 
@@ -726,9 +792,10 @@ class Engine:
         wait = self.limits.tie_wait
         if wait is None or now < self._next_tie_timeout:
             return []
-        idle, earliest_time_left = self.records.select_idle(now - wait, restoring_partitions, pending_only=True)
-        # The next timeout is that of the longest idle record among the others. Until then, nothing has to be selected.
-        self._next_tie_timeout = (now if earliest_time_left is None else earliest_time_left) + wait
+        idle, earliest_other = self.records.select_idle(now - wait, restoring_partitions, pending_only=True)
+        # The record that times out next is the longest idle one among the others: its last event was accepted at
+        # `earliest_other`. Without others, it is a record with an event after this call. No earlier search is needed.
+        self._next_tie_timeout = (now if earliest_other is None else earliest_other) + wait
         return [index for index in idle if index not in excluded]
 
     def _select_timeouts(self, now: int, restoring_partitions: Collection[int]) -> list[int]:
@@ -745,13 +812,17 @@ class Engine:
         timeout = self.limits.record_timeout
         if timeout is None or now < self._next_record_timeout:
             return []
-        idle, earliest_time_left = self.records.select_idle(now - timeout, restoring_partitions)
-        # The next timeout is that of the longest idle record among the others: an accepted event only postpones it.
-        self._next_record_timeout = (now if earliest_time_left is None else earliest_time_left) + timeout
+        idle, earliest_other = self.records.select_idle(now - timeout, restoring_partitions)
+        # The record that times out next is the longest idle one among the others: its last event was accepted at
+        # `earliest_other`. Without others, it is a record with an event after this call. No earlier search is needed.
+        self._next_record_timeout = (now if earliest_other is None else earliest_other) + timeout
         return idle
 
     def _select_completed_by_translation(self, restoring_partitions: Collection[int]) -> list[int]:
-        """Return the records that are complete because a new model lacks the features that they were waiting for.
+        """Return the records that are complete because the current model lacks the features that they still awaited.
+
+        This can only happen in partitions whose records were translated to the features of a new model. Each of these
+        is checked once.
 
         Args:
             restoring_partitions: Partitions whose records are not returned yet, because their events are still being
@@ -764,12 +835,12 @@ class Engine:
         self._translated_partitions -= partitions
         if not partitions:
             return []
-        index = np.array(self.records.indices_of_partitions(partitions), np.int64)
-        completed: list[int] = index[self.records.is_complete(index)].tolist()
+        record_index = np.array(self.records.indices_of_partitions(partitions), np.int64)
+        completed: list[int] = record_index[self.records.is_complete(record_index)].tolist()
         return completed
 
     def _close(self, ending: list[int], reason: CloseReason | list[CloseReason]) -> ClosedRecords:
-        """Close records, give them to the drift monitor, release their memory, and return their final scores.
+        """Close records, pass them to the drift monitor, release their memory, and return their final scores.
 
         Args:
             ending: Rows of the records in the table.
@@ -778,11 +849,14 @@ class Engine:
         if not ending:
             return ClosedRecords.empty()
         closed = self.records.close(ending, reason)
-        record_index, anomaly_score = np.array(ending, np.int64), closed.anomaly_score.copy()
-        for version, rows in self._group_by_version(record_index):
-            anomaly_score[rows] = version.rank_records(self.records, record_index[rows])
+        record_index = np.array(ending, np.int64)
+        # The score for ranking complete records depends on the model, so it is not computed by the table of records.
+        anomaly_score = closed.anomaly_score.copy()
+        for version, members in self._group_by_version(record_index):
+            anomaly_score[members] = version.rank_records(self.records, record_index[members])
         if self._drift_monitor is not None:
             self._observe_drift(self._drift_monitor, closed, record_index)
+        # Only now, because ranking and drift detection read the readings of the closed records.
         self._release(ending)
         return replace(closed, anomaly_score=anomaly_score)
 
@@ -798,16 +872,16 @@ class Engine:
             record_index: (R,) their rows in the table, in which their readings are still available.
         """
         is_unforced = np.array([reason in UNFORCED_CLOSINGS for reason in closed.reasons], bool)
-        is_current = self.records.model_version[record_index] == self._newest_version
-        rows = (is_unforced & (closed.num_readings > 0) & is_current).nonzero()[0]
-        rows = rows[closed.partitions[rows].argsort(kind="stable")]  # by partition, then in the order of closing
-        indices = record_index[rows].tolist()
-        record_ids = [closed.record_ids[row] for row in rows.tolist()]
+        is_current_model = self.records.model_version[record_index] == self._newest_version
+        observed = (is_unforced & (closed.num_readings > 0) & is_current_model).nonzero()[0]
+        observed = observed[closed.partitions[observed].argsort(kind="stable")]  # by partition, then in closing order
+        table_rows = record_index[observed].tolist()
         monitor.observe(
-            closed.partitions[rows].tolist(),
-            record_ids,
-            closed.score[rows],
-            lambda i: self.records.readings_of(indices[i]),
+            closed.partitions[observed].tolist(),
+            [closed.record_ids[i] for i in observed.tolist()],
+            closed.score[observed],
+            # The monitor requests the readings of only a few of the observed records, so they are not all copied.
+            get_readings=lambda i: self.records.readings_of(table_rows[i]),
         )
 
     def _release(self, closed: list[int]) -> None:
@@ -822,7 +896,7 @@ class Engine:
             cache.free(np.array(closed, np.int64))
         self.records.release(closed)
         if len(self._models_by_version) > 1:
-            self._drop_unused_models()
+            self._drop_unused_models()  # the closed records may have been the last ones of an older model
 
     def _drop_unused_models(self) -> None:
         """Drop the model versions that score no open record, except the current one."""
@@ -834,25 +908,17 @@ class Engine:
     def _allocate_caches(self) -> None:
         """Allocate the KV caches of all model versions that score open records, with equal shares of the memory.
 
-        Models whose caches have the same shape share one. If the set of shapes has changed, all cached keys and values
-        are dropped; they are computed again when needed.
+        Models with the same cache shape (layers, vector sizes and precision) share one cache. If the set of shapes has
+        changed, all cached keys and values are dropped; they are computed again when needed.
         """
         version_by_shape = {version.cache_shape: version for version in self._models_by_version.values()}
         if version_by_shape.keys() != self._cache_by_shape.keys():
+            # Drop all references to the old caches first, so that both are never in memory at the same time.
             self._cache_by_shape.clear()
             for version in self._models_by_version.values():
                 version.release_cache()
-            share = self.limits.cache_bytes // len(version_by_shape)
-            self._cache_by_shape = {shape: version.create_cache(share) for shape, version in version_by_shape.items()}
+            max_bytes = self.limits.cache_bytes // len(version_by_shape)
+            self._cache_by_shape = {
+                shape: version.create_cache(max_bytes) for shape, version in version_by_shape.items()
+            }
             self._grow_caches()
-
-
-def _make_order_error(problem: str) -> InvariantViolated:
-    """Return the error for a method of `Engine` that was called in the wrong order.
-
-    Args:
-        problem: A sentence, without a full stop, that names the method, the call before it, and the partition.
-    """
-    return InvariantViolated(
-        f"{problem}, but the methods must be called in the order {CALL_ORDER} for each partition: report this bug"
-    )
