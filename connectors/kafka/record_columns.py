@@ -1,9 +1,10 @@
 """Records of Kafka batches as columns, without an object per record.
 
-Batches are read in chunks of at most `MAX_RECORDS` records. A chunk whose records all have the common form (no headers,
-numbers of the usual size) is read by compiled code (`records.c`). Without compiled code only the bounds of the records
-are found one by one, and the rest is decoded by NumPy for all records together. A chunk with any other record is parsed
-by the client, record by record; the client also reports what is wrong with a damaged record. The format is described at
+Batches are read in chunks of at most `MAX_RECORDS` records. A record has the common form if it has no headers, and its
+numbers need at most `MAX_LENGTH_BYTES` and `MAX_VARINT_BYTES` bytes. A chunk whose records all have the common form is
+read by compiled code (`records.c`). Without compiled code, Python finds the bounds of the records one by one, and NumPy
+decodes the rest for all records together. A chunk with any other record is parsed by kafka-python, record by record;
+kafka-python also reports what is wrong with a damaged record. The format is described at
 https://kafka.apache.org/documentation/#recordbatch.
 """
 
@@ -33,6 +34,11 @@ MAX_RECORDS = 1024
 MAX_LENGTH_BYTES, MAX_VARINT_BYTES = 4, 5
 """Bytes of a record's length and of its other numbers in the common form; longer ones would mean more than 128 MiB, or
 seven weeks of one batch."""
+_START, _END, _TIME, _OFFSET, _KEY_START, _KEY_LENGTH, _VALUE_START, _VALUE_LENGTH = range(8)
+"""Rows of the array in which the fields of N records are returned. Start and end are byte positions in the buffer; the
+start is after the number that states the record's length. A length of -1 stands for a null key or value."""
+NUM_FIELDS = 8
+"""The number of these rows."""
 PARSE_ERRORS = (errors.KafkaError, ValueError, struct.error)
 """Exceptions that the client's parser raises for damaged records."""
 
@@ -42,11 +48,12 @@ class MessageColumns:
     """N consecutive messages of one partition, as columns.
 
     Attributes:
-        offsets: (N,) offsets.
-        times: (N,) milliseconds since 1970 as the sender or the broker states them; any number is possible.
-        sizes: (N,) bytes, key and headers included.
-        keys: N keys or None.
-        values: N values or None.
+        offsets: (N,) the offset of each message in its partition, ascending.
+        times: (N,) the timestamp of each message in milliseconds since 1970. The sender or the broker has set it; any
+            number is possible.
+        sizes: (N,) the size of each message in bytes, key and headers included.
+        keys: N message keys; None for a message without key.
+        values: N message values; None for a tombstone, an `UnreadablePayload` for a message that could not be read.
     """
 
     offsets: Ints
@@ -60,7 +67,7 @@ class MessageColumns:
         return len(self.values)
 
     def slice(self, start: int, stop: int) -> MessageColumns:
-        """Return the messages from index `start` to before `stop`."""
+        """Return the messages from index `start` (inclusive) to `stop` (exclusive)."""
         if start == 0 and stop >= len(self):
             return self
         selected = slice(start, stop)
@@ -74,40 +81,53 @@ class MessageColumns:
 
     @staticmethod
     def from_records(records: Sequence[DefaultRecord]) -> MessageColumns:
-        """Convert records that the client's parser has made."""
-        bound = np.iinfo(np.int64)
-        times = (min(max(r.timestamp, bound.min), bound.max) for r in records)
-        n = len(records)
+        """Convert records that kafka-python has parsed; timestamps outside the range of int64 are clipped to it."""
+        int64 = np.iinfo(np.int64)
+        times = (min(max(record.timestamp, int64.min), int64.max) for record in records)
+        num_records = len(records)
         return MessageColumns(
-            np.fromiter((r.offset for r in records), np.int64, n),
-            np.fromiter(times, np.int64, n),
-            np.fromiter((r.size_in_bytes for r in records), np.int64, n),
-            [r.key for r in records],
-            [r.value for r in records],
+            np.fromiter((record.offset for record in records), np.int64, num_records),
+            np.fromiter(times, np.int64, num_records),
+            np.fromiter((record.size_in_bytes for record in records), np.int64, num_records),
+            [record.key for record in records],
+            [record.value for record in records],
         )
 
 
 def read_batch(batch: DefaultRecordBatch) -> Iterator[MessageColumns]:
-    """Yield all records of an uncompressed batch in chunks.
+    """Yield all records of an uncompressed batch, in chunks of at most `MAX_RECORDS` records.
+
+    Args:
+        batch: A batch of kafka-python, uncompressed or decompressed already. Its reading position advances.
 
     Raises:
-        Exception: One of `PARSE_ERRORS`, after the records before the damaged one were yielded.
+        Exception: One of `PARSE_ERRORS` if a record is damaged. The records before it are yielded first.
     """
-    batch._buffer = bytes(batch._buffer)
+    batch._buffer = bytes(batch._buffer)  # the compiled reader accepts only bytes, not a memoryview
     while (num_left := batch._num_records - batch._next_record_index) > 0:
         count = min(num_left, MAX_RECORDS)
         result = _read_common_form(batch, count)
         if result is None:
             yield from _parse_with_client(batch, count)
         else:
+            # Advance the position from which kafka-python would continue.
             chunk, batch._pos = result
             batch._next_record_index += count
             yield chunk
-    next(batch, None)  # raises an error if bytes are left over
+    # After the last record, kafka-python checks the end of the batch: it raises an error if bytes are left over.
+    next(batch, None)
 
 
 def _parse_with_client(batch: DefaultRecordBatch, count: int) -> Iterator[MessageColumns]:
-    """Yield records parsed by the client; raise its error after those that could be parsed."""
+    """Parse the next records of a batch with kafka-python, one by one, and yield them as one chunk.
+
+    Args:
+        batch: The batch, whose reading position advances.
+        count: Number of records to parse.
+
+    Raises:
+        Exception: One of `PARSE_ERRORS` if a record is damaged, after the records before it were yielded.
+    """
     records: list[DefaultRecord] = []
     failure: Exception | None = None
     try:
@@ -122,13 +142,13 @@ def _parse_with_client(batch: DefaultRecordBatch, count: int) -> Iterator[Messag
 
 @dataclass(frozen=True, slots=True)
 class SmallBatches:
-    """The records of consecutive batches, as one chunk.
+    """The records of several consecutive batches that were read together.
 
     Attributes:
-        chunk: The records.
-        end_position: Position in the buffer after the last batch.
-        next_offset: Offset after the last batch.
-        leader_epoch: Leader epoch of the last batch.
+        chunk: The records of all these batches.
+        end_position: Byte position in the buffer after the last of these batches.
+        next_offset: The offset that follows the last of these batches.
+        leader_epoch: Leader epoch of the last of these batches, as its header states it.
     """
 
     chunk: MessageColumns
@@ -138,147 +158,172 @@ class SmallBatches:
 
 
 def read_small_batches(buffer: bytes, position: int) -> SmallBatches | None:
-    """Read consecutive small batches in one call, because reading each by itself costs as much as a large batch.
+    """Read consecutive small batches together, because reading a single one takes as long as reading a large batch.
 
-    Only batches that are uncompressed, outside transactions, of the common form, and with a correct checksum are read.
+    The reading ends before the first batch that is compressed, part of a transaction, damaged (by its checksum), or has
+    a record with headers or unusually large numbers. At most `MAX_RECORDS` records are read.
 
     Args:
-        buffer: The fetched bytes.
-        position: Position of the first batch.
+        buffer: Bytes that the broker has returned for one partition: batches one after another.
+        position: Byte position of the first batch to read.
 
     Returns:
-        The records, or None if the first batch does not qualify or there is no compiled code.
+        The records of these batches. None if the first batch cannot be read in this way, or there is no compiled code.
     """
     library = _load_library()
     if library is None:
         return None
-    out, after = np.empty((8, MAX_RECORDS), np.int64), np.empty(3, np.int64)
+    out = np.empty((NUM_FIELDS, MAX_RECORDS), np.int64)
+    after = np.empty(3, np.int64)  # written by the library: end position, next offset, leader epoch
     limits = MAX_RECORDS, MAX_LENGTH_BYTES, MAX_VARINT_BYTES
     count = library.read_batches(buffer, len(buffer), position, *limits, out.ctypes.data, after.ctypes.data)
     if count == 0:
         return None
-    rows = out[:, :count]
-    return SmallBatches(_make_columns(buffer, rows, rows[3], rows[2]), *after.tolist())
+    fields = out[:, :count]
+    return SmallBatches(_make_columns(buffer, fields, fields[_OFFSET], fields[_TIME]), *after.tolist())
 
 
 def _read_common_form(batch: DefaultRecordBatch, count: int) -> tuple[MessageColumns, int] | None:
-    """Read the next records of a batch.
-
-    Returns:
-        The records and the position after them, or None if a record is not of the common form.
-    """
-    out = np.empty((8, count), np.int64)
-    if not _read(batch._buffer, batch._pos, out):
-        return None
-    _, ends, millis, numbers, *_ = out
-    if batch.timestamp_type == DefaultRecordBatch.LOG_APPEND_TIME:
-        times = np.full(count, batch.max_timestamp)
-    else:
-        times = batch.first_timestamp + millis
-    return _make_columns(batch._buffer, out, batch.base_offset + numbers, times), int(ends[-1])
-
-
-def _make_columns(buffer: bytes, rows: Ints, offsets: Ints, times: Ints) -> MessageColumns:
-    """Build the columns of N records.
+    """Read the next records of a batch, if they all have the common form (no headers, no unusually large numbers).
 
     Args:
-        buffer: The bytes of the batch.
-        rows: (8, N) fields of the records, see `_read`.
-        offsets: (N,) offsets.
-        times: (N,) milliseconds since 1970.
+        batch: An uncompressed batch of kafka-python; its reading position stays.
+        count: Number of records to read.
+
+    Returns:
+        The records and the byte position after them, or None if a record does not have the common form.
     """
-    starts, ends, _, _, key, key_size, value, value_size = rows
+    fields = np.empty((NUM_FIELDS, count), np.int64)
+    if not _find_fields(batch._buffer, batch._pos, fields):
+        return None
+    if batch.timestamp_type == DefaultRecordBatch.LOG_APPEND_TIME:
+        times = np.full(count, batch.max_timestamp)  # the broker has set one timestamp for the whole batch
+    else:
+        times = batch.first_timestamp + fields[_TIME]
+    offsets = batch.base_offset + fields[_OFFSET]
+    end_position = int(fields[_END, -1])
+    return _make_columns(batch._buffer, fields, offsets, times), end_position
+
+
+def _make_columns(buffer: bytes, fields: Ints, offsets: Ints, times: Ints) -> MessageColumns:
+    """Build the columns of N records from their byte positions.
+
+    Args:
+        buffer: The bytes that hold the records.
+        fields: (8, N) for each record: start, end, (time and offset, not used), start and length of the key, start and
+            length of the value. Positions and lengths are in bytes.
+        offsets: (N,) offsets of the records in their partition.
+        times: (N,) timestamps in milliseconds since 1970.
+    """
     return MessageColumns(
-        offsets, times, ends - starts, _slice_bytes(buffer, key, key_size), _slice_bytes(buffer, value, value_size)
+        offsets,
+        times,
+        fields[_END] - fields[_START],
+        _slice_bytes(buffer, fields[_KEY_START], fields[_KEY_LENGTH]),
+        _slice_bytes(buffer, fields[_VALUE_START], fields[_VALUE_LENGTH]),
     )
 
 
 @cache
-def _load_library(*more: str) -> ctypes.CDLL | None:
-    """Return the compiled reader, or None if it cannot be compiled.
+def _load_library(*extra_flags: str) -> ctypes.CDLL | None:
+    """Return the library compiled from `records.c`, or None if it cannot be compiled.
 
     Args:
-        *more: Further flags for the compiler.
+        *extra_flags: Further flags for the C compiler, used by tests.
     """
-    library = build.build_library(Path(__file__).parent, "messages are read without compiled code, more slowly", *more)
+    consequence = "messages are read without compiled code, more slowly"
+    library = build.build_library(Path(__file__).parent, consequence, *extra_flags)
     if library is not None:
+        # Buffer, its length, start position, number of records; the two limits on the bytes of numbers; output array.
         library.read_records.argtypes = [ctypes.c_char_p, *[ctypes.c_int64] * 3, *[ctypes.c_int32] * 2, ctypes.c_void_p]
         library.read_batches.argtypes = [*library.read_records.argtypes, ctypes.c_void_p]
         library.read_batches.restype = ctypes.c_int64
     return library
 
 
-def _read(buffer: bytes, position: int, out: Ints) -> bool:
-    """Find the fields of the next N records and write them into `out`.
+def _find_fields(buffer: bytes, position: int, out: Ints) -> bool:
+    """Find the fields of the next N records of a batch and write them into `out`.
 
     Args:
         buffer: The bytes of the batch.
-        position: Position of the first record.
-        out: (8, N) output. Its rows are: position after the record's length, end position, time and offset relative to
-            the batch's first, position of the key, length of the key (-1 for none), position and length of the value.
+        position: Byte position of the first record.
+        out: (8, N) output. Its rows are: start and end of the record, time and offset relative to the batch's first
+            record, start and length of the key, start and length of the value. The start of a record is after the
+            number that states its length. A length of -1 stands for null. Times are in milliseconds.
 
     Returns:
-        Whether all records are of the common form.
+        Whether all records have the common form (no headers, no unusually large numbers). If not, `out` is undefined.
     """
+    num_records = out.shape[1]
     library = _load_library()
     if library is not None:
-        limits = out.shape[1], MAX_LENGTH_BYTES, MAX_VARINT_BYTES
+        limits = num_records, MAX_LENGTH_BYTES, MAX_VARINT_BYTES
         return bool(library.read_records(buffer, len(buffer), position, *limits, out.ctypes.data))
-    bounds = _find_record_bounds(buffer, position, out.shape[1])
+    bounds = _find_record_bounds(buffer, position, num_records)
     if bounds is None:
         return False
-    out[:2] = bounds
-    starts, ends = out[:2]
+    out[_START], out[_END] = bounds
     data = np.frombuffer(buffer, np.uint8)
     try:
-        is_common_form = data[starts] < 128  # the attributes of a record, which are one unused byte
-        out[2], positions, is_short = _decode_varints(data, starts + 1)
-        out[3], positions, is_time_short = _decode_varints(data, positions)
-        is_common_form &= is_short & is_time_short
-        for row in (4, 6):
-            out[row + 1], out[row], is_short = _decode_varints(data, positions)
-            is_common_form &= is_short & (out[row + 1] >= -1)
-            positions = out[row] + np.maximum(out[row + 1], 0)
-        return bool((is_common_form & (data[positions] == 0) & (positions + 1 == ends)).all())  # no headers
+        # A record begins with one byte of attributes, which is unused; 128 and more is never written.
+        is_common_form = data[out[_START]] < 128
+        # Each field begins after the previous one. `positions` is where the next field of each record begins.
+        out[_TIME], positions, is_short = _decode_varints(data, out[_START] + 1)
+        is_common_form &= is_short
+        out[_OFFSET], positions, is_short = _decode_varints(data, positions)
+        is_common_form &= is_short
+        for start_row, length_row in ((_KEY_START, _KEY_LENGTH), (_VALUE_START, _VALUE_LENGTH)):
+            out[length_row], out[start_row], is_short = _decode_varints(data, positions)
+            is_common_form &= is_short & (out[length_row] >= -1)
+            positions = out[start_row] + np.maximum(out[length_row], 0)
+        has_no_headers = data[positions] == 0  # the last field is the number of headers
+        is_end_correct = positions + 1 == out[_END]
+        return bool((is_common_form & has_no_headers & is_end_correct).all())
     except IndexError:
         return False
 
 
 def _find_record_bounds(buffer: bytes, position: int, count: int) -> tuple[list[int], list[int]] | None:
-    """Return the start (after the length) and the end of each of the next records.
+    """Return the byte positions at which each of the next records starts and ends.
+
+    A record is preceded by its length, a zigzag varint: 7 bits per byte, lowest first; the highest bit of a byte is set
+    if another follows. The resulting number is twice the length, or odd if the length is negative.
 
     Args:
         buffer: The bytes of the batch.
-        position: Position of the first record.
+        position: Byte position of the length of the first record.
         count: Number of records.
 
     Returns:
-        `count` start positions and `count` end positions, or None if a record is not of the common form.
+        `count` start positions (after the length) and `count` end positions. None if a length is negative, has more
+        than `MAX_LENGTH_BYTES` bytes, or exceeds the buffer.
     """
     starts: list[int] = []
     ends: list[int] = []
     append_start, append_end = starts.append, ends.append
     try:
         for _ in range(count):
-            length = buffer[position]
+            double_length = buffer[position]
             position += 1
-            if length >= 128:
+            # If the highest bit of a byte is set, it has added 128. The byte after it is worth 128 times as much, so
+            # subtracting 1 from that byte corrects this.
+            if double_length >= 128:
                 second = buffer[position]
-                length += (second - 1) << 7
+                double_length += (second - 1) << 7
                 position += 1
                 if second >= 128:
                     third, fourth = buffer[position], buffer[position + 1]
-                    length += (third - 1) << 14
+                    double_length += (third - 1) << 14
                     position += 1
                     if third >= 128:
                         if fourth >= 128:
                             return None
-                        length += (fourth - 1) << 21
+                        double_length += (fourth - 1) << 21
                         position += 1
-            if length & 1:
+            if double_length & 1:
                 return None
             append_start(position)
-            position += length >> 1
+            position += double_length >> 1
             append_end(position)
     except IndexError:
         return None
@@ -286,49 +331,65 @@ def _find_record_bounds(buffer: bytes, position: int, count: int) -> tuple[list[
 
 
 def _decode_varints(data: NDArray[np.uint8], positions: Ints) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-    """Decode one zigzag varint per record, for all records together.
+    """Decode one zigzag varint (variable-length integer) of each record, for all records together.
+
+    A varint has 7 bits per byte, lowest first; the highest bit of a byte is set if another follows. Zigzag coding maps
+    0, -1, 1, -2, ... to 0, 1, 2, 3, ...
 
     Args:
         data: The bytes of the batch.
-        positions: (N,) positions of the numbers.
+        positions: (N,) byte positions at which the varints begin.
 
     Returns:
-        (N,) numbers, (N,) positions after them, and (N,) whether each has at most `MAX_VARINT_BYTES` bytes.
+        Three arrays of shape (N,): the numbers, the byte positions after them, and whether each number is valid, which
+        means that it has at most `MAX_VARINT_BYTES` bytes.
 
     Raises:
         IndexError: A number extends past the end of the batch.
     """
-    bytes_ = data[positions].astype(np.int64)
+    current = data[positions].astype(np.int64)
     positions = positions + 1
-    numbers, has_more = bytes_ & 127, bytes_ >= 128
+    zigzag, has_more = current & 127, current >= 128
     for byte_index in range(1, MAX_VARINT_BYTES):
         if not has_more.any():
             break
-        bytes_ = np.where(has_more, data[positions], 0).astype(np.int64)
+        # For numbers that are complete, a zero byte is added and the position stays.
+        current = np.where(has_more, data[positions], 0).astype(np.int64)
         positions = positions + has_more
-        numbers |= (bytes_ & 127) << 7 * byte_index
-        has_more &= bytes_ >= 128
-    return (numbers >> 1) ^ -(numbers & 1), positions, ~has_more
+        zigzag |= (current & 127) << 7 * byte_index
+        has_more &= current >= 128
+    numbers = (zigzag >> 1) ^ -(zigzag & 1)
+    return numbers, positions, ~has_more
 
 
 def _slice_bytes(buffer: bytes, starts: Ints, lengths: Ints) -> list[bytes | None]:
-    """Return the byte strings at these positions; None for a negative length."""
+    """Return the byte string at each of the given positions, or None where the length is negative."""
     spans = zip(starts.tolist(), lengths.tolist(), strict=True)
     return [buffer[start : start + length] if length >= 0 else None for start, length in spans]
 
 
 def to_messages(topic: str, fetched: Mapping[TopicPartition, list[MessageColumns]]) -> Messages | None:
-    """Concatenate the records of a poll, partition by partition; return None if there are none."""
+    """Concatenate the messages of one poll, partition by partition, into the form that the decoders accept.
+
+    Args:
+        topic: The topic of all messages.
+        fetched: For each partition, its messages in chunks, in order.
+
+    Returns:
+        The messages, with timestamps in microseconds; a timestamp before 1970 or of 2⁵³ milliseconds or more counts as
+        missing. None if there are no messages.
+    """
     pairs = [(tp.partition, chunk) for tp, chunks in fetched.items() for chunk in chunks]
     if not pairs:
         return None
     millis = np.concatenate([chunk.times for _, chunk in pairs])
+    is_plausible = (millis >= 0) & (millis < 2**53)  # senders may state any number; larger ones would overflow
     partitions, sizes = [partition for partition, _ in pairs], [len(chunk) for _, chunk in pairs]
     return Messages(
         topic=topic,
         keys=[key for _, chunk in pairs for key in chunk.keys],
         payloads=[value for _, chunk in pairs for value in chunk.values],
-        times=np.where((millis < 0) | (millis >= 2**53), NO_TIME, millis * 1000),  # senders may state any number
+        times=np.where(is_plausible, millis * 1000, NO_TIME),
         partitions=np.repeat(np.array(partitions, np.int32), sizes),
         offsets=np.concatenate([chunk.offsets for _, chunk in pairs]),
     )
