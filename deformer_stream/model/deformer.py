@@ -59,11 +59,13 @@ class KVCacheView:
     """The attention keys and values of the earlier tokens of N records, padded at the end to P tokens per record.
 
     Attributes:
-        keys: One tensor per Transformer layer, (N, H, P, d_head), for H attention heads of width d_head.
-        values: One tensor per Transformer layer, (N, H, P, d_head).
-        lengths: (N,) the number of cached tokens of each record. Entries after them are padding of any value.
-        readings: (N, P, 2) for each token, the feature code and the normalised value of the reading that it was made
-            from, as floating-point numbers; None if the model does not need them (`DEformer.has_cached_readings`).
+        keys: The attention keys, one tensor (N, H, P, d_head) per Transformer layer, for H attention heads of width
+            d_head.
+        values: The attention values, one tensor (N, H, P, d_head) per Transformer layer.
+        lengths: (N,), the number of cached tokens of each record. Entries after them are padding of any value.
+        readings: (N, P, 2) for each token, the feature code (the feature's index in the schema) and the normalised
+            value of the reading that the token was made from, as floating-point numbers. None if the model does not
+            need them (`DEformer.has_cached_readings`).
     """
 
     keys: Sequence[Tensor]
@@ -80,12 +82,13 @@ class StepOutput:
     cache of each record.
 
     Attributes:
-        conditional: The conditional distributions of the new readings, of shape (N, L).
-        keys: The attention keys of the new tokens, one tensor per Transformer layer, (N, H, M, d_head), for H attention
+        conditional: The distribution of each new reading given the earlier readings of its record, of shape (N, L).
+        keys: The attention keys of the new tokens, one tensor (N, H, M, d_head) per Transformer layer, for H attention
             heads of width d_head.
-        values: The attention values of the new tokens, one tensor per Transformer layer, (N, H, M, d_head).
-        readings: (N, M, 2) for each token, the feature code and the normalised value of the reading that it was made
-            from, as floating-point numbers; None if the model does not need them.
+        values: The attention values of the new tokens, one tensor (N, H, M, d_head) per Transformer layer.
+        readings: (N, M, 2) for each token, the feature code (the feature's index in the schema) and the normalised
+            value of the reading that the token was made from, as floating-point numbers. None if the model does not
+            need them.
     """
 
     conditional: Conditional
@@ -98,18 +101,18 @@ class DEformer(nn.Module):
     """The density model of the records of one schema.
 
     It computes the distribution of each reading of a record given the readings that arrived before it. A batch of N
-    records with at most L readings is given as two arrays, both in arrival order. `features` (N, L) int64 holds the
+    records with at most L readings is given as two tensors, both in arrival order. `features` (N, L) int64 holds the
     codes of the features (indexes in the schema), −1 for padding at the end of a record. `values` (N, L) holds the
     values in normalised units (`Schema.normalise`), or the label's code for a discrete feature. A feature that was not
     observed does not appear.
 
     Args:
-        schema: The features.
-        config: The hyperparameters.
+        schema: The features of the records.
+        config: The hyperparameters of the network.
 
     Attributes:
-        kernel_library: The compiled kernels that score in place of PyTorch, or None to score with PyTorch.
-            `model_store.read` attaches them; `kernels.cpu.CpuKernels` calls them. The model's own methods ignore it.
+        kernel_library: The compiled CPU kernels that score in place of PyTorch, or None to score with PyTorch.
+            `model_store.read` attaches them; `kernels.cpu.CpuKernels` calls them. The model's own methods ignore them.
 
     Raises:
         ValueError: The hyperparameter `identity` needs coordinates, but the features of the schema have none.
@@ -139,9 +142,11 @@ class DEformer(nn.Module):
         self.blocks = nn.ModuleList(TransformerLayer(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
         self.gaussians: GaussianPrior | None = None
-        self.guidance: nn.Linear | None = None  # maps the prior's conditionals to what is added to query tokens
+        self.guidance: nn.Linear | None = None  # maps the prior's conditionals to what is added to the tokens
+        # The prior contains only features whose values are numbers on a line, no labels or cyclic values.
         if config.gaussians and schema.is_linear.any():
             self.gaussians = GaussianPrior(schema, config.gaussians)
+            # The inputs are the weight, the mean and the scale of each component (PriorConditional.to_network_input).
             self.guidance = nn.Linear(3 * config.gaussians, config.d_model)
         num_prior_components = 0 if self.gaussians is None else self.gaussians.num_components
         self.head = Head(schema, config.d_model, config.mixtures, num_prior_components)
@@ -151,8 +156,9 @@ class DEformer(nn.Module):
     def _init_identities(self) -> None:
         """Create the parts of the network that identify a feature: an embedding, standardised coordinates, or both.
 
-        A sensor that can report several times in a record has one feature for each time slot. These features share an
-        embedding.
+        Coordinates are numbers that the schema gives for each feature, such as the row and column of a pixel. A sensor
+        that can report several times in a record has one feature for each time slot of the record. These features share
+        an embedding and differ in their coordinates, which express the time.
         """
         schema, config = self.schema, self.config
         num_coordinates = len(schema.features[0].coordinates or ())
@@ -168,6 +174,7 @@ class DEformer(nn.Module):
         coordinates = None
         if config.identity != "embedding":
             coordinates = torch.tensor([f.coordinates for f in schema.features], dtype=torch.float64)
+            # Standardise each coordinate over the features. One that is equal for all features becomes 0.
             deviation = coordinates.std(0, correction=0)
             divisor = torch.where(deviation > 0, deviation, torch.ones_like(deviation))
             coordinates = (coordinates - coordinates.mean(0)) / divisor
@@ -178,10 +185,12 @@ class DEformer(nn.Module):
 
         Row 0 of the embedding is the zero vector, which continuous values get. Then each discrete sensor has one row
         for each label and one row for all labels that did not occur in training. If features are identified by their
-        coordinates alone, they all share one set of rows, as the pixels of an image share the colour black.
+        coordinates alone (given numbers, such as the row and column of a pixel), they all share one set of rows: a
+        label then means the same for each feature, as the colour black does for each pixel.
         """
         counts = torch.tensor(self.schema.label_counts)
         num_rows, first_rows = _allocate_label_rows(self.schema, is_shared=self.embedding is None)
+        # One row means that no feature is discrete. The network then has no label embedding.
         self.label_width = self.config.embedding if num_rows > 1 else 0
         self.label_embedding = nn.Embedding(num_rows, self.label_width, padding_idx=0) if self.label_width else None
         self.register_buffer("label_offsets", first_rows, persistent=False)
@@ -191,30 +200,32 @@ class DEformer(nn.Module):
         """Create the table that maps normalised values of cyclic features (such as times of day) to angles.
 
         The table is None if no feature is cyclic. Otherwise it has the shape (F, 2), with a row for each of the F
-        features. Column 0 is the angle of the normalised value 0. Column 1 is the angle by which a difference of 1 in
-        normalised units turns. Both are in radians, and 0 for features that are not cyclic.
+        features. Column 0 is the angle of the normalised value 0. Column 1 is the difference of angles that corresponds
+        to a difference of 1 in normalised units. Both are in radians, and 0 for features that are not cyclic.
         """
         table = None
         if self.schema.is_cyclic.any():
             # Normalised value 0 is the raw value `location`; a difference of 1 is the raw difference `scale`.
-            shares_of_period = [
+            fractions_of_period = [
                 (0.0, 0.0) if f.period is None else (f.location % f.period / f.period, f.scale / f.period)
                 for f in self.schema.features
             ]
-            table = 2.0 * math.pi * torch.tensor(shares_of_period, dtype=torch.float64)
+            table = 2.0 * math.pi * torch.tensor(fractions_of_period, dtype=torch.float64)
         self.register_buffer("cycle_angles", table, persistent=False)
 
     def _init_encoders(self) -> None:
         """Create the encoders that make the tokens of the Transformer.
 
-        With two tokens per reading, g_z of the paper makes query tokens from the identities of features, and g_u makes
-        observation tokens from identities and values. With single tokens, one encoder makes each token from the
-        identity of the reading's feature, and the identity and value of the previous reading. The first reading of a
-        record has no previous one, so the learned vector `start` replaces it.
+        With two tokens per reading, one encoder (g_z of the paper) makes query tokens, whose outputs predict values,
+        from the vectors that identify features. The other encoder (g_u) makes observation tokens from these vectors and
+        the observed values. With single tokens, one encoder makes each token from the vector that identifies the
+        reading's feature and the vector that represents the previous reading. The first reading of a record has no
+        previous reading, so the learned vector `start` takes its place.
         """
         hidden, d_model = self.config.hidden, self.config.d_model
         identity_width = _compute_identity_width(self.schema, self.config)
-        # A reading is its feature's identity, a number, sine and cosine of a cyclic value, and a label's embedding.
+        # A reading is represented by the vector that identifies its feature, one number, the sine and cosine of a
+        # cyclic value, and the embedding of a label (`_build_reading_inputs`).
         cycle_width = 0 if self.cycle_angles is None else 2
         reading_width = identity_width + 1 + cycle_width + self.label_width
         if self.config.tokens == "single":
@@ -228,9 +239,11 @@ class DEformer(nn.Module):
 
     @property
     def attention_context(self) -> AttentionContext | None:
-        """The earlier tokens that a token attends to: "values" means observation tokens, "all" also query tokens.
+        """The earlier tokens that a token attends to, if each reading has a query token and an observation token.
 
-        It is None for a model with one token per reading, whose tokens attend to all earlier tokens.
+        A query token predicts the value of a reading, an observation token holds it. "values" means that only earlier
+        observation tokens are attended to, "all" that earlier query tokens are too. The property is None for a model
+        with a single token per reading, whose tokens attend to all earlier tokens.
         """
         return self.config.memory if self.config.tokens == "pair" else None
 
@@ -238,7 +251,8 @@ class DEformer(nn.Module):
     def cached_tokens_per_reading(self) -> int:
         """The number of tokens that each reading adds to the KV cache.
 
-        It is 2 if later tokens attend to query tokens and observation tokens, otherwise 1.
+        It is 2 if later tokens attend to both tokens of a reading, the query token and the observation token. It is 1
+        if they attend to the observation token only, or if a reading has a single token.
         """
         return 2 if self.attention_context == "all" else 1
 
@@ -247,7 +261,8 @@ class DEformer(nn.Module):
         """Whether the KV cache must also hold the readings (feature codes and values) that its tokens were made from.
 
         They are needed if the model has a Gaussian prior, because its distributions depend on the values of the earlier
-        readings. They are also needed if a reading has a single token, which contains the previous reading.
+        readings. They are also needed if each reading has a single token, because that token is made from the reading
+        before it, which can be a cached one.
         """
         return self.start is not None or self.gaussians is not None
 
@@ -271,15 +286,16 @@ class DEformer(nn.Module):
         """Return the distribution of each reading given the earlier readings, for complete records.
 
         Args:
-            features: (N, L), for each of N records the feature codes of L readings in arrival order; −1 for padding at
-                the end.
-            values: (N, L) normalised values or label codes.
+            features: (N, L), for each of N records the feature codes (indexes in the schema) of L readings in arrival
+                order; −1 for padding at the end.
+            values: (N, L), the normalised values of continuous features and the label codes of discrete ones.
             prior: The conditional distributions of the same readings under a Gaussian prior (a mixture that was fitted
-                before training), in place of those of the model's own prior. Training passes those of a prior that was
-                fitted without the records of the batch.
+                before training). By default they are computed with the model's own prior, if it has one. Training
+                passes those of a prior that was fitted without the records of the batch.
             earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
-                With it, one call computes a record in several orders of its readings, which share their first readings
-                (`engine.order_trees`). A model with a Gaussian prior then also needs the argument `prior`.
+                With such a mask, one call computes several arrival orders of the same readings. Readings with which
+                several orders begin are then present only once (`engine.order_trees`). If the model has a Gaussian
+                prior, `prior` must then be passed too, because the prior itself ignores the mask.
 
         Returns:
             Distributions of shape (N, L); those of padding are meaningless.
@@ -287,17 +303,20 @@ class DEformer(nn.Module):
         codes = features.clamp(min=0)
         if prior is None and self.gaussians is not None:
             prior = self.gaussians(features, values)
+        num_readings = codes.shape[1]
         # Readings and densities need full precision, even if the caller computes the layers under autocast.
         full_precision = torch.autocast(self.device.type, enabled=False)
         with full_precision:
-            x = torch.cat(self._embed_tokens(codes, values, prior, None, earlier_mask), 1)  # (N, 2L, d): z, then u
+            # (N, 2L, d): the L query tokens, then the L observation tokens. (N, L, d) with single tokens.
+            x = torch.cat(self._embed_tokens(codes, values, prior, None, earlier_mask), 1)
         for layer_index, layer in enumerate(self._iterate_layers()):
-            q, k, v = layer.project_qkv(x)  # (N, H, 2L, d_head) each
-            if layer_index == self.config.layers - 1:  # the head uses the output of the first L tokens only
-                q, x = q[..., : codes.shape[1], :], x[..., : codes.shape[1], :]
+            q, k, v = layer.project_qkv(x)  # (N, H, 2L, d_head) each, or (N, H, L, d_head) with single tokens
+            if layer_index == self.config.layers - 1:
+                # The head uses only the outputs of the first L tokens: the query tokens, or all single tokens.
+                q, x = q[..., :num_readings, :], x[..., :num_readings, :]
             dropout = layer.dropout if self.training else 0.0
             attended = attend(q, k, v, self.attention_context, dropout, earlier_mask)
-            x = layer.apply_residual_branches(x, attended.transpose(1, 2).flatten(2))
+            x = layer.apply_residual_branches(x, attended.transpose(1, 2).flatten(2))  # heads concatenated
         with full_precision:
             return cast(Conditional, self.head(self.norm(x.to(self.dtype)), codes, prior))
 
@@ -305,33 +324,42 @@ class DEformer(nn.Module):
         """Return ln p(value | earlier readings of the record) for each reading of complete records.
 
         Args:
-            features: (N, L), for each of N records the feature codes of L readings in arrival order; −1 for padding at
-                the end.
-            values: (N, L) normalised values or label codes.
-            prior: The conditional distributions of the same readings under a Gaussian prior, in place of those of the
-                model's own prior.
+            features: (N, L), for each of N records the feature codes (indexes in the schema) of L readings in arrival
+                order; −1 for padding at the end.
+            values: (N, L), the normalised values of continuous features and the label codes of discrete ones.
+            prior: The conditional distributions of the same readings under a Gaussian prior (a mixture that was fitted
+                before training). By default they are computed with the model's own prior, if it has one.
 
         Returns:
             (N, L) natural logarithms, larger is more probable. They are 0 for padding and for context features, which
-            are never scored.
+            are inputs to the predictions of other features and are never scored.
         """
         log_prob = self.conditionals(features, values, prior).log_prob(values)
-        return log_prob.masked_fill((features < 0) | self.is_context[features.clamp(min=0)], 0.0)
+        is_padding = features < 0
+        is_context = self.is_context[features.clamp(min=0)]
+        return log_prob.masked_fill(is_padding | is_context, 0.0)
 
     def prefill(self, features: Tensor, values: Tensor) -> StepOutput:
         """Return the conditional distributions and the KV cache entries of the first readings of records.
 
         Args:
-            features: (N, L), for each of N records the feature codes of L readings in arrival order; −1 for padding at
-                the end.
-            values: (N, L) normalised values or label codes.
+            features: (N, L), for each of N records the feature codes (indexes in the schema) of L readings in arrival
+                order; −1 for padding at the end.
+            values: (N, L), the normalised values of continuous features and the label codes of discrete ones.
 
         Returns:
             The conditionals and the cache entries. Entries of padding are included; the caller must not store them.
         """
-        N, d_head = len(features), self.config.d_model // self.config.heads
-        no_tokens = [self._zeros(N, self.config.heads, 0, d_head)] * self.config.layers
-        empty_cache = KVCacheView(no_tokens, no_tokens, lengths=self._zeros(N), readings=self._zeros(N, 0, 2))
+        # A prefill adds readings to an empty cache: no record has a cached token.
+        num_records, num_heads = len(features), self.config.heads
+        no_tokens = self._zeros(num_records, num_heads, 0, self.config.d_model // num_heads)
+        no_tokens_by_layer = [no_tokens] * self.config.layers
+        empty_cache = KVCacheView(
+            keys=no_tokens_by_layer,
+            values=no_tokens_by_layer,
+            lengths=self._zeros(num_records),
+            readings=self._zeros(num_records, 0, 2),
+        )
         return self.forward_cached(features, values, empty_cache)
 
     def forward_cached(
@@ -344,15 +372,15 @@ class DEformer(nn.Module):
         factorisation, which checks its result on the CPU.
 
         Args:
-            features: (N, L), for each of N records the feature codes of L new readings in arrival order; −1 for padding
-                at the end.
-            values: (N, L) normalised values or label codes.
-            cache: The cached tokens of the records' earlier readings.
-            prior: The result of `compute_prior` for the same arguments, that is, the distributions of the new readings
-                under the Gaussian prior. By default, this method computes it.
+            features: (N, L), for each of N records the feature codes (indexes in the schema) of L new readings in
+                arrival order; −1 for padding at the end.
+            values: (N, L), the normalised values of continuous features and the label codes of discrete ones.
+            cache: The cached tokens of the earlier readings of the N records.
+            prior: The distributions of the new readings under the Gaussian prior (a mixture that was fitted before
+                training), as `compute_prior` returns them for the same arguments. By default, this method calls it.
 
         Returns:
-            The conditionals and the cache entries. Entries of padding are included: of a record with n new readings,
+            The conditionals and the cache entries. Entries of padding are included. For a record with n new readings,
             the caller must store only the first n · `cached_tokens_per_reading` entries.
 
         Raises:
@@ -360,8 +388,8 @@ class DEformer(nn.Module):
         """
         if cache.readings is None and self.has_cached_readings:
             raise ValueError(
-                "a KV cache without readings (KVCacheView.readings is None) cannot be used with a model that has a "
-                "Gaussian prior or single tokens: store the readings of each StepOutput in the cache"
+                "the KV cache has no readings (KVCacheView.readings is None), but a model that has a Gaussian prior or "
+                "single tokens (hyperparameter tokens) needs them: store StepOutput.readings in the cache"
             )
         codes = features.clamp(min=0)
         prior = self.compute_prior(features, values, cache) if prior is None else prior
@@ -403,28 +431,34 @@ class DEformer(nn.Module):
         """Return the distributions of new readings under the Gaussian prior, given the earlier readings.
 
         The Gaussian prior is a mixture that was fitted before training; its exact conditionals are inputs of the
-        network. The earlier readings of a record are the cached ones and the new ones before the reading.
+        network. The earlier readings of a new reading are all cached readings of its record and the new readings before
+        it.
 
         Args:
-            features: (N, L), for each of N records the feature codes of L new readings in arrival order; −1 for padding
-                at the end.
-            values: (N, L) normalised values or label codes.
-            cache: The KV cache of the earlier readings; only its `readings` and `lengths` are used.
+            features: (N, L), for each of N records the feature codes (indexes in the schema) of L new readings in
+                arrival order; −1 for padding at the end.
+            values: (N, L), the normalised values of continuous features and the label codes of discrete ones.
+            cache: The KV cache of the earlier readings. Only its attributes `readings` and `lengths` are used. Records
+                without cached readings have length 0.
 
         Returns:
-            Distributions of shape (N, L); None if the model has no prior or the cache has no readings.
+            Distributions of shape (N, L). None if the model has no prior, or if `cache.readings` is None, that is, if
+            the cache does not store readings.
         """
         if self.gaussians is None or cache.readings is None:
             return None
-        # If a reading has two cached tokens, both hold the same reading; use the first of them.
-        step = self.cached_tokens_per_reading
-        is_padding = torch.arange(cache.readings.shape[1], device=self.device) >= cache.lengths[:, None]
-        cached_codes = cache.readings[..., 0].long().masked_fill(is_padding, -1)[:, ::step]
-        cached_values = cache.readings[:, ::step, 1].to(values.dtype)
+        max_cached_tokens = cache.readings.shape[1]
+        is_padding = torch.arange(max_cached_tokens, device=self.device) >= cache.lengths[:, None]
+        cached_codes, cached_values = cache.readings.unbind(-1)  # one entry per cached token
+        cached_codes = cached_codes.long().masked_fill(is_padding, -1)  # the prior ignores the code −1
+        # If a reading has two cached tokens, both have the same entry. Use the first one.
+        tokens_per_reading = self.cached_tokens_per_reading
+        cached_codes, cached_values = cached_codes[:, ::tokens_per_reading], cached_values[:, ::tokens_per_reading]
         all_codes = torch.cat([cached_codes, features], 1)
-        all_values = torch.cat([cached_values, values], 1)
+        all_values = torch.cat([cached_values.to(values.dtype), values], 1)
         prior: PriorConditional = self.gaussians(all_codes, all_values)
-        return prior[:, cached_codes.shape[1] :]
+        num_cached_readings = cached_codes.shape[1]
+        return prior[:, num_cached_readings:]  # only the new readings
 
     def embed_query_tokens(self, features: Tensor, prior: PriorConditional | None) -> Tensor:
         """Return the query tokens: the inputs of the Transformer that say which feature's value to predict.
@@ -432,9 +466,9 @@ class DEformer(nn.Module):
         The model must have two tokens per reading, not single tokens.
 
         Args:
-            features: Feature codes in a batch of any shape S.
-            prior: The conditional distributions of the same readings under the Gaussian prior, a further input; None to
-                leave them out.
+            features: Feature codes (indexes in the schema) in a batch of any shape S.
+            prior: The conditional distributions of the same readings under the Gaussian prior (a mixture that was
+                fitted before training), which are a further input of the tokens. None to leave them out.
 
         Returns:
             (*S, d), tokens of width d.
@@ -450,21 +484,25 @@ class DEformer(nn.Module):
         The model must have two tokens per reading, not single tokens.
 
         Args:
-            features: Feature codes in a batch of any shape S.
-            values: Normalised values or label codes of shape S.
+            features: Feature codes (indexes in the schema) in a batch of any shape S.
+            values: The normalised values of continuous features and the label codes of discrete ones, of shape S.
 
         Returns:
             (*S, d), tokens of width d.
         """
-        tokens: Tensor = self.value_encoder(self._build_reading_inputs(self.embed_identities(), features, values))
+        reading_inputs = self._build_reading_inputs(self.embed_identities(), features, values)
+        tokens: Tensor = self.value_encoder(reading_inputs)
         return tokens
 
     def embed_identities(self) -> Tensor:
-        """Return the vector that identifies each of the F features: its embedding, its coordinates or both.
+        """Return the vector that identifies each of the F features: a learned embedding, coordinates or both.
+
+        Coordinates are numbers that the schema gives for each feature, such as the row and column of a pixel; here they
+        are standardised. Features of one sensor for several time slots share an embedding.
 
         Returns:
-            (F, I), in the order of the feature codes, where I is the width of the embedding plus the number of
-            coordinates (those of the two that the model uses).
+            (F, I), in the order of the features in the schema. I is the width of the embedding, the number of
+            coordinates, or the sum of the two, depending on the hyperparameter `identity`.
         """
         vectors = []
         if self.embedding is not None:
@@ -482,20 +520,24 @@ class DEformer(nn.Module):
         cache: KVCacheView | None = None,
         earlier_mask: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return the input tokens of the Transformer for readings: query tokens and observation tokens, or single ones.
+        """Return the input tokens of the Transformer: two tokens for each reading, or a single one.
+
+        Of two tokens, the query token says which feature's value to predict, and the observation token holds the
+        feature and its value. A single token holds the feature to predict, and the feature and value of the previous
+        reading.
 
         Args:
-            features: (N, L), for each of N records the feature codes of L readings; at padding any valid code.
-            values: (N, L) normalised values or label codes.
-            prior: The conditional distributions of the readings under the Gaussian prior, of shape (N, L); None if the
-                model has no prior.
-            cache: The KV cache with the earlier readings, of which a single token needs the last one; None if the
-                records are complete.
+            features: (N, L), for each of N records the feature codes (indexes in the schema) of L readings; at padding
+                any valid code.
+            values: (N, L), the normalised values of continuous features and the label codes of discrete ones.
+            prior: The conditional distributions of the readings under the Gaussian prior (a mixture that was fitted
+                before training), of shape (N, L); None if the model has no prior.
+            cache: The KV cache with the earlier readings; None if there are none. Single tokens use its last reading.
             earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
 
         Returns:
-            A list of the query tokens and the observation tokens, two tensors (N, L, d) of tokens of width d. For a
-            model with single tokens, a list of one tensor (N, L, d).
+            [query tokens, observation tokens], two tensors (N, L, d) of tokens of width d, or [single tokens], one such
+            tensor.
         """
         if self.identity_encoder is not None:
             return [self.embed_query_tokens(features, prior), self.embed_observation_tokens(features, values)]
@@ -503,19 +545,22 @@ class DEformer(nn.Module):
         reading_inputs = self._build_reading_inputs(identities, features, values)
         previous = self._select_previous_readings(identities, reading_inputs, cache, earlier_mask)
         own_identities = nn.functional.embedding(features, identities)
-        return [self._add_prior(self.value_encoder(torch.cat([own_identities, previous], -1)), prior)]
+        single_tokens = self.value_encoder(torch.cat([own_identities, previous], -1))
+        return [self._add_prior(single_tokens, prior)]
 
     def _add_prior(self, tokens: Tensor, prior: PriorConditional | None) -> Tensor:
-        """Add a linear map of the Gaussian prior's conditional distributions to tokens, so that the network sees them.
+        """Return tokens plus a linear map of the Gaussian prior's distributions, so that these are network inputs.
 
-        The map is multiplied by √d, as the encoders' outputs are. Without a prior, the tokens are returned unchanged.
+        The Gaussian prior is a mixture of Gaussians that was fitted before training. The output of the map is
+        multiplied by √d, as the outputs of the encoders are.
 
         Args:
             tokens: (*S, d), tokens of width d in a batch of any shape S.
-            prior: The distributions of the same readings under the prior, of shape S; None to leave them out.
+            prior: The distributions of the same readings under the prior, in a batch of shape S. None returns the
+                tokens unchanged.
 
         Returns:
-            (*S, d).
+            (*S, d), the tokens with the added terms.
         """
         if prior is None or self.guidance is None:
             return tokens
@@ -525,26 +570,27 @@ class DEformer(nn.Module):
     def _build_reading_inputs(self, identities: Tensor, features: Tensor, values: Tensor) -> Tensor:
         """Return vectors that represent readings, as inputs of the encoder that makes tokens.
 
-        A vector consists of the vector that identifies the feature, the normalised value, the sine and cosine of the
-        angle (if the schema has cyclic features) and the embedding of the label (if it has discrete features). Parts
-        that do not apply to a feature are 0.
+        A vector is the concatenation of the vector that identifies the feature, the normalised value, the sine and
+        cosine of a cyclic value (if the schema has cyclic features) and the embedding of a label (if it has discrete
+        features). Parts that do not apply to a feature are 0.
 
         Args:
             identities: (F, I), the vectors of width I that identify the F features, from `embed_identities`.
-            features: Feature codes in a batch of any shape S.
-            values: Normalised values or label codes of shape S.
+            features: Feature codes (indexes in the schema) in a batch of any shape S.
+            values: The normalised values of continuous features and the label codes of discrete ones, of shape S.
 
         Returns:
             (*S, W), where W is the sum of the widths of the parts.
         """
         is_discrete = self.label_counts[features] > 0
+        # Clip extreme values, so that they cannot dominate the predictions of later readings.
         number = values.to(self.dtype).clamp(-MAX_CONDITIONING_VALUE, MAX_CONDITIONING_VALUE)
         number = number.masked_fill(is_discrete, 0.0)
         inputs = [nn.functional.embedding(features, identities), number.unsqueeze(-1)]
         if self.cycle_angles is not None:
             angle_at_zero, angle_per_scale = self.cycle_angles[features].to(self.dtype).unbind(-1)
             is_cyclic = (angle_per_scale != 0).unsqueeze(-1)
-            # Undo the logarithm of values beyond the linear limit, as `Schema.denormalise` does.
+            # `Schema.normalise` made large values logarithmic. Undo that, because the angle is linear in the raw value.
             magnitude = number.abs()
             linear_beyond_limit = number.sign() * (LINEAR_LIMIT + (magnitude - LINEAR_LIMIT).expm1())
             linear_number = torch.where(magnitude > LINEAR_LIMIT, linear_beyond_limit, number)
@@ -554,39 +600,42 @@ class DEformer(nn.Module):
         if self.label_embedding is not None:
             # The code after the last label stands for all labels that did not occur in training.
             label_code = torch.minimum(values.long().clamp(min=0), self.label_counts[features])
-            embedding_row = torch.where(is_discrete, self.label_offsets[features] + label_code, 0)  # row 0 is zero
+            # Row 0 is the zero vector, for continuous features.
+            embedding_row = torch.where(is_discrete, self.label_offsets[features] + label_code, 0)
             inputs.append(self.label_embedding(embedding_row))
         return torch.cat(inputs, -1)
 
     def _select_previous_readings(
         self, identities: Tensor, reading_inputs: Tensor, cache: KVCacheView | None, earlier_mask: Tensor | None
     ) -> Tensor:
-        """Return, for each reading, the vector that represents the reading before it, for a model with single tokens.
+        """Return, for each reading, the vector that represents the reading before it.
 
-        The reading before the first new reading of a record is its last cached reading. If there is none, the learned
-        vector `start` stands for it.
+        A model with a single token per reading makes the token from this vector. The reading before the first new
+        reading of a record is its last cached reading. If there is none, the learned vector `start` takes its place.
 
         Args:
             identities: (F, I), the vectors of width I that identify the F features, from `embed_identities`.
             reading_inputs: (N, L, W), for each of N records the vectors of width W that represent its L readings, from
                 `_build_reading_inputs`.
-            cache: The KV cache with the earlier readings; None if the records are complete.
+            cache: The KV cache with the earlier readings; None if there are none.
             earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
 
         Returns:
-            (N, L, W).
+            (N, L, W), the vectors of the previous readings.
         """
         before_first = cast(Tensor, self.start).expand(len(reading_inputs), 1, -1)
         if cache is not None and cache.readings is not None and cache.readings.shape[1]:
             record_index = torch.arange(len(reading_inputs), device=self.device)
             code, value = cache.readings[record_index, cache.lengths.long() - 1].unbind(-1)
             last_cached = self._build_reading_inputs(identities, code.long(), value).unsqueeze(1)
-            before_first = torch.where((cache.lengths > 0)[:, None, None], last_cached, before_first)
+            has_cached_reading = (cache.lengths > 0)[:, None, None]
+            before_first = torch.where(has_cached_reading, last_cached, before_first)
         if earlier_mask is None:
             return torch.cat([before_first, reading_inputs[:, :-1]], 1)
-        # The previous reading of k is the latest of its earlier readings: it has the most earlier readings itself.
+        # The reading before reading k is the latest of its earlier readings: the one that itself has the most earlier
+        # readings. Row k, column j below is 0 if reading j is not earlier than reading k.
         num_earlier = earlier_mask.sum(1)
-        rank_among_earlier = torch.where(earlier_mask, num_earlier + 1, 0)
+        rank_among_earlier = torch.where(earlier_mask, num_earlier + 1, 0)  # (L, L)
         latest_earlier_index = rank_among_earlier.argmax(1)
         # Index 0 of the concatenation is `before_first`, so reading j has the index j + 1.
         previous_index = torch.where(num_earlier > 0, latest_earlier_index + 1, 0)
@@ -595,9 +644,9 @@ class DEformer(nn.Module):
     def _build_token_mask(self, num_tokens: int) -> Tensor:
         """Return the attention mask among the new tokens of a record.
 
-        With two tokens per reading, the tokens are in the order z_1, u_1, z_2, u_2, … of query tokens z and observation
-        tokens u. Each token attends to itself and to earlier tokens: all of them, or only observation tokens if the
-        attention context is "values".
+        With two tokens per reading, the tokens are in the order z_1, u_1, z_2, u_2, …. The query token z_k predicts the
+        value of the k-th new reading, the observation token u_k holds it. Each token attends to itself and to the
+        tokens before it: to all of them, or only to observation tokens if `attention_context` is "values".
 
         Args:
             num_tokens: The number T of new tokens.
@@ -606,9 +655,9 @@ class DEformer(nn.Module):
             (T, T) bool, true where the token of the row attends to the token of the column.
         """
         index = torch.arange(num_tokens, device=self.device)
-        mask = index[:, None] >= index[None, :]
+        mask = index[:, None] >= index[None, :]  # rows are the tokens that attend, columns those attended to
         if self.attention_context == "values":
-            is_observation_token = index[None, :] % 2 == 1
+            is_observation_token = index[None, :] % 2 == 1  # u_1, u_2, … have odd indexes
             is_own_token = index[:, None] == index[None, :]
             mask = mask & (is_observation_token | is_own_token)
         return mask
@@ -623,8 +672,13 @@ class DEformer(nn.Module):
 
 
 def _compute_identity_width(schema: Schema, config: ModelConfig) -> int:
-    """Return the width of the vector that identifies a feature: its embedding, its coordinates or both."""
+    """Return the width of the vector that identifies a feature: a learned embedding, coordinates or both.
+
+    Coordinates are numbers that the schema gives for each feature, such as the row and column of a pixel. The
+    hyperparameter `identity` says which of the two are used.
+    """
     embedding_width = config.embedding if config.identity != "coordinates" else 0
+    # All features of a schema have equally many coordinates.
     num_coordinates = len(schema.features[0].coordinates or ()) if config.identity != "embedding" else 0
     return embedding_width + num_coordinates
 
@@ -632,33 +686,35 @@ def _compute_identity_width(schema: Schema, config: ModelConfig) -> int:
 def _allocate_label_rows(schema: Schema, is_shared: bool) -> tuple[int, Tensor]:
     """Return the number of rows of the label embedding, and the row of the first label of each feature.
 
-    Row 0 is reserved for continuous values. Label c of a feature has the row of the feature's first label plus c.
+    Row 0 is reserved for continuous values. The label with code c of a feature has the row of the feature's first label
+    plus c. After its labels, a discrete feature has one more row for all labels that did not occur in training.
 
     Args:
         schema: The features.
-        is_shared: Whether all features share one set of rows. Otherwise each sensor has rows of its own, which its
-            features for the time slots share.
+        is_shared: Whether all features share one set of rows. Otherwise each sensor has rows of its own. If a sensor
+            has a feature for each time slot of a record, these features share the sensor's rows.
 
     Returns:
-        The number of rows (1 if no feature is discrete), and (F,) the row of the first label of each of the F features,
-        meaningless for continuous ones.
+        The number of rows (1 if no feature is discrete), and a tensor (F,) with the row of the first label of each of
+        the F features, meaningless for continuous ones.
     """
     label_counts = torch.tensor(schema.label_counts)
     sensor_indexes, first_codes = torch.from_numpy(schema.sensor_indexes), torch.from_numpy(schema.first_codes)
     # A discrete feature needs one row per label, and one for all labels that did not occur in training.
-    rows_by_feature = torch.where(label_counts > 0, label_counts + 1, 0)
-    rows_by_sensor = rows_by_feature[first_codes]
+    num_rows_by_feature = torch.where(label_counts > 0, label_counts + 1, 0)
+    num_rows_by_sensor = num_rows_by_feature[first_codes]  # the features of a sensor have the same labels
     if is_shared:
-        return 1 + int(rows_by_sensor.max()), torch.ones_like(label_counts)
-    first_row_by_sensor = 1 + rows_by_sensor.cumsum(0) - rows_by_sensor  # 1 + the rows of all sensors before
-    return 1 + int(rows_by_sensor.sum()), first_row_by_sensor[sensor_indexes]
+        return 1 + int(num_rows_by_sensor.max()), torch.ones_like(label_counts)
+    # A sensor's rows begin after row 0 and the rows of all sensors before it.
+    first_row_by_sensor = 1 + num_rows_by_sensor.cumsum(0) - num_rows_by_sensor
+    return 1 + int(num_rows_by_sensor.sum()), first_row_by_sensor[sensor_indexes]
 
 
 def count_state_values(schema: Schema, config: ModelConfig) -> int:
-    """Return the number of values in the state dict of a model, without building the model.
+    """Return the number of numbers in all tensors of a model's state dict, without building the model.
 
-    `model_store` compares it with the size of a weights file before it allocates memory. A forged manifest can thus not
-    make it allocate much more memory than the weights file needs.
+    `model_store` compares it with the size of a weights file before it builds the model. Otherwise, a forged manifest
+    with huge hyperparameters could make it allocate much more memory than the weights file needs.
 
     Args:
         schema: The features of the model.
@@ -705,6 +761,6 @@ def count_state_values(schema: Schema, config: ModelConfig) -> int:
 
 
 def to_tensor(array: NDArray[np.generic], model: DEformer) -> Tensor:
-    """Return an array as a tensor on the model's device; floating-point numbers are converted to the model's dtype."""
+    """Return an array as a tensor on the model's device, with floating-point numbers in the model's dtype."""
     tensor = torch.from_numpy(array)
     return tensor.to(model.device, model.dtype) if tensor.is_floating_point() else tensor.to(model.device)

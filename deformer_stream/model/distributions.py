@@ -59,14 +59,14 @@ _NUM_MEAN_SHIFT_STEPS = 30
 class Surprisal:
     """The surprisal −ln p(v) of observed values v, and statistics of −ln p(V) for a random V with the density p.
 
-    The p-value of a value is computed by comparing its surprisal with these statistics. All four tensors have the shape
-    of the batch of readings and are in nats. Only the entries of continuous features are meaningful.
+    They are used to compute p-values: an observed value is improbable if its surprisal is far above the mean. All four
+    tensors have the shape of the batch of readings. Only the entries of continuous features are meaningful.
 
     Attributes:
-        value: −ln p(v) of the observed values.
-        minimum: The approximate minimum of −ln p over all values.
-        mean: The mean of −ln p(V), which is the differential entropy.
-        variance: The variance of −ln p(V).
+        value: −ln p(v) of the observed values, in nats.
+        minimum: The approximate minimum of −ln p over all values, in nats.
+        mean: The mean of −ln p(V), which is the differential entropy, in nats.
+        variance: The variance of −ln p(V), in nats².
     """
 
     value: Tensor
@@ -101,16 +101,18 @@ class Conditional:
 
     S is the shape of the batch, often (N, L) for N records of L readings. The values that the methods accept and return
     have this shape. They are normalised values of continuous features and label codes of discrete ones. A continuous
-    reading has a mixture of J Gaussians. A discrete reading has probabilities of its labels, K at most. J is 0 if the
-    schema has no continuous feature, and K is 0 if it has no discrete one.
+    reading has a mixture of J Gaussians. A discrete reading has a probability for each of its labels, K labels at most.
+    J is 0 if the schema has no continuous feature, and K is 0 if it has no discrete one. All tensors have entries for
+    all readings; those that do not apply to the reading's kind are meaningless.
 
     Attributes:
-        discrete: S bool, true if the reading's feature is discrete.
+        discrete: A bool tensor of shape S, true if the reading's feature is discrete.
         log_weights: (*S, J), the natural logarithm of the probability of each Gaussian component.
         means: (*S, J), the means of the components.
         scales: (*S, J), the standard deviations of the components.
-        log_mass: (*S, K + 1), the natural logarithm of the probability of each label code. The code after the feature's
-            last label stands for all labels that did not occur in training. Codes beyond that one have −∞.
+        log_mass: (*S, K + 1), the natural logarithm of the probability of each label code. A feature with n labels has
+            the codes 0 … n − 1, and code n stands for all labels that did not occur in training. Codes beyond n have
+            −∞.
     """
 
     discrete: Tensor
@@ -123,7 +125,8 @@ class Conditional:
         """Return the distributions of some readings of the batch.
 
         Args:
-            index: An index of the batch's dimensions, as for a tensor: an integer, a slice, a mask or a tuple of these.
+            index: An index into the dimensions of the batch, as for a tensor: an integer, a slice, a mask or a tuple of
+                these.
         """
         return Conditional(*(tensor[index] for tensor in self._tensors))
 
@@ -131,14 +134,14 @@ class Conditional:
         """Return the same distributions as a batch of another shape.
 
         Args:
-            shape: The new shape of the batch. It must hold as many readings as the old one.
+            shape: The new shape of the batch. It must have as many elements as the old shape.
         """
         num_batch_dimensions = self.discrete.dim()
         return Conditional(*(tensor.reshape(*shape, *tensor.shape[num_batch_dimensions:]) for tensor in self._tensors))
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
-        """The attributes `discrete`, `log_weights`, `means`, `scales` and `log_mass`, as the constructor takes them."""
+        """The attributes `discrete`, `log_weights`, `means`, `scales`, `log_mass`, in the order of the constructor."""
         return self.discrete, self.log_weights, self.means, self.scales, self.log_mass
 
     @property
@@ -160,11 +163,13 @@ class Conditional:
             x: (*S, M), M points in normalised units for each reading of the batch, whose shape is S.
 
         Returns:
-            (*S, M).
+            (*S, M) log-densities, meaningless for discrete readings.
         """
+        # (*S, 1, J), to broadcast against the points (*S, M, 1).
         means, scales, log_weights = (t.unsqueeze(-2) for t in (self.means, self.scales, self.log_weights))
         # The logarithm of each weighted component at its mean: ln(w / (σ √(2π))).
         log_peaks = log_weights - torch.log(scales) - _LOG_SQRT_2PI
+        # One point of all readings needs as many component densities as there are means.
         num_points_at_once = max(1, MAX_COMPONENT_DENSITIES // max(1, means.numel()))
         log_densities = [
             cast(Tensor, _LogMixtureDensity.apply(points.unsqueeze(-1), log_peaks, means, scales))
@@ -176,8 +181,8 @@ class Conditional:
         """Return the natural logarithm of the probability of each discrete reading's label.
 
         Args:
-            codes: The label codes, in the shape of the batch. A code beyond the feature's labels stands for all labels
-                that did not occur in training.
+            codes: The label code of each reading, in the shape of the batch. Any code beyond the feature's labels
+                stands for all labels that did not occur in training.
 
         Returns:
             Log-probabilities in the shape of the batch; meaningless for continuous readings.
@@ -191,10 +196,12 @@ class Conditional:
         """Return, for each reading, one of two results: `discrete` if its feature is discrete, else `continuous`.
 
         Args:
-            continuous: Results in the shape of the batch, meaningful for continuous readings; None if the schema has no
-                continuous feature.
-            discrete: Results in the shape of the batch, meaningful for discrete readings; None if the schema has no
-                discrete feature.
+            continuous: Results of all readings, meaningful for continuous ones; None if the schema has no continuous
+                feature.
+            discrete: Results of all readings, meaningful for discrete ones; None if the schema has no discrete feature.
+
+        Returns:
+            The selected results, in the shape of the arguments.
         """
         if continuous is None or discrete is None:
             result = discrete if continuous is None else continuous
@@ -206,7 +213,8 @@ class Conditional:
         """Return ln p(v) of each observed value v: the density of a number, or the probability of a label.
 
         Args:
-            values: Normalised values of continuous readings and label codes of discrete ones, in the batch's shape.
+            values: The observed values, one for each reading of the batch: normalised values of continuous features and
+                label codes of discrete ones.
 
         Returns:
             Natural logarithms in the shape of the batch; larger is more probable.
@@ -219,10 +227,11 @@ class Conditional:
         return self._select_by_kind(log_density, log_mass)
 
     def cdf(self, values: Tensor) -> Tensor:
-        """Return the cumulative probability P(V ≤ v) of each observed value v. Labels are ordered by their codes.
+        """Return the cumulative probability P(V ≤ v) of each observed value v, with labels ordered by their codes.
 
         Args:
-            values: Normalised values of continuous readings and label codes of discrete ones, in the batch's shape.
+            values: The observed values, one for each reading of the batch: normalised values of continuous features and
+                label codes of discrete ones.
 
         Returns:
             Probabilities in the shape of the batch.
@@ -237,27 +246,29 @@ class Conditional:
         return self._select_by_kind(continuous, discrete)
 
     def quantile(self, q: float) -> Tensor:
-        """Return a quantile of each reading's distribution, the smallest value v with P(V ≤ v) ≥ q.
+        """Return the q-quantile of each reading's distribution, that is, the smallest value v with P(V ≤ v) ≥ q.
 
         Args:
-            q: The probability, between 0 and 1.
+            q: A probability between 0 and 1, the same for all readings.
 
         Returns:
-            Normalised values of continuous readings and label codes of discrete ones, in the shape of the batch.
+            One value for each reading of the batch: normalised values of continuous features and label codes of
+            discrete ones.
         """
         return self.quantiles((q,))[0]
 
     def quantiles(self, qs: Sequence[float], continuous: Tensor | None = None) -> Tensor:
-        """Return several quantiles of each reading.
+        """Return several quantiles of each reading's distribution. The q-quantile is the smallest v with P(V ≤ v) ≥ q.
 
         Args:
-            qs: Q probabilities between 0 and 1.
-            continuous: (Q, *S) the quantiles of the continuous readings, where S is the shape of the batch, if the
+            qs: Q probabilities between 0 and 1, the same for all readings.
+            continuous: (Q, *S), the quantiles of the continuous readings, where S is the shape of the batch, if the
                 caller has computed them already. By default they are computed by bisection, to about the resolution of
                 the dtype.
 
         Returns:
-            (Q, *S), normalised values of continuous readings and label codes of discrete ones.
+            (Q, *S), for each probability and reading a normalised value of a continuous feature or a label code of a
+            discrete one.
         """
         discrete = None
         dtype = self.means.dtype if self._has_continuous else self.log_mass.dtype
@@ -266,8 +277,10 @@ class Conditional:
         if self._has_continuous and continuous is None:
             continuous = self._bisect_quantiles(q)
         if self._has_discrete:
-            # The tolerance keeps rounding errors of the cumulative sum from selecting the next label.
-            discrete = (self.log_mass.exp().cumsum(-1) < q.unsqueeze(-1) - 1e-6).sum(-1).to(dtype)
+            # The code of the quantile is the number of labels whose cumulative probability is less than q. The
+            # tolerance keeps rounding errors of the cumulative sum from selecting the next label.
+            is_below_quantile = self.log_mass.exp().cumsum(-1) < q.unsqueeze(-1) - 1e-6
+            discrete = is_below_quantile.sum(-1).to(dtype)
         return self._select_by_kind(continuous, discrete)
 
     def _bisect_quantiles(self, q: Tensor) -> Tensor:
@@ -279,12 +292,12 @@ class Conditional:
         Returns:
             (Q, *S) normalised values, where S is the shape of the batch; meaningless for discrete readings.
         """
-        # A Gaussian has no probability that matters beyond 12 standard deviations, so all quantiles lie between these.
+        # A Gaussian has practically no probability beyond 12 standard deviations, so quantiles are within these bounds.
         half_width = 12.0 * self.scales
-        low, high = (self.means - half_width).amin(-1), (self.means + half_width).amax(-1)
+        low, high = (self.means - half_width).amin(-1), (self.means + half_width).amax(-1)  # of shape S
+        low, high = low.expand(len(q), *low.shape), high.expand(len(q), *high.shape)  # (Q, *S)
         weights = self.log_weights.exp()
-        low, high = low.expand(len(q), *low.shape), high.expand(len(q), *high.shape)
-        # Each step halves the interval. The number of steps reaches about the resolution of the dtype.
+        # Each step halves the interval, until its width is about the resolution of the dtype.
         for _ in range(60 if q.dtype == torch.float64 else 30):
             middle = 0.5 * (low + high)
             z = (middle.unsqueeze(-1) - self.means) / self.scales
@@ -297,7 +310,8 @@ class Conditional:
         """Return the mean of each continuous reading's distribution, and the most probable label of each discrete one.
 
         Returns:
-            Normalised values of continuous readings and label codes of discrete ones, in the shape of the batch.
+            One value for each reading of the batch: normalised values of continuous features and label codes of
+            discrete ones.
         """
         continuous = (self.log_weights.exp() * self.means).sum(-1) if self._has_continuous else None
         discrete = self.most_likely_label() if self._has_discrete else None
@@ -306,23 +320,26 @@ class Conditional:
     def mode(self) -> Tensor:
         """Return a mode of each continuous reading's distribution, and the most probable label of each discrete one.
 
-        The mode is computed by mean shift, a fixed-point iteration that never decreases the density (Carreira-Perpiñán,
-        IEEE TPAMI 22, 2000). The iteration starts at the component mean with the largest density of the mixture. It can
-        end at a local mode that is not the global one.
+        The mode is a local maximum of the density. It is computed by mean shift, a fixed-point iteration that never
+        decreases the density (Carreira-Perpiñán, IEEE TPAMI 22, 2000). The iteration starts at the mean of a component,
+        the one at which the density of the mixture is largest. It can end at a maximum that is not the global one.
 
         Returns:
-            Normalised values of continuous readings and label codes of discrete ones, in the shape of the batch.
+            One value for each reading of the batch: normalised values of continuous features and label codes of
+            discrete ones.
         """
         continuous = None
         if self._has_continuous:
             start_component = self._compute_log_density(self.means).argmax(-1, keepdim=True)
             x = self.means.gather(-1, start_component)
             for _ in range(_NUM_MEAN_SHIFT_STEPS):
-                # With r_j = P(component j | x), the gradient of ln p is 0 if x = Σ_j (r_j / σ_j²) μ_j / Σ_j r_j / σ_j².
+                # Let r_j = P(component j | x). At a mode the gradient of ln p is 0, that is, x is the mean of the μ_j
+                # with the weights r_j / σ_j². Replace x by this mean, computed with the r_j of the current x.
                 z = (x - self.means) / self.scales
                 log_joint = self.log_weights - self.scales.log() - 0.5 * z * z
-                precision_weight = torch.softmax(log_joint, -1) / self.scales.square()
-                x = (precision_weight * self.means).sum(-1, keepdim=True) / precision_weight.sum(-1, keepdim=True)
+                component_given_x = torch.softmax(log_joint, -1)
+                mean_weights = component_given_x / self.scales.square()
+                x = (mean_weights * self.means).sum(-1, keepdim=True) / mean_weights.sum(-1, keepdim=True)
             continuous = x.squeeze(-1)
         discrete = self.most_likely_label() if self._has_discrete else None
         return self._select_by_kind(continuous, discrete)
@@ -344,19 +361,21 @@ class Conditional:
             generator: The source of randomness; by default the global generator of torch.
 
         Returns:
-            Normalised values of continuous readings and label codes of discrete ones, in the shape of the batch.
+            One value for each reading of the batch: normalised values of continuous features and label codes of
+            discrete ones.
         """
         continuous = discrete = None
         if self._has_continuous:
             component = _sample_indexes(self.log_weights, generator).unsqueeze(-1)
+            mean, scale = self.means.gather(-1, component), self.scales.gather(-1, component)
             noise = torch.randn(component.shape, generator=generator, dtype=self.means.dtype, device=self.means.device)
-            continuous = (self.means.gather(-1, component) + self.scales.gather(-1, component) * noise).squeeze(-1)
+            continuous = (mean + scale * noise).squeeze(-1)
         if self._has_discrete:
             # A feature with n labels has n + 1 finite entries: codes 0 … n − 1, and code n for labels not in training.
             unseen_code = self.log_mass.isfinite().sum(-1, keepdim=True) - 1
             codes = torch.arange(self.log_mass.shape[-1], device=self.log_mass.device)
-            # A continuous reading has no labels; its entries stay as they are, since the result is not used.
-            is_label = (codes < unseen_code) | (unseen_code < 1)
+            is_continuous = unseen_code < 1  # no labels: keep the entries as they are, since the result is not used
+            is_label = (codes < unseen_code) | is_continuous
             label_log_mass = torch.where(is_label, self.log_mass, torch.full_like(self.log_mass, -math.inf))
             discrete = _sample_indexes(label_log_mass, generator).to(self.log_mass.dtype)
         return self._select_by_kind(continuous, discrete)
@@ -365,8 +384,8 @@ class Conditional:
         """Return points x and weights w to approximate expectations under each continuous reading's distribution.
 
         For a function f and a random value V of the reading, E f(V) ≈ Σ w f(x). Each component N(μ, σ²) contributes the
-        points of a three-point Gauss–Hermite quadrature, μ + σ · node. The sum is exact if f is a polynomial of degree
-        5 or less.
+        three points μ − √3 σ, μ and μ + √3 σ of a Gauss–Hermite quadrature. The sum is exact if f is a polynomial of
+        degree 5 or less.
 
         Returns:
             The points and the weights, (*S, 3J) each, where S is the shape of the batch and J the number of components.
@@ -377,10 +396,10 @@ class Conditional:
         return x.flatten(-2), point_weights.flatten(-2)
 
     def compute_surprisal_moments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the approximate minimum, mean and variance of the surprisal −ln p(V) for V drawn from each mixture.
+        """Return the approximate minimum, mean and variance of the surprisal −ln p(V) for V drawn from each mixture p.
 
-        The mean and the variance are computed by quadrature; they are exact for a single Gaussian. The minimum is the
-        smallest surprisal at the quadrature points, which include the mean of each component.
+        The mean and the variance are computed by Gauss–Hermite quadrature; they are exact for a single Gaussian. The
+        minimum is the smallest surprisal at the quadrature points, which include the mean of each component.
 
         Returns:
             The minimum, the mean and the variance, three tensors in the shape of the batch, in nats (the variance in
@@ -393,13 +412,14 @@ class Conditional:
         return surprisal.amin(-1), mean, variance
 
     def compute_surprisal(self, values: Tensor) -> Surprisal | None:
-        """Return the surprisal −ln p(v) of observed values v, with the moments of −ln p(V) for random values V.
+        """Return the surprisal −ln p(v) of observed values v, with the moments of −ln p(V) for V drawn from p.
 
         Args:
-            values: The observed normalised values, in the shape of the batch.
+            values: The observed normalised values, one for each reading of the batch.
 
         Returns:
-            The surprisal and its moments, meaningful for continuous readings; None if no feature is continuous.
+            The surprisal of v, and the minimum, mean and variance of −ln p(V), meaningful for continuous readings. None
+            if no feature is continuous.
         """
         if not self._has_continuous:
             return None
@@ -413,13 +433,13 @@ class Conditional:
         as v. The centered NLL is −ln p(v) minus its expectation, the entropy of the distribution.
 
         Args:
-            values: The observed normalised values of continuous readings and label codes of discrete ones, in the shape
-                of the batch.
-            surprisal: The result of `compute_surprisal` for the same values, or the same result from compiled code.
-                None if no feature is continuous.
+            values: The observed values, one for each reading of the batch: normalised values of continuous features and
+                label codes of discrete ones.
+            surprisal: The surprisals of the same values and their moments, computed by `compute_surprisal` or by
+                compiled kernels. None if no feature is continuous.
 
         Returns:
-            The three terms, each in the shape of the batch.
+            The three terms, each in the shape of the batch of readings and in nats.
         """
         continuous = None if surprisal is None else _compute_continuous_score_terms(surprisal)
         discrete = self._compute_discrete_score_terms(values) if self._has_discrete else None
@@ -439,13 +459,14 @@ class Conditional:
         The p-value of a label is exact: the sum of the probabilities of all labels that are at most as probable.
 
         Args:
-            values: The label codes, in the shape of the batch.
+            values: The label codes, one for each reading of the batch.
 
         Returns:
-            The three terms, each in the shape of the batch; meaningless for continuous readings.
+            The three terms, each in the shape of the batch and in nats; meaningless for continuous readings. The
+            centered NLL is −ln p(v) minus the entropy of the distribution p of the label.
         """
         log_prob = self._compute_label_log_mass(values)
-        # The tolerance keeps rounding errors from separating labels of equal probability.
+        # The tolerance keeps rounding errors from making labels of equal probability unequal.
         is_more_probable = self.log_mass > log_prob.unsqueeze(-1) + 1e-6
         log_p_value = torch.logsumexp(self.log_mass.masked_fill(is_more_probable, -math.inf), -1).clamp(max=0.0)
         finite_log_mass = self.log_mass.masked_fill(self.log_mass.isinf(), 0.0)  # 0 · ln 0 counts as 0
@@ -459,58 +480,62 @@ class Conditional:
         −ln p(v) minus the entropy of the distribution.
 
         Args:
-            values: The observed normalised values of continuous readings and label codes of discrete ones, in the shape
-                of the batch.
+            values: The observed values, one for each reading of the batch: normalised values of continuous features and
+                label codes of discrete ones.
 
         Returns:
-            Two tensors in the shape of the batch, in nats: the logarithms of the p-values, which lie in (−∞, 0] and are
-            smaller for more anomalous values, and the centered NLLs, which are larger for more anomalous values.
+            (log p-values, centered NLLs), two tensors in the shape of the batch of readings. The natural logarithms of
+            the p-values lie in (−∞, 0] and are smaller for more anomalous values. The centered NLLs, in nats, are
+            larger for more anomalous values.
         """
         terms = self.compute_score_terms(values, self.compute_surprisal(values))
         return terms.log_p_value, terms.centered_nll
 
     def log_p_value(self, values: Tensor) -> Tensor:
-        """Return the natural logarithm of the highest-density p-value of each reading.
+        """Return the natural logarithm of the highest-density p-value of each observed value.
 
-        The p-value is the probability of a value that is at most as probable as the observed one.
+        The highest-density p-value is the probability of a value that is at most as probable as the observed one.
 
         Args:
-            values: The observed normalised values of continuous readings and label codes of discrete ones, in the shape
-                of the batch.
+            values: The observed values, one for each reading of the batch: normalised values of continuous features and
+                label codes of discrete ones.
 
         Returns:
-            Logarithms in (−∞, 0], in the shape of the batch; smaller is more anomalous.
+            Logarithms in (−∞, 0], in the shape of the batch of readings; smaller is more anomalous.
         """
-        return self.score(values)[0]
+        log_p_values, _ = self.score(values)
+        return log_p_values
 
 
 def _compute_continuous_score_terms(surprisal: Surprisal) -> ScoreTerms:
     """Return the log-probability, the log p-value and the centered NLL of observed values of continuous features.
 
     The p-value of a value v is the highest-density p-value P(−ln p(V) ≥ −ln p(v)), where V is drawn from the
-    distribution p: the probability of a value that is at most as probable as v. Unlike a two-sided tail, it is also
-    small in a gap between two modes.
+    distribution p: the probability of a value that is at most as probable as v. Unlike a two-sided tail probability, it
+    is also small in a gap between two modes. The centered NLL is −ln p(v) minus its expectation, the entropy of p.
 
     Let s₀ be the minimum of the surprisal −ln p. For a single Gaussian, −ln p(V) − s₀ is half of a χ² variable with one
-    degree of freedom, that is Gamma(shape 1/2, scale 1), and the p-value is exact. For a mixture, the distribution of
-    the surprisal has no closed form. It is approximated by s₀ plus a Gamma variable with the same mean and variance.
-    The Gamma family is used because it contains the exact case, begins at s₀, and has a smooth exponential tail:
-    p-values keep falling however improbable the value is. It is also practically exact for components of equal weight
-    and scale that do not overlap.
+    degree of freedom. This is a Gamma variable with shape 1/2 and scale 1, so the p-value is exact. For a mixture, the
+    distribution of the surprisal has no closed form. It is approximated by s₀ plus a Gamma variable with the same mean
+    and variance. The Gamma family contains the exact case, and its exponential tail lets p-values keep falling however
+    improbable the value is. It is also practically exact for components of equal weight and scale that do not overlap.
 
     An error of the approximation does not invalidate alerts, because their threshold is calibrated on records.
 
     Args:
-        surprisal: The surprisal of the observed values and its moments, in the shape of the batch.
+        surprisal: For each reading of a batch, the surprisal −ln p(v) of the observed value, and the minimum, mean and
+            variance of −ln p(V).
 
     Returns:
-        The three terms, each in the shape of the batch; meaningless for discrete readings.
+        The three terms, each in the shape of the batch and in nats; meaningless for discrete readings.
     """
+    # `surprisal.minimum` is approximate. The observed value can be more probable.
     minimum = torch.minimum(surprisal.minimum, surprisal.value)
-    # Moments of a Gamma variable: mean = shape · scale, variance = shape · scale².
+    # A Gamma variable has mean = shape · scale and variance = shape · scale². Solve for shape and scale; the limits
+    # avoid a division by zero and extreme parameters.
     mean_above_minimum = (surprisal.mean - minimum).clamp(min=0.1)
-    # The surprisal of a Gaussian has scale 1, and far out every mixture falls like a Gaussian. A smaller scale would be
-    # ill-conditioned, and would exaggerate values just outside a flat top.
+    # The surprisal of a Gaussian has scale 1, and far from its means every mixture falls like a Gaussian. A smaller
+    # scale would be ill-conditioned, and would give too small p-values just outside an interval of constant density.
     scale = (surprisal.variance / mean_above_minimum).clamp(1.0, 100.0)
     shape = (mean_above_minimum / scale).clamp(0.01, _MAX_GAMMA_SHAPE)
     log_p_value = log_gamma_sf(shape, (surprisal.value - minimum) / scale, _MAX_GAMMA_SHAPE)
@@ -521,8 +546,8 @@ class _LogMixtureDensity(torch.autograd.Function):
     """The log-density of Gaussian mixtures, ln Σ_j exp(h_j − z_j² / 2) with z_j = (x − μ_j) / σ_j.
 
     Component j has the weight w_j, the mean μ_j and the standard deviation σ_j. The input h_j = ln(w_j / (σ_j √(2π)))
-    is the logarithm of the weighted component at its mean ("log peak"). The gradient is written out because it needs
-    only each component's share of the density. This takes fewer passes over the tensors than automatic differentiation.
+    is the logarithm of the weighted component at its mean ("log peak"). The backward pass is written by hand: it needs
+    only each component's share of the density, and is faster than automatic differentiation.
     """
 
     @staticmethod
@@ -532,10 +557,10 @@ class _LogMixtureDensity(torch.autograd.Function):
         Args:
             ctx: The context in which PyTorch keeps tensors for the backward pass.
             x: (*S, M, 1), M points for each mixture of a batch of shape S.
-            log_peaks: (*S, 1, J), for each of J components with the weight w the logarithm of its weighted density at
-                its mean, h = ln(w / (σ √(2π))).
-            means: (*S, 1, J), the means μ.
-            scales: (*S, 1, J), the standard deviations σ.
+            log_peaks: (*S, 1, J), for each of the J components of a mixture the logarithm of its weighted density at
+                its mean, h_j = ln(w_j / (σ_j √(2π))), where w_j is the weight of the component.
+            means: (*S, 1, J), the means μ_j.
+            scales: (*S, 1, J), the standard deviations σ_j.
 
         Returns:
             (*S, M) natural logarithms.
@@ -566,15 +591,16 @@ class _LogMixtureDensity(torch.autograd.Function):
         grad_means = grad_log_peaks * z / scales
         grad_scales = grad_means * z
         grad_x = -grad_means.sum(-1, keepdim=True)
+        # All M points of a mixture share its parameters, so sum the gradients of the parameters over the points.
         return grad_x, *(t.sum_to_size(scales.shape) for t in (grad_log_peaks, grad_means, grad_scales))
 
 
 def log_gamma_sf(shape: Tensor, x: Tensor, max_shape: float) -> Tensor:
     """Return ln P(X > x), the log survival function of Gamma(shape, scale 1), without underflow however large x is.
 
-    For x up to 20 + shape, the result is the logarithm of the regularised incomplete gamma function. For larger x, it
-    is ln(x^a e^−x / Γ(a)) − ln f with the shape a and Legendre's continued fraction f (DLMF 8.9.2). The fraction is
-    evaluated from its innermost term outwards. The number of terms depends on `max_shape` and gives about ten digits.
+    Let a be the shape. For x up to 20 + a, the result is the logarithm of the regularised incomplete gamma function.
+    For larger x, it is ln(x^a e^−x / Γ(a)) − ln f, where f is Legendre's continued fraction (DLMF 8.9.2). The fraction
+    is truncated after a number of terms that gives about ten correct digits for all shapes up to `max_shape`.
 
     Args:
         shape: The shape parameters a, positive.
@@ -585,24 +611,33 @@ def log_gamma_sf(shape: Tensor, x: Tensor, max_shape: float) -> Tensor:
         Natural logarithms, a tensor of the same size as `shape`.
     """
     is_far = x > 20.0 + shape
-    # On a GPU, this test would block until the device has finished, so both formulas are always computed there.
+    # On a GPU, this test would wait for the device, so both formulas are always computed there.
     if is_far.device.type == "cpu" and not bool(is_far.any()):
         return _log_gammaincc(shape, x)
-    # f = b_0 − c_1 / (b_1 − c_2 / (b_2 − …)) with b_k = x − a + 2k + 1 and c_k = k (k − a).
+    # f = b_0 − c_1 / (b_1 − c_2 / (b_2 − …)) with b_k = x − a + 2k + 1 and c_k = k (k − a). Begin with the inner term.
     num_terms = 6 + int(1.5 * math.sqrt(max_shape))
     x_minus_shape = x - shape
     fraction = x_minus_shape + (2.0 * num_terms + 1.0)
     for k in range(num_terms, 0, -1):
+        # b_{k−1} − c_k / fraction; addcdiv computes its first argument + value · second argument / third argument.
         fraction = torch.addcdiv(x_minus_shape + (2.0 * k - 1.0), shape - k, fraction, value=k)
     log_tail = shape * x.log() - x - torch.lgamma(shape) - fraction.log()
-    x_if_near = torch.where(is_far, shape, x)  # any value in the range of the other formula
+    # The other formula is not used for large x. Give it an argument there for which it is finite.
+    x_if_near = torch.where(is_far, shape, x)
     return torch.where(is_far, log_tail, _log_gammaincc(shape, x_if_near))
 
 
 def _log_gammaincc(shape: Tensor, x: Tensor) -> Tensor:
     """Return the logarithm of the regularised upper incomplete gamma function, ln P(X > x) for X ~ Gamma(shape, 1).
 
-    The function underflows for large x. The result is therefore at least ln(1e-38), about −87.
+    The probability underflows for large x. It is replaced by 1e-38 if it is smaller, so the result is at least −87.5.
+
+    Args:
+        shape: The shape parameters, positive.
+        x: The arguments, a tensor of the same size as `shape`. Negative ones count as 0.
+
+    Returns:
+        Natural logarithms, a tensor of the same size as `shape`.
     """
     log_probability: Tensor = torch.special.gammaincc(shape, x.clamp(min=0.0)).clamp(min=1e-38).log()
     return log_probability
@@ -612,8 +647,8 @@ def _sample_indexes(log_weights: Tensor, generator: torch.Generator | None) -> T
     """Return one random index from each categorical distribution, by inversion of its cumulative probabilities.
 
     Args:
-        log_weights: (*S, n), the natural logarithms of the probabilities of n indexes, for a batch of shape S. They
-            need not be normalised.
+        log_weights: (*S, n), the natural logarithms of the weights of n indexes, for a batch of shape S. The
+            probability of an index is its weight divided by the sum of the weights.
         generator: The source of randomness; by default the global generator of torch.
 
     Returns:
@@ -622,6 +657,7 @@ def _sample_indexes(log_weights: Tensor, generator: torch.Generator | None) -> T
     cumulative = log_weights.exp().cumsum(-1)
     u = torch.rand(cumulative.shape[:-1], generator=generator, dtype=cumulative.dtype, device=cumulative.device)
     threshold = u * cumulative[..., -1]  # uniform from 0 to the sum of the weights
+    # The drawn index is the first one whose cumulative weight reaches the threshold.
     index = (cumulative < threshold.unsqueeze(-1)).sum(-1)
     return index.clamp(max=log_weights.shape[-1] - 1)
 
@@ -630,15 +666,15 @@ class Head(nn.Module):
     """The output layer: a linear map from hidden states to the parameters of conditional distributions.
 
     A conditional is a mixture of J Gaussians for a continuous feature, and probabilities of up to K labels for a
-    discrete one. All features share one map, with 3J outputs for the mixture and K for the labels. The map needs no
-    parameters per feature, because the hidden state of a query token (the input that says which feature comes next)
-    already identifies the feature. Features differ only in the smallest scale that their mixture components may have
-    (half of the sensor's resolution, if it is known) and in their number of labels.
+    discrete one. All features share one map. It has 3J outputs for the mixture (logits of weights, scales, means) and K
+    for the labels. The map needs no parameters per feature, because the hidden state of a query token (the input that
+    says which feature comes next) already identifies the feature. Features differ only in their number of labels and in
+    the smallest scale that their mixture components may have: half of the sensor's resolution, if it is known.
 
     The Gaussian prior is a mixture that was fitted before training and whose exact conditionals are inputs of the
-    network. If it has G components, a second linear map has 3G outputs. They are, for each component, a correction of
-    its logit, a shift of its mean in units of its standard deviation, and the logarithm of a factor of its standard
-    deviation. The adjusted components of the prior join the network's own components in one mixture.
+    network. If it has G components, a second linear map has 3G outputs. They are, for each component, a change of the
+    logit of its weight, a shift of its mean in units of its standard deviation, and the logarithm of a factor of its
+    standard deviation. The adjusted components of the prior join the network's own components in one mixture.
 
     Args:
         schema: The features.
@@ -654,7 +690,7 @@ class Head(nn.Module):
         # The names `project` and `adjust` are part of the keys in model.safetensors.
         self.project = nn.Linear(d_model, 3 * self.num_components + self.num_labels)
         self.adjust = nn.Linear(d_model, 3 * num_prior_components) if num_prior_components else None
-        # Half of the sensor's resolution, in normalised units.
+        # The smallest scale of a component: half of the sensor's resolution, in normalised units.
         floors = [max(SCALE_FLOOR, (f.quantum or 0.0) / f.scale / 2) for f in schema.features]
         scale_floor = torch.tensor(np.minimum(floors, 1.0), dtype=torch.float64)
         unseen_mass = torch.tensor([f.unseen for f in schema.features], dtype=torch.float64)
@@ -672,17 +708,20 @@ class Head(nn.Module):
     def _init_outputs(self) -> None:
         """Initialise the linear maps that compute the parameters of the distributions.
 
-        The network's own components start with evenly spread means. The components of a Gaussian prior start unchanged
-        and with almost all of the probability.
+        The means of the network's own Gaussian components are evenly spaced at the start. The components of a Gaussian
+        prior (a mixture that was fitted before training) are unchanged at the start and have almost all of the
+        probability.
         """
         J = self.num_components
+        # With small weights, the distributions depend little on the hidden state at the start.
         self.project.weight.mul_(0.1)
         self.project.bias.zero_()
         if J:
-            # The outputs 2J to 3J are the means: evenly spaced from −1.5 to 1.5. On the meta device, torch.linspace
-            # would import more torch modules, which takes half a second.
+            # The outputs 2J … 3J − 1 are the means: evenly spaced from −1.5 to 1.5. torch.linspace is not used, because
+            # on the meta device it would import more torch modules, which takes half a second.
             self.project.bias[2 * J : 3 * J] = 1.5 * (2.0 * torch.arange(J) - (J - 1)) / max(1, J - 1)
         if self.adjust is not None:
+            # The outputs 0 … J − 1 are logits. This value makes the weights of all J components together exp(−5).
             self.project.bias[:J] = INITIAL_OWN_LOGIT - math.log(J)
             self.adjust.weight.zero_()
             self.adjust.bias.zero_()
@@ -691,13 +730,16 @@ class Head(nn.Module):
         """Return the conditional distributions of readings.
 
         Args:
-            hidden: (*S, d_model) the Transformer's outputs of width d_model at the query tokens of the readings, in a
-                batch of any shape S.
-            features: The feature codes of the readings, in the shape S; at padding any valid code.
-            prior: The conditionals of the Gaussian prior for the same readings, None for a model without one.
+            hidden: (*S, d_model), the outputs of the Transformer, of width d_model, at the tokens that predict the
+                readings, in a batch of any shape S.
+            features: The feature codes (indexes in the schema) of the readings, in the shape S; at padding any valid
+                code.
+            prior: The distributions of the same readings under the Gaussian prior (a mixture that was fitted before
+                training); None for a model without one.
 
         Returns:
-            One distribution for each reading, in the shape S; float64 if the hidden states are, else float32.
+            One distribution for each reading, in the shape S. The parameters are float64 if the hidden states are, else
+            float32.
         """
         out = self.project(hidden)
         out = out if out.dtype == torch.float64 else out.float()  # not less than float32, even under autocast
@@ -708,8 +750,10 @@ class Head(nn.Module):
         scales = scale_floor + nn.functional.softplus(raw_scales.contiguous())
         if self.adjust is not None and prior is not None:
             logit_change, shift, log_factor = self.adjust(hidden).to(out.dtype).chunk(3, -1)
-            prior_scales = prior.scales * log_factor.clamp(-MAX_LOG_SCALE_CHANGE, MAX_LOG_SCALE_CHANGE).exp()
-            # Add the variance of the sensor's rounding: floor² / 3 for an error that is uniform within ± the floor.
+            factor = log_factor.clamp(-MAX_LOG_SCALE_CHANGE, MAX_LOG_SCALE_CHANGE).exp()
+            prior_scales = prior.scales * factor
+            # Add the variance of the sensor's rounding error. The error is uniform within ± half of the resolution,
+            # that is, ± scale_floor, so its variance is scale_floor² / 3.
             prior_scales = (prior_scales.square() + scale_floor.square() / 3.0).sqrt()
             logits = torch.cat([logits, prior.log_weights.to(out.dtype) + logit_change], -1)
             means = torch.cat([means, prior.means + prior.scales * shift], -1)
@@ -725,14 +769,14 @@ class Head(nn.Module):
     def _compute_log_mass(self, label_logits: Tensor, features: Tensor) -> Tensor:
         """Return the log-probability of each label code of discrete readings.
 
-        A feature with n labels has the codes 0 to n − 1 for them. These labels share the probability 1 − `unseen` by a
+        The labels of a feature with n labels have the codes 0 to n − 1. They share the probability 1 − `unseen` by a
         softmax of their logits. Code n has the probability `unseen`, which the schema reserves for all labels that did
-        not occur in training. Codes beyond n have −∞.
+        not occur in training. Codes beyond n have the log-probability −∞.
 
         Args:
-            label_logits: (*S, K) logits of readings of any shape S. K is the largest number of labels; each feature
-                uses as many logits as it has labels.
-            features: The feature codes of the readings, in the shape S.
+            label_logits: (*S, K), the logits of a batch of readings of any shape S. K is the largest number of labels;
+                each feature uses as many logits as it has labels.
+            features: The feature codes (indexes in the schema) of the readings, in the shape S.
 
         Returns:
             (*S, K + 1) natural logarithms of probabilities; meaningless for continuous features.
@@ -743,10 +787,10 @@ class Head(nn.Module):
         label_count = self.label_counts[features].unsqueeze(-1)
         unseen_mass = self.unseen_mass.to(label_logits.dtype)[features].unsqueeze(-1)
         is_label = codes[:-1] < label_count
-        # A continuous feature gets one label, whose probability is never used, to avoid a softmax of nothing but −∞.
+        # A continuous feature gets one label, whose probability is never used. A softmax of −∞ alone would be NaN.
         is_label = is_label | ((label_count == 0) & (codes[:-1] == 0))
         log_softmax = torch.log_softmax(label_logits.masked_fill(~is_label, -math.inf), -1)
         label_log_mass = log_softmax + torch.log1p(-unseen_mass)
-        # One more column, so that the code after the last label of the feature with K labels exists.
+        # Add a column, because a feature with K labels needs the code K for labels that did not occur in training.
         label_log_mass = torch.cat([label_log_mass, torch.full_like(label_log_mass[..., :1], -math.inf)], -1)
         return torch.where(codes == label_count, torch.log(unseen_mass), label_log_mass)

@@ -216,7 +216,7 @@ def test_cache_without_the_readings_that_the_model_needs_is_rejected(change: dic
     codes, values = torch.tensor([[0, 1]]), torch.zeros((1, 2), dtype=torch.float64)
     output = model.prefill(codes[:, :1], values[:, :1])
     cache = KVCacheView(output.keys, output.values, torch.tensor([1]))
-    with pytest.raises(ValueError, match="without readings"):
+    with pytest.raises(ValueError, match="has no readings"):
         model.forward_cached(codes[:, 1:], values[:, 1:], cache)
 
 
