@@ -273,17 +273,17 @@ class ArrowDecoder:
         is_accepted = np.ones(codes.shape, bool)
         unseen_labels: dict[tuple[int, int], str] = {}  # text of an unseen label by row and column index
         for column_index, name in enumerate(names):
-            values[:, column_index], exceptions = self._parse_cells(columns[name], name)
+            values[:, column_index], issues = self._parse_cells(columns[name], name)
             if has_unknown_codes:
                 for row in np.flatnonzero(codes[:, column_index] < 0).tolist():
-                    exceptions[row] = unknown_feature_error(self._schema, name, int(time_slots[row % len(time_slots)]))
-            for row, exception in exceptions.items():
-                if isinstance(exception, RejectionError):
+                    issues[row] = unknown_feature_error(self._schema, name, int(time_slots[row % len(time_slots)]))
+            for row, issue in issues.items():
+                if isinstance(issue, RejectionError):
                     is_accepted[row, column_index] = False
                     if row not in row_errors:
-                        rejections.append(Rejection(0, exception.reason, exception.detail))
+                        rejections.append(Rejection(0, issue.reason, issue.detail))
                 else:
-                    unseen_labels[row, column_index] = exception
+                    unseen_labels[row, column_index] = issue
         is_accepted[list(row_errors)] = False
 
         rows, column_indices = np.nonzero(is_accepted)

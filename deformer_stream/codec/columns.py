@@ -9,7 +9,7 @@ once per row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf, isfinite, nan
+from math import inf, isfinite, isinf, isnan, nan
 from typing import Any
 
 import numpy as np
@@ -45,43 +45,45 @@ def parse_labels(
 
     Args:
         column: N cells.
-        code_by_label: The codes of the labels that were seen in training.
+        code_by_label: The codes of the labels that occurred in training.
         name: The feature name, for error messages.
 
     Returns:
         (N,) label codes: NaN for null and NaN, the number of labels for an unseen label, infinity for a rejected cell.
-        By row, the text of an unseen label (one that training never saw), or the error for which a cell is rejected.
+        A dictionary by row index: the text of an unseen label (a label that did not occur in training), or the error of
+        a cell that is rejected.
     """
     indices, distinct_values = encode_distinct(column)
-    codes = [nan] * (len(distinct_values) + 1)  # the last one is the code of null
-    exceptions: dict[int, str | RejectionError] = {}  # by index of the distinct value
+    codes = [nan] * (len(distinct_values) + 1)  # the code of each distinct value; the last one is the code of null
+    issues: dict[int, str | RejectionError] = {}  # unseen labels and errors by index of the distinct value
     for index, value in enumerate(distinct_values):
-        if isinstance(value, float) and not isfinite(value):
-            is_nan = value != value
-            if not is_nan:
-                codes[index], exceptions[index] = inf, not_finite_error(name, value)
+        if isinstance(value, float) and isnan(value):
+            continue  # NaN keeps the code NaN, as null
+        if isinstance(value, float) and isinf(value):
+            codes[index], issues[index] = inf, not_finite_error(name, value)
             continue
         try:
-            codes[index], unseen_label = encode_label(_choose_label(value, code_by_label), code_by_label, name)
+            label = _choose_label(value, code_by_label)
+            codes[index], unseen_label = encode_label(label, code_by_label, name)
         except RejectionError as error:
-            codes[index], exceptions[index] = inf, error
+            codes[index], issues[index] = inf, error
             continue
         if unseen_label is not None:
-            exceptions[index] = unseen_label
-    rows = np.flatnonzero(np.isin(indices, list(exceptions))).tolist()
-    return np.array(codes)[indices], {row: exceptions[indices[row]] for row in rows}
+            issues[index] = unseen_label
+    # Each row gets the code and the issue of its distinct value.
+    rows_with_issue = np.flatnonzero(np.isin(indices, list(issues))).tolist()
+    return np.array(codes)[indices], {row: issues[indices[row]] for row in rows_with_issue}
 
 
 def _choose_label(value: object, code_by_label: dict[str, int]) -> str:
     """Return the label that a cell stands for.
 
+    This is the cell's canonical text (as `format_label` writes it: 3.0 becomes "3"). If the cell is a text that is not
+    a known label, other spellings of it are tried (in lower case, or as a number), and the first known one is returned.
+
     Args:
         value: The cell as a Python object.
-        code_by_label: The codes of the labels that were seen in training.
-
-    Returns:
-        The canonical text of the value. If this is not a known label and the value is a text, another spelling of the
-        text (in lower case, or as a number) that is a known label, if there is one.
+        code_by_label: The codes of the known labels, which occurred in training.
     """
     label = format_label(value)
     if label in code_by_label or not isinstance(value, str):
@@ -90,7 +92,10 @@ def _choose_label(value: object, code_by_label: dict[str, int]) -> str:
 
 
 def _list_spellings(text: str) -> list[str]:
-    """Return other spellings of a label: the text in lower case, and the number that it spells as canonical text."""
+    """Return other spellings of a label: in lower case and, if it is a number, the number's canonical text.
+
+    For example, "3.0" gives "3.0" (in lower case) and "3".
+    """
     spellings = [text.strip().lower()]
     spelled_number = parse_number(text)
     if spelled_number is not None and isfinite(spelled_number):
@@ -98,15 +103,15 @@ def _list_spellings(text: str) -> list[str]:
     return spellings
 
 
-def parse_times(column: pa.Array, description: str) -> tuple[NDArray[np.int64], dict[int, RejectionError]]:
+def parse_times(column: pa.Array, file_and_column: str) -> tuple[NDArray[np.int64], dict[int, RejectionError]]:
     """Convert a column of times to microseconds since 1970.
 
     Args:
         column: N timestamps of any unit (UTC if they have no zone), dates, seconds since 1970, or RFC 3339 texts.
-        description: The file and the column, for error messages.
+        file_and_column: The names of the file and of the column, for error messages.
 
     Returns:
-        (N,) microseconds, `NO_TIME` for null. By row, the error for which a cell is rejected.
+        (N,) microseconds, `NO_TIME` for null. A dictionary by row index: the error of a cell that is rejected.
 
     Raises:
         InputError: If the column has any other type, or timestamps that no 64-bit integer of microseconds can hold.
@@ -115,35 +120,38 @@ def parse_times(column: pa.Array, description: str) -> tuple[NDArray[np.int64], 
     if pa.types.is_null(column_type):
         return np.full(len(column), NO_TIME), {}
     if pa.types.is_timestamp(column_type) or pa.types.is_date(column_type):
-        return _parse_timestamps(column, description)
+        return _parse_timestamps(column, file_and_column)
     if is_numeric(column_type):
         return _parse_epoch_seconds(column)
     if is_text(column_type):
         return _parse_time_texts(column)
     raise InputError(
-        f"{description} is {column_type}; a timestamp, epoch seconds or RFC 3339 text is expected: convert the column"
+        f"{file_and_column} has the type {column_type}; a timestamp, epoch seconds (seconds since 1970) or RFC 3339 "
+        "text is expected: convert the column"
     )
 
 
-def _parse_timestamps(column: pa.Array, description: str) -> tuple[NDArray[np.int64], dict[int, RejectionError]]:
+def _parse_timestamps(column: pa.Array, file_and_column: str) -> tuple[NDArray[np.int64], dict[int, RejectionError]]:
     """Convert a column of N Arrow timestamps or dates to microseconds since 1970.
 
     Args:
         column: The cells. Timestamps without a time zone count as UTC.
-        description: The file and the column, for error messages.
+        file_and_column: The names of the file and of the column, for error messages.
 
     Returns:
-        (N,) microseconds, `NO_TIME` for null. By row, the error for a time outside the years 1 to 9999.
+        (N,) microseconds, `NO_TIME` for null. A dictionary by row index: the error of a time outside the years 1 to
+        9999, which is rejected.
 
     Raises:
         InputError: If no 64-bit integer of microseconds can hold a time.
     """
     zone = column.type.tz if pa.types.is_timestamp(column.type) else None
     try:
+        # safe=False drops fractions of a microsecond; a time that does not fit into 64 bits still raises.
         times = column.cast(pa.timestamp("us", zone), safe=False).cast(pa.int64())
     except pa.ArrowInvalid as error:
         raise InputError(
-            f"{description}: a time cannot be converted ({error}); times must lie in the years 1 to 9999"
+            f"{file_and_column}: a time cannot be converted ({error}); times must lie in the years 1 to 9999"
         ) from error
     micros = np.where(_is_null(column), NO_TIME, times.fill_null(0).to_numpy())
     is_outside = (micros != NO_TIME) & ((micros < MIN_MICROS) | (micros > MAX_MICROS))
@@ -158,14 +166,15 @@ def _parse_epoch_seconds(column: pa.Array) -> tuple[NDArray[np.int64], dict[int,
     """Convert a column of N numbers, seconds since 1970, to microseconds since 1970.
 
     Returns:
-        (N,) microseconds, `NO_TIME` for null and for rejected cells. By row, the error for which a cell is rejected.
+        (N,) microseconds, `NO_TIME` for null and for rejected cells. A dictionary by row index: the error of a time
+        that is rejected, because it is not finite or lies outside the years 1 to 9999.
     """
     seconds = to_float64(column)
     is_inside = (seconds >= MIN_SECOND) & (seconds <= MAX_SECOND)
     errors_by_row: dict[int, RejectionError] = {}
     for row in np.flatnonzero(~is_inside & ~_is_null(column)).tolist():
         try:
-            seconds_to_micros(float(seconds[row]))  # raises, because the time is out of range; the error says how
+            seconds_to_micros(float(seconds[row]))  # always raises here; its error names the probable mistake
         except RejectionError as error:
             errors_by_row[row] = error
     micros = np.round(np.where(is_inside, seconds, 0.0) * 1e6).astype(np.int64)
@@ -176,10 +185,11 @@ def _parse_time_texts(column: pa.Array) -> tuple[NDArray[np.int64], dict[int, Re
     """Convert a column of N RFC 3339 texts to microseconds since 1970.
 
     Returns:
-        (N,) microseconds, `NO_TIME` for null and for rejected cells. By row, the error for which a cell is rejected.
+        (N,) microseconds, `NO_TIME` for null and for rejected cells. A dictionary by row index: the error of a cell
+        that is rejected.
     """
     indices, distinct_texts = encode_distinct(column)
-    micros = [NO_TIME] * (len(distinct_texts) + 1)  # the last one is the time of null
+    micros = [NO_TIME] * (len(distinct_texts) + 1)  # the time of each distinct text; the last one is that of null
     errors: list[RejectionError | None] = [None] * (len(distinct_texts) + 1)
     for index, text in enumerate(distinct_texts):
         try:
@@ -189,12 +199,12 @@ def _parse_time_texts(column: pa.Array) -> tuple[NDArray[np.int64], dict[int, Re
     return np.array(micros, np.int64)[indices], spread_errors(indices, errors)
 
 
-def convert_ids(column: pa.Array, description: str) -> pa.Array:
+def convert_ids(column: pa.Array, file_and_column: str) -> pa.Array:
     """Return a column of record ids or device names as N strings; integers become text, null stays null.
 
     Args:
         column: N texts or integers.
-        description: The file and the column, for error messages.
+        file_and_column: The names of the file and of the column, for error messages.
 
     Raises:
         InputError: If the column has any other type.
@@ -202,7 +212,8 @@ def convert_ids(column: pa.Array, description: str) -> pa.Array:
     column = decode_dictionary(column)
     if not (is_text(column.type) or pa.types.is_integer(column.type) or pa.types.is_null(column.type)):
         raise InputError(
-            f"{description} is {column.type}; record ids are text or whole numbers: convert the column to text"
+            f"{file_and_column} has the type {column.type}; record ids are text or whole numbers: convert the column "
+            "to text"
         )
     return column.cast(pa.string())
 
@@ -211,11 +222,12 @@ def parse_numbers(column: pa.Array, feature: Feature) -> tuple[NDArray[np.float6
     """Convert the cells of a continuous feature to numbers.
 
     Args:
-        column: N numbers, or texts that spell numbers. A feature whose period is a day also accepts times of day.
-        feature: The feature, for its period and its name in error messages.
+        column: N numbers, or texts that spell numbers. If the feature's values are times of day (its period is a day),
+            texts such as 13:45 are also accepted and become seconds since midnight.
+        feature: The feature, for its period and for its name in error messages.
 
     Returns:
-        (N,) values, NaN for null. By row, the error for which a cell is rejected.
+        (N,) values, NaN for null. A dictionary by row index: the error of a cell that is not a finite number.
     """
     name = feature.sensor_name
     if pa.types.is_null(column.type):
@@ -225,15 +237,16 @@ def parse_numbers(column: pa.Array, feature: Feature) -> tuple[NDArray[np.float6
         bad_rows = np.flatnonzero(~np.isfinite(values) & ~_is_null(column)).tolist()
         return values, {row: not_finite_error(name, values[row]) for row in bad_rows}
     indices, distinct_values = encode_distinct(column)
-    numbers = [nan] * (len(distinct_values) + 1)  # the last one is the number for null
+    # The number and the error of each distinct value; the last ones are those of null.
+    numbers = [nan] * (len(distinct_values) + 1)
     errors: list[RejectionError | None] = [None] * (len(distinct_values) + 1)
-    for index, cell in enumerate(distinct_values):
-        number = None if isinstance(cell, bool) else parse_number(cell)
-        if number is None and feature.period == SECONDS_PER_DAY and isinstance(cell, str):
-            number = parse_time_of_day(cell)
+    for index, value in enumerate(distinct_values):
+        number = None if isinstance(value, bool) else parse_number(value)
+        if number is None and feature.period == SECONDS_PER_DAY and isinstance(value, str):
+            number = parse_time_of_day(value)
         if number is None:
-            cell_description = "a boolean" if isinstance(cell, bool) else f"text {quote(cell, 20)}"
-            detail = f"feature {quote(name)}: {cell_description} where a number is expected"
+            value_description = "a boolean" if isinstance(value, bool) else f"the text {quote(value, 20)}"
+            detail = f"feature {quote(name)}: the value is {value_description}; a number is expected"
             errors[index] = RejectionError(RejectionReason.WRONG_TYPE, detail)
         elif not isfinite(number):
             errors[index] = not_finite_error(name, number)
@@ -254,7 +267,7 @@ def parse_number(text: str) -> float | None:
 
 
 def encode_distinct(column: pa.Array) -> tuple[NDArray[np.int64], list[Any]]:
-    """Split a column into its D distinct values and an index per cell, so that each value is converted only once.
+    """Split a column into its D distinct values and an index per cell, so that callers convert each value only once.
 
     Args:
         column: N cells.
@@ -264,9 +277,9 @@ def encode_distinct(column: pa.Array) -> tuple[NDArray[np.int64], list[Any]]:
         The D distinct values as Python objects.
     """
     if pa.types.is_null(column.type):
-        return np.zeros(len(column), np.int64), []
+        return np.zeros(len(column), np.int64), []  # D is 0, so each index is D
     if pa.types.is_dictionary(column.type) and column.dictionary.null_count:
-        column = column.dictionary_decode()
+        column = column.dictionary_decode()  # encoding it again leaves nulls out of the distinct values
     if pa.types.is_decimal(column.type):
         column = column.cast(pa.float64())  # so that the decimal 3.0 is the label 3
     encoded = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
@@ -278,28 +291,31 @@ def encode_distinct(column: pa.Array) -> tuple[NDArray[np.int64], list[Any]]:
 def to_python_values(column: pa.Array) -> list[Any]:
     """Return the cells of a column as Python objects.
 
-    Text from a file may not be valid UTF-8. Its invalid bytes become lone surrogates (PEP 383), which
-    `deformer_stream.codec.validation.is_unicode` detects.
+    Text from a file may not be valid UTF-8. Its invalid bytes become lone surrogates (PEP 383), so that later checks
+    can reject the single cell.
     """
     try:
         return list(column.to_pylist())
     except UnicodeDecodeError:
-        raw = column.cast(pa.large_binary()).to_pylist()
-        return [None if text is None else text.decode("utf-8", "surrogateescape") for text in raw]
+        encoded_texts = column.cast(pa.large_binary()).to_pylist()
+        return [None if text is None else text.decode("utf-8", "surrogateescape") for text in encoded_texts]
 
 
 def spread_errors(indices: NDArray[np.int64], errors: Sequence[RejectionError | None]) -> dict[int, RejectionError]:
-    """Return errors by row of a column, given the errors of the column's distinct values.
+    """Return the errors of a column by row index, given the errors of the column's distinct values.
 
     Args:
-        indices: (N,) index of each row into the distinct values, as returned by `encode_distinct`.
-        errors: The error of each distinct value, None if the value is valid.
+        indices: (N,) index of each row's value among the distinct values, as returned by `encode_distinct`.
+        errors: The error of each distinct value, None if the value is valid. The last entry is that of null.
+
+    Returns:
+        The error of each row whose value has one. The other rows have no entry.
     """
-    bad_indices = [index for index, error in enumerate(errors) if error is not None]
-    if not bad_indices:
-        return {}
-    bad_rows = np.flatnonzero(np.isin(indices, bad_indices)).tolist()
-    return {row: error for row in bad_rows if (error := errors[indices[row]]) is not None}
+    error_by_index = {index: error for index, error in enumerate(errors) if error is not None}
+    if not error_by_index:
+        return {}  # the usual case needs no search
+    bad_rows = np.flatnonzero(np.isin(indices, list(error_by_index))).tolist()
+    return {row: error_by_index[indices[row]] for row in bad_rows}
 
 
 def to_float64(column: pa.Array) -> NDArray[np.float64]:
@@ -309,7 +325,7 @@ def to_float64(column: pa.Array) -> NDArray[np.float64]:
 
 
 def _is_null(column: pa.Array) -> NDArray[np.bool_]:
-    """Return a boolean array of shape (N,) that states for each of the N cells whether it is null."""
+    """Return for each of the N cells of a column whether it is null, as an array (N,)."""
     return np.asarray(column.is_null().to_numpy(zero_copy_only=False))
 
 
@@ -319,14 +335,15 @@ def decode_dictionary(column: pa.Array) -> pa.Array:
 
 
 def format_labels(column: pa.Array) -> pa.Array:
-    """Return a column of N discrete values as N canonical label texts, null for null and NaN.
+    """Return a column of N discrete values as N label texts in canonical form, null for null and NaN.
 
-    Text that is not valid UTF-8 keeps its bytes, so that a later check of the label can reject it.
+    Equal values of different types have the same canonical form (3 and 3.0 become "3", True becomes "true"). Text that
+    is not valid UTF-8 keeps its bytes, so that a later check of the label can reject it.
     """
     indices, distinct_values = encode_distinct(column)
-    labels = [None if isinstance(value, float) and value != value else format_label(value) for value in distinct_values]
-    labels_and_null = [*labels, None]
-    label_bytes = [None if label is None else label.encode("utf-8", "surrogateescape") for label in labels_and_null]
+    labels = [None if isinstance(value, float) and isnan(value) else format_label(value) for value in distinct_values]
+    labels.append(None)  # `encode_distinct` gives null cells the index after the last distinct value
+    label_bytes = [None if label is None else label.encode("utf-8", "surrogateescape") for label in labels]
     # Viewing bytes as strings skips the validation of UTF-8.
     return pa.array(label_bytes, pa.binary()).view(pa.string()).take(pa.array(indices))
 
@@ -356,15 +373,15 @@ def convert_times_of_day(column: pa.Array) -> pa.Array:
     if not is_time_of_day(column.type):
         return column
     column = decode_dictionary(column)
-    units = column.cast(pa.int32() if pa.types.is_time32(column.type) else pa.int64())
-    return pc.divide(units.cast(pa.float64(), safe=False), _UNITS_PER_SECOND[column.type.unit])
+    units_since_midnight = column.cast(pa.int32() if pa.types.is_time32(column.type) else pa.int64())
+    return pc.divide(units_since_midnight.cast(pa.float64(), safe=False), _UNITS_PER_SECOND[column.type.unit])
 
 
 def _has_type(column_type: pa.DataType, *type_tests: Callable[[pa.DataType], bool]) -> bool:
-    """Return whether a column type passes at least one test. For dictionary encoding, the type of the values counts.
+    """Return whether a column type passes at least one of several tests.
 
     Args:
-        column_type: The type of the column.
+        column_type: The type of the column. If the column is dictionary-encoded, the type of its values is tested.
         type_tests: Functions such as `pyarrow.types.is_integer`, which return whether a type belongs to a family.
     """
     if pa.types.is_dictionary(column_type):

@@ -27,13 +27,13 @@ _FIELDS = {*_REQUIRED_FIELDS, "time"}
 
 
 def choose_group_size(rate: float | None) -> int:
-    """Return how many readings to collect before they are packed and sent.
+    """Return how many readings to collect before they are packed into messages and sent.
 
     It is the number of readings in a tenth of a second, so that no reading is delayed for longer, but at least 1 and at
     most `MAX_GROUP_SIZE`.
 
     Args:
-        rate: Readings per second, or None for no limit.
+        rate: Readings per second at which the messages are sent, or None for no limit.
     """
     return MAX_GROUP_SIZE if rate is None else max(1, min(MAX_GROUP_SIZE, int(rate / 10)))
 
@@ -88,6 +88,7 @@ def pack_readings(
             if reading is not None:
                 readings.append((key, reading))
                 continue
+            # This message cannot be packed. To keep the order, it is sent after the readings that came before it.
             yield from _pack_group(readings, packing, find_partition)
             readings = []
             yield OutgoingMessage(key, value)
@@ -156,17 +157,18 @@ def _pack_group(
 def encode_arrow_stream(readings: list[dict[str, Any]]) -> bytes:
     """Return readings as an Arrow IPC stream with one reading per row.
 
-    The column `value` is float64 if float64 represents all values exactly, otherwise it holds the values as label
-    texts. Null values stay null.
+    The column `value` is float64 if all values are numbers that float64 represents exactly. Otherwise it holds the
+    values as texts. Null values stay null.
 
     Args:
-        readings: The fields of each reading: record, feature, value and perhaps time (seconds since 1970).
+        readings: The fields of each reading: `record`, `feature`, `value` and perhaps `time` (seconds since 1970).
     """
     values = [reading["value"] for reading in readings]
-    is_numeric = all(
+    # Booleans are labels, which `type(value)` tells from numbers. Larger integers would be rounded in float64.
+    fits_float64 = all(
         value is None or (type(value) in (int, float) and abs(value) <= MAX_EXACT_INTEGER) for value in values
     )
-    if is_numeric:
+    if fits_float64:
         value_column = pa.array(values, pa.float64())
     else:
         value_column = pa.array([None if value is None else format_label(value) for value in values])

@@ -568,7 +568,7 @@ def _wrong_value_error(name: str, value: object, expected: str) -> RejectionErro
         value: The parsed JSON value, whose type the message states.
         expected: The type that the feature requires, with an article, such as "a number".
     """
-    detail = f"feature {quote(name)}: {_name_json_type(value)} where {expected} is expected"
+    detail = f"feature {quote(name)}: the value is {_name_json_type(value)}; {expected} is expected"
     return RejectionError(RejectionReason.WRONG_TYPE, detail)
 
 

@@ -58,7 +58,7 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 def hash_record_ids(record_ids: Iterable[str]) -> NDArray[np.uint64]:
-    """Return the hashes (CRC-32) of N record ids, (N,), from which `compute_shuffle_keys` computes random orders."""
+    """Return the CRC-32 hashes of N record ids as an array (N,), from which `compute_shuffle_keys` derives orders."""
     return np.array([zlib.crc32(record_id.encode("utf-8", "surrogatepass")) for record_id in record_ids], np.uint64)
 
 
@@ -70,22 +70,27 @@ def compute_shuffle_keys(record_hashes: NDArray[np.uint64], codes: NDArray[Any],
     `--order random --seed N` keeps its results.
 
     Args:
-        record_hashes: Hash of the record of each reading, from `hash_record_ids`.
-        codes: Feature code of each reading. The shapes of `record_hashes` and `codes` must broadcast.
+        record_hashes: Hash of the record id of each reading, from `hash_record_ids`.
+        codes: Feature code (index of the feature in the schema) of each reading. The shapes of `record_hashes` and
+            `codes` must broadcast.
         seed: Any integer.
 
     Returns:
         The key of each reading, in the broadcast shape. Smaller keys come first.
     """
-    with np.errstate(over="ignore"):  # sums wrap around at 2^64 by design
-        record_seeds = _mix_bits(record_hashes + _mix_bits(np.array(seed % 2**64, np.uint64)))
+    with np.errstate(over="ignore"):  # sums and products wrap around at 2^64 by design
+        # Mixing the seed first makes the orders of consecutive seeds unrelated. Each record then has a seed of its own,
+        # and the key of feature code k is output k of the SplitMix64 generator that starts at this seed.
+        mixed_seed = _mix_bits(np.array(seed % 2**64, np.uint64))
+        record_seeds = _mix_bits(record_hashes + mixed_seed)
         return _mix_bits(record_seeds + np.asarray(codes).astype(np.uint64) * np.uint64(_GOLDEN_GAMMA))
 
 
 def _mix_bits(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return the output of the SplitMix64 generator for each state in `z` (Steele, Lea and Flood, 2014).
 
-    It is a bijection of 64-bit integers whose results look random. The arithmetic wraps around at 2^64 by design.
+    The function is a bijection of 64-bit integers whose results look random. Its constants are those of the published
+    generator. The arithmetic wraps around at 2^64 by design.
     """
     z = z + np.uint64(_GOLDEN_GAMMA)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -97,14 +102,15 @@ class WideDecoder:
     """Decoder for tables in wide layout: each row is a record and gives one event per feature of the model.
 
     The events of a record are contiguous. The first ones are those of features that are not observed (null, NaN, or no
-    column); such an event declares that no reading will follow. The readings follow in the chosen order, so the record
-    is complete after its last reading.
+    column); such an event declares that the feature will not be observed. The events with values follow in the chosen
+    order, so the record is complete after its last reading.
 
     Args:
         schema: The features of the model.
-        order: "arrival" for the table's column order, "schema" for the model's, "random" for a permutation per record.
+        order: "arrival" for the table's column order, "schema" for the model's feature order, "random" for a random
+            permutation per record.
         seed: The seed of the random order.
-        future_time_limit: The rule for times in the future, or None to accept all times.
+        future_time_limit: Rejects times that lie too far in the future; None accepts all times.
     """
 
     def __init__(self, schema: Schema, order: str, seed: int, future_time_limit: FutureTimeLimit | None = None) -> None:
@@ -114,19 +120,24 @@ class WideDecoder:
         self._future_time_limit = future_time_limit
 
     def decode(self, data: WideRows) -> tuple[EventBatch, list[Rejection]]:
-        """Return the events of N rows with one record each, and a rejection for each bad row or cell.
+        """Return the events of a part of a table in which each row is a record, and the rejections.
 
         Args:
-            data: The N rows.
+            data: The rows.
+
+        Returns:
+            The events row by row. One rejection per row and reason: for rows whose record id or time is bad, and for
+            bad cells of the other rows.
 
         Raises:
             InputError: If a column's type does not fit its feature, or if a time is not valid.
         """
-        columns = self._columns_by_code(data)
+        columns = self._select_feature_columns(data)
+        # (N, F) values of the N records by feature code: NaN if not observed, infinite if the cell is rejected.
         values = np.full((len(data), len(self._schema)), np.nan)
-        exceptions_by_code: dict[int, dict[int, str | RejectionError]] = {}
+        issues_by_code: dict[int, dict[int, str | RejectionError]] = {}  # unseen labels and errors, by code and row
         for code, column in columns.items():
-            values[:, code], exceptions_by_code[code] = self._parse_column(data, code, column)
+            values[:, code], issues_by_code[code] = self._parse_column(data, code, column)
         times = self._parse_times(data)
 
         # (N, F): row i lists the feature codes of record i in the order of its events. Values are put in the same
@@ -134,63 +145,71 @@ class WideDecoder:
         codes = self._order_features(data, list(columns), values)
         values = np.take_along_axis(values, codes, axis=1)
         row_errors = check_future_times(self._future_time_limit, times) | check_ids(data.record_ids, "the record id")
-        is_accepted = ~np.isinf(values)  # infinite marks a rejected cell, NaN a feature that is not observed
+        is_accepted = ~np.isinf(values)
         is_accepted[list(row_errors)] = False
 
         rows, positions = np.nonzero(is_accepted)  # in row-major order: the events of a record are contiguous
         features = codes[rows, positions].astype(np.int32)
-        is_first_of_record = np.diff(rows, prepend=-1) != 0
+        is_first_of_record = np.diff(rows, prepend=-1) != 0  # −1 is no row, so the first event counts as a change
         batch = EventBatch(
             np.array(data.record_ids, object)[rows].tolist(),
             features,
             values[rows, positions],
             times[rows],
-            rows.astype(np.int32),
-            np.zeros(len(rows), np.int32),
-            _collect_unseen_labels(rows, features, exceptions_by_code),
+            message_indices=rows.astype(np.int32),  # a row of a table counts as a message
+            partitions=np.zeros(len(rows), np.int32),
+            unseen_labels=_collect_unseen_labels(rows, features, issues_by_code),
             row_boundaries=np.append(np.flatnonzero(is_first_of_record), len(rows)),
         )
-        return batch, self._collect_rejections(row_errors, values, codes, exceptions_by_code)
+        return batch, self._collect_rejections(row_errors, values, codes, issues_by_code)
 
-    def _columns_by_code(self, data: WideRows) -> dict[int, pa.Array]:
-        """Return the columns that are features, by feature code, in the table's column order."""
-        codes = self._schema.code_by_name
+    def _select_feature_columns(self, data: WideRows) -> dict[int, pa.Array]:
+        """Return the columns of the table that are features of the model.
+
+        Returns:
+            The column of each feature by feature code (index of the feature in the schema), in the table's column
+            order.
+        """
+        code_by_name = self._schema.code_by_name
         named_columns = zip(data.table.schema.names, data.table.columns, strict=True)
-        return {codes[name]: column for name, column in named_columns if name in codes}
+        return {code_by_name[name]: column for name, column in named_columns if name in code_by_name}
 
     def _parse_column(
         self, data: WideRows, code: int, column: pa.Array
     ) -> tuple[NDArray[np.float64], dict[int, str | RejectionError]]:
-        """Convert the column of one feature.
+        """Convert the N cells of a feature's column to numbers.
 
         Args:
-            data: The N rows, for the file name in error messages.
-            code: The feature code.
-            column: The N cells of the feature.
+            data: The rows, for the file name in error messages.
+            code: The feature code (index of the feature in the schema).
+            column: The cells.
 
         Returns:
-            (N,) raw values or label codes, NaN if not observed, infinite if rejected.
-            By row, the text of a label that training never saw, or the error for which a label is rejected.
+            (N,) raw values of a continuous feature or label codes of a discrete one: NaN if not observed, infinite if
+            rejected. A dictionary by row index, for discrete features only: the text of a label that did not occur in
+            training, or the error of a label that is rejected.
 
         Raises:
             InputError: If the column's type does not fit the feature.
         """
         feature = self._schema.features[code]
-        description = f"{data.origin}: column {feature.name!r} is {column.type}"
         if feature.kind == "continuous":
             column = convert_times_of_day(column)
             if not is_numeric(column.type):
                 raise InputError(
-                    f"{description}, but the model expects numbers; "
-                    "convert the column, or train on tables with this column type"
+                    f"{data.origin}: column {feature.name!r} has the type {column.type}, but the model expects "
+                    "numbers; convert the column, or train on tables with this column type"
                 )
             return to_float64(column), {}
         if not is_scalar(column.type):
-            raise InputError(f"{description}, which cannot be read as labels; convert the column to text or numbers")
+            raise InputError(
+                f"{data.origin}: column {feature.name!r} has the type {column.type}, which cannot be read as labels; "
+                "convert the column to text or numbers"
+            )
         return parse_labels(column, self._schema.code_by_label[code], feature.name)
 
     def _parse_times(self, data: WideRows) -> NDArray[np.int64]:
-        """Return the times of N records, (N,) microseconds since 1970, or `NO_TIME` if the table has no times.
+        """Return the times of the N records as an array (N,): microseconds since 1970, `NO_TIME` for a missing time.
 
         Raises:
             InputError: If a time is not valid.
@@ -199,8 +218,12 @@ class WideDecoder:
             return np.full(len(data), NO_TIME)
         column = data.table.column(data.time_column)
         times, errors = parse_times(column, f"{data.origin}: column {data.time_column!r}")
-        for row, error in errors.items():  # the first one is enough
-            raise InputError(f"{data.origin}: row {data.first_row + row}: column {data.time_column!r}: {error.detail}")
+        if errors:
+            row, error = next(iter(errors.items()))
+            raise InputError(
+                f"{data.origin}: the time in column {data.time_column!r} of row {data.first_row + row} is not valid: "
+                f"{error.detail}"
+            )
         return times
 
     def _order_features(
@@ -209,27 +232,30 @@ class WideDecoder:
         """Return the order of the events of each record: the features that are not observed first, then the readings.
 
         Args:
-            data: N rows with one record each.
+            data: The N rows, one record per row.
             present_codes: The codes of the features that have a column, in the table's column order.
             values: (N, F) values of the F features of the model by feature code, NaN if not observed.
 
         Returns:
-            (N, F) feature codes. Row i is a permutation of 0 to F − 1, in the order of the events of record i.
+            (N, F) feature codes (indices of features in the schema). Row i is a permutation of 0 to F − 1, in the order
+            of the events of record i.
         """
         num_rows, num_features = values.shape
         if self._order == "random":
-            record_hashes = hash_record_ids(data.record_ids)[:, None]
-            codes = np.argsort(compute_shuffle_keys(record_hashes, np.arange(num_features), self._seed), axis=1)
+            record_hashes = hash_record_ids(data.record_ids)[:, None]  # (N, 1), so that the keys are (N, F)
+            shuffle_keys = compute_shuffle_keys(record_hashes, np.arange(num_features), self._seed)
+            codes = np.argsort(shuffle_keys, axis=1)
         else:
             present = set(present_codes)
             absent_codes = [code for code in range(num_features) if code not in present]
             order_of_all_rows = present_codes + absent_codes if self._order == "arrival" else list(range(num_features))
             codes = np.broadcast_to(np.array(order_of_all_rows, np.intp), (num_rows, num_features))
-        # Rows with missing values: a stable sort moves the missing features to the front.
+        # Move the missing features of a row to the front. A stable sort by "is observed" (False before True) keeps the
+        # order of the others. Rows without missing features are skipped.
         is_missing = np.isnan(values)
         rows = np.flatnonzero(is_missing.any(axis=1))
         if len(rows):
-            codes = np.array(codes)
+            codes = np.array(codes)  # a copy, because a broadcast array is read-only
             row_codes = codes[rows]
             is_observed = ~np.take_along_axis(is_missing[rows], row_codes, axis=1)
             missing_first = np.argsort(is_observed, axis=1, kind="stable")
@@ -241,25 +267,27 @@ class WideDecoder:
         row_errors: ErrorsByRow,
         values: NDArray[np.float64],
         codes: NDArray[np.intp],
-        exceptions_by_code: dict[int, dict[int, str | RejectionError]],
+        issues_by_code: dict[int, dict[int, str | RejectionError]],
     ) -> list[Rejection]:
         """Return the rejections of whole rows, and of the rejected cells in the other rows.
 
         Args:
-            row_errors: By row, the error for which the whole row is rejected.
-            values: (N, F) values of N records and F features in the order of the events, infinite if rejected.
+            row_errors: A dictionary by row index: the error for which the whole row is rejected.
+            values: (N, F) values of N records and F features. Each row has the order of the record's events. Rejected
+                cells are infinite.
             codes: (N, F) the feature codes of these values.
-            exceptions_by_code: By feature code and row, the text of an unseen label or the error of a rejected label.
+            issues_by_code: By feature code and then by row index: the text of an unseen label (one that did not occur
+                in training), or the error of a rejected label.
 
         Returns:
             One rejection per row and reason.
         """
         rejections = [Rejection(row, error.reason, error.detail) for row, error in row_errors.items()]
         for row, position in np.argwhere(np.isinf(values)).tolist():
-            if row in row_errors:
+            if row in row_errors:  # this row is already rejected as a whole
                 continue
             code = int(codes[row, position])
-            error = exceptions_by_code.get(code, {}).get(row)
+            error = issues_by_code.get(code, {}).get(row)
             if not isinstance(error, RejectionError):  # not a rejected label, so a number that is infinite
                 error = not_finite_error(self._schema.names[code], values[row, position])
             rejections.append(Rejection(row, error.reason, error.detail))
@@ -269,24 +297,25 @@ class WideDecoder:
 def _collect_unseen_labels(
     rows: NDArray[np.intp],
     features: NDArray[np.int32],
-    exceptions_by_code: dict[int, dict[int, str | RejectionError]],
+    issues_by_code: dict[int, dict[int, str | RejectionError]],
 ) -> dict[int, str]:
-    """Return the texts of labels that training never saw, by the index of their event among E events.
+    """Return the texts of labels that did not occur in training, by the index of their event among E events.
 
     Args:
-        rows: (E,) the row of each event.
-        features: (E,) the feature code of each event.
-        exceptions_by_code: By feature code and row, the text of an unseen label or the error of a rejected label.
-            Rejected cells have no event.
+        rows: (E,) index of the table row of each event.
+        features: (E,) feature code (index in the schema) of each event.
+        issues_by_code: By feature code and then by row index: the text of an unseen label, or the error of a rejected
+            label. Rejected labels have no event, so their errors are ignored.
     """
     unseen_labels: dict[int, str] = {}
-    for code, exceptions in exceptions_by_code.items():
-        if not exceptions:
+    for code, issue_by_row in issues_by_code.items():
+        if not issue_by_row:
             continue
         event_indices = np.flatnonzero(features == code)
         for event_index, row in zip(event_indices.tolist(), rows[event_indices].tolist(), strict=True):
-            if row in exceptions:
-                unseen_labels[event_index] = str(exceptions[row])
+            if row in issue_by_row:
+                # Always a text here: a rejected label has no event.
+                unseen_labels[event_index] = str(issue_by_row[row])
     return unseen_labels
 
 
@@ -295,10 +324,10 @@ def check_ids(ids: Iterable[str | None], name: str) -> ErrorsByRow:
 
     Args:
         ids: The ids, None if missing.
-        name: The name of the id in the error message, such as "the record id".
+        name: What the error message calls the id, such as "the record id".
 
     Returns:
-        The error by the index of the id in `ids`. Valid ids have no entry.
+        The errors by the index of the id in `ids`. Valid ids have no entry.
     """
     errors: ErrorsByRow = {}
     for index, text in enumerate(ids):
@@ -316,13 +345,13 @@ def check_ids(ids: Iterable[str | None], name: str) -> ErrorsByRow:
 def check_future_times(
     future_time_limit: FutureTimeLimit | None, times: NDArray[np.int64], broker_time: int = NO_TIME
 ) -> ErrorsByRow:
-    """Return by row the errors for times that lie too far in the future.
+    """Return the errors of times that lie too far in the future, as a dictionary by row index.
 
     Args:
-        future_time_limit: The rule, or None to accept all times.
-        times: (N,) event time of each row, microseconds since 1970, or `NO_TIME`, which is never too late.
-        broker_time: The broker's timestamp of the message that holds the rows, microseconds since 1970. The default
-            selects the wall clock.
+        future_time_limit: How far in the future a time may lie; None accepts all times.
+        times: (N,) event time of each row, microseconds since 1970. `NO_TIME` (the row has no time) is accepted.
+        broker_time: The broker's timestamp of the message that holds the rows, microseconds since 1970. The times are
+            compared with it. `NO_TIME` selects the wall clock instead.
     """
     errors: ErrorsByRow = {}
     if future_time_limit is None:
@@ -330,7 +359,7 @@ def check_future_times(
     reference_times = future_time_limit.reference_times(np.full(len(times), broker_time))
     for row in np.flatnonzero(times > reference_times + future_time_limit.max_micros).tolist():
         try:
-            future_time_limit.check(int(times[row]), int(reference_times[row]))  # raises with the message
+            future_time_limit.check(int(times[row]), int(reference_times[row]))  # always raises here, with a message
         except RejectionError as error:
             errors[row] = error
     return errors
@@ -339,16 +368,17 @@ def check_future_times(
 def find_feature_codes(
     schema: Schema, names: Sequence[str | None], name_indices: NDArray[np.int64], time_slots: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """Return the feature code of each reading, −1 if the model does not have the feature.
+    """Return the feature code (index of the feature in the schema) of each reading, −1 if the feature is unknown.
 
-    This is the vectorised form of `deformer_stream.codec.validation.find_feature_code`.
+    If records are windows of time that are divided into time slots, a sensor has one feature for each time slot. A
+    reading then names the sensor, and its time selects the feature.
 
     Args:
         schema: The features of the model.
-        names: The distinct feature names, None for a missing name.
+        names: The distinct names of features or sensors in the readings, None for a missing name.
         name_indices: The index of each reading's name in `names`.
-        time_slots: The time slot (part of a window) of each reading, or `NO_TIME_SLOT` if the name alone determines the
-            feature. The shapes of `name_indices` and `time_slots` must broadcast.
+        time_slots: The time slot of each reading, or `NO_TIME_SLOT` if the name alone determines the feature. The
+            shapes of `name_indices` and `time_slots` must broadcast.
 
     Returns:
         The feature codes in the broadcast shape.
@@ -356,15 +386,16 @@ def find_feature_codes(
     codes_by_name = np.array([schema.code_by_name.get(name or "", -1) for name in names], np.int32)[name_indices]
     if not schema.has_repeating_sensors:
         return codes_by_name
-    # A sensor has the code `first_code + codes_per_slot * time_slot` in each time slot. An unknown name gives −1 + 0.
+    # The feature of a sensor in a time slot has the code `first_code + code_step * time_slot`. The step is 1 if the
+    # sensor has a feature for each time slot, and 0 if it has a single one. An unknown name has the code −1 + 0.
     layouts = [schema.slot_layout_by_sensor.get(name or "", (-1, 0)) for name in names]
-    first_codes, codes_per_slot = np.array(layouts, np.int32).reshape(-1, 2).T
-    codes_by_slot = first_codes[name_indices] + codes_per_slot[name_indices] * time_slots
+    first_codes, code_steps = np.array(layouts, np.int32).reshape(-1, 2).T  # reshape: there may be no names
+    codes_by_slot = first_codes[name_indices] + code_steps[name_indices] * time_slots
     return np.where(time_slots == NO_TIME_SLOT, codes_by_name, codes_by_slot).astype(np.int32)
 
 
 class LongDecoder:
-    """Decoder for tables in long layout: each row gives one event, in the table's row order.
+    """Decoder for tables in long layout: each row is one reading and gives one event or one rejection.
 
     The column of values holds numbers or texts. A text spells the number of a continuous feature, or is the label of a
     discrete one. A numeric column may have a second column next to it, which holds the labels of discrete features.
@@ -372,9 +403,9 @@ class LongDecoder:
     Args:
         schema: The features of the model.
         field_names: The names of the columns.
-        window_assigner: Assigns rows without a record id to time windows of their device. None if record ids are
-            required.
-        future_time_limit: The rule for times in the future, or None to accept all times.
+        window_assigner: Assigns each row that names a device but no record to a time window of the device. The window
+            is then the record. None if each row must name its record.
+        future_time_limit: Rejects times that lie too far in the future; None accepts all times.
     """
 
     def __init__(
@@ -390,19 +421,20 @@ class LongDecoder:
         self._future_time_limit = future_time_limit
 
     def decode(self, data: LongRows, broker_time: int = NO_TIME) -> tuple[EventBatch, list[Rejection]]:
-        """Return the events of N rows with one reading each, and one rejection for each other row.
+        """Return the events of the accepted rows in the order of the rows, and one rejection for each other row.
 
         Args:
-            data: The N rows.
-            broker_time: The time of rows that state none, in microseconds since 1970, or `NO_TIME`.
+            data: The rows, one reading per row.
+            broker_time: The broker's timestamp of the message that holds the rows, microseconds since 1970. Rows
+                without a time get this time. `NO_TIME` for rows of a file.
 
         Raises:
             InputError: If a required column is missing, or if a column has a type that no reading can have.
         """
         columns = dict(zip(data.table.schema.names, data.table.columns, strict=True))
         for name in self._field_names.required_columns(columns, self._window_assigner is not None):
-            has_default = name == self._field_names.time and broker_time != NO_TIME
-            if name not in columns and not has_default:
+            is_replaced_by_broker_time = name == self._field_names.time and broker_time != NO_TIME
+            if name not in columns and not is_replaced_by_broker_time:
                 raise InputError(
                     f"{data.origin}: column {name!r} is missing, which a table with one reading per row needs; "
                     "rename the column, or use --layout wide for a table with one record per row"
@@ -425,10 +457,10 @@ class LongDecoder:
             codes[rows],
             values[rows],
             times[rows],
-            rows.astype(np.int32),
-            np.zeros(len(rows), np.int32),
-            {int(event_indices[row]): text for row, text in unseen_labels.items() if is_accepted[row]},
-            self.make_membership(devices, times, rows),
+            message_indices=rows.astype(np.int32),  # a row of a table counts as a message
+            partitions=np.zeros(len(rows), np.int32),
+            unseen_labels={int(event_indices[row]): text for row, text in unseen_labels.items() if is_accepted[row]},
+            windows=self.make_membership(devices, times, rows),
         )
         return batch, [Rejection(row, errors[row].reason, errors[row].detail) for row in sorted(errors)]
 
@@ -440,11 +472,12 @@ class LongDecoder:
         Args:
             data: The N rows.
             columns: The columns by name.
-            broker_time: The time of rows that state none, in microseconds since 1970, or `NO_TIME`.
+            broker_time: The broker's timestamp of the message that holds the rows, microseconds since 1970. Rows
+                without a time get this time. `NO_TIME` for rows of a file.
 
         Returns:
-            (N,) event times in microseconds since 1970, or `NO_TIME`. By row, the error of a time that is not valid or
-            too far in the future.
+            (N,) event times in microseconds since 1970, or `NO_TIME`. A dictionary by row index: the error of a time
+            that is not valid or too far in the future.
         """
         column = columns.get(self._field_names.time)
         if column is None:
@@ -456,12 +489,12 @@ class LongDecoder:
     def make_membership(
         self, devices: list[str] | None, times: NDArray[np.int64], rows: NDArray[np.intp]
     ) -> WindowMembership | None:
-        """Return the device and the window deadline of each event, for the engine. None if there are no windows.
+        """Return the device of each event and the time at which its window closes, or None if there are no windows.
 
         Args:
             devices: The device of each of N rows, "" if the row names its record; None if there are no windows.
             times: (N,) the time of each row, microseconds since 1970.
-            rows: (E,) the row of each of E events.
+            rows: (E,) index of the row of each of E events.
         """
         if self._window_assigner is None or devices is None:
             return None
@@ -476,11 +509,11 @@ class LongDecoder:
             data: The N rows.
             columns: The columns by name.
             times: (N,) the time of each row, microseconds since 1970, or `NO_TIME`.
-            time_errors: By row, the error of a time that is rejected.
+            time_errors: A dictionary by row index: the error of a time that is rejected.
 
         Returns:
-            (N,) record ids, None for a row with an error. The N devices, "" if the row names its record; None instead
-            of the list if there are no windows. Errors by row.
+            (N,) record ids, None if a row has none. The N devices, "" if the row names its record; None instead of the
+            list if there are no windows. A dictionary by row index: the error of a row without a valid record id.
         """
         names, assigner = self._field_names, self._window_assigner
         if names.record in columns:
@@ -493,19 +526,22 @@ class LongDecoder:
         devices = [
             device if record_id is None else "" for record_id, device in zip(record_ids, device_names, strict=True)
         ]
-        for row in [row for row, record_id in enumerate(record_ids) if record_id is None]:
+        # A row that names no record belongs to the window of its device that contains its time.
+        rows_without_id = [row for row, record_id in enumerate(record_ids) if record_id is None]
+        for row in rows_without_id:
+            errors.pop(row, None)  # "the record id is missing" is no error if the row has a device
             error = device_errors.get(row) or time_errors.get(row)
-            try:
-                record_ids[row] = None if error else assigner.assign(names, devices[row], int(times[row]))
-            except RejectionError as window_error:
-                error = window_error
-            errors.pop(row, None)  # "the record id is missing" does not hold for a row with a device
-            if error:
+            if error is None:
+                try:
+                    record_ids[row] = assigner.assign(names, devices[row], int(times[row]))
+                except RejectionError as window_error:
+                    error = window_error
+            if error is not None:
                 errors[row] = error
         return record_ids, devices, errors
 
     def _parse_ids(self, data: LongRows, column: pa.Array, name: str) -> tuple[NDArray[np.object_], ErrorsByRow]:
-        """Convert a column of record ids or device names.
+        """Convert a column of record ids or device names to Python strings and check them.
 
         Args:
             data: The N rows, for the file name in error messages.
@@ -513,44 +549,52 @@ class LongDecoder:
             name: The name of the column, for error messages.
 
         Returns:
-            (N,) ids as Python strings, None if missing. By row, the error of an id that is missing or not acceptable.
+            (N,) ids, None if missing. A dictionary by row index: the error of an id that is missing, empty, too long or
+            not UTF-8.
         """
         column = convert_ids(column, f"{data.origin}: column {name!r}")
         indices, distinct_ids = encode_distinct(column)
-        ids = [*distinct_ids, None]
-        errors = check_ids(ids, repr(name))
-        return np.array(ids, object)[indices], spread_errors(indices, [errors.get(i) for i in range(len(ids))])
+        distinct_ids.append(None)  # `encode_distinct` gives null cells the index after the last distinct value
+        error_by_index = check_ids(distinct_ids, repr(name))
+        errors = [error_by_index.get(index) for index in range(len(distinct_ids))]
+        return np.array(distinct_ids, object)[indices], spread_errors(indices, errors)
 
     def find_time_slots(self, devices: list[str] | None, times: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the time slot (part of a window) of each reading, `NO_TIME_SLOT` if the row names its record.
+        """Return the time slot (part of a window) of each reading.
+
+        A sensor that reports several times per window has one feature for each time slot, so that the name and the time
+        slot of a reading determine its feature.
 
         Args:
             devices: N devices, "" if the row names its record; None if there are no windows.
             times: (N,) the time of each row, microseconds since 1970.
 
         Returns:
-            (N,) time slots, counted from 0 in each window. (1,) instead if all rows have the same time slot.
+            (N,) time slots, counted from 0 in each window, `NO_TIME_SLOT` if the row names its record and the exact
+            feature. (1,) if a single entry holds for all rows; it is 0 if the model has no features for time slots.
         """
         window = self._schema.window
         if window is None or not self._schema.has_repeating_sensors:
             return np.zeros(1, np.int64)
         if devices is None:
             return np.full(1, NO_TIME_SLOT)
-        has_device = np.array([device != "" for device in devices], bool)
-        return np.where(has_device, window.time_slot_index(times), NO_TIME_SLOT)
+        belongs_to_window = np.array([device != "" for device in devices], bool)
+        return np.where(belongs_to_window, window.time_slot_index(times), NO_TIME_SLOT)
 
     def _parse_features(
         self, data: LongRows, column: pa.Array, time_slots: NDArray[np.int64]
     ) -> tuple[NDArray[np.int32], ErrorsByRow]:
-        """Convert the column of feature names.
+        """Convert the column of feature names to feature codes (indices of features in the schema).
 
         Args:
             data: The N rows, for the file name in error messages.
             column: The N feature names.
-            time_slots: (N,) or (1,) time slots (parts of a window) from `find_time_slots`.
+            time_slots: The time slot (part of a window) of each row, from `find_time_slots`: (N,), or (1,) if it is the
+                same for all rows.
 
         Returns:
-            (N,) feature codes, −1 if the name is missing or unknown to the model. By row, the error of such a name.
+            (N,) feature codes, −1 if the name is missing or unknown to the model. A dictionary by row index: the error
+            of such a name.
 
         Raises:
             InputError: If the column does not hold text.
@@ -558,16 +602,18 @@ class LongDecoder:
         field_name = self._field_names.feature
         if not (is_text(column.type) or pa.types.is_null(column.type)):
             raise InputError(
-                f"{data.origin}: column {field_name!r} is {column.type}; feature names must be text: convert the column"
+                f"{data.origin}: column {field_name!r} has the type {column.type}; feature names must be text: convert "
+                "the column"
             )
-        indices, distinct_names = encode_distinct(column)
-        names = [*distinct_names, None]
+        indices, names = encode_distinct(column)
+        names.append(None)  # `encode_distinct` gives null cells the index after the last distinct value
         codes = find_feature_codes(self._schema, names, indices, time_slots)
         # Rows with the same name and the same time slot share their error, because making one takes long.
         error_by_name_and_slot: dict[tuple[int, int], RejectionError] = {}
         errors: ErrorsByRow = {}
         for row in np.flatnonzero(codes < 0).tolist():
-            name_index, time_slot = int(indices[row]), int(time_slots[row % len(time_slots)])
+            name_index = int(indices[row])
+            time_slot = int(time_slots[row % len(time_slots)])  # the single entry, if there is only one for all rows
             if (name_index, time_slot) not in error_by_name_and_slot:
                 error = self._make_feature_error(names[name_index], time_slot)
                 error_by_name_and_slot[name_index, time_slot] = error
@@ -579,7 +625,7 @@ class LongDecoder:
 
         Args:
             name: The name, or None if it is missing.
-            time_slot: The time slot (part of a window) of the reading, or `NO_TIME_SLOT`.
+            time_slot: The time slot (part of a window) of the reading; `NO_TIME_SLOT` if the row names its record.
         """
         if name is None:
             return RejectionError(RejectionReason.MISSING_FIELD, f"{self._field_names.feature!r} is missing")
@@ -588,16 +634,17 @@ class LongDecoder:
     def _parse_values(
         self, data: LongRows, columns: dict[str, pa.Array], codes: NDArray[np.int32]
     ) -> tuple[NDArray[np.float64], dict[int, str], ErrorsByRow]:
-        """Convert the values of all rows, one sensor at a time.
+        """Convert the values of all rows to numbers, one sensor at a time.
 
         Args:
-            data: The N rows.
+            data: The N rows, one reading per row.
             columns: The columns by name.
-            codes: (N,) feature codes, −1 for rows whose feature is rejected.
+            codes: (N,) feature code (index of the feature in the schema) of each row, −1 if the feature is unknown.
 
         Returns:
-            (N,) raw values or label codes, NaN for null. By row, the text of a label that training never saw. By row,
-            the error of a value that does not fit its feature.
+            (N,) raw values of continuous features and label codes of discrete ones, NaN for null. A dictionary by row
+            index: the text of a label that did not occur in training. A dictionary by row index: the error of a value
+            that does not fit its feature.
 
         Raises:
             InputError: If the column of values has a type that no reading can have.
@@ -607,14 +654,15 @@ class LongDecoder:
         label_column = columns.get(self._field_names.label)
         if not is_scalar(value_column.type):
             raise InputError(
-                f"{data.origin}: column {self._field_names.value!r} is {value_column.type}; numbers or text are "
-                "expected: convert the column"
+                f"{data.origin}: column {self._field_names.value!r} has the type {value_column.type}; numbers or text "
+                "are expected: convert the column"
             )
         values = np.full(len(data), np.nan)
         unseen_labels: dict[int, str] = {}
         errors: ErrorsByRow = {}
-        # The features of one sensor (one per time slot) have the same kind and labels, so they are converted together.
-        # The appended −1 is the sensor index of the feature code −1.
+        # A sensor has one feature, or one for each time slot (part of a window). Its features have the same kind and
+        # labels, so the values of a sensor are converted together. −1 stands for unknown features: as an index, the
+        # code −1 selects the appended −1.
         sensor_indexes = np.append(schema.sensor_indexes, -1)[codes] if schema.has_repeating_sensors else codes
         for sensor_index in np.unique(sensor_indexes[sensor_indexes >= 0]).tolist():
             code = int(schema.first_codes[sensor_index])
@@ -627,8 +675,9 @@ class LongDecoder:
                 # A label in the column of labels takes precedence over the number in the column of values.
                 if label_column is not None and is_text(label_column.type):
                     cells = pc.coalesce(decode_dictionary(label_column.take(pa.array(rows))), format_labels(cells))
-                values[rows], exceptions = parse_labels(cells, schema.code_by_label[code], feature.sensor_name)
-                cell_errors = {i: error for i, error in exceptions.items() if isinstance(error, RejectionError)}
-                unseen_labels |= {int(rows[i]): str(text) for i, text in exceptions.items() if i not in cell_errors}
+                # An issue is the text of an unseen label or an error, by the index of the cell among this sensor's.
+                values[rows], issues = parse_labels(cells, schema.code_by_label[code], feature.sensor_name)
+                cell_errors = {i: issue for i, issue in issues.items() if isinstance(issue, RejectionError)}
+                unseen_labels |= {int(rows[i]): str(issue) for i, issue in issues.items() if i not in cell_errors}
             errors |= {int(rows[i]): error for i, error in cell_errors.items()}
         return values, unseen_labels, errors

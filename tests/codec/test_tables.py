@@ -121,10 +121,10 @@ def test_times_of_all_column_types(time: pa.Array, micros: list[int], refused: d
     ("columns", "expected_text"),
     [
         ({"record": ["a"], "feature": ["Pressure"]}, "column 'value' is missing"),
-        ({"record": [1.5], "feature": ["Pressure"], "value": [1.0]}, "'record' is double"),
-        ({"record": ["a"], "feature": [1], "value": [1.0]}, "'feature' is int64"),
-        ({"record": ["a"], "feature": ["Pressure"], "value": [[1.0]]}, "'value' is list"),
-        ({"record": ["a"], "feature": ["Pressure"], "value": [1.0], "time": [[1]]}, "'time' is list"),
+        ({"record": [1.5], "feature": ["Pressure"], "value": [1.0]}, "'record' has the type double"),
+        ({"record": ["a"], "feature": [1], "value": [1.0]}, "'feature' has the type int64"),
+        ({"record": ["a"], "feature": ["Pressure"], "value": [[1.0]]}, "'value' has the type list"),
+        ({"record": ["a"], "feature": ["Pressure"], "value": [1.0], "time": [[1]]}, "'time' has the type list"),
     ],
 )
 def test_long_tables_with_missing_or_wrong_columns(columns: dict[str, Any], expected_text: str) -> None:
@@ -283,10 +283,10 @@ def test_rejected_labels_of_wide_tables() -> None:
 @pytest.mark.parametrize(
     ("columns", "expected_text"),
     [
-        ({"Pressure": ["high"]}, "column 'Pressure' is string, but the model expects numbers"),
-        ({"Pressure": [True]}, "column 'Pressure' is bool"),
-        ({"state": [[1]]}, "column 'state' is list"),
-        ({"Pressure": [1.0], "when": ["noon"], "time": "when"}, "row 7: column 'when'"),
+        ({"Pressure": ["high"]}, "column 'Pressure' has the type string, but the model expects numbers"),
+        ({"Pressure": [True]}, "column 'Pressure' has the type bool"),
+        ({"state": [[1]]}, "column 'state' has the type list"),
+        ({"Pressure": [1.0], "when": ["noon"], "time": "when"}, "the time in column 'when' of row 7 is not valid"),
     ],
 )
 def test_wide_column_of_wrong_type_raises_input_error(columns: dict[str, Any], expected_text: str) -> None:

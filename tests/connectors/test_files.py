@@ -337,7 +337,7 @@ def test_input_errors_name_the_file_and_the_reason(tmp_path: Path) -> None:
         "void": "no Parquet, CSV or JSON lines",
         "other.parquet": "no column is a feature of the model",
         "floats.parquet": "record ids are text or whole numbers",
-        "words.parquet": "column 'a' is string",
+        "words.parquet": "column 'a' has the type string",
         "numbered.parquet": "feature names are text",
     }
     for name, says in cases.items():
