@@ -53,39 +53,42 @@ highest-density p-value, and centered NLL (−ln p minus its expected value).
 GetTimeoutPlaces = Callable[[int], Collection[int]]
 """A function that returns where timeouts of the previous run have ended tie groups of a record.
 
-Its argument is the record's row in the table. It returns positions in the record, from 0: the first reading after each
-ended group. During a replay, such a reading must not join the group before it.
+A tie group consists of the readings of one record with the same event time. The argument is the record's row in the
+table. It returns positions in the record, from 0: the first reading after each ended group. During a replay, such a
+reading must not join the group before it, even if it has the same event time.
 """
 
 
 def draw_orders(record_id: str, codes: Ints, num_context: int) -> Ints:
-    """Draw the orders of a tie group over which its scores are averaged, in addition to the canonical order.
+    """Draw random orders of a tie group, over which its scores are averaged in addition to the canonical order.
 
     A tie group consists of the m readings of a record with the same event time. Its canonical order is by feature code,
-    with context features (which are not scored) first. The result depends on the record id and the feature codes only,
-    so every run draws the same orders.
+    with context features (which are not scored) first. The random numbers depend only on the record id and the feature
+    codes, so every run draws the same orders.
 
     Args:
         record_id: Id of the record.
         codes: (m,) feature codes of the group in canonical order.
-        num_context: Number of context features. They keep their positions in every order; the others are permuted.
+        num_context: Number of context features. They come first in every order; only the other readings are permuted.
 
     Returns:
-        (K, m) indexes into `codes`, one order per row. K is `MAX_ORDERS` − 1 if more than two readings are permuted, 1
-        for two and 0 for fewer.
+        (K, m) indexes into `codes`, one order per row, without the canonical one. K is `MAX_ORDERS` − 1 if more than
+        two readings are permuted, 1 for two and 0 for fewer.
     """
     num_permuted = len(codes) - num_context
-    if num_permuted <= 2:
-        reverse = np.arange(num_permuted)[None, ::-1]
-        orders = reverse[: num_permuted - 1]  # for one reading, the reverse order is the canonical one
+    if num_permuted < 2:
+        orders = np.empty((0, num_permuted), np.int64)  # the canonical order is the only one
+    elif num_permuted == 2:
+        orders = np.array([[1, 0]])
     else:
         seed_text = record_id.encode("utf-8", "surrogatepass") + b"\0" + codes.astype(">i8").tobytes()
         seed = int.from_bytes(hashlib.blake2b(seed_text, digest_size=8).digest())
         rng = np.random.default_rng(seed)
-        # Orders in pairs with their reverse: the canonical one, whose forward order is left out here, and random ones.
-        permutations = [rng.permutation(num_permuted) for _ in range(MAX_ORDERS // 2 - 1)]
-        forward = np.stack([np.arange(num_permuted), *permutations])
-        orders = np.concatenate([forward[1:], forward[:, ::-1]])
+        # Together with the canonical order, there are MAX_ORDERS / 2 pairs of an order and its reverse. In a pair, each
+        # reading precedes each other one once, so the average over the orders varies less.
+        random_orders = [rng.permutation(num_permuted) for _ in range(MAX_ORDERS // 2 - 1)]
+        forward = np.stack([np.arange(num_permuted), *random_orders])
+        orders = np.concatenate([forward[1:], forward[:, ::-1]])  # forward[0] is the canonical order
     context_places = np.tile(np.arange(num_context), (len(orders), 1))
     return np.concatenate([context_places, orders + num_context], 1)
 
@@ -100,22 +103,23 @@ def average_over_orders(
 ) -> Floats:
     """Return score terms of M readings that do not depend on the order of readings with the same event time.
 
-    Such readings of one record form a tie group. The readings are given as complete groups, one after the other, each
-    in canonical order (context features first, then by feature code). Each group is scored in other orders, too, and
-    the terms are combined. If a term of a reading is not finite in some order, its results are NaN, and it does not
-    influence the other readings of its group.
+    Such readings of one record form a tie group. The M readings are complete groups, one after the other, each in
+    canonical order (context features first, then by feature code). Each group is scored in other orders, too, and the
+    terms are combined over the orders. If a term of a reading is not finite in some order, its results are NaN, and the
+    reading does not influence the results of its group.
 
     Args:
         records: The table of open records.
         record_index: (M,) the row of the table that belongs to the record of each reading.
         place: (M,) position of each reading in its record, from 0.
         is_tied: (M,) whether a reading belongs to the same tie group as the reading before it.
-        canonical_terms: (3, M) the score terms in canonical order: ln p of the value, ln of the highest-density
-            p-value, and centered NLL (−ln p minus its expected value).
-        score_branches: Scores groups in other orders.
+        canonical_terms: (3, M) rows of score terms, for the canonical order: ln p of the value; ln of the
+            highest-density p-value (probability of a value at most as likely as the observed one); and the centered
+            NLL (−ln p minus its expected value).
+        score_branches: A function that returns the same terms for tie groups in other orders, see `ScoreBranches`.
 
     Returns:
-        (3, M) the same terms, combined over the orders.
+        (3, M) rows of the same terms, combined over the orders.
     """
     group_start = np.flatnonzero(~is_tied)
     group_size = np.diff(np.append(group_start, len(is_tied)))
@@ -126,7 +130,7 @@ def average_over_orders(
     permuted_groups = np.flatnonzero(group_size - num_context > 1)
     if not len(permuted_groups):
         return canonical_terms
-    # A branch is a group in one of its other orders; its rows are indexes among the M readings.
+    # A branch is a group in one of its other orders. It is described by the indexes of its readings among the M.
     rows_by_branch: list[Ints] = []
     num_orders = np.ones(len(group_start), np.int64)
     for group in permuted_groups.tolist():
@@ -146,16 +150,18 @@ def average_over_orders(
 
 @dataclass(frozen=True, slots=True)
 class _Branches:
-    """Score terms of tie groups (readings of one record with the same event time) in other orders than the canonical.
+    """Score terms of tie groups in other orders than the canonical one.
 
-    A branch is one group in one order. There are B branches with T readings in total, one branch after the other.
+    A tie group consists of the readings of one record with the same event time. M readings of G groups are given in
+    canonical order. A branch is one of these groups in another order; a group can have several branches. There are B
+    branches with T readings in total, one branch after the other.
 
     Attributes:
-        terms: (3, T) rows of score terms: ln p of the value, ln of the highest-density p-value, and centered NLL (−ln p
-            minus its expected value).
-        row: (T,) for each reading of a branch, the index of the same reading among the readings in canonical order.
+        terms: (3, T) rows of score terms: ln p of the value; ln of the highest-density p-value (probability of a value
+            at most as likely as the observed one); and the centered NLL (−ln p minus its expected value).
+        row: (T,) index of each reading of a branch among the M readings.
         start: (B,) index of the first reading of each branch among the T readings.
-        group: (B,) index of the tie group that each branch reorders.
+        group: (B,) index of the group of each branch among the G groups.
     """
 
     terms: Floats
@@ -170,23 +176,25 @@ def _combine_orders(
     """Combine the score terms of M readings in G tie groups over the orders in which each group was scored.
 
     A tie group consists of the readings of one record with the same event time. The probability of a group is its mean
-    probability over the orders, as in a mixture of densities.
+    probability over the orders, as in a mixture of densities. The ln p of its readings must add up to the logarithm of
+    this mean. The mean ln p of each reading over the orders is therefore increased by a constant of the group.
 
     Args:
-        canonical_terms: (3, M) rows of terms in canonical order: ln p of the value, ln of the highest-density p-value,
-            and centered NLL (−ln p minus its expected value).
+        canonical_terms: (3, M) rows of terms in canonical order: ln p of the value; ln of the highest-density p-value
+            (probability of a value at most as likely as the observed one); and the centered NLL (−ln p minus its
+            expected value).
         branches: The terms in the other orders.
         group_start: (G,) index of the first reading of each group.
         num_orders: (G,) number of orders of each group, the canonical one included.
         is_context: (M,) whether the reading is of a context feature, which is not scored.
 
     Returns:
-        (3, M) rows of combined terms. First ln p: the mean over the orders, plus an equal share of the difference by
-        which ln p of the group exceeds the sum of these means. Second ln of the p-value: the smallest over the orders.
-        Third the centered NLL: the mean over the orders. All are NaN if a term of the reading is not finite.
+        (3, M) rows of combined terms: ln p, the mean over the orders plus the constant of the group; ln of the p-value,
+        the smallest over the orders; and the centered NLL, the mean over the orders. All three are NaN if a term of the
+        reading is not finite in some order.
     """
     row, branch_terms = branches.row, branches.terms
-    # A reading with a term that is not finite in any order is replaced by 0 here and by NaN at the end.
+    # If a term of a reading is not finite in some order, all its terms are replaced by 0 here and by NaN at the end.
     is_not_finite: Bools = ~np.all(np.isfinite(canonical_terms), axis=0)
     is_not_finite[row[~np.all(np.isfinite(branch_terms), axis=0)]] = True
     is_excluded = is_context | is_not_finite
@@ -202,13 +210,12 @@ def _combine_orders(
     group = np.arange(len(group_start)).repeat(group_size)
     combined[[0, 2]] /= num_orders[group]
     # ln p of each group: the logarithm of the mean of exp(Σ ln p of its readings) over its orders.
-    log_mixture = np.add.reduceat(np.where(is_excluded, 0.0, canonical_terms[0]), group_start)
-    # A branch is a group in one of its other orders.
+    group_log_p = np.add.reduceat(np.where(is_excluded, 0.0, canonical_terms[0]), group_start)
     branch_log_p = np.add.reduceat(np.where(is_excluded[row], 0.0, branch_terms[0]), branches.start)
-    np.logaddexp.at(log_mixture, branches.group, branch_log_p)
-    log_mixture -= np.log(num_orders)
+    np.logaddexp.at(group_log_p, branches.group, branch_log_p)
+    group_log_p -= np.log(num_orders)
     # The difference to the sum of the mean ln p is divided equally among the scored readings of the group.
-    surplus = log_mixture - np.add.reduceat(np.where(is_excluded, 0.0, combined[0]), group_start)
+    surplus = group_log_p - np.add.reduceat(np.where(is_excluded, 0.0, combined[0]), group_start)
     num_scored = group_size - np.add.reduceat(is_excluded.astype(np.int64), group_start)
     combined[0] += (surplus / np.maximum(num_scored, 1))[group]
     combined[:, is_not_finite] = np.nan
@@ -222,39 +229,42 @@ def decide_tie_groups(
     ending_indices: Ints,
     get_timeout_places: GetTimeoutPlaces | None = None,
 ) -> tuple[EventBatch, AcceptedReadings]:
-    """Select the readings that must be scored now because their tie group is decided.
+    """Return the readings that must be scored now because their tie group is decided.
 
-    The groups are stored in canonical order at the same time. Readings of one record with the same event time form a
-    tie group and wait for each other. A group is decided if its
-    record has got a reading with another time, or if its record is in `ending_indices`. The canonical order of a group
-    is by feature code, with context features first.
+    Readings of one record with the same event time form a tie group. They wait for each other and are scored together.
+    A group is decided (no further reading is expected to join it) if its record has received a reading with another
+    time, or if its record is in `ending_indices`. Decided groups are stored in canonical order: context features (which
+    are not scored) first, then by feature code.
 
     Args:
         records: The table of open records, which holds the accepted readings already.
         batch: The batch of events.
         accepted: The readings that were accepted from the batch.
-        ending_indices: (E,) rows of the records whose waiting readings are all decided now.
-        get_timeout_places: If the events are replayed, returns where timeouts of the previous run have ended groups.
+        ending_indices: (E,) rows of records whose last group is decided, because the record ends or the group has
+            timed out.
+        get_timeout_places: None except in a replay of earlier events. Then a function of a record's row in the table:
+            it returns the positions, from 0, of the first reading after each group that a timeout of the previous run
+            has ended.
 
     Returns:
-        The batch, extended at the end by the decided readings of earlier batches as events; and the decided readings,
-        in the order in which their groups were completed. The added events have the message index of the event that
-        decided their group, −1 if no event of this batch did.
+        A batch and the decided readings. The batch is that of the argument, followed by an event for each decided
+        reading of an earlier batch. Such an event has the message index of the event that decided the group, −1 if no
+        event of this batch did. The readings are in the order in which their groups were completed.
     """
-    runs = _mark_ties(records, batch, accepted, get_timeout_places)
+    arrivals = _mark_ties(records, batch, accepted, get_timeout_places)
     # Records that end without a new reading may have waiting ones.
-    runs = runs.extend(np.setdiff1d(ending_indices, runs.record_indices), records)
+    arrivals = arrivals.extend(np.setdiff1d(ending_indices, arrivals.record_indices), records)
     records.clear_pending(ending_indices)
     # Of each record, the readings from `first_undecided` up to those that wait further are decided now.
-    first_undecided = runs.first_new_place - runs.num_waiting
-    num_not_waiting = records.num_readings[runs.record_indices] - records.num_pending[runs.record_indices]
-    run, offset = ragged_indices(num_not_waiting - first_undecided)  # `run` indexes the records of `runs`
-    record_index, place = runs.record_indices[run], first_undecided[run] + offset
+    first_undecided = arrivals.first_new_place - arrivals.num_waiting
+    num_not_waiting = records.num_readings[arrivals.record_indices] - records.num_pending[arrivals.record_indices]
+    owner, offset = ragged_indices(num_not_waiting - first_undecided)  # `owner` indexes the records of `arrivals`
+    record_index, place = arrivals.record_indices[owner], first_undecided[owner] + offset
     # The event of each decided reading, −1 for readings of earlier batches.
-    event_index = np.full(len(run), -1)
-    offset_in_batch = place - runs.first_new_place[run]
+    event_index = np.full(len(owner), -1)
+    offset_in_batch = place - arrivals.first_new_place[owner]
     is_new = offset_in_batch >= 0
-    event_index[is_new] = runs.event_indices[(runs.start[run] + offset_in_batch)[is_new]]
+    event_index[is_new] = arrivals.event_indices[(arrivals.start[owner] + offset_in_batch)[is_new]]
     is_tied = records.log.is_tied(record_index, place)
     group = np.cumsum(~is_tied) - 1
     event_index = event_index[_sort_groups(records, record_index, place, group)]  # events move with their readings
@@ -262,31 +272,32 @@ def decide_tie_groups(
     last_event = np.maximum.reduceat(event_index, np.flatnonzero(~is_tied)) if len(event_index) else event_index
     sort_keys = place, records.open_order[record_index], records.partition_ids[record_index], last_event[group]
     order = np.lexsort(sort_keys)  # the last key is the primary one
-    run, record_index, place, event_index = run[order], record_index[order], place[order], event_index[order]
+    owner, record_index, place, event_index = owner[order], record_index[order], place[order], event_index[order]
     # Readings of earlier batches become additional events at the end of the batch.
     is_earlier = event_index < 0
     event_index[is_earlier] = len(batch) + np.arange(int(is_earlier.sum()))
-    times, message_indices = runs.tie_time[run[is_earlier]], runs.message_index[run[is_earlier]]
+    times, message_indices = arrivals.tie_time[owner[is_earlier]], arrivals.message_index[owner[is_earlier]]
     batch = _append_readings(batch, records, record_index[is_earlier], place[is_earlier], times, message_indices)
     return batch, AcceptedReadings(event_index, record_index, place, accepted.close_reasons)
 
 
 @dataclass(frozen=True, slots=True)
-class _RecordRuns:
+class _SortedArrivals:
     """The M readings that a batch has added to R records, sorted by record and then by position in the record.
 
-    Some of the R records may have got no reading. A tie group consists of the readings of one record with the same
+    Some of the R records may have received no reading. A tie group consists of the readings of one record with the same
     event time, which wait for each other before they are scored.
 
     Attributes:
         event_indices: (M,) index in the batch of the event of each added reading.
-        record_indices: (R,) row of each record in the table.
-        first_new_place: (R,) position in the record, from 0, of the first reading that the batch has added; the number
-            of its readings if it has added none.
-        start: (R,) index in `event_indices` of the first added reading of each record; meaningless if there is none.
-        num_waiting: (R,) number of readings of earlier batches that still waited for their tie group.
+        record_indices: (R,) row of each record in the record table.
+        first_new_place: (R,) position in the record, from 0, of the first reading that the batch has added. If it has
+            added none, the number of readings of the record.
+        start: (R,) index in `event_indices` of the first added reading of each record; arbitrary if there is none.
+        num_waiting: (R,) number of readings of earlier batches that waited for their tie group before this batch.
         tie_time: (R,) event time of these waiting readings, microseconds since 1970.
-        message_index: (R,) index of the message with the event that decides the waiting readings, −1 if no event does.
+        message_index: (R,) index, within the poll, of the message whose event ends the group of the waiting readings,
+            if any event of the batch does. −1 if the batch has added no reading to the record.
     """
 
     event_indices: Ints
@@ -297,43 +308,51 @@ class _RecordRuns:
     tie_time: Ints
     message_index: Ints
 
-    def extend(self, record_indices: Ints, records: RecordTable) -> _RecordRuns:
-        """Return this value with further records to which the batch has added no reading.
+    def extend(self, record_indices: Ints, records: RecordTable) -> _SortedArrivals:
+        """Return a copy with further records, to which the batch has added no reading.
+
+        Their readings of earlier batches may still wait for their tie group (readings of one record with the same event
+        time).
 
         Args:
-            record_indices: (A,) rows of the further records in the table.
+            record_indices: (A,) rows of the further records in the record table.
             records: The table of open records.
         """
-        zeros = np.zeros(len(record_indices), np.int64)
+        arbitrary_start = np.zeros(len(record_indices), np.int64)  # there is no added reading
+        no_message = np.full(len(record_indices), -1)
         num_readings, num_waiting = records.num_readings[record_indices], records.num_pending[record_indices]
-        return _RecordRuns(
+        return _SortedArrivals(
             self.event_indices,
             record_indices=np.concatenate([self.record_indices, record_indices]),
             first_new_place=np.concatenate([self.first_new_place, num_readings]),
-            start=np.concatenate([self.start, zeros]),
+            start=np.concatenate([self.start, arbitrary_start]),
             num_waiting=np.concatenate([self.num_waiting, num_waiting]),
             tie_time=np.concatenate([self.tie_time, records.tie_time[record_indices]]),
-            message_index=np.concatenate([self.message_index, zeros - 1]),
+            message_index=np.concatenate([self.message_index, no_message]),
         )
 
 
 def _mark_ties(
     records: RecordTable, batch: EventBatch, accepted: AcceptedReadings, get_timeout_places: GetTimeoutPlaces | None
-) -> _RecordRuns:
-    """Mark which accepted readings join the tie group of the reading before them, and which readings wait.
+) -> _SortedArrivals:
+    """Store in the record table which accepted readings continue a tie group, and which readings wait.
 
-    A tie group consists of the readings of one record with the same event time. The last group of a record waits for
-    further readings. The function also counts groups that come too late: a group of the same or a later time is decided
-    already. They are not counted in a replay, because the previous run has counted them.
+    A tie group consists of the readings of one record with the same event time. A reading joins the group of the
+    reading before it, if both have the same time. The last group of a record waits for further readings.
+
+    A new group is late if its time is not after that of the group before it in the record. Late groups are counted for
+    a metric, but not in a replay, because the previous run has counted them.
 
     Args:
         records: The table of open records. It stores the marks, and the number of waiting readings of each record.
         batch: The batch of events.
         accepted: The M readings that were accepted from the batch.
-        get_timeout_places: If the events are replayed, returns where timeouts of the previous run have ended groups.
+        get_timeout_places: None except in a replay of earlier events. Then a function of a record's row in the table:
+            it returns the positions, from 0, of the first reading after each group that a timeout of the previous run
+            has ended.
 
     Returns:
-        The accepted readings, sorted by record.
+        The accepted readings sorted by record, with the readings that waited before this batch, and what decides them.
     """
     order = np.lexsort((accepted.seq, accepted.record_indices))  # by record, then by position in the record
     event_indices, owners = accepted.event_indices[order], accepted.record_indices[order]
@@ -343,7 +362,7 @@ def _mark_ties(
     start = np.flatnonzero(np.diff(owners, prepend=-1))
     record_indices = owners[start]
     if not len(start):
-        return _RecordRuns(event_indices, *[start] * 6)
+        return _SortedArrivals(event_indices, *[start] * 6)
     tie_time, num_waiting = records.tie_time[record_indices], records.num_pending[record_indices]
     # A reading joins the group of the reading before it in the record if both have the same time. The reading before a
     # record's first new one is from an earlier batch; its group can only be joined if it still waits.
@@ -373,13 +392,15 @@ def _mark_ties(
     first_untied = np.minimum.reduceat(np.where(is_tied, len(rows), rows), start)
     deciding_event = event_indices[np.minimum(first_untied, last)]
     message_index = batch.message_indices[deciding_event].astype(np.int64)
-    return _RecordRuns(event_indices, record_indices, places[start], start, num_waiting, tie_time, message_index)
+    return _SortedArrivals(event_indices, record_indices, places[start], start, num_waiting, tie_time, message_index)
 
 
 def _append_readings(
     batch: EventBatch, records: RecordTable, record_indices: Ints, places: Ints, times: Ints, message_indices: Ints
 ) -> EventBatch:
-    """Return the batch followed by N readings of earlier batches as events, with values copied from the table.
+    """Return a batch extended by events for N readings of earlier batches, which are scored with this batch.
+
+    The features and values of the additional events are copied from the record table.
 
     Args:
         batch: The batch of events.
@@ -388,9 +409,13 @@ def _append_readings(
         places: (N,) position of each reading in its record, from 0.
         times: (N,) event time of each reading, microseconds since 1970.
         message_indices: (N,) index of the message whose event caused the reading to be scored now, −1 for none.
+
+    Returns:
+        A new batch, or `batch` itself if N is 0.
     """
     if not len(record_indices):
         return batch
+    # Labels that the model does not have are kept as texts, by index of the event.
     unseen_labels = dict(batch.unseen_labels)
     for i, (record_index, place) in enumerate(zip(record_indices.tolist(), places.tolist(), strict=True)):
         label = records.unseen_labels.get(record_index, {}).get(place)
@@ -399,20 +424,20 @@ def _append_readings(
     features, values = records.log.gather(record_indices, places)
     return EventBatch(
         batch.record_ids + [records.record_ids[record_index] for record_index in record_indices.tolist()],
-        np.append(batch.features, features).astype(np.int32),
-        np.append(batch.values, values),
-        np.append(batch.times, times),
-        np.append(batch.message_indices, message_indices).astype(np.int32),
-        np.append(batch.partitions, records.partition_ids[record_indices]),
-        unseen_labels,
+        features=np.append(batch.features, features).astype(np.int32),
+        values=np.append(batch.values, values),
+        times=np.append(batch.times, times),
+        message_indices=np.append(batch.message_indices, message_indices).astype(np.int32),
+        partitions=np.append(batch.partitions, records.partition_ids[record_indices]),
+        unseen_labels=unseen_labels,
     )
 
 
 def _sort_groups(records: RecordTable, record_index: Ints, place: Ints, group: Ints) -> Ints:
-    """Store the readings of tie groups in canonical order: context features first, then by feature code.
+    """Rearrange the readings of tie groups in the record table: context features first, then by feature code.
 
-    A tie group consists of readings of one record with the same event time. Without this order, later scores would
-    depend on the order in which the readings of a group arrived.
+    A tie group consists of the readings of one record with the same event time. Without this canonical order, later
+    scores would depend on the order in which the readings of a group arrived.
 
     Args:
         records: The table of open records, in which readings are rearranged.
@@ -421,10 +446,12 @@ def _sort_groups(records: RecordTable, record_index: Ints, place: Ints, group: I
         group: (M,) number of the tie group of each reading, ascending.
 
     Returns:
-        (M,) a permutation: entry i is the index of the reading that is stored at the position of reading i now.
+        (M,) the permutation of the M readings: reading `order[i]` has moved to the position of reading i.
     """
     codes = records.log.gather_features(record_index, place)
-    order = np.lexsort((codes, ~records.schema.is_context[codes], group))
-    if (order != np.arange(len(order))).any():
+    is_scored = ~records.schema.is_context[codes]
+    order = np.lexsort((codes, is_scored, group))  # the last key is the primary one; false precedes true
+    is_rearranged = (order != np.arange(len(order))).any()
+    if is_rearranged:
         records.reorder_readings(record_index, place, order)
     return order
