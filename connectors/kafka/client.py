@@ -47,6 +47,7 @@ DEFAULT_MAX_MESSAGE_BYTES = 2**20 + 12
 """Kafka's default of a topic's max.message.bytes."""
 
 _MappingRow = tuple[tuple[type[Exception], ...], type[DeformerError], str]
+"""Exceptions of kafka-python, the exception of this package that replaces them, and the remedy for the message."""
 
 ERROR_MAPPING: tuple[_MappingRow, ...] = (
     (
@@ -114,69 +115,74 @@ ERROR_MAPPING: tuple[_MappingRow, ...] = (
     ((OSError,), Unavailable, "the network connection failed: check --bootstrap-servers"),
     ((errors.KafkaError,), Unavailable, "the request failed: see the broker's log, then run again"),
 )
-"""Which of our errors stands for which of the client's errors, and the remedy to print. The first match counts."""
+"""Rows of exceptions of kafka-python, the exception of this package that replaces them, and the remedy that its message
+states. The first row that matches counts."""
 
 
-def translate(error: Exception, bootstrap_servers: str, doing: str) -> DeformerError:
-    """Return our error for an error of the client: what failed, where, and the remedy, in one line.
+def translate(error: Exception, bootstrap_servers: str, action: str) -> DeformerError:
+    """Return an exception of this package in place of one of kafka-python.
 
-    The client's own text is left out, because it may quote settings.
+    Its message says in one line what failed, where, and what to do. The original text is left out, because it may quote
+    settings such as passwords.
 
     Args:
-        error: An error that `ERROR_MAPPING` covers.
-        bootstrap_servers: The brokers, for the message.
-        doing: What was attempted, for example "reading topic 'sensors'".
+        error: An exception whose type is in `ERROR_MAPPING`.
+        bootstrap_servers: The brokers' addresses, for the message.
+        action: What failed, for the message, such as "reading topic 'sensors'".
     """
     error_type, remedy = next(
         (error_type, remedy) for client_errors, error_type, remedy in ERROR_MAPPING if isinstance(error, client_errors)
     )
-    return error_type(f"Kafka at {bootstrap_servers}: {doing} failed ({type(error).__name__}): {remedy}")
+    return error_type(f"Kafka at {bootstrap_servers}: {action} failed ({type(error).__name__}): {remedy}")
 
 
 @contextmanager
-def translate_errors(bootstrap_servers: str, doing: str, *also: type[Exception]) -> Iterator[None]:
-    """Translate the client's errors that the body raises.
+def translate_errors(bootstrap_servers: str, action: str, *extra_types: type[Exception]) -> Iterator[None]:
+    """Replace exceptions of kafka-python that the `with` block raises by those of this package, see `translate`.
 
     Args:
-        bootstrap_servers: The brokers, for the message.
-        doing: What the body attempts, for the message.
-        *also: Further kinds of exceptions to translate; `ERROR_MAPPING` must cover them.
+        bootstrap_servers: The brokers' addresses, for the message.
+        action: What the block does, for the message, such as "reading topic 'sensors'".
+        *extra_types: Types to replace in addition to KafkaError and OSError. `ERROR_MAPPING` must contain them.
     """
     try:
         yield
-    except (errors.KafkaError, OSError, *also) as error:
-        raise translate(error, bootstrap_servers, doing) from error
+    except (errors.KafkaError, OSError, *extra_types) as error:
+        raise translate(error, bootstrap_servers, action) from error
 
 
 class _LogForwarder(logging.Handler):
-    """A handler that forwards warnings of the client to our log.
+    """A logging handler that forwards warnings of kafka-python to the log of this package.
 
-    Messages about the pace of the client's event loop are dropped, because they are normal on a busy machine. A
-    repeated message is forwarded once in `REPEAT_SECONDS`, and a warning about an unencrypted login only once.
+    Warnings that kafka-python's event loop is slow are dropped, because they are normal on a busy machine. A repeated
+    message is forwarded once in `REPEAT_SECONDS`, and a warning about an unencrypted login only once.
     """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._forwarded_at: dict[str, float] = {}
+        self._forwarded_at: dict[str, float] = {}  # message → monotonic time at which it was last forwarded
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Forward a log record of the client, unless it is a repetition."""
+        """Forward a log record of kafka-python, unless it is about a slow event loop or repeats a recent one."""
         text, now = record.getMessage(), time.monotonic()
-        if record.name == "kafka.net.selector" or now - self._forwarded_at.get(text, -math.inf) < REPEAT_SECONDS:
+        is_about_event_loop = record.name == "kafka.net.selector"
+        is_repetition = now - self._forwarded_at.get(text, -math.inf) < REPEAT_SECONDS
+        if is_about_event_loop or is_repetition:
             return
         if len(self._forwarded_at) >= MAX_REMEMBERED_WARNINGS:
-            self._forwarded_at.clear()
-        self._forwarded_at[text] = math.inf if record.name.startswith("kafka.net.sasl") else now
+            self._forwarded_at.clear()  # bounds the memory; some warnings are then repeated sooner
+        is_about_login = record.name.startswith("kafka.net.sasl")
+        self._forwarded_at[text] = math.inf if is_about_login else now  # infinity: never forward it again
         log.get_logger("kafka").warning("kafka_client_warning", message=text)
 
 
 class _ConnectErrorCollector(logging.Handler):
-    """A handler that keeps the last permanent error that the client logs while it connects.
+    """A logging handler that keeps the last permanent error that kafka-python logs while it connects.
 
-    The client retries after every error and reports the reason only in its log.
+    kafka-python retries after every error, also after a refused password, and states the reason only in its log.
 
     Attributes:
-        permanent_error: The error, or None.
+        permanent_error: The last error that a retry cannot resolve, or None if there was none.
     """
 
     def __init__(self) -> None:
@@ -184,7 +190,7 @@ class _ConnectErrorCollector(logging.Handler):
         self.permanent_error: errors.KafkaError | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep an error among the arguments of a log record, if it is permanent."""
+        """Keep the error that is an argument of the log record, if a retry cannot resolve it."""
         for argument in record.args if isinstance(record.args, tuple) else ():
             if isinstance(argument, errors.KafkaError) and not argument.retriable:
                 self.permanent_error = argument
@@ -198,18 +204,21 @@ Result = TypeVar("Result")
 
 
 def _check_reachable(bootstrap_servers: str, security: dict[str, Any], context: ssl.SSLContext | None) -> None:
-    """Connect to one of the brokers and run the preflight check, so that errors appear early and are specific.
+    """Check that one of the brokers responds and accepts the encryption and the login.
+
+    The addresses are tried in order until one responds. An address that closes the connection is tried twice.
+    kafka-python itself would retry without stating the reason.
 
     Args:
         bootstrap_servers: Comma-separated host:port pairs.
-        security: Arguments of the client for encryption and login.
-        context: TLS settings, or None without encryption.
+        security: kafka-python's keyword arguments for encryption and login.
+        context: TLS settings, or None for an unencrypted connection.
 
     Raises:
         Unavailable: No broker responds.
         ConfigError: An address is malformed, or the broker refuses the connection.
     """
-    cause = ""
+    cause = ""  # why the last address did not respond
     for server in map(str.strip, bootstrap_servers.split(",")):
         host, _, port = server.rpartition(":")
         if not (host and port.isdecimal() and int(port) < 2**16):
@@ -221,28 +230,27 @@ def _check_reachable(bootstrap_servers: str, security: dict[str, Any], context: 
             except ConnectionClosed:
                 if is_last_attempt:
                     raise
-                time.sleep(REFUSAL_SECONDS)
+                time.sleep(REFUSAL_SECONDS)  # the broker may be restarting
             except OSError as error:
                 cause = "no response in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
-                break
+                break  # try the next address
     raise Unavailable(
         f"Kafka at {bootstrap_servers} cannot be reached ({cause}): start the broker or check --bootstrap-servers"
     )
 
 
 def connect(
-    make: Callable[..., Client], bootstrap_servers: str, security: dict[str, Any] | None, **options: Any
+    create: Callable[..., Client], bootstrap_servers: str, security: dict[str, Any] | None, **options: Any
 ) -> Client:
-    """Create a client after checking that a broker is reachable.
+    """Create an object that connects to Kafka, such as a `KafkaConsumer`, after checking that a broker is reachable.
 
-    While it connects, the client's log is not forwarded, because the raised error states the reason. If connecting
-    fails, the network thread of the client is ended; it would otherwise retry forever.
+    While it connects, warnings of kafka-python are not logged, because the raised error states the reason.
 
     Args:
-        make: The client's class or factory.
+        create: The class or factory of the object, which is called with kafka-python's keyword arguments.
         bootstrap_servers: Comma-separated host:port pairs.
-        security: Arguments of the client for encryption and login.
-        **options: Further arguments of the client.
+        security: kafka-python's keyword arguments for encryption and login; None for a plain connection without login.
+        **options: Further keyword arguments for `create`.
 
     Raises:
         Unavailable: No broker responds within `CONNECT_SECONDS`.
@@ -250,10 +258,12 @@ def connect(
     """
     security = security or {}
     context = create_ssl_context(security)
+    # The certificates are part of the context.
     client_security = {name: value for name, value in security.items() if not name.startswith("ssl_")}
-    network_clients: list[KafkaNetClient] = []
+    network_clients: list[KafkaNetClient] = []  # those that were created, so that they can be closed
 
     def create_network_client(**configuration: Any) -> KafkaNetClient:
+        """Create kafka-python's network client and store it in `network_clients`."""
         network_clients.append(KafkaNetClient(**configuration))
         return network_clients[-1]
 
@@ -264,7 +274,7 @@ def connect(
         _check_reachable(bootstrap_servers, security, context)
         with translate_errors(bootstrap_servers, "connecting", ValueError, TypeError):
             try:
-                return make(
+                return create(
                     bootstrap_servers=bootstrap_servers.split(","),
                     bootstrap_timeout_ms=int(CONNECT_SECONDS * 1000),
                     reconnect_backoff_max_ms=int(RECONNECT_SECONDS * 1000),
@@ -274,8 +284,10 @@ def connect(
                     **options,
                 )
             except errors.KafkaTimeoutError as error:
+                # The timeout says only that kafka-python has retried in vain; its log has the reason.
                 raise error_collector.permanent_error or error from error
     except DeformerError:
+        # Otherwise the network threads of these clients would try to connect forever.
         for client in network_clients:
             client.close()
         raise
@@ -287,8 +299,14 @@ def connect(
 def create_producer(bootstrap_servers: str, security: dict[str, Any] | None, **options: Any) -> KafkaProducer:
     """Create an idempotent producer whose messages are acknowledged by all in-sync replicas.
 
-    A message that the broker finds too large stops an idempotent producer. So callers must compare sizes with the
-    topic's limit first (see `ensure_topics`). Messages are compressed with lz4 if that package is installed.
+    An idempotent producer fails if the broker refuses a message as too large. So callers must compare the sizes of
+    messages with the topic's limit first, which `ensure_topics` returns. Messages are compressed with lz4 if that
+    package is installed.
+
+    Args:
+        bootstrap_servers: Comma-separated host:port pairs.
+        security: kafka-python's keyword arguments for encryption and login; None for a plain connection without login.
+        **options: Further keyword arguments of `KafkaProducer`.
     """
     return connect(
         KafkaProducer,
@@ -298,6 +316,7 @@ def create_producer(bootstrap_servers: str, security: dict[str, Any] | None, **o
         enable_idempotence=True,
         compression_type="lz4" if has_lz4() else None,
         delivery_timeout_ms=int(DELIVERY_SECONDS * 1000),
+        # kafka-python requires that a request times out before the delivery does.
         request_timeout_ms=int(DELIVERY_SECONDS * 1000) - 1000,
         allow_auto_create_topics=False,
         **options,
@@ -307,8 +326,11 @@ def create_producer(bootstrap_servers: str, security: dict[str, Any] | None, **o
 def _retry(call: Callable[[], Result]) -> Result:
     """Return the result of a request to the broker; repeat it on retriable errors for up to `DELIVERY_SECONDS`.
 
-    After a broker has restarted, it takes a while until other brokers lead its partitions. The error of a topic that
-    does not exist is not retried.
+    While brokers restart, requests fail until each partition has a leader again. An error that says that the topic does
+    not exist is raised at once, although kafka-python counts it as retriable.
+
+    Args:
+        call: A function that makes the request.
     """
     deadline = time.monotonic() + DELIVERY_SECONDS
     while True:
@@ -326,8 +348,8 @@ def count_partitions(bootstrap_servers: str, topic: str, security: dict[str, Any
 
     Args:
         bootstrap_servers: Comma-separated host:port pairs.
-        topic: The topic.
-        security: Arguments of the client for encryption and login.
+        topic: Name of the topic.
+        security: kafka-python's keyword arguments for encryption and login; None for a plain connection without login.
 
     Raises:
         Unavailable: The topic does not exist, or no broker responds.
@@ -351,18 +373,22 @@ def ensure_topics(
     security: dict[str, Any] | None = None,
     create: bool = True,
 ) -> dict[str, int]:
-    """Create missing topics, check existing ones, and return the maximum message size of each topic in bytes.
+    """Create missing topics, and check that this process can write to the existing ones.
 
     Args:
         bootstrap_servers: Comma-separated host:port pairs.
-        topics: By name, the arguments of the client's `create_topics` (`num_partitions`, `configs`). The replication
-            factor is the broker's default. If the arguments contain `cleanup.policy`, an existing topic must be
-            compacted and have at least `num_partitions` partitions.
-        security: Arguments of the client for encryption and login.
-        create: Whether missing topics may be created.
+        topics: For the name of each topic, the arguments with which it is created: `num_partitions` and `configs` of
+            kafka-python's `create_topics`. If `configs` has a `cleanup.policy`, an existing topic must be compacted and
+            have at least `num_partitions` partitions. The replication factor is the broker's default.
+        security: kafka-python's keyword arguments for encryption and login; None for a plain connection without login.
+        create: Whether missing topics are created; otherwise they raise an error.
+
+    Returns:
+        For each topic, the largest message that it accepts (`max.message.bytes`), in bytes.
 
     Raises:
-        ConfigError: A topic is missing and may not be created, has other settings, or may not be written by this user.
+        ConfigError: A topic is missing and may not be created, has unsuitable settings, or may not be written to by
+            this user.
         Unavailable: No broker responds.
     """
     if not topics:
@@ -386,8 +412,10 @@ def ensure_topics(
         with translate_errors(bootstrap_servers, "reading the topics' settings"):
             settings_by_topic = _retry(lambda: _read_settings(admin, topics))
             for name in topics.keys() & existing:
-                if "cleanup.policy" in topics[name].get("configs", {}):
-                    num_partitions = len(_retry(partial(admin.describe_topics, [name]))[0]["partitions"])
+                must_be_compacted = "cleanup.policy" in topics[name].get("configs", {})
+                if must_be_compacted:
+                    (description,) = _retry(partial(admin.describe_topics, [name]))
+                    num_partitions = len(description["partitions"])
                     _check_compacted(name, settings_by_topic[name], num_partitions, topics[name]["num_partitions"])
         return {
             name: int(settings.get("max.message.bytes", DEFAULT_MAX_MESSAGE_BYTES))
@@ -398,13 +426,13 @@ def ensure_topics(
 
 
 def _create_topic(admin: KafkaAdminClient, bootstrap_servers: str, name: str, arguments: dict[str, Any]) -> None:
-    """Create a topic and wait until the brokers know it. Another process may have created it first.
+    """Create a topic and wait until all brokers list it. It is no error if another process creates it first.
 
     Args:
-        admin: The client.
-        bootstrap_servers: The brokers, for messages.
-        name: The topic.
-        arguments: Arguments of the client's `create_topics`.
+        admin: The admin client that makes the requests.
+        bootstrap_servers: The brokers' addresses, for messages.
+        name: Name of the topic.
+        arguments: Arguments of kafka-python's `create_topics` for this topic, such as `num_partitions`.
 
     Raises:
         ConfigError: This user may not create the topic.
@@ -424,15 +452,16 @@ def _create_topic(admin: KafkaAdminClient, bootstrap_servers: str, name: str, ar
 
 
 def _check_permission(bootstrap_servers: str, description: dict[str, Any], operation: str) -> None:
-    """Raise `ConfigError` if this user may not read or write a topic.
+    """Raise `ConfigError` if this user may not read a topic, or may not write to it.
 
-    The check is made at start. The client's own error would appear only with the first alert and is less clear.
+    The check is made at start, because the broker would refuse the user only when the first message is sent.
 
     Args:
-        bootstrap_servers: The brokers, for the message.
-        description: The broker's description of the topic.
-        operation: "READ" or "WRITE".
+        bootstrap_servers: The brokers' addresses, for the message.
+        description: The broker's description of the topic, as `KafkaAdminClient.describe_topics` returns it.
+        operation: The operation that must be permitted: "READ" or "WRITE".
     """
+    # A broker without access control lists no operations; then everything is permitted.
     allowed = description["authorized_operations"] or [operation]
     is_refused = description["error_code"] == errors.TopicAuthorizationFailedError.errno
     if is_refused or operation not in allowed:
@@ -443,7 +472,11 @@ def _check_permission(bootstrap_servers: str, description: dict[str, Any], opera
 
 
 def _read_settings(admin: KafkaAdminClient, topics: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return `max.message.bytes` and `cleanup.policy` of each topic, or nothing if this user may not read settings."""
+    """Return the settings `max.message.bytes` and `cleanup.policy` of each topic.
+
+    Returns:
+        For each topic, a mapping from the setting to its value. It is empty if this user may not read settings.
+    """
     settings_by_topic: dict[str, dict[str, str]] = {name: {} for name in topics}
     setting_names = dict.fromkeys(("max.message.bytes", "cleanup.policy"))
     resources = [ConfigResource(ConfigResourceType.TOPIC, name, setting_names) for name in settings_by_topic]
@@ -457,20 +490,25 @@ def _read_settings(admin: KafkaAdminClient, topics: Iterable[str]) -> dict[str, 
 
 
 def _check_compacted(name: str, settings: dict[str, str], num_partitions: int, num_required: int) -> None:
-    """Raise `ConfigError` unless the state topic is compacted and has a partition for each partition of the events.
+    """Raise `ConfigError` unless a state topic is compacted and has as many partitions as the topic that is consumed.
+
+    The state topic stores the state of open records, partition by partition. Compaction keeps the latest message of
+    each key.
 
     Args:
-        name: The topic.
-        settings: Its settings.
+        name: Name of the state topic.
+        settings: Its settings; an empty mapping if this user may not read them.
         num_partitions: The number of its partitions.
-        num_required: The number of partitions of the events topic.
+        num_required: The number of partitions of the topic that is consumed.
     """
     policy = settings.get("cleanup.policy", "compact")
     if policy != "compact":
         raise ConfigError(
-            f"topic {name!r} has cleanup.policy={policy}, so saved records would expire: set it to compact"
+            f"topic {name!r} stores the state of open records, but with cleanup.policy={policy} the broker would "
+            "delete it after a while: set cleanup.policy=compact"
         )
     if num_partitions < num_required:
         raise ConfigError(
-            f"topic {name!r} has {num_partitions} partitions, {num_required} are needed: add partitions to it"
+            f"topic {name!r} has {num_partitions} partitions, but it needs {num_required}, as many as the topic that "
+            "is consumed: add partitions to it"
         )
