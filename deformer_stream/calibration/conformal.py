@@ -60,7 +60,7 @@ alerts occur earliest with it (docs/experiments/05-earlier-alerts.md).
 """
 
 SCORE_TOLERANCE = 1e-4
-"""Two anomaly scores that differ by less than this, relative to 1 + score, count as equal.
+"""Two anomaly scores count as equal if their difference is at most this number times (1 + score).
 
 Sums in float32 depend on the batch in which they are computed, and equal scores must stay equal in every batch. Equal
 scores raise the p-value, so the guarantee holds. The value is above the largest difference seen between batches.
@@ -111,14 +111,16 @@ def advance_prefix_state(
     """Add up to L readings to each of R records and return their running statistics.
 
     The running statistic is the anomaly score from which a record's p-value is computed. It is the largest prefix
-    statistic so far; a prefix statistic combines the p-values of the first k readings (module docstring). Sums are
-    accumulated in order of arrival, so splitting the readings over several calls gives the same bits.
+    statistic so far. The prefix statistic of the first k readings is the larger of two combinations of their p-values,
+    Fisher's and Šidák's. Sums are accumulated in order of arrival, so splitting the readings over several calls gives
+    the same bits.
 
     Args:
         state: The state of the R records before these readings.
-        log_p: (R, L) natural logarithms of the readings' highest-density p-values (probabilities of a value at most as
-            likely as the observed one), in order of arrival.
-        is_scored: (R, L) false for readings of context features and for padding, which leave the state unchanged.
+        log_p: (R, L) natural logarithm of each reading's highest-density p-value (probability of a value at most as
+            likely as the observed one), in order of arrival. Entries of readings that are not scored are ignored.
+        is_scored: (R, L) false for padding and for readings of context features, which condition other readings and are
+            never scored. They leave the state unchanged.
         is_decision_point: (R, L) whether the prefix that ends with this reading counts. It is false for the readings
             of a tie group (readings of one record with the same event time) except the last. None if all count.
 
@@ -126,27 +128,31 @@ def advance_prefix_state(
         (R, L) the running statistic after each reading, larger is more anomalous; and the state after the last reading.
     """
     # ln of the p-value raised to the exponent. Rounding can make ln p positive. Readings that are not scored add 0.
-    log_p = np.where(is_scored, P_VALUE_EXPONENT * np.minimum(log_p, 0.0), 0.0)
+    scaled_log_p = np.where(is_scored, P_VALUE_EXPONENT * np.minimum(log_p, 0.0), 0.0)
+    # Column k of the following arrays describes the prefix that ends with reading k of this call.
     num_scored = state.num_scored[:, None] + is_scored.cumsum(1)
-    neg_log_p_sum = compute_running_sums(state.neg_log_p_sum, -log_p)
-    min_log_p = np.minimum.accumulate(np.minimum(log_p, state.min_log_p[:, None]), 1)
+    neg_log_p_sum = compute_running_sums(state.neg_log_p_sum, -scaled_log_p)
+    min_log_p = np.minimum.accumulate(np.minimum(scaled_log_p, state.min_log_p[:, None]), 1)
     fisher = _compute_fisher_statistic(num_scored, neg_log_p_sum)
     sidak = _compute_sidak_statistic(num_scored, min_log_p)
     statistic = np.where(num_scored > 0, np.maximum(fisher, sidak), 0.0)
     if is_decision_point is not None:
+        # A statistic of 0, the smallest possible one, does not change the maximum.
         statistic = np.where(is_decision_point, statistic, 0.0)
-    running = np.maximum.accumulate(np.maximum(statistic, state.max_statistic[:, None]), 1)
-    return running, PrefixState(num_scored[:, -1], neg_log_p_sum[:, -1], min_log_p[:, -1], running[:, -1])
+    running_max = np.maximum.accumulate(np.maximum(statistic, state.max_statistic[:, None]), 1)
+    return running_max, PrefixState(num_scored[:, -1], neg_log_p_sum[:, -1], min_log_p[:, -1], running_max[:, -1])
 
 
 def compute_running_sums(initial: Floats, increments: Floats) -> Floats:
     """Return the running sums of L increments for each of R records, (R, L).
 
+    Computing the sums in several calls gives the same bits, because the additions happen in the same order.
+
     Args:
         initial: (R,) the sum before the first increment.
         increments: (R, L) numbers to add, from left to right.
     """
-    # The initial sum is the first term, so that the additions happen in the same order as over several calls.
+    # The initial sum is the first term; adding it to the finished sums would round differently.
     sums: Floats = np.concatenate([initial[:, None], increments], 1).cumsum(1)[:, 1:]
     return sums
 
@@ -154,31 +160,33 @@ def compute_running_sums(initial: Floats, increments: Floats) -> Floats:
 def _compute_fisher_statistic(num_scored: NDArray[np.int64], neg_log_p_sum: Floats) -> Floats:
     """Return Fisher's combination of k p-values as an anomaly score, −ln P(χ²_2k ≥ 2t) for t = −Σ ln p.
 
-    It is large after many slightly unlikely readings. The probability equals Q(k, t), the regularised upper incomplete
-    gamma function, which is the survival function of a gamma distribution with shape parameter k.
+    It is large after many slightly unlikely readings. χ²_2k is a chi-squared variable with 2k degrees of freedom. The
+    probability equals Q(k, t), the regularised upper incomplete gamma function, which is the survival function of a
+    gamma distribution with shape parameter k.
 
     Args:
-        num_scored: The numbers k, of any shape; 0 counts as 1.
-        neg_log_p_sum: The sums t, of the same shape.
+        num_scored: The numbers k of p-values, of any shape; 0 counts as 1.
+        neg_log_p_sum: The sums t = −Σ ln p over these p-values, of the same shape.
 
     Returns:
         The scores, of the same shape; larger is more anomalous.
     """
     gamma_shape = np.maximum(num_scored, 1).astype(np.float64)
     x = torch.from_numpy(np.ascontiguousarray(neg_log_p_sum))
-    statistic: Floats = -log_gamma_sf(torch.from_numpy(gamma_shape), x, gamma_shape.max(initial=1.0)).numpy()
-    return np.maximum(statistic, 0.0)
+    max_shape = gamma_shape.max(initial=1.0)  # decides how many terms `log_gamma_sf` computes
+    statistic: Floats = -log_gamma_sf(torch.from_numpy(gamma_shape), x, max_shape).numpy()
+    return np.maximum(statistic, 0.0)  # rounding can make the logarithm of a probability positive
 
 
 def _compute_sidak_statistic(num_scored: NDArray[np.int64], min_log_p: Floats) -> Floats:
     """Return Šidák's correction of the smallest of k p-values as an anomaly score, −ln(1 − (1 − p)^k).
 
-    It is large after one very unlikely reading. For a very small p, the subtraction would lose all digits, so the first
-    term of the series, −ln(k·p), is used.
+    It is large after one very unlikely reading. For a very small p, the subtraction would lose all digits. The argument
+    of the logarithm is then replaced by k·p, the first term of its series.
 
     Args:
-        num_scored: The numbers k, of any shape; 0 counts as 1.
-        min_log_p: ln p of the smallest p-values, of the same shape.
+        num_scored: The numbers k of p-values, of any shape; 0 counts as 1.
+        min_log_p: ln p of the smallest of these p-values, of the same shape.
 
     Returns:
         The scores, of the same shape; larger is more anomalous.
@@ -186,18 +194,20 @@ def _compute_sidak_statistic(num_scored: NDArray[np.int64], min_log_p: Floats) -
     num_scored = np.maximum(num_scored, 1)
     is_small = min_log_p < _SMALL_LOG_P
     has_small = bool(is_small.any())
-    # −1 stands in for a very small ln p, for which the result is replaced below.
+    # The general formula is evaluated for all entries. A very small ln p is set to −1 before, so that no logarithm of 0
+    # occurs, and its result is replaced at the end.
     log_p = np.where(is_small, -1.0, min_log_p) if has_small else min_log_p
     p = np.exp(np.minimum(log_p, -1e-12))  # p below 1, because ln(1 − p) must be finite
-    statistic: Floats = -np.log(-np.expm1(num_scored * np.log1p(-p)))
+    corrected_p = -np.expm1(num_scored * np.log1p(-p))  # 1 − (1 − p)^k
+    statistic: Floats = -np.log(corrected_p)
     return np.where(is_small, -min_log_p - np.log(num_scored), statistic) if has_small else statistic
 
 
 def extract_group(record_id: str, separator: str) -> str:
-    """Return the calibration group of a record, whose records may have a calibration of their own.
+    """Return the name of the calibration group of a record, which is the record id up to the last separator.
 
-    It is the record id up to the last separator, for example the device "pump-7" of "pump-7@1200" for the separator
-    "@". It is "" if the id has no separator.
+    The records of a group, for example of one device, may have a calibration of their own. With the separator "@", the
+    group of the record "pump-7@1200" is "pump-7". The group of an id without a separator is "".
 
     Args:
         record_id: Id of the record.
@@ -215,25 +225,25 @@ def group_indexes_by_key(keys: Iterable[Key]) -> dict[Key, list[int]]:
 
 
 def trim_largest(statistics: Floats, share: float) -> Floats:
-    """Drop a share of the largest statistics and return the others in ascending order.
+    """Drop a share of the largest anomaly scores of calibration records and return the others in ascending order.
 
-    This is for calibration records of which up to this share may be anomalies. If none is an anomaly, the share of
-    normal records that raise an alert at level α can be up to α + `share` instead of α.
+    Use it if up to this share of the calibration records may be anomalies. If fewer of them are anomalies, the actual
+    false-alarm rate of alerts at the rate α can be as high as α + `share`.
 
     Args:
         statistics: (N,) the anomaly scores of the calibration records, in any order; larger is more anomalous.
-        share: The share to drop, from 0 to 1. The number of dropped statistics is `share` · N, rounded.
+        share: The share to drop, from 0 to 1. The number of dropped scores is `share` · N, rounded.
     """
     return np.sort(statistics)[: len(statistics) - round(share * len(statistics))]
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The anomaly scores of normal records, with which the anomaly score of a new record is converted into a p-value.
+    """The anomaly scores of normal records, by comparison with which a new anomaly score is converted into a p-value.
 
-    The normal records are called calibration records. They may belong to groups, for example one per device. A record
-    of a group that has a calibration of its own is compared with that group's records, any other record with all of
-    them. The group is a part of the record id, so it is known from the first reading on.
+    The normal records are called calibration records. They may belong to groups, for example one per device. If a group
+    has a calibration of its own, new records of this group are compared with the group's calibration records only. All
+    other new records are compared with all calibration records. The group is the first part of the record id.
 
     Attributes:
         scores: (n,) ascending; the scores of n normal records of all groups, with which the model was not trained. A
@@ -244,8 +254,10 @@ class Calibration:
         calibration_by_group: The calibrations of the groups that have enough records.
         mean_neg_log_p_by_feature: The mean of −ln p over the readings of each feature, in nats, by feature name; empty
             if unknown. p is a reading's highest-density p-value (probability of a value at most as likely as the
-            observed one). A drift notice compares recent records with it.
-        tie_policy: How readings with the same event time were scored, "arrival" or "hold" (`TiePolicy`).
+            observed one). A drift notice (records no longer resemble the calibration records) names the features whose
+            recent mean is larger.
+        tie_policy: How readings of one record with the same event time were scored: "arrival" for one after the other,
+            "hold" for all together (`TiePolicy`).
     """
 
     scores: Floats
@@ -257,25 +269,36 @@ class Calibration:
 
     def __post_init__(self) -> None:
         if self.scores.ndim != 1 or not np.isfinite(self.scores).all() or (np.diff(self.scores) < 0).any():
-            raise ValueError("the scores of the calibration are not one ascending list of finite numbers")
+            raise ValueError("the scores of a calibration must be one ascending list of finite numbers, but are not")
         if bool(self.calibration_by_group) != bool(self.separator):
             raise ValueError(
-                "the calibration has groups without a separator, or a separator without groups: it needs both or none"
+                "the calibration has groups of records, but no separator that ends the group's name in a record id, or "
+                "a separator but no groups: give both or none"
             )
-        if not all(math.isfinite(mean) for mean in self.mean_neg_log_p_by_feature.values()):
-            raise ValueError("the calibration has a mean negative log p-value of a feature that is not finite")
+        for feature, mean in self.mean_neg_log_p_by_feature.items():
+            if not math.isfinite(mean):
+                raise ValueError(
+                    f"the mean of -ln p (p: p-value of a reading) of feature {feature!r} in the calibration is {mean}, "
+                    "but it must be a finite number"
+                )
         if self.tie_policy not in get_args(TiePolicy):
-            expected = ", ".join(get_args(TiePolicy))
-            raise ValueError(f"the calibration has the unknown tie policy {self.tie_policy!r}; known are {expected}")
+            known_policies = " or ".join(get_args(TiePolicy))
+            raise ValueError(
+                f"the tie policy of the calibration (how readings with the same event time are scored) is "
+                f"{self.tie_policy!r}, but it must be {known_policies}"
+            )
         for name, group in self.calibration_by_group.items():
             if not name:
-                raise ValueError("a group of the calibration has an empty name: every group needs a name")
+                raise ValueError("a group of the calibration has an empty name: give every group a name")
             if group.calibration_by_group:
-                raise ValueError(f"the calibration group {name!r} contains groups, but groups cannot be nested")
+                raise ValueError(
+                    f"the calibration group {name!r} contains groups: remove them, groups cannot be nested"
+                )
             if (group.arrival_order, group.tie_policy) != (self.arrival_order, self.tie_policy):
                 raise ValueError(
-                    f"the calibration group {name!r} has another arrival order or tie policy than the whole "
-                    "calibration: calibrate all groups in the same way"
+                    f"the calibration group {name!r} has another arrival order of readings, or another tie policy (how "
+                    "readings with the same event time are scored), than the whole calibration: calibrate all groups "
+                    "in the same way"
                 )
 
     @staticmethod
@@ -294,7 +317,8 @@ class Calibration:
                 "random" or "schema".
             mean_neg_log_p_by_feature: Mean of −ln p over the readings of each feature, in nats, where p is the
                 highest-density p-value of a reading; None if unknown.
-            tie_policy: How readings with the same event time were scored (`TiePolicy`).
+            tie_policy: How readings of one record with the same event time were scored: "arrival" for one after the
+                other, "hold" for all together.
         """
         scores = np.sort(np.asarray(statistics, np.float64))
         return Calibration(
@@ -308,8 +332,8 @@ class Calibration:
         """Return this calibration extended by one calibration for each group of records that has enough records.
 
         Args:
-            statistics_by_group: The anomaly scores of each group's calibration records, in any order. The group ""
-                (records without a group) is ignored.
+            statistics_by_group: By the name of each group, the anomaly scores of its calibration records in any order.
+                The group "" (records without a group) is ignored.
             separator: The text that separates the group from the rest of a record id.
             min_records: Number of records that a group needs for a calibration of its own.
         """
@@ -337,14 +361,14 @@ class Calibration:
         With n records the smallest p-value is 1/(n + 1), which must not exceed alpha, the false-alarm rate.
         """
         num_records = math.ceil(1.0 / alpha) - 1
-        # 1 / alpha may have been rounded down to an integer; one more record is then needed.
+        # The division 1 / alpha may have been rounded down to an integer. One more record is then needed.
         is_enough = 1.0 / (num_records + 1) <= alpha
         return num_records if is_enough else num_records + 1
 
     def describe_reachability(self, alpha: float) -> str:
         """Return in words whether this calibration has enough records for alerts at this alpha (false-alarm rate).
 
-        The text is "yes", or "no: " followed by the number of records that it takes and the number that there is.
+        The text is "yes", or "no: " followed by the required and the available number of calibration records.
         """
         required = self.find_unreachable_alphas([alpha]).get(alpha)
         if required is None:
@@ -357,11 +381,11 @@ class Calibration:
         return 1.0 / (len(self.scores) + 1)
 
     def compute_pooled_p_values(self, scores: Floats) -> Floats:
-        """Return the p-values of anomaly scores among the calibration records of all groups.
+        """Return the p-values of anomaly scores by comparison with all calibration records, whatever their group.
 
-        The p-value of a score is (1 + m)/(n + 1), where m of the n calibration scores are at least as large. A
-        calibration score that is smaller by less than `SCORE_TOLERANCE` counts as equal, which can only raise the
-        p-value.
+        The p-value of a score is (1 + m)/(n + 1) if m of the n calibration scores are at least as large. A calibration
+        score that is smaller by at most t · (1 + score), with t = `SCORE_TOLERANCE`, counts as equal, because two
+        computations of the same score may be rounded differently. This can only raise the p-value.
 
         Args:
             scores: Running anomaly scores of records, of any shape; larger is more anomalous.
@@ -369,6 +393,7 @@ class Calibration:
         Returns:
             The p-values, of the same shape.
         """
+        # The calibration scores are ascending, so those from the first one at or above the bound on count as larger.
         lower_bounds = scores - SCORE_TOLERANCE * (1.0 + scores)
         num_at_least = len(self.scores) - np.searchsorted(self.scores, lower_bounds, "left")
         p_values: Floats = ((1.0 + num_at_least) / (len(self.scores) + 1.0)).astype(np.float64)
@@ -378,18 +403,19 @@ class Calibration:
         self,
         scores: Floats,
         get_record_ids: Callable[[], Sequence[str]],
-        num_statistics: NDArray[np.int64] | None = None,
+        num_scores: NDArray[np.int64] | None = None,
     ) -> Floats:
-        """Return the p-values of the anomaly scores of R records, each among the calibration records of its group.
+        """Return p-values of R records, by comparing their anomaly scores with the calibration records of their groups.
 
-        Records of a group without a calibration of its own are compared with the calibration records of all groups.
+        If the group of a record has no calibration of its own, the record is compared with all calibration records.
 
         Args:
-            scores: The scores of the records after several of their readings; larger is more anomalous. Either (R, L)
-                with L scores for each record, or a flat array with the scores of one record after those of another.
+            scores: The scores of each record after several of its readings; larger is more anomalous. If `num_scores`
+                is None, an array (R, L) with L scores for each record. Otherwise a flat array that holds first all
+                scores of the first record, then all of the second, and so on.
             get_record_ids: Returns the ids of the R records. It is called only if there are groups, because building
                 the list takes time.
-            num_statistics: (R,) how many scores each record has if `scores` is flat, else None.
+            num_scores: (R,) how many scores of each record the flat array holds, else None.
 
         Returns:
             The p-values, in the shape of `scores`.
@@ -398,45 +424,47 @@ class Calibration:
         if self.calibration_by_group:
             record_ids = get_record_ids()
             indexes_by_group = group_indexes_by_key(extract_group(record, self.separator) for record in record_ids)
+            # Replace the p-values of records whose group has a calibration of its own.
             for name in indexes_by_group.keys() & self.calibration_by_group.keys():
                 is_member = np.zeros(len(record_ids), bool)
                 is_member[indexes_by_group[name]] = True
-                if num_statistics is not None:
-                    is_member = is_member.repeat(num_statistics)
+                if num_scores is not None:
+                    is_member = is_member.repeat(num_scores)  # from one entry per record to one per score
                 p_values[is_member] = self.calibration_by_group[name].compute_pooled_p_values(scores[is_member])
         return p_values
 
     def make_alert_rule(self, alpha: float) -> Callable[[Floats, Sequence[str]], NDArray[np.bool_]]:
         """Return a function that decides which anomaly scores raise an alert at this alpha (false-alarm rate).
 
-        The arguments of the function are the scores, (R, C) with C scores of each of R records, and the R record ids,
-        from which it finds the records' calibration groups. It returns booleans of shape (R, C).
+        The returned function has two arguments: the scores of R records, (R, C) with C scores each, and the R record
+        ids, from which it finds the records' calibration groups. It returns booleans of shape (R, C).
         """
         return lambda scores, record_ids: self.compute_p_values(scores, lambda: record_ids) <= alpha
 
     def compute_threshold(self, alpha: float) -> float:
         """Return the anomaly score above which a record raises an alert at this alpha (false-alarm rate).
 
-        Records are compared with the calibration records of all groups. The result is infinite if no alert is possible
-        at this alpha, and minus infinity if every record raises one.
+        The threshold is for comparison with the calibration records of all groups. It is infinity if no alert is
+        possible at this alpha, and minus infinity if every record raises one.
         """
         n = len(self.scores)
-        # Entry m is the p-value of a score if m calibration scores are at least as large.
+        # Entry m (from 0 to n) is the p-value of a score if m calibration scores are at least as large. An alert needs
+        # a p-value of at most alpha. `max_count` is the largest m with such a p-value, −1 if there is none.
         p_value_by_count = np.arange(1, n + 2) / (n + 1.0)
         max_count = int(np.searchsorted(p_value_by_count, alpha, "right")) - 1
         if max_count < 0:
             return math.inf
         if max_count >= n:
             return -math.inf
-        # At most `max_count` calibration scores may be at least as large, so the next smaller one must be exceeded, by
-        # more than the tolerance: score − tolerance · (1 + score) > limit, solved for the score.
+        # At most `max_count` calibration scores may be at least as large, so the next smaller one (`limit`) must be
+        # exceeded by more than the tolerance. Solve score − tolerance · (1 + score) > limit for the score.
         limit = float(self.scores[n - 1 - max_count])
         return (limit + SCORE_TOLERANCE) / (1.0 - SCORE_TOLERANCE)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the calibration as an object for the manifest of a model directory.
+        """Return the calibration as a JSON object for the manifest (manifest.json) of a model directory.
 
-        The keys are part of the file format. Entries that have their default value are left out.
+        The keys are part of the file format. Optional entries that have their default value are left out.
         """
         document: dict[str, Any] = {
             "order": self.arrival_order,
@@ -454,10 +482,10 @@ class Calibration:
 
     @staticmethod
     def from_json(document: dict[str, Any]) -> Calibration:
-        """Return the calibration that `to_json` has converted into an object.
+        """Return the calibration that a JSON object from `to_json` describes.
 
         Args:
-            document: The object, from the manifest of a model directory.
+            document: The object, from the manifest (manifest.json) of a model directory.
 
         Raises:
             KeyError: A required key is missing.

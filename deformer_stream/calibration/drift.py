@@ -67,12 +67,12 @@ units or label codes, (L,)."""
 
 
 class RankBins:
-    """Bins of the possible ranks among the statistics of n calibration records.
+    """Bins by which drift detection counts records according to their rank among n calibration records.
 
-    The statistic of a record is its largest anomaly score over all prefixes of its readings. The n statistics divide
-    the real line into n + 1 intervals. From the top, bin 0 holds the first interval (the largest statistics), bin 1 the
-    next two, bin b the next 2^b; the last bin holds the rest. Drift detection only counts records per bin, so its
-    memory does not grow with the stream.
+    The rank follows from the statistic of a record, its largest anomaly score over all prefixes (its first 1, 2, …
+    readings). The statistics of the n calibration records divide the number line into n + 1 intervals. Bins consist of
+    neighbouring intervals, from the largest statistics down: bin 0 is 1 interval, bin 1 the next 2, bin b the next 2^b,
+    and the last bin the rest. Only the number of records per bin is stored, so memory does not grow with the stream.
 
     Attributes:
         num_intervals: The number of intervals, n + 1.
@@ -81,11 +81,12 @@ class RankBins:
     """
 
     def __init__(self, scores: Floats, seed: int) -> None:
-        """Create the bins.
+        """Create the bins from the statistics of n calibration records.
 
         Args:
-            scores: (n,) the statistics of the calibration records in any order, larger is more anomalous.
-            seed: Seed of the random order of equal statistics.
+            scores: (n,) the statistics (largest anomaly scores) of the calibration records in any order; larger is more
+                anomalous.
+            seed: Seed of the random numbers that decide the order of equal statistics.
         """
         keys = _round_to_tolerance(scores)
         tie_breakers = np.random.default_rng(seed).random(len(scores))
@@ -99,13 +100,15 @@ class RankBins:
         ]
 
     def find_bins(self, scores: Floats, tie_breakers: Sequence[float]) -> list[int]:
-        """Return the index of the bin of each of R statistics; bin 0 holds the largest statistics.
+        """Return the index of the bin of each of R closed records; bin 0 is that of the most anomalous records.
 
         Args:
-            scores: (R,) statistics of closed records, larger is more anomalous.
-            tie_breakers: R random numbers, uniform in (0, 1], that decide the order among equal statistics.
+            scores: (R,) the statistic (largest anomaly score) of each record; larger is more anomalous.
+            tie_breakers: R random numbers, uniform in (0, 1], one for each record. They decide its order among
+                calibration records with an equal statistic.
         """
         keys = _round_to_tolerance(scores)
+        # `_keys` holds the calibration statistics in ascending order, so positions in it are counts.
         num_smaller = np.searchsorted(self._keys, keys, "left")
         num_not_larger = np.searchsorted(self._keys, keys, "right")
         for i in (num_smaller < num_not_larger).nonzero()[0].tolist():
@@ -118,17 +121,23 @@ class RankBins:
 
 
 def _round_to_tolerance(scores: Floats) -> Ints:
-    """Return statistics as integers, so that rounding errors of float32 sums do not decide the order of two records.
+    """Return anomaly scores s as integers, the rounded quotients ln(1 + s) / `SCORE_TOLERANCE`.
 
-    An integer step is a relative difference of about `SCORE_TOLERANCE` in 1 + score, which is above these errors.
+    Scores that differ only by the rounding errors of float32 sums nearly always get the same integer, and count as
+    equal. One step is a relative difference of about `SCORE_TOLERANCE` in 1 + s, which is larger than these errors.
     """
     return np.rint(np.log1p(scores) / SCORE_TOLERANCE).astype(np.int64)
 
 
 def _compute_unstaked_wealth(num_records: int) -> float:
-    """Return the part of the initial wealth 1 that is reserved for bets after this many records.
+    """Return which part of the initial wealth 1 has not been staked yet after n records of a partition.
 
-    It is the prior probability (n + 1)^−a that the change, if any, happens after n records, a = `CHANGE_PRIOR_DECAY`.
+    The drift test is a game: a fictitious gambler stakes a part of the wealth before each record, and reserves the rest
+    for drift that begins later. The reserve is (n + 1)^−a with a = `CHANGE_PRIOR_DECAY`, the prior probability that
+    drift begins after more than n records.
+
+    Args:
+        num_records: The number n of records so far.
     """
     return math.pow(num_records + 1, -CHANGE_PRIOR_DECAY)
 
@@ -137,16 +146,18 @@ class PartitionEvidence:
     """The evidence of drift in one partition of the input, updated with each closed record.
 
     The evidence is the wealth of a fictitious gambler who bets that records are more anomalous than the calibration
-    records. It is 1 at the start, and it grows only if they are. Before each record, a part of the initial wealth is
-    staked; the part that is reserved for later records has not been staked yet.
+    records. It is 1 at the start, and grows if they are. Before each record, the gambler stakes a part of the initial
+    wealth with several betting strategies, and reserves the rest for drift that begins later.
 
     Attributes:
-        model: Fingerprint (hash) of the model whose calibration is tested.
+        model: Fingerprint (hash) of the model with whose calibration the records are compared.
         num_records: The number of records so far.
-        is_alarmed: Whether an alarm was raised and the wealth has not fallen below 1 since.
-        wealth_by_bet: The staked wealth of each betting strategy of `BET_EXPONENTS`, 0 at the start.
-        bin_counts_by_group: Key: calibration group (records with a calibration of their own, "" for all others). Value:
-            the number of records so far in each bin of ranks (`RankBins`).
+        is_alarmed: Whether an alarm was raised and the wealth has not fallen below 1 since. Meanwhile no further alarm
+            is raised.
+        wealth_by_bet: For each betting strategy (an exponent of `BET_EXPONENTS`), its present wealth from the parts
+            that were staked so far; 0 before the first record.
+        bin_counts_by_group: By calibration group (records with a calibration of their own, "" for all others), the
+            number of records so far in each bin of ranks, the most anomalous bin first (`RankBins`).
     """
 
     def __init__(self, model: str, num_records: int = 0) -> None:
@@ -157,55 +168,58 @@ class PartitionEvidence:
 
     @staticmethod
     def from_state(state: DriftState) -> PartitionEvidence:
-        """Return the evidence that `to_state` has converted into an immutable value."""
+        """Return the evidence of drift as an object that can be updated, from a value that `to_state` returned."""
         evidence = PartitionEvidence(state.model, state.num_records)
         evidence.is_alarmed, evidence.wealth_by_bet = state.is_alarmed, list(state.wealth_by_bet)
         evidence.bin_counts_by_group = {group: list(counts) for group, counts in state.bin_counts_by_group.items()}
         return evidence
 
     def to_state(self) -> DriftState:
-        """Return the evidence as an immutable value, which snapshots store and `from_state` converts back."""
+        """Return the evidence of drift as an immutable value, which snapshots store and `from_state` converts back."""
         counts = {group: tuple(counts) for group, counts in self.bin_counts_by_group.items()}
         return DriftState(self.model, self.num_records, tuple(self.wealth_by_bet), self.is_alarmed, counts)
 
     @property
     def wealth(self) -> float:
-        """The evidence of drift: the mean of the staked wealth over the betting strategies, plus the unstaked wealth.
+        """The evidence of drift, as the wealth of a gambler who bets on it; 1 at the start.
 
-        It is 1 at the start. It ever reaches c with probability at most 1/c if there is no drift.
+        It is the mean wealth of the betting strategies, plus the part of the initial wealth that has not been staked
+        yet. Without drift, the probability that it ever reaches c is at most 1/c.
         """
         return sum(self.wealth_by_bet) / len(BET_EXPONENTS) + self._unstaked_wealth
 
     def add_record(self, group: str, rank_bins: RankBins, bin_index: int, uniform: float) -> None:
         """Update the evidence of drift with one closed record.
 
-        The p-value of the record among the calibration records and the earlier records of the partition is computed
-        from counts per bin. Each betting strategy then multiplies its wealth by a factor that is large if the p-value
-        is small.
+        The record gets a p-value p from its rank among the calibration records and the earlier records of the
+        partition. The evidence is the wealth of a fictitious gambler with several betting strategies. Each strategy
+        multiplies its wealth by a factor that is large if p is small.
 
         Args:
             group: The calibration group of the record (records with a calibration of their own); "" if the record is
                 compared with the calibration records of all groups.
-            rank_bins: The bins of possible ranks among the calibration records of that group.
-            bin_index: The bin of the record's anomaly score; bin 0 holds the largest scores.
-            uniform: Random number, uniform in (0, 1], that places the record at random among the ranks of its bin.
+            rank_bins: The bins of the ranks among the calibration records of that group.
+            bin_index: The bin of the record's rank; bin 0 is that of the most anomalous records.
+            uniform: Random number, uniform in (0, 1], that chooses a rank within the bin.
         """
         counts = self.bin_counts_by_group.get(group)
         if counts is None:
             counts = self.bin_counts_by_group[group] = [0] * len(rank_bins.num_intervals_in_bin)
-        # Without drift, the record is in a bin with probability proportional to the bin's weight: its intervals between
-        # calibration records plus its earlier records (Pólya's urn). So this p is uniform in (0, 1] without drift.
+        # The weight of a bin is its number of intervals between calibration records plus its number of earlier records.
+        # Without drift, the probability of each bin is its share of the total weight (Pólya's urn scheme). The share of
+        # the more anomalous bins, plus a random part of the record's own bin, is therefore uniform in (0, 1].
         weight_of_larger = rank_bins.num_intervals_above[bin_index] + sum(counts[:bin_index])
         weight_of_bin = rank_bins.num_intervals_in_bin[bin_index] + counts[bin_index]
         total_weight = rank_bins.num_intervals + sum(counts)
         p = (weight_of_larger + uniform * weight_of_bin) / total_weight
         counts[bin_index] += 1
         self.num_records += 1
-        # A part of the reserved wealth is staked now: the prior probability of a change just before this record.
+        # Stake a part of the reserved wealth: the prior probability that drift begins with this record.
         unstaked_before, self._unstaked_wealth = self._unstaked_wealth, _compute_unstaked_wealth(self.num_records)
         stake = unstaked_before - self._unstaked_wealth
-        # A bet multiplies its wealth by ε p^(ε−1), which is large for small p. The mean of this factor over uniform p
-        # is 1, so wealth does not grow on average without drift. The upper bound lets it fall again soon after a drift.
+        # A strategy with exponent ε multiplies its wealth by ε p^(ε−1), which is large for small p. The mean of this
+        # factor over uniform p is 1, so wealth does not grow on average without drift. The upper bound keeps the wealth
+        # after a long drift so small that it soon falls again.
         self.wealth_by_bet = [
             min((wealth + stake) * exponent * p ** (exponent - 1.0), MAX_WEALTH)
             for wealth, exponent in zip(self.wealth_by_bet, BET_EXPONENTS, strict=True)
@@ -213,7 +227,7 @@ class PartitionEvidence:
 
 
 class DriftAlarm(NamedTuple):
-    """An alarm that the records of a partition no longer resemble the calibration records.
+    """An alarm because the records of a partition are more anomalous than the calibration records.
 
     It is raised when the partition's wealth (the evidence of drift, 1 at the start) reaches the level of the monitor.
 
@@ -237,7 +251,7 @@ class DriftMonitor:
     anomalous than the calibration records.
 
     Attributes:
-        model: Fingerprint (hash) of the model whose calibration is tested.
+        model: Fingerprint (hash) of the model with whose calibration the records are compared.
         level: Wealth at which an alarm is raised. In a partition without drift, the probability of ever raising an
             alarm is at most 1/level. If the level is infinite, the wealth is computed but no alarm is raised.
     """
@@ -253,6 +267,7 @@ class DriftMonitor:
         self.model, self.level = model, level
         self._calibration_neg_log_p = calibration.mean_neg_log_p_by_feature
         self._separator = calibration.separator
+        # Random numbers are derived from the fingerprint, so that a restarted consumer draws the same ones.
         seed = int.from_bytes(hashlib.blake2b(model.encode(), digest_size=8).digest(), "big")
         self._hash = hashlib.blake2b(f"{model}\0".encode("utf-8", "surrogatepass"), digest_size=16)
         self._rank_bins_by_group = {"": RankBins(calibration.scores, seed)}
@@ -270,15 +285,18 @@ class DriftMonitor:
         scores: Floats,
         get_readings: Callable[[int], RecordReadings] | None = None,
     ) -> None:
-        """Add R closed records to the evidence of their partitions, and store an alarm where it reaches the level.
+        """Add R closed records to the evidence of drift of their partitions.
+
+        If the evidence of a partition reaches the level of this monitor, an alarm is stored for `pop_alarms`.
 
         Args:
             partitions: The partition of each record, in the order in which the records were closed.
             record_ids: The id of each record.
-            scores: (R,) the statistic of each record, its largest anomaly score over all prefixes of its readings.
-            get_readings: Returns the readings of the record with a given index, 0 … R − 1. Notices name the features
-                that have shifted in these readings. It is only called for the last `NUM_RECENT_RECORDS` records of each
-                partition, and only if alarms are possible.
+            scores: (R,) the statistic of each record: its largest anomaly score over all prefixes (its first 1, 2, …
+                readings).
+            get_readings: Returns the readings of the record with a given index, 0 … R − 1. They are kept, so that a
+                notice of drift can name the features that have shifted. It is only called for the last
+                `NUM_RECENT_RECORDS` records of each partition, and only if alarms are possible.
         """
         self._changed_partitions.update(partitions)
         # The readings of recent records are only needed for notices.
@@ -304,27 +322,28 @@ class DriftMonitor:
             evidence.add_record(group, self._rank_bins_by_group[group], bin_index, uniform)
             wealth = evidence.wealth
             if evidence.is_alarmed:
-                evidence.is_alarmed = wealth >= 1.0  # one alarm per drift: the next one only after the evidence is gone
+                # One alarm per drift: the next one is possible only after the wealth has fallen below 1.
+                evidence.is_alarmed = wealth >= 1.0
             elif wealth >= self.level:
                 evidence.is_alarmed = True
                 self._alarms.append(DriftAlarm(record, partition, wealth, evidence.num_records))
 
     def _draw_uniforms(self, record_id: str) -> tuple[float, float]:
-        """Return two pseudo-random numbers for a record, both uniform in (0, 1].
+        """Return two pseudo-random numbers for a record, both uniform in (0, 1], with which its p-value is randomised.
 
         They are computed from a hash of the model's fingerprint and the record id. If a restarted consumer adds the
-        record again, it therefore gets the same evidence.
+        record again, it therefore gets the same p-value.
         """
         record_hash = self._hash.copy()
         record_hash.update(record_id.encode("utf-8", "surrogatepass"))
-        first, second = unpack(">QQ", record_hash.digest())
+        first, second = unpack(">QQ", record_hash.digest())  # 16 bytes as two 64-bit integers
         return (first + 1) * 2.0**-64, (second + 1) * 2.0**-64
 
     def _find_group(self, record_id: str) -> str:
-        """Return the calibration group of a record (records with a calibration of their own, such as one device's).
+        """Return the name of the calibration group with which a record is compared.
 
-        "" means that the group has no calibration. The record is then compared with the calibration records of all
-        groups.
+        A calibration group is a set of records, for example those of one device, with a calibration of their own. If
+        the record belongs to none, the result is "": it is compared with the calibration records of all groups.
         """
         name = extract_group(record_id, self._separator) if self._separator else ""
         return name if name in self._rank_bins_by_group else ""
@@ -346,9 +365,9 @@ class DriftMonitor:
             now: The current time in microseconds since 1970, UTC.
 
         Returns:
-            A notice for each alarm, and a mapping from partition to evidence. It holds the partitions that had a closed
-            record since the last call. It is empty if the level is infinite, because no decision depends on the
-            evidence then, so it need not be stored.
+            A notice for each alarm. And by partition the evidence of drift, for the partitions that had a closed record
+            since the last call. The mapping is empty if the level is infinite: no alarm is possible then, so the
+            evidence need not be stored.
         """
         changed, self._changed_partitions = self._changed_partitions, set()
         states: dict[int, DriftState] = {}
@@ -383,7 +402,7 @@ class DriftMonitor:
         return None if evidence is None else evidence.to_state()
 
     def import_state(self, partition: int, state: DriftState | None) -> None:
-        """Continue the test of a partition with evidence from a snapshot of the previous run.
+        """Continue the drift test of a partition with the evidence from a snapshot of the previous run.
 
         Evidence about another model, or about a calibration with other groups or numbers of bins, is ignored; the test
         then starts anew.
@@ -443,16 +462,20 @@ def average_neg_log_p_by_feature(model: DEformer, records: Collection[RecordRead
 
     Args:
         model: The network that computes the p-values.
-        records: For each record its feature codes and its values in raw units, in order of arrival.
+        records: For each record two arrays in order of arrival: feature codes (indexes in the schema), and values in
+            raw units or label codes.
     """
     if not records:
         return {}
-    codes = np.full((len(records), max(len(record_codes) for record_codes, _ in records)), -1, np.int64)
+    # (R, L) for R records with at most L readings; the code −1 is padding at the end of a row.
+    max_readings = max(len(record_codes) for record_codes, _ in records)
+    codes = np.full((len(records), max_readings), -1, np.int64)
     values = np.zeros(codes.shape)
     for row, (record_codes, record_values) in enumerate(records):
         codes[row, : len(record_codes)] = record_codes
         values[row, : len(record_values)] = record_values
-    scores = score_records(model, codes, model.schema.normalise(np.maximum(codes, 0), values))
+    normalised_values = model.schema.normalise(np.maximum(codes, 0), values)  # padding needs a valid code
+    scores = score_records(model, codes, normalised_values)
     return scores.average_neg_log_p_by_feature(model.schema.names)
 
 

@@ -18,19 +18,19 @@ class DriftState:
     every snapshot of the partition, so that a new run continues with it.
 
     The evidence is the wealth of a fictitious gambler who bets that new records are more anomalous than the calibration
-    records. It is 1 at the start, and it grows only if they are. A part of it is reserved for later bets, so that a
-    late change is detected too; the rest has been staked.
+    records. It is 1 at the start, and grows if they are. Before each record, the gambler stakes a part of the initial
+    wealth with several betting strategies, and reserves the rest for drift that begins later.
 
     Attributes:
-        model: Fingerprint (hash) of the model whose calibration is tested.
+        model: Fingerprint (hash) of the model with whose calibration the records are compared.
         num_records: Number of the partition's records in the evidence so far.
-        wealth_by_bet: The staked wealth of each betting strategy, 0 at the start, in the order of
-            `drift.BET_EXPONENTS`.
+        wealth_by_bet: For each betting strategy, in the order of `drift.BET_EXPONENTS`, its present wealth from the
+            parts that were staked so far; 0 before the first record.
         is_alarmed: Whether an alarm was raised and the gambler's wealth has not fallen below 1 since. Meanwhile no
             further alarm is raised.
-        bin_counts_by_group: Key: the calibration group (records with a calibration of their own, such as those of one
-            device). Value: how many records so far had a rank in each bin of ranks, the most anomalous bin first.
-            Group "" counts the records that are compared with the calibration records of all groups.
+        bin_counts_by_group: By calibration group (records with a calibration of their own, such as those of one
+            device), how many records so far had a rank in each bin of ranks, the most anomalous bin first. The group ""
+            is for records that are compared with the calibration records of all groups.
     """
 
     model: str
@@ -62,10 +62,10 @@ class FeatureShift:
 class DriftNotice:
     """A notice to the user that the records of a partition no longer resemble the calibration records.
 
-    It is made when the evidence of drift (a number that is 1 at the start) reaches the level that the user has set.
+    It is sent when the evidence of drift (a number that is 1 at the start) reaches the level that the user has set.
 
     Attributes:
-        id: Identifier, which depends only on the model, the partition and the record. A notice that is made again
+        id: Identifier, which depends only on the model, the partition and the record. A notice that is sent again
             after a restart therefore has the same id.
         record: Id of the closed record with which the evidence reached the level.
         partition: Number of the partition.

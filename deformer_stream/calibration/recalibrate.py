@@ -34,7 +34,7 @@ MAX_LISTED_GROUPS = 8
 
 @dataclass(frozen=True, slots=True)
 class CalibrationStatistics:
-    """The scores of N new normal records, from which a new calibration is made.
+    """The anomaly scores of N new normal records, from which a new calibration is made.
 
     Attributes:
         max_statistics: (N,) the anomaly score of each record, larger is more anomalous. It is the largest one over all
@@ -60,13 +60,13 @@ class Recalibration:
     """A new calibration together with the one that it replaces.
 
     Attributes:
-        old: The calibration before.
-        new: The calibration now.
-        num_records: Number of records from which the new one was made.
-        num_records_by_pooled_group: For each group (such as a device) with too few records for a calibration of its
-            own, the number of its records. They are compared with the records of all groups.
+        old: The calibration that is replaced.
+        new: The calibration that replaces it.
+        num_records: Number of records from which the new calibration was made.
+        num_records_by_pooled_group: The number of records of each group (such as a device) that has too few for a
+            calibration of its own. New records of such a group are compared with the records of all groups.
         min_records: Number of records that a group needs for a calibration of its own.
-        num_ungrouped: Number of records whose id names no group.
+        num_ungrouped: Number of records whose id does not contain the name of a group.
     """
 
     old: Calibration
@@ -77,15 +77,15 @@ class Recalibration:
     num_ungrouped: int
 
     def format_rows(self, alphas: Iterable[float]) -> list[tuple[str, str, str, str]]:
-        """Return the rows of a table that compares the two calibrations, without a header.
+        """Return the rows of a table that compares the old and the new calibration, without a header.
 
         Args:
-            alphas: False-alarm rates to show, in addition to the default ones.
+            alphas: False-alarm rates to show, in addition to `DEFAULT_ALPHAS`.
 
         Returns:
-            For each alpha, largest first: the alpha, the anomaly score above which an alert is raised at it, before and
-            now, and in words whether alerts at it are possible now. The last row shows the smallest possible p-value
-            before and now.
+            One row of four texts for each alpha, the largest alpha first: the alpha; the anomaly score above which an
+            alert is raised at it with the old calibration; the same with the new one; and whether alerts at it are
+            possible with the new one. The last row shows the smallest possible p-value with the old and the new one.
         """
         rows = [
             (
@@ -99,10 +99,11 @@ class Recalibration:
         return [*rows, ("smallest p", f"{self.old.min_p_value:.2g}", f"{self.new.min_p_value:.2g}", "")]
 
     def describe_groups(self) -> list[str]:
-        """Return sentences, without full stops, that say which groups have a calibration of their own.
+        """Return sentences, without full stops, that say which groups of records have a calibration of their own.
 
         The list is empty if records are not grouped.
         """
+        # Pooled groups have too few records; they use the calibration of the records of all groups.
         groups, pooled = self.new.calibration_by_group, self.num_records_by_pooled_group
         if not groups and not pooled:
             return []
@@ -134,22 +135,23 @@ def recalibrate(
         statistics: The scores of the new records.
         alphas: False-alarm rates that the user wants. A group gets a calibration of its own if it has enough records
             for alerts at all of them.
-        group_by: The text that separates the group from the rest of a record id, or `DEVICE_GROUP` for the devices of
-            windows. None for no groups.
-        trim: Share of the records with the largest scores that are left out, because they may be anomalies.
+        group_by: The text that separates the name of the group from the rest of a record id, or `DEVICE_GROUP` if
+            records are windows of a device's readings and each device is a group. None for no groups.
+        trim: The share of records to leave out, from 0 to 1. Those with the largest scores are left out, because they
+            may be anomalies.
         seed: Seed of the random choice if there are more than `MAX_CALIBRATION_RECORDS` records.
 
     Returns:
         The new calibration and the old one, with the numbers of records that a report shows.
 
     Raises:
-        InputError: There is no record, or no record whose id names a group.
+        InputError: There is no record, or no record id contains the name of a group although `group_by` is given.
     """
     scores = statistics.max_statistics
     if not len(scores):
         raise InputError(
-            "there is no record to calibrate on, because the input has no reading of a feature of the model: "
-            "check that its feature names are those of the model"
+            "there is no record to calibrate with, because the input has no reading of a feature of the model: "
+            "check that the input uses the feature names of the model"
         )
     generator = np.random.default_rng([seed, 0xCA1B])  # other numbers than other users of the same seed draw
     pooled = Calibration.from_statistics(
@@ -167,9 +169,9 @@ def recalibrate(
     num_ungrouped = len(indexes_by_group.pop("", []))
     if not indexes_by_group:
         raise InputError(
-            f"--group-by {group_by}: no record id has a group before the separator {separator!r}, like pump-7 in "
-            f"'pump-7{separator}…' (the first id is {statistics.record_ids[0][:40]!r}); change the ids, or choose them "
-            "with --record-column or --window"
+            f"the records cannot be grouped by --group-by {group_by}, because no record id has the form "
+            f"GROUP{separator}REST (the first id is {statistics.record_ids[0][:40]!r}): change the ids in the input, "
+            "or choose them with --record-column or --window"
         )
     statistics_by_group = {
         name: trim_largest(_choose_records(scores[indexes], generator), trim)
@@ -185,14 +187,14 @@ def recalibrate(
 
 
 def _choose_records(scores: NDArray[np.float64], generator: np.random.Generator) -> NDArray[np.float64]:
-    """Limit the number of calibration records: return all scores, or a random choice if there are too many.
+    """Return the scores of at most `MAX_CALIBRATION_RECORDS` records, a random choice if there are more.
 
     Args:
         scores: (N,) the anomaly scores of N records.
         generator: Source of random numbers.
 
     Returns:
-        The N scores, or `MAX_CALIBRATION_RECORDS` of them.
+        All N scores in the given order, or the chosen ones in random order.
     """
     if len(scores) <= MAX_CALIBRATION_RECORDS:
         return scores
@@ -209,9 +211,9 @@ def _format_threshold(calibration: Calibration, alpha: float) -> str:
 
 
 def _format_counts(num_records_by_group: Mapping[str, int]) -> str:
-    """Return groups with their numbers of records as text, like `pump-1 (120), pump-2 (80), …`.
+    """Return the names of groups with their numbers of records as text, like `pump-1 (120), pump-2 (80), …`.
 
-    Only the first `MAX_LISTED_GROUPS` groups by name are listed.
+    Only the first `MAX_LISTED_GROUPS` groups in alphabetical order are listed, then `…`.
     """
     first = sorted(num_records_by_group.items())[:MAX_LISTED_GROUPS]
     text = ", ".join(f"{name[:40]} ({count})" for name, count in first)

@@ -36,7 +36,7 @@ class RecordScores:
     num_readings: NDArray[np.int64]
 
     def __add__(self, other: RecordScores) -> RecordScores:
-        """Return the scores of these records followed by other records of the same model."""
+        """Return the scores of these records followed by those of `other`, and the sums over the readings of both."""
         return RecordScores(
             np.concatenate([self.statistics, other.statistics]),
             self.neg_log_p_sums + other.neg_log_p_sums,
@@ -60,23 +60,24 @@ class RecordScores:
 
 
 def score_records(model: DEformer, features: NDArray[np.int64], values: Floats, batch_size: int = 256) -> RecordScores:
-    """Score N complete records with at most L readings each.
+    """Return the anomaly scores of N complete records, and how improbable the readings of each feature are.
 
     Args:
         model: The network, in evaluation mode.
-        features: (N, L) feature codes (indexes in the model's schema) in order of arrival, −1 as padding at the end.
+        features: (N, L) feature codes (indexes in the model's schema) of at most L readings per record in order of
+            arrival, −1 as padding at the end.
         values: (N, L) values in normalised units or label codes; those of padding are ignored.
         batch_size: Number of records in one forward pass.
 
     Returns:
-        The scores of the records in the given order, and the sums over the readings of each feature.
+        The scores of the records in the given order, and for each feature the sum of −ln p-value over its readings.
     """
     num_features = len(model.schema)
     total = RecordScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
     batches = _iterate_score_terms(model, features, values, batch_size)
     for batch_index, (log_p, _, is_scored) in enumerate(batches):
         start = batch_index * batch_size
-        scored_codes = features[start : start + batch_size][is_scored]
+        scored_codes = features[start : start + batch_size][is_scored]  # flat: one code per scored reading
         _, state = advance_prefix_state(PrefixState.initial(len(is_scored)), log_p, is_scored)
         neg_log_p_sums = np.bincount(scored_codes, -log_p[is_scored], num_features).astype(np.float64)
         num_readings = np.bincount(scored_codes, minlength=num_features)
@@ -106,7 +107,7 @@ def compute_centered_nll(model: DEformer, features: NDArray[np.int64], values: F
 
     The centered NLL of a reading is its negative log-likelihood −ln p(v) minus the entropy of its conditional
     distribution. Its mean is therefore 0 under a correct model. The centered NLL of a record is the sum over its
-    readings, except those of context features, which are not scored.
+    readings, except those of context features, which only condition the others and are not scored.
 
     Args:
         model: The network, in evaluation mode.
@@ -125,7 +126,7 @@ def compute_centered_nll(model: DEformer, features: NDArray[np.int64], values: F
 def _iterate_score_terms(
     model: DEformer, features: NDArray[np.int64], values: Floats, batch_size: int
 ) -> Iterator[tuple[Floats, Floats, NDArray[np.bool_]]]:
-    """Score N complete records and yield the scores of their readings, one batch of records after the other.
+    """Score N complete records and yield the scores of their readings, batch by batch.
 
     Args:
         model: The network, in evaluation mode.
@@ -135,11 +136,12 @@ def _iterate_score_terms(
         batch_size: Number of records in one batch.
 
     Yields:
-        For each batch of B records three arrays of shape (B, L):
-        the natural logarithms of the highest-density p-values (probabilities of a value that is at most as likely as
-        the observed one);
-        the centered NLLs (negative log-likelihoods minus the entropies of the conditional distributions), in nats;
-        whether the reading is scored: false for context features and padding, whose other entries are meaningless.
+        For each batch of B records three arrays of shape (B, L), with an entry for each reading:
+        the natural logarithm of its highest-density p-value (probability of a value that is at most as likely as the
+        observed one);
+        its centered NLL (negative log-likelihood minus the entropy of the conditional distribution), in nats;
+        whether it is scored. Padding and context features (which only condition the others) are not scored; their
+        entries in the other two arrays are meaningless.
     """
     for start in range(0, len(features), batch_size):
         batch_codes = np.ascontiguousarray(features[start : start + batch_size])
