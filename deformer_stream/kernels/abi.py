@@ -80,8 +80,8 @@ def address_of(value: Any, kind: Kind, name: str) -> int | None:
     """Return the address of an array's first element for compiled code, after checking that the code can read it.
 
     Args:
-        value: A NumPy array, a tensor, or None for a null pointer.
-        kind: The dtype that compiled code expects, or "factors" (packed weights in float32 or bfloat16).
+        value: A NumPy array or a tensor. None stands for no array, and None is returned for it (a null pointer in C).
+        kind: The dtype that compiled code expects, or "factors" for a tensor of packed weights (float32 or bfloat16).
         name: The structure and field that the array is for, such as `Batch.values`, for the error message.
 
     Raises:
@@ -91,21 +91,30 @@ def address_of(value: Any, kind: Kind, name: str) -> int | None:
         return None
     if isinstance(value, np.ndarray):
         if value.dtype != kind:
-            raise TypeError(f"{name} has dtype {value.dtype}, the compiled kernels need {kind}: convert the array")
+            raise TypeError(f"{name} has dtype {value.dtype}, but the compiled kernels need {kind}: convert the array")
         if not value.flags.c_contiguous:
-            raise TypeError(f"{name} is not contiguous: pass numpy.ascontiguousarray of it to the compiled kernels")
+            raise TypeError(
+                f"the array {name} is not contiguous, but the compiled kernels need contiguous memory: convert it with "
+                f"numpy.ascontiguousarray"
+            )
         return _address_of_array(value)
     if not isinstance(value, Tensor):
         raise TypeError(
-            f"{name} is a {type(value).__name__}, the compiled kernels need an array or a tensor: convert it with "
+            f"{name} is a {type(value).__name__}, but the compiled kernels need an array or a tensor: convert it with "
             f"numpy.asarray"
         )
     if value.dtype not in _TORCH_DTYPES.get(kind, ()):
-        raise TypeError(f"{name} has dtype {value.dtype}, the compiled kernels need {kind}: convert the tensor")
+        raise TypeError(f"{name} has dtype {value.dtype}, but the compiled kernels need {kind}: convert the tensor")
     if not value.is_contiguous():
-        raise TypeError(f"{name} is not contiguous: pass its contiguous() to the compiled kernels")
+        raise TypeError(
+            f"the tensor {name} is not contiguous, but the compiled kernels need contiguous memory: convert it with "
+            f"Tensor.contiguous"
+        )
     if not value.is_cpu:
-        raise TypeError(f"{name} is on {value.device}, the compiled kernels need it in CPU memory: pass its cpu()")
+        raise TypeError(
+            f"the tensor {name} is on the device {value.device}, but the compiled kernels need it in CPU memory: "
+            f"copy it with Tensor.cpu"
+        )
     return int(value.data_ptr())
 
 
@@ -126,16 +135,18 @@ number), and the name of structure and field for error messages."""
 
 
 class KernelStruct(ctypes.Structure):
-    """The base class of the structures that are passed to compiled code, each of which csrc/abi.h declares in C, too.
+    """A structure that is passed to compiled code; base class of all of them. csrc/abi.h declares each one in C, too.
 
-    The constructor takes the value of every field by keyword. It keeps all values alive as long as the structure:
+    The constructor takes the value of every field by keyword. It keeps these values alive as long as the structure,
+    because C stores only their addresses. The kind of a field determines which value it takes:
 
-    - A field with a dtype or "factors" as kind takes an array or tensor of that dtype, and stores its address.
-    - An `ADDRESS` field takes another structure, an address as a number, or None for a null pointer.
-    - An `INTEGER` or `REAL` field takes a number.
+    - A NumPy dtype: an array or a CPU tensor of this dtype, or None for a null pointer. C receives the address.
+    - "factors": the same, for packed weights in float32 or bfloat16.
+    - `ADDRESS`: another structure, an address as a number, or None for a null pointer.
+    - `INTEGER` or `REAL`: a number (int64 or double in C).
 
     Attributes:
-        kinds: The kind of each field by its name, in the order of the fields in C.
+        kinds: The kind of each field by its name, in the order of the fields in C. Every subclass defines it.
 
     Raises:
         TypeError: A field is missing or unknown, or compiled code cannot read an array (see `address_of`).
@@ -155,14 +166,20 @@ class KernelStruct(ctypes.Structure):
                 values[name] if convert is None else convert(values[name], kind, label)
                 for name, kind, convert, label in self._conversions
             ]
-        except KeyError:  # a field is missing
-            fields = []
-        # No field is missing here, so equal numbers mean that no name is unknown either.
-        if len(fields) != len(values):
-            wrong = ", ".join(sorted(values.keys() ^ self.kinds.keys()))
-            raise TypeError(f"{type(self).__name__} needs exactly its own fields; missing or unknown: {wrong}")
+        except KeyError as error:  # a field has no value
+            raise self._error_of_names(values) from error
+        # Every field has a value here, so further values have names that are no fields.
+        if len(values) > len(fields):
+            raise self._error_of_names(values)
         super().__init__(*fields)
-        self.referenced = values
+        self.referenced = values  # so that the arrays whose addresses are stored are not freed
+
+    def _error_of_names(self, values: dict[str, Any]) -> TypeError:
+        """Return an error that lists the fields without a value, and the values whose names are no fields."""
+        names = ", ".join(sorted(values.keys() ^ self.kinds.keys()))
+        return TypeError(
+            f"the structure {type(self).__name__} needs one value for each of its fields; missing or unknown: {names}"
+        )
 
 
 def _converter_of(kind: Kind) -> _Converter | None:
@@ -173,7 +190,10 @@ def _converter_of(kind: Kind) -> _Converter | None:
 
 
 def _address_of_object(value: Any, _kind: Kind, _name: str) -> int | None:
-    """Return the address of a structure, array or counter of ctypes; return an address or None as it is."""
+    """Return the address of a ctypes object: a structure, an array of structures, or an integer that threads share.
+
+    A value that already is an address, or None for a null pointer, is returned unchanged.
+    """
     if isinstance(value, _C_OBJECTS):
         return ctypes.addressof(value)
     address: int | None = value
@@ -181,23 +201,31 @@ def _address_of_object(value: Any, _kind: Kind, _name: str) -> int | None:
 
 
 def pack_array(struct_type: type[KernelStruct], structs: Sequence[KernelStruct]) -> Any:
-    """Return a C array with copies of structures, which keeps alive the arrays to which the structures point."""
+    """Return a C array with copies of the given structures.
+
+    The array keeps the originals alive, and thus the NumPy arrays and tensors to which the structures point.
+    """
     array: Any = (struct_type * len(structs))(*structs)
     array.referenced = list(structs)
     return array
 
 
 def _c_fields(kinds: dict[str, Kind]) -> list[tuple[str, Any]]:
-    """Return the `_fields_` of a ctypes structure: each field's name and C type (`c_void_p` for all addresses).
+    """Return the `_fields_` of a ctypes structure: pairs of a field's name and its C type.
 
     Args:
-        kinds: The kind of each field by its name.
+        kinds: By the name of each field, `INTEGER` (int64 in C), `REAL` (double), or any other kind, which is stored
+            as an address (`c_void_p`).
     """
     return [(name, _C_TYPES.get(kind, ctypes.c_void_p)) for name, kind in kinds.items()]
 
 
 class Layer(KernelStruct):
-    """The weights of one Transformer layer, packed for the kernels: normalisation, attention and feed-forward part."""
+    """The weights of one Transformer layer: normalisation, attention and feed-forward part.
+
+    The four weight matrices (`qkv`, `out`, `up`, `down`) are stored in the order in which the kernels read them.
+    csrc/abi.h states the shape of each field.
+    """
 
     kinds: ClassVar[dict[str, Kind]] = {
         **dict.fromkeys(("norm1_weight", "norm1_bias", "norm2_weight", "norm2_bias"), _FLOAT32),
@@ -208,7 +236,10 @@ class Layer(KernelStruct):
 
 
 class LinearMap(KernelStruct):
-    """The float32 weights of a linear map, whose outputs are padded with zero weights to a multiple of `COLUMNS`."""
+    """The float32 weights of a linear map, stored in blocks of 32 outputs for compiled code.
+
+    Outputs with zero weights are added up to a multiple of 32. csrc/abi.h states the shape of each field.
+    """
 
     kinds: ClassVar[dict[str, Kind]] = {
         "inputs": INTEGER,
@@ -220,7 +251,10 @@ class LinearMap(KernelStruct):
 
 
 class TokenEncoder(KernelStruct):
-    """The weights that compute the input tokens of the Transformer from the feature codes and values of readings."""
+    """The weights that compute the Transformer's input tokens from feature codes (indexes) and values of readings.
+
+    csrc/abi.h states shape and meaning of each field.
+    """
 
     kinds: ClassVar[dict[str, Kind]] = {
         "width": INTEGER,
@@ -235,7 +269,11 @@ class TokenEncoder(KernelStruct):
 
 
 class Prior(KernelStruct):
-    """The parameters of the Gaussian prior (a mixture whose exact conditionals are given to the network)."""
+    """The parameters of the Gaussian prior for compiled code.
+
+    The prior is a mixture of Gaussians that is fitted before training. Its exact conditionals are inputs of the
+    network. csrc/abi.h states shape and meaning of each field.
+    """
 
     kinds: ClassVar[dict[str, Kind]] = {
         **dict.fromkeys(("num_components", "padded_components", "num_features"), INTEGER),
@@ -246,7 +284,10 @@ class Prior(KernelStruct):
 
 
 class Head(KernelStruct):
-    """The weights that compute conditionals (distributions of the next value) from the Transformer's outputs."""
+    """The weights of the output head, which computes the distribution of the next value from the Transformer's output.
+
+    csrc/abi.h states shape and meaning of each field.
+    """
 
     kinds: ClassVar[dict[str, Kind]] = {
         **dict.fromkeys(("num_components", "num_prior_components", "num_labels"), INTEGER),
@@ -259,7 +300,10 @@ class Head(KernelStruct):
 
 
 class Network(KernelStruct):
-    """A complete model: its dimensions, and the addresses of the structures with its weights."""
+    """A complete model for compiled code: its dimensions, and the addresses of the structures with its weights.
+
+    csrc/abi.h states the meaning of each field.
+    """
 
     kinds: ClassVar[dict[str, Kind]] = {
         **dict.fromkeys(("d", "num_heads", "feedforward", "num_layers"), INTEGER),
@@ -270,7 +314,11 @@ class Network(KernelStruct):
 
 
 class Batch(KernelStruct):
-    """The arguments of the C function `score_batch`: new readings of several records, their KV cache, and outputs."""
+    """The arguments of the C function `score_batch`, which runs the network over new readings of several records.
+
+    They are the model, the readings, the KV cache of the records, and the arrays for the results. csrc/abi.h states
+    shape and meaning of each field.
+    """
 
     kinds: ClassVar[dict[str, Kind]] = {
         "network": ADDRESS,
@@ -290,7 +338,7 @@ class Batch(KernelStruct):
 class SurprisalTask(KernelStruct):
     """The arguments of the C function `compute_surprisals`: mixtures of Gaussians, one value for each, and the outputs.
 
-    A surprisal is the negative log-density of a value.
+    The surprisal of a value is its negative log-density. csrc/abi.h states shape and meaning of each field.
     """
 
     kinds: ClassVar[dict[str, Kind]] = {
@@ -304,7 +352,10 @@ class SurprisalTask(KernelStruct):
 
 
 class QuantileTask(KernelStruct):
-    """The arguments of the C function `compute_quantiles`: mixtures of Gaussians, probabilities, and the output."""
+    """The arguments of the C function `compute_quantiles`: mixtures of Gaussians, probabilities, and the output.
+
+    The probabilities (`levels`) are the same for all mixtures. csrc/abi.h states shape and meaning of each field.
+    """
 
     kinds: ClassVar[dict[str, Kind]] = {
         **dict.fromkeys(("log_weights", "means", "scales", "levels", "quantiles"), _FLOAT32),
@@ -315,7 +366,11 @@ class QuantileTask(KernelStruct):
 
 
 class AdvanceTask(KernelStruct):
-    """The arguments of the C function `advance_statistics`: new scores, and the records' running statistics."""
+    """The arguments of the C function `advance_statistics`, which adds the scores of new readings to their records.
+
+    It updates the running statistics of each record, such as its anomaly score so far. csrc/abi.h states shape and
+    meaning of each field.
+    """
 
     kinds: ClassVar[dict[str, Kind]] = {
         "record_index": _INT64,
@@ -332,7 +387,14 @@ class AdvanceTask(KernelStruct):
 
 
 class ThreadTeam(KernelStruct):
-    """A C function that several threads execute at once, with its argument and a count of the calls still allowed."""
+    """A C function that several threads execute at once, and its argument.
+
+    Attributes:
+        function: The address of the function.
+        task: The address of its argument, which all threads share.
+        calls_left: How many threads may still call the function. Further threads would find no work.
+        failed: Set to 1 by C if the function could not allocate memory in one of the threads, else 0.
+    """
 
     kinds: ClassVar[dict[str, Kind]] = {
         "function": ADDRESS,
@@ -352,15 +414,16 @@ RUNNING_STATE_BYTES = 56
 
 
 def find_differences(library: ctypes.CDLL) -> list[str]:
-    """Compare a loaded library with this module: ABI version, sizes of all structures, and shared constants.
+    """Compare what a compiled library and this module declare: ABI version, sizes of structures, shared constants.
 
     Returns:
-        One sentence for each difference; the library must not be used unless the list is empty.
+        One sentence for each difference. The library must not be used unless the list is empty.
     """
     try:
         version, struct_size, constant_value = library.abi_version, library.struct_size, library.constant_value
     except AttributeError as error:
         return [f"the library does not export the functions that describe it: {error}"]
+    # ctypes does not know the types of C functions, and would return all results as 32-bit integers.
     version.restype = struct_size.restype = ctypes.c_int64
     struct_size.argtypes = constant_value.argtypes = [ctypes.c_char_p]
     constant_value.restype = ctypes.c_double
@@ -374,17 +437,19 @@ def find_differences(library: ctypes.CDLL) -> list[str]:
         if library_size != size:
             differences.append(f"structure {name} has {library_size} bytes in the library, but {size} in Python")
     for name, value in CONSTANTS.items():
-        library_value = constant_value(name.encode())  # NaN, which differs from every number, if it has no such name
+        library_value = constant_value(name.encode())
+        # The library returns NaN for a name that it does not have, and NaN differs from every number.
         if library_value != value:
             differences.append(f"constant {name} is {library_value} in the library, but {value} in Python")
     return differences
 
 
 def running_address(running: NDArray[np.void]) -> int:
-    """Return the address of an array of records' running statistics, (records,), for compiled code to update.
+    """Return the address of the array with all records' running statistics, which compiled code will update.
 
     Args:
-        running: An array of the engine's `RUNNING_DTYPE`, whose memory layout is that of the C structure RunningState.
+        running: (records,) one entry per record, such as its anomaly score so far. The dtype is the engine's
+            `RUNNING_DTYPE`, whose fields have the order and types of the C structure RunningState.
 
     Raises:
         TypeError: The array is not contiguous, or its entries do not have the size of RunningState.
@@ -392,12 +457,12 @@ def running_address(running: NDArray[np.void]) -> int:
     num_bytes = running.dtype.itemsize
     if num_bytes != RUNNING_STATE_BYTES:
         raise TypeError(
-            f"running has {num_bytes} bytes per record, the compiled kernels need {RUNNING_STATE_BYTES}: pass an array "
-            f"of the dtype RUNNING_DTYPE"
+            f"the array `running` has {num_bytes} bytes per record, but the compiled kernels need "
+            f"{RUNNING_STATE_BYTES}: pass an array of the dtype RUNNING_DTYPE"
         )
     if not running.flags.c_contiguous:
         raise TypeError(
-            "running is not contiguous: the compiled kernels would update the statistics of wrong records; pass the "
-            "complete array of running statistics instead of a slice with steps"
+            "the array `running` is not contiguous, so the compiled kernels would update the statistics of wrong "
+            "records: pass the complete array of running statistics instead of a slice with steps"
         )
     return _address_of_array(running)

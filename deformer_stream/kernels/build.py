@@ -42,14 +42,16 @@ SLOW_SCORING = "scoring runs without compiled code, several times slower"
 
 
 @cache
-def load_kernels(low_precision: bool) -> ctypes.CDLL | None:
-    """Return the library of the scoring kernels, and compile it if it is not in the cache.
+def load_kernels(low_precision: bool, /) -> ctypes.CDLL | None:
+    """Return the library of the scoring kernels, and compile it if it is not in the cache directory.
 
     Args:
-        low_precision: Whether the kernels round the factors of matrix products in the layers to bfloat16.
+        low_precision: Whether the Transformer's layers round the factors of matrix products to bfloat16. It is
+            positional-only, because `functools.cache` would store a second result for a keyword argument.
 
     Returns:
-        The library; None if it cannot be compiled or loaded, or does not match the Python code. The reason is logged.
+        The library; None if it cannot be compiled or loaded, or does not match the Python code. The reason is logged,
+        and readings are then scored by PyTorch, more slowly.
     """
     flags = [BFLOAT16_FLAG] if low_precision else []
     if low_precision and not has_fast_bfloat16_dot():
@@ -57,6 +59,7 @@ def load_kernels(low_precision: bool) -> ctypes.CDLL | None:
     library = build_library(SOURCES, SLOW_SCORING, *flags)
     if library is None:
         return None
+    # A library whose structures have another layout than those of Python would read wrong memory.
     differences = find_differences(library)
     if differences:
         log.get_logger("kernels").error("kernels_refused", consequence=SLOW_SCORING, reason="; ".join(differences))
@@ -76,7 +79,7 @@ def has_fast_bfloat16_dot() -> bool:
 
 
 def build_library(sources: Path, consequence: str, *flags: str) -> ctypes.CDLL | None:
-    """Return a library of all C files of a folder, and compile it if it is not in the cache.
+    """Return a library of all C files of a folder, and compile it if it is not in the cache directory.
 
     Args:
         sources: The folder with the C files.
@@ -89,6 +92,7 @@ def build_library(sources: Path, consequence: str, *flags: str) -> ctypes.CDLL |
     logger = log.get_logger("kernels")
     compiler = find_compiler()
     if compiler is None:
+        # A machine without a compiler is a normal installation, so this is logged as information.
         reason = "there is no C compiler: install one as `cc`, or set the environment variable CC to its command"
         logger.info("compiled_code_unavailable", consequence=consequence, reason=reason)
         return None
@@ -125,6 +129,7 @@ def _load_or_build(compiler: Sequence[str], flags: Sequence[str], sources: Path,
         subprocess.SubprocessError: The compiler failed.
     """
     digest = _digest_of_inputs(compiler, flags, sources)
+    # The name of a library ends with a digest of its content, which is not known before it is compiled.
     for path in sorted(directory.glob(f"{digest}-*.so")):
         try:
             _check_cached(path, digest)
@@ -142,14 +147,15 @@ def _check_cached(path: Path, digest: str) -> None:
 
     Args:
         path: The file of the library.
-        digest: The digest of its inputs, with which its name begins.
+        digest: The digest of the sources, compiler, flags and processor, with which the file name begins. The name
+            ends with the digest of the file's content.
 
     Raises:
         PermissionError: Another user owns the file or can write to it.
         OSError: The file cannot be read, or its content does not match the digest in its name.
     """
     if not _is_private(path):
-        raise PermissionError(f"another user owns {path} or can write to it, so the library is compiled again")
+        raise PermissionError(f"another user owns the library {path} or can write to it, so it is compiled again")
     if path.stem != f"{digest}-{_digest_of_content(path)}":
         raise OSError(
             f"the library {path} is damaged: its content does not match the digest in its name; it is compiled again, "
@@ -257,19 +263,20 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], sources: Path, direc
         flags: The flags of the compiler.
         sources: The folder with the C files.
         directory: The cache directory.
-        digest: The digest of the inputs, with which the file name begins.
+        digest: The digest of the sources, compiler, flags and processor, with which the file name begins. The name
+            ends with the digest of the file's content.
 
     Raises:
         OSError: The compiler cannot be started, or the directory cannot be written.
         subprocess.SubprocessError: The compiler failed.
     """
     handle, temporary_name = tempfile.mkstemp(suffix=".tmp", dir=directory)
-    os.close(handle)
+    os.close(handle)  # the compiler opens the file by its name
     temporary = Path(temporary_name)
     try:
         c_files = [str(source) for source in sorted(sources.glob("*.c"))]
         _run([*compiler, *flags, "-o", temporary_name, *c_files, "-lm"])
-        temporary.chmod(stat.S_IRWXU)
+        temporary.chmod(stat.S_IRWXU)  # only this user can change the library
         _sync_to_disk(temporary)
         path = directory / f"{digest}-{_digest_of_content(temporary)}.so"
         temporary.replace(path)

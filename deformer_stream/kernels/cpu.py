@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from deformer_stream import log
 from deformer_stream.kernels import abi, build
 from deformer_stream.kernels.abi import COLUMNS, MAX_HEADS, PRIOR_LANES
-from deformer_stream.kernels.kv_cache import CpuKVCache
+from deformer_stream.kernels.kv_cache import CpuKVCache, round_up
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.distributions import Conditional, Surprisal
 from deformer_stream.model.gaussian_prior import GaussianPrior, PriorConditional
@@ -51,29 +51,32 @@ def is_supported(model: DEformer) -> bool:
     layers whose widths fill whole vectors of the processor.
     """
     config = model.config
+    # A vector has 16 floats. Attention computes four vectors of its output together, and each head has whole vectors.
     has_whole_vectors = config.d_model % 64 == 0 and config.d_model // config.heads % 16 == 0
-    has_whole_tiles = config.feedforward % COLUMNS == 0 and config.heads <= MAX_HEADS
+    # Matrix products compute tiles (parts of the result) of 32 columns.
+    has_whole_tiles = config.feedforward % COLUMNS == 0
     is_float32_on_cpu = model.device.type == "cpu" and model.dtype == torch.float32
-    return has_whole_vectors and has_whole_tiles and config.tokens == "pair" and is_float32_on_cpu
+    has_token_pairs = config.tokens == "pair"
+    return is_float32_on_cpu and has_token_pairs and has_whole_vectors and has_whole_tiles and config.heads <= MAX_HEADS
 
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """New readings of R records, concatenated in the order of the records; M readings in total.
+    """New readings of R records, record after record without padding; M readings in total.
 
     Attributes:
         features: (M,) feature codes (indexes in the schema).
         values: (M,) values in normalised units; label codes for discrete features.
         offsets: (R + 1,) the index of each record's first reading among the M readings; the last entry is M.
         num_cached: (R,) the number of each record's readings that are in the KV cache before the call.
-        page_table: (R, columns) the rows of the cache's page table that belong to the records.
-        depths: (M,) the depth of each new reading. A reading of depth k sees the first k readings of its record in the
-            cache, including those that this call has written. It is then written to the cache as reading number k (from
-            0), over an earlier one. Several orders of readings can thus be scored as one record: orders that begin
-            alike share nodes of a tree, and the nodes are listed depth first. With None, a reading sees all readings
-            of its record before it.
+        page_table: (R, columns) for each record the numbers of its pages (fixed-size blocks of the KV cache).
+        depths: None if each reading is conditional on all earlier readings of its record. Otherwise the readings of a
+            record are the nodes of a tree: each path from a root is one order of readings, and orders that begin alike
+            share nodes. Then depths is (M,), the number k of ancestors of each node, which is conditional on them
+            alone. Nodes are listed depth first, so that the first k cached readings are the ancestors when a node is
+            computed. The node is then written to the cache after them, over nodes of earlier paths.
         num_prefill_only: (R,) how many of each record's first new readings are only written to the cache and not
-            scored, because they were scored before. With None, all new readings are scored.
+            scored, because they were scored before. None if all new readings are scored.
     """
 
     features: Ints
@@ -92,14 +95,18 @@ class RaggedBatch:
         """
         if self.num_prefill_only is None:
             return self.offsets
-        num_unscored_before = np.append(0, np.cumsum(self.num_prefill_only))
+        num_unscored_before = np.append(0, np.cumsum(self.num_prefill_only))  # in all records before each record
         offsets: Ints = self.offsets - num_unscored_before
         return offsets
 
     def query_mask(self) -> Bools | slice:
-        """Return an index that selects the scored readings among the new ones: a mask, (M,), or a slice of all."""
+        """Return an index that selects the scored readings among the M new ones.
+
+        It is a mask, (M,), true for scored readings, or `slice(None)` if all are scored.
+        """
         if self.num_prefill_only is None:
             return slice(None)
+        # The first `num_prefill_only` new readings of each record are not scored.
         num_new = np.diff(self.offsets)
         first_of_record = self.offsets[:-1].repeat(num_new)
         position = np.arange(self.offsets[-1]) - first_of_record  # among the new readings of the record, from 0
@@ -107,13 +114,8 @@ class RaggedBatch:
         return is_scored
 
 
-def round_up(n: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `n`."""
-    return -(-n // multiple) * multiple
-
-
 def pad_with_zeros(t: Tensor, num_rows: int, num_columns: int | None = None) -> Tensor:
-    """Return a vector or matrix with zeros appended.
+    """Return a copy of a vector or matrix with zeros appended, up to a given size.
 
     Args:
         t: A vector or a matrix.
@@ -124,6 +126,7 @@ def pad_with_zeros(t: Tensor, num_rows: int, num_columns: int | None = None) -> 
     if t.dim() == 1:
         return nn.functional.pad(t.detach(), (0, num_added_rows))
     num_added_columns = 0 if num_columns is None else num_columns - t.shape[1]
+    # `pad` expects pairs (before, after), those of the last dimension first.
     return nn.functional.pad(t.detach(), (0, num_added_columns, 0, num_added_rows))
 
 
@@ -142,16 +145,17 @@ class _WeightPacker:
 
     Args:
         model: The model.
-        dot_width: How many factors of a matrix product one instruction multiplies and adds, and which therefore lie
-            side by side: 2 for pairs of bfloat16, else 1.
-        cache: An empty cache of the model, from which the layout of the Gaussian prior's rows in pages is read.
+        dot_width: 2 if the processor multiplies pairs of bfloat16 numbers in one step, so that pairs of weights must
+            be neighbours in memory; else 1.
+        cache: An empty KV cache of the model. It determines at which place of its pages the cached numbers of the
+            Gaussian prior are stored, which compiled code must know.
     """
 
     def __init__(self, model: DEformer, dot_width: int, cache: CpuKVCache) -> None:
         self.model, self.dot_width, self.cache = model, dot_width, cache
 
     def pack(self) -> abi.Network:
-        """Return the structure of the complete model, which keeps all packed weights alive."""
+        """Return the complete model as a structure for compiled code, which keeps all packed weights alive."""
         config = self.model.config
         layers = [self._pack_layer(cast(TransformerLayer, layer)) for layer in self.model.blocks]
         return abi.Network(
@@ -169,7 +173,11 @@ class _WeightPacker:
         )
 
     def _pack_layer(self, layer: TransformerLayer) -> abi.Layer:
-        """Return the weights of a Transformer layer: of two normalisations and four linear maps."""
+        """Return the weights of a Transformer layer as a structure for compiled code.
+
+        They are those of two layer normalisations and of four linear maps: `qkv` (queries, keys and values), `out`
+        (output of attention), `up` and `down` (into and out of the hidden layer of the feed-forward part).
+        """
         norms = {
             f"{name}_{part}": _float32(getattr(getattr(layer, name), part))
             for name in ("norm1", "norm2")
@@ -177,33 +185,35 @@ class _WeightPacker:
         }
         linears = {name: cast(nn.Linear, getattr(layer, name)) for name in ("qkv", "out", "up", "down")}
         biases = {f"{name}_bias": _float32(linear.bias) for name, linear in linears.items()}
-        return abi.Layer(**norms, **biases, **{name: self._pack_factors(linear) for name, linear in linears.items()})
+        weights = {name: self._pack_factors(linear) for name, linear in linears.items()}
+        return abi.Layer(**norms, **biases, **weights)
 
     def _pack_factors(self, linear: nn.Linear) -> Tensor:
-        """Return the weights of a linear map in the order in which the kernels read them.
+        """Return the weights of a linear map in the order in which compiled code reads them.
 
         Returns:
-            (outputs / 32, inputs / dot_width, 32, dot_width), in bfloat16 if `dot_width` is 2, else in float32. So 32
-            outputs, and for each of them `dot_width` inputs, lie side by side.
+            (outputs / 32, inputs / dot_width, 32, dot_width), in bfloat16 if `dot_width` is 2, else in float32. The
+            weights of 32 outputs for one input (for a pair of inputs, if `dot_width` is 2) are neighbours in memory.
         """
         weight = linear.weight.detach()
         if self.model.config.precision == "bfloat16":
-            weight = round_to_bfloat16(weight)
+            weight = round_to_bfloat16(weight)  # stored as float32 if the processor has no products of bfloat16 pairs
         num_outputs, num_inputs = weight.shape
         blocks = weight.view(num_outputs // COLUMNS, COLUMNS, num_inputs // self.dot_width, self.dot_width)
         packed = blocks.transpose(1, 2)
         return packed.to(torch.bfloat16 if self.dot_width == 2 else torch.float32).contiguous()
 
     def _pack_map(self, weight: Tensor, bias: Tensor, num_inputs: int) -> abi.LinearMap:
-        """Return the structure of a linear map, in float32 whatever precision the layers have.
+        """Return a linear map as a structure for compiled code, in float32 even if the model's layers use bfloat16.
 
         Args:
-            weight: (outputs, inputs) the weights. They are padded with zeros to a multiple of 32 outputs.
+            weight: (outputs, inputs) the weights. Zero rows are added up to a multiple of 32 outputs.
             bias: (outputs,) the bias, padded in the same way.
-            num_inputs: The number of inputs of the packed map, at least that of the weight. The rest is zeros.
+            num_inputs: The number of inputs of the packed map. If it exceeds that of `weight`, the additional inputs
+                have zero weights.
         """
         columns = round_up(len(weight), COLUMNS)
-        # (columns / 32, inputs, 32): the weights of 32 outputs for one input lie side by side.
+        # (columns / 32, inputs, 32): the weights of 32 outputs for one input are neighbours in memory.
         packed = pad_with_zeros(weight, columns, num_inputs).view(-1, COLUMNS, num_inputs).transpose(1, 2)
         padded_bias = pad_with_zeros(bias, columns)
         return abi.LinearMap(inputs=num_inputs, columns=columns, weights=_float32(packed), bias=_float32(padded_bias))
@@ -212,24 +222,28 @@ class _WeightPacker:
         """Return the weights that compute query tokens z (which feature is next) and observation tokens u.
 
         An observation token (feature and value of a reading) is the output of several linear maps with ReLU between
-        them. The model multiplies tokens by √d, for tokens of width d. Here this factor is part of the weights.
+        them. A query token is the embedding of its feature, plus a linear map of the prior's conditional. The model
+        multiplies tokens by √d, where d is the width of a token; here this factor is part of the weights.
         """
         model = self.model
         root = math.sqrt(model.config.d_model)  # √d
         linears = cast(Sequence[nn.Linear], model.value_encoder.maps)
         weights = [(linear.weight.detach(), linear.bias.detach()) for linear in linears]
-        weights[-1] = root * weights[-1][0], root * weights[-1][1]
+        last_weight, last_bias = weights[-1]
+        weights[-1] = root * last_weight, root * last_bias
         # The first map is split by `_split_first_map`. The inputs of each later map are the padded outputs of the one
         # before it.
-        width = round_up(len(weights[0][1]), COLUMNS)
+        first_weight, first_bias = weights[0]
+        width = round_up(len(first_bias), COLUMNS)
         maps, num_inputs = [], width
         for weight, bias in weights[1:]:
             maps.append(self._pack_map(weight, bias, num_inputs))
             num_inputs = maps[-1].columns
         with torch.no_grad():
+            # The query token of every feature, without the term of the prior.
             identity, prior_map = model.embed_query_tokens(torch.arange(len(model.schema)), None), None
             if model.guidance is not None:  # the linear map that adds the prior's conditional to a query token
-                # Its bias is added to every query token, so it is made a part of the identities.
+                # Its bias is added to every query token, so it can be added to the embeddings here.
                 identity = identity + root * model.guidance.bias
                 no_bias = torch.zeros_like(model.guidance.bias)
                 prior_map = self._pack_map(root * model.guidance.weight, no_bias, model.guidance.in_features)
@@ -237,7 +251,7 @@ class _WeightPacker:
             width=width,
             num_maps=len(maps),
             identity=_float32(identity),
-            **self._split_first_map(*weights[0], width),
+            **self._split_first_map(first_weight, first_bias, width),
             first_label_row=_int64(model.label_offsets),
             num_labels=_int64(model.label_counts),
             maps=abi.pack_array(abi.LinearMap, maps),
@@ -247,66 +261,78 @@ class _WeightPacker:
     def _split_first_map(self, weight: Tensor, bias: Tensor, width: int) -> dict[str, Tensor]:
         """Split the first linear map of observation tokens into terms that can be computed beforehand.
 
-        The input of the map is a concatenation of four vectors: feature identity, value, sine and cosine (for features
-        on a cycle), and label embedding. Its output is therefore a sum of four terms. For F features, the term of each
-        feature and of each label is computed here once.
+        The input of the map is a concatenation of four vectors: embedding of the feature, value, sine and cosine (for
+        features whose values lie on a cycle), and embedding of the label. Its output is therefore a sum of four terms.
+        The terms of all F features and of all labels are computed here once, so that a reading needs only a lookup.
 
         Args:
             weight: (outputs, inputs) the weights of the map.
             bias: (outputs,) the bias of the map, which is added to the terms of the features.
-            width: The number of outputs, padded with zeros.
+            width: The number of outputs after zeros are appended.
 
         Returns:
-            The arrays of `TokenEncoder` in csrc/abi.h by their names: feature_share (F, width), value_share (3, width)
-            for value, sine and cosine, cycle (F, 2) angle of the value 0 and angle per unit, and label_share (rows of
-            the label embedding, width).
+            The arrays of `TokenEncoder` in csrc/abi.h by their names:
+
+            - feature_share: (F, width) the term of each feature, bias included.
+            - value_share: (3, width) by which value, sine and cosine are multiplied.
+            - cycle: (F, 2) angle of the value 0 and angle per unit of the value, in radians; 0 without a cycle.
+            - label_share: (rows of the label embedding, width) the term of each label.
         """
         model = self.model
-        identities = model.embed_identities().detach().double()
-        input_widths = [identities.shape[1], 1, 2 if model.cycle_angles is not None else 0, model.label_width]
+        feature_embeddings = model.embed_identities().detach().double()
+        num_cycle_inputs = 0 if model.cycle_angles is None else 2
+        input_widths = [feature_embeddings.shape[1], 1, num_cycle_inputs, model.label_width]
         padded_weight = pad_with_zeros(weight, width).double()
-        by_feature, by_value, by_cycle, by_label = torch.split(padded_weight, input_widths, 1)
+        feature_weight, value_weight, cycle_weight, label_weight = torch.split(padded_weight, input_widths, 1)
+        # A model without discrete features has embeddings of width 0, and the term is zero.
         labels = torch.zeros(1, 0) if model.label_embedding is None else model.label_embedding.weight.detach()
-        cycle = torch.zeros(len(identities), 2) if model.cycle_angles is None else model.cycle_angles
+        cycle = torch.zeros(len(feature_embeddings), 2) if model.cycle_angles is None else model.cycle_angles
+        # `value_share` has rows for sine and cosine, of zeros, even if there is no cycle.
+        cycle_weight = pad_with_zeros(cycle_weight, width, 2)
         return {
-            "feature_share": _float32(identities @ by_feature.T + pad_with_zeros(bias, width)),
-            "value_share": _float32(torch.cat([by_value, pad_with_zeros(by_cycle, width, 2)], 1).T),
+            "feature_share": _float32(feature_embeddings @ feature_weight.T + pad_with_zeros(bias, width)),
+            "value_share": _float32(torch.cat([value_weight, cycle_weight], 1).T),
             "cycle": _float32(cycle),
-            "label_share": _float32(labels.double() @ by_label.T),
+            "label_share": _float32(labels.double() @ label_weight.T),
         }
 
     def _pack_prior(self, prior: GaussianPrior) -> abi.Prior:
-        """Return the parameters of the Gaussian prior in float64, with the components in the last dimension.
+        """Return the parameters of the Gaussian prior as a structure for compiled code, in float64.
 
-        Components of weight 0 are added up to a multiple of `PRIOR_LANES`. If the prior has several variants, the first
-        one is packed: it is the one that is used for scoring.
+        The prior is a mixture of Gaussians. A vector of the processor holds one number of each of `PRIOR_LANES`
+        components, so components are the last dimension. Components of weight 0 fill the last vector.
         """
         padded = round_up(prior.num_components, PRIOR_LANES)
 
         def pad(t: Tensor, fill: float) -> Tensor:
-            """Return a tensor with `fill` for the additional components in its last dimension."""
+            """Return a copy of `t` whose last dimension is extended to `padded` components, with `fill` as value."""
             padding = (0, padded - prior.num_components)
             return nn.functional.pad(t.double(), padding, value=fill).contiguous()
 
+        # The variant 0 of the prior is the one for scoring; a prior has further variants only during training.
         return abi.Prior(
             num_components=prior.num_components,
             padded_components=padded,
             num_features=prior.means.shape[-1],
             log_weights=pad(prior.log_weights[0], -math.inf),
             means=pad(prior.means[0].T, 0.0),
-            covariances=pad(prior.covariances[0].permute(1, 2, 0), 1.0),
+            covariances=pad(prior.covariances[0].permute(1, 2, 0), 1.0),  # not 0, to avoid divisions by 0
             row_page=self.cache.row_page,
             row_place=self.cache.row_place,
             column_by_code=_int64(prior.column_by_code),
         )
 
     def _pack_head(self) -> abi.Head:
-        """Return the weights that compute the distribution of the next value from the output at a query token."""
+        """Return the weights of the output head as a structure for compiled code.
+
+        The head computes the distribution of the next value from the Transformer's output at a query token.
+        """
         model, head, d = self.model, self.model.head, self.model.config.d_model
+        # Only models that normalise before attention (pre-norm) have a normalisation after the last layer.
         norm = model.norm if isinstance(model.norm, nn.LayerNorm) else None
         # (F, 2) for each of F features ln of the probability of all labels that training has seen, and of all others.
         log_masses = torch.stack([torch.log1p(-head.unseen_mass), torch.log(head.unseen_mass)], 1)
-        adjust = head.adjust  # its outputs change log weight, mean and log scale of each component of the prior
+        adjust = head.adjust  # its three outputs per component of the prior change log weight, mean and log scale
         return abi.Head(
             num_components=head.num_components,
             num_prior_components=0 if adjust is None else adjust.out_features // 3,
@@ -329,8 +355,8 @@ class CpuKernels:
         library: The library that `build.load_kernels` returns for the precision of the model.
 
     Attributes:
-        bytes_per_record: The size in bytes of the cache pages of a record that has a reading of every feature.
-        network: The packed weights.
+        bytes_per_record: The size in bytes of the KV cache pages of a record that has a reading of every feature.
+        network: The model's weights in the structures that compiled code reads.
     """
 
     def __init__(self, model: DEformer, library: ctypes.CDLL) -> None:
@@ -344,10 +370,11 @@ class CpuKernels:
 
     @staticmethod
     def for_model(model: DEformer) -> CpuKernels | None:
-        """Return the kernels with the weights of a model.
+        """Return the kernels with the weights of a model, or None if PyTorch must compute its scores.
 
         Returns:
-            The kernels; None if `model.kernel_library` is None, or if the kernels do not support the model.
+            The kernels; None if `model.kernel_library` is None (there is no compiled library), or if the kernels do not
+            support the model.
         """
         if model.kernel_library is None or not is_supported(model):
             return None
@@ -357,7 +384,7 @@ class CpuKernels:
         """Return an empty KV cache for the model.
 
         Args:
-            max_bytes: The largest size of the cache in bytes. It is larger only if one record would otherwise not fit.
+            max_bytes: The largest size of the cache in bytes. The cache is larger only if one record needs more.
         """
         return CpuKVCache(self.model, int(self.library.kv_item_bytes()), max_bytes)
 
@@ -365,9 +392,9 @@ class CpuKernels:
         """Score new readings, and write their keys and values into the cache.
 
         Args:
-            kv_cache: The cache. The caller must have allocated the pages of all new readings, and must add them to
-                `num_cached_readings` afterwards.
-            batch: The new readings, Z of which are scored.
+            kv_cache: The cache. The caller must have allocated pages for all new readings. Afterwards the caller must
+                add the numbers of new readings to `kv_cache.num_cached_readings`.
+            batch: The new readings. Z of them are scored; the others are only written to the cache.
 
         Returns:
             (3, Z) for each scored reading ln p of the value (its density or probability), ln of the p-value
@@ -378,7 +405,8 @@ class CpuKernels:
             TypeError: An array of the batch has another dtype than `RaggedBatch` states, or is not contiguous.
         """
         if batch.num_prefill_only is not None and self.model.cached_tokens_per_reading == 2:
-            # Query tokens are cached, too, so all readings must go through the layers like scored ones.
+            # This model also caches query tokens, which only scored readings have. So all readings are scored, and the
+            # scores that are not requested are dropped.
             terms_of_all = self.score(kv_cache, replace(batch, num_prefill_only=None))
             return terms_of_all[:, batch.query_mask()]
         score_terms = np.empty((3, int(batch.query_offsets[-1])), np.float32)
@@ -398,14 +426,17 @@ class CpuKernels:
     ) -> None:
         """Update the running statistics of R records with M new readings, reading by reading.
 
+        The running statistics of a record are sums over its readings, and its anomaly score so far. The anomaly score
+        combines the p-values of the readings.
+
         Args:
-            running: The running statistics of all records in the engine's table (`RUNNING_DTYPE`). Those of the R
-                records are updated, except for the p-value.
-            record_index: (R,) the entry of each record in `running`.
+            running: The running statistics of all open records, with the dtype `RUNNING_DTYPE`. Those of the R records
+                are updated, except for the field `p_value`.
+            record_index: (R,) the index of each record in `running`.
             offsets: (R + 1,) the index of each record's first reading among the M readings; the last entry is M.
-            score_terms: (3, M) the result of `score`, in float64.
-            is_scored: (M,) False for readings that change no statistic, such as those of context features; None if all
-                readings count.
+            score_terms: (3, M) the result of `score` in float64: ln p, ln of the p-value, centered NLL.
+            is_scored: (M,) False for readings that change no statistic. These are readings of context features, which
+                condition the others but are not scored themselves. None if all readings count.
             is_decided: (M,) False for readings after which the anomaly score is not updated, because readings with the
                 same event time follow; None if it is updated after each reading.
             columns: (3 or more, M) output. The first three rows receive, for each reading, ln p of the value (NaN if
@@ -433,8 +464,9 @@ class CpuKernels:
 
         Args:
             kv_cache: The cache, in which the pages of all new readings are allocated.
-            batch: The new readings. All must be scored ones: `num_prefill_only` is None.
+            batch: The new readings. Its `num_prefill_only` must be None, which means that all readings are scored.
         """
+        # Compiled code runs the layers; normalisation and output head run in PyTorch, which returns distributions.
         hidden = torch.empty(len(batch.features), self.model.config.d_model)
         prior = self._score_batch(kv_cache, batch, hidden=hidden)
         head_input = self.model.norm(hidden)
@@ -447,15 +479,17 @@ class CpuKernels:
         Args:
             features: (N, L) feature codes of N records with L readings each, without padding.
             values: (N, L) values in normalised units, or label codes.
-            depths: (L,) None for records. Otherwise each row of `features` is a tree, in which orders of readings that
-                begin alike share nodes, and this is the depth of each node (0 for a root). Nodes are listed depth
-                first, and a node sees only its ancestors.
+            depths: None if each reading is conditional on all earlier ones of its row. Otherwise each row is a tree of
+                readings: each path from a root is one order of readings, and orders that begin alike share nodes. Then
+                depths is (L,), the number of ancestors of each node, which is conditional on them alone. Nodes are
+                listed depth first.
 
         Returns:
             Distributions of shape (N, L).
         """
         N, L = features.shape
         kv_cache = self.create_cache(N * self.bytes_per_record)
+        # The cache is new and is not used again, so the records get its pages in order, without allocation.
         batch = RaggedBatch(
             features=features.flatten().numpy(),
             values=np.ascontiguousarray(values.flatten().numpy(), np.float32),
@@ -467,21 +501,20 @@ class CpuKernels:
         return self.conditionals(kv_cache, batch).reshape(N, L)
 
     def surprisal(self, conditional: Conditional, values: Tensor) -> Surprisal | None:
-        """Return the surprisal (−ln p) of each value, and the moments of the surprisal under its distribution.
-
-        This computes the same as `Conditional.compute_surprisal`.
+        """Return the surprisal (−ln p) of each value under its distribution, as `Conditional.compute_surprisal` does.
 
         Args:
             conditional: Distributions of some shape S.
             values: (*S) one value for each distribution, in normalised units.
 
         Returns:
-            Surprisals of shape S; None if the distributions have no continuous part (no mixture components).
+            Of shape S, the surprisals; and minimum, mean and variance of the surprisal of a random value from each
+            distribution. None if the distributions have no mixture components, since all features are discrete.
         """
         num_components = conditional.means.shape[-1]
         if not num_components:
             return None
-        surprisal, minimum, mean, variance = torch.empty(4, *values.shape)
+        surprisal, minimum, mean, variance = torch.empty(4, *values.shape)  # outputs of the C function
         task = abi.SurprisalTask(
             **_mixture_arrays(conditional),
             values=_float32(values),
@@ -498,7 +531,9 @@ class CpuKernels:
         return Surprisal(surprisal, minimum, mean, variance)
 
     def quantiles(self, conditional: Conditional, probabilities: Sequence[float]) -> Tensor:
-        """Return quantiles of distributions, like `Conditional.quantiles`, but those of mixtures in float32.
+        """Return quantiles of distributions, as `Conditional.quantiles` does.
+
+        Compiled code computes the quantiles of continuous features, in float32, and PyTorch those of discrete ones.
 
         Args:
             conditional: Distributions of some shape S.
@@ -507,6 +542,7 @@ class CpuKernels:
         Returns:
             (Q, *S) values in normalised units, or label codes.
         """
+        # The output of the C function. It computes a quantile for discrete features, too, which is ignored at the end.
         continuous = torch.empty(len(probabilities), *conditional.discrete.shape)
         num_components, num_readings = conditional.means.shape[-1], conditional.discrete.numel()
         if not num_components or not continuous.numel():
@@ -531,15 +567,15 @@ class CpuKernels:
         hidden: Tensor | None = None,
         score_terms: Floats | None = None,
     ) -> PriorConditional | None:
-        """Run the network over new readings, and write one of two kinds of output into an array.
+        """Run the network over new readings, and write either hidden states or score terms into an array.
 
         Args:
             kv_cache: The cache, into which the keys and values of all new readings are written.
             batch: The new readings, Z of which are scored.
-            hidden: (Z, d) output, for tokens of width d: what the last layer computes at each query token. None if
-                `score_terms` is wanted.
-            score_terms: (3, Z) output: ln p, ln of the p-value, and centered NLL of each scored reading. None if
-                `hidden` is wanted.
+            hidden: (Z, d) an array for the last layer's outputs at the query tokens, of width d. None to compute
+                `score_terms` instead.
+            score_terms: (3, Z) an array for ln p, ln of the p-value, and centered NLL (−ln p minus its expected value)
+                of each scored reading. None to compute `hidden` instead.
 
         Returns:
             The distributions of the scored readings under the Gaussian prior (an input of the network), (Z,); None if
@@ -582,13 +618,15 @@ class CpuKernels:
 
 
 def _mixture_arrays(conditional: Conditional) -> dict[str, Tensor]:
-    """Return log weights, means and scales of the mixtures of distributions, as fields of a kernel's arguments."""
+    """Return the log weights, means and scales of the distributions' mixtures in float32, by these names."""
     return {name: _float32(getattr(conditional, name)) for name in ("log_weights", "means", "scales")}
 
 
 @contextlib.contextmanager
 def attached_kernels(model: DEformer) -> Iterator[CpuKernels | None]:
-    """Attach the compiled kernels to a model that was not read from a model directory, within a `with` block.
+    """Attach the compiled kernels to a model within a `with` block, and detach them afterwards.
+
+    This is for a model in training: a model that is read from a model directory has its kernels attached already.
 
     Yields:
         The model's kernels, or None if compiled code is not available or does not support the model.
@@ -603,14 +641,16 @@ def attached_kernels(model: DEformer) -> Iterator[CpuKernels | None]:
 
 
 def _run_on_threads(library: ctypes.CDLL, function: str, task: abi.KernelStruct, num_units: int) -> None:
-    """Call a C function on all threads of PyTorch, which share one task and take units of work from its counter.
+    """Call a C function once on each of PyTorch's threads, so that they share the work.
+
+    The work consists of independent units. Each thread takes the next unit from a counter in `task` until none is left.
 
     Args:
         library: The compiled kernels.
         function: The name of the C function. It takes the address of a task, and returns a negative number if it cannot
             allocate memory.
-        task: The arguments of the function, with a counter from which each thread takes its next unit of work.
-        num_units: The number of units of work. At most this many threads are used.
+        task: The arguments of the function, including the counter of units.
+        num_units: The number of units of work. At most this many threads call the function.
 
     Raises:
         MemoryError: A thread could not allocate memory for intermediate results.
@@ -618,20 +658,21 @@ def _run_on_threads(library: ctypes.CDLL, function: str, task: abi.KernelStruct,
     num_threads = torch.get_num_threads()
     team = abi.ThreadTeam(function=_function_address(library, function), task=task, calls_left=num_units, failed=0)
     run_parallel = _openmp_runner() if min(num_threads, num_units) > 1 else None
+    # The C function `run_one_thread` calls the function of the team, and sets `failed` if that returns an error.
     if run_parallel is None:
         library.run_one_thread(ctypes.byref(team))
     else:
         run_parallel(library.run_one_thread, ctypes.byref(team), num_threads, 0)
     if team.failed:
         raise MemoryError(
-            f"the compiled kernels could not allocate memory for {function}: "
-            f"free memory, or score fewer records at once"
+            f"the compiled kernels could not allocate memory for the intermediate results of the C function "
+            f"{function}: free memory, or score fewer records at once"
         )
 
 
 @cache
 def _function_address(library: ctypes.CDLL, name: str) -> int | None:
-    """Return the address of a function of a library, so that C code can call it."""
+    """Return the address of a library's function, so that other C code can call the function."""
     return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
 
 
@@ -639,13 +680,14 @@ def _function_address(library: ctypes.CDLL, name: str) -> int | None:
 def _openmp_runner() -> Callable[..., None] | None:
     """Return the function `GOMP_parallel` of GNU OpenMP, which calls another C function on several threads.
 
-    It takes the address of that function, its argument, the number of threads, and flags (0). The function is that of
-    the OpenMP library that PyTorch has loaded, so kernels run on the threads of PyTorch's operators. These threads wait
-    actively for a while after their work, and threads of our own would compete with them for the processor's cores.
+    `GOMP_parallel` takes the address of the other function, its argument, the number of threads, and flags (0). It is
+    part of the OpenMP library that PyTorch has loaded, so kernels run on the threads of PyTorch's operators. After an
+    operator, these threads spin for a while, and would compete with additional threads for the processor's cores.
 
     Returns:
-        The function; None if PyTorch uses no GNU OpenMP. The kernels then run on one thread.
+        `GOMP_parallel`; None if PyTorch uses no GNU OpenMP. The kernels then run on one thread.
     """
+    # CDLL(None) contains the functions of all libraries that this process has loaded.
     runner: Any = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     if runner is None:
         reason = "PyTorch has not loaded GNU OpenMP (libgomp): install a build of PyTorch that uses it"

@@ -51,10 +51,10 @@ class ForwardInputs(NamedTuple, Generic[T]):
     Attributes:
         features: (R, L) feature codes; −1 for padding at the end.
         values: (R, L) values in normalised units, or label codes.
-        pages: (R, P) the numbers of the at most P pages that hold each record's cached tokens, padded at the end, from
-            `TorchKVCache.locate_tokens`.
+        pages: (R, P) for each record the numbers of the pages (fixed-size blocks of the KV cache) that hold its earlier
+            tokens, padded at the end to P pages; from `TorchKVCache.locate_tokens`.
         num_tokens: (R,) the number of cached tokens of each record.
-        token_places: (R, T) where each of the T new tokens of a record is written in the cache, from
+        token_places: (R, T) for each of the T new tokens of a record its place in the cache, from
             `TorchKVCache.allocate_tokens`.
     """
 
@@ -68,8 +68,8 @@ class ForwardInputs(NamedTuple, Generic[T]):
 class CudaGraphs:
     """A runner of forward passes of one model over one KV cache, which captures CUDA graphs on a GPU.
 
-    A pass writes the keys and values of the new readings into the cache and returns their score terms. On a GPU, a pass
-    of a common shape is captured the first time and replayed afterwards.
+    A pass scores new readings, and writes their keys and values into the cache. On a GPU, a pass of a common shape is
+    captured the first time and replayed afterwards, because that is faster than to launch its operators one by one.
 
     Args:
         model: The model, in eval mode.
@@ -77,7 +77,7 @@ class CudaGraphs:
 
     Attributes:
         capture: The function that captures a pass; None if the device is no GPU or a capture has failed.
-        graph_by_shape: The captured graphs by their shape, the most recently used one at the end.
+        graph_by_shape: The captured graphs by the shape of their inputs, the most recently used one at the end.
     """
 
     def __init__(self, model: DEformer, cache: TorchKVCache) -> None:
@@ -89,7 +89,7 @@ class CudaGraphs:
         """Run one forward pass over the new readings of R records, and write their keys and values into the cache.
 
         Args:
-            inputs: The inputs, with at most L new readings per record.
+            inputs: The inputs, with L readings per record; records with fewer new readings are padded.
 
         Returns:
             (3, R, L) for each reading ln p of the value, ln of the p-value (probability of a value at most as likely),
@@ -99,6 +99,7 @@ class CudaGraphs:
             graph = self._find_or_capture(inputs)
             if graph is not None:
                 return graph(inputs, self.compute_prior)
+            # Without a graph, the operators are executed one by one.
             tensors = ForwardInputs(*(to_tensor(array, self.model) for array in inputs))
             return np.asarray(self.compute_score_terms(tensors, self.compute_prior(tensors)).cpu().numpy())
 
@@ -106,10 +107,12 @@ class CudaGraphs:
         """Return the distributions of the new readings, (R, L), under the Gaussian prior; None if the model has none.
 
         Args:
-            inputs: The inputs of a forward pass. Earlier readings are read from the pages of the cache.
+            inputs: The inputs of a forward pass, with L new readings for each of R records. Earlier readings are read
+                from the pages of the cache.
         """
         cached_readings = self.cache.gather_readings(inputs.pages)
-        # The prior depends on the earlier readings only, so the keys and values of the layers are left out.
+        # The prior is computed from the readings themselves, so no keys and values of the Transformer's layers are
+        # given.
         cache_view = KVCacheView((), (), inputs.num_tokens, cached_readings)
         return self.model.compute_prior(inputs.features, inputs.values, cache_view)
 
@@ -124,7 +127,8 @@ class CudaGraphs:
             prior: The result of `compute_prior` for these inputs.
 
         Returns:
-            (3, R, L) for each reading ln p of the value, ln of the p-value, and centered NLL.
+            (3, R, L) for each reading ln p of the value, ln of the p-value (probability of a value at most as likely),
+            and centered NLL (−ln p minus its expected value).
         """
         cached = self.cache.gather_pages(inputs.pages, inputs.num_tokens)
         output = self.model.forward_cached(inputs.features, inputs.values, cached, prior)
@@ -134,17 +138,18 @@ class CudaGraphs:
         return torch.stack([terms.log_prob, terms.log_p_value, terms.centered_nll]).double()
 
     def _find_or_capture(self, inputs: ForwardInputs[NDArray[Any]]) -> CapturedGraph | None:
-        """Return the graph for the shape of the inputs, and capture it if there is none yet.
+        """Return the CUDA graph for the shape of the inputs, and capture it if there is none yet.
 
         Returns:
-            The graph; None if passes of this shape are not captured, or if a capture has failed.
+            The graph; None if passes of this shape are not captured, if a capture has failed, or without a GPU.
         """
         if self.capture is None:
             return None
         shape = round_up_shape(inputs)
         if shape is None:
             return None
-        graph = self.graph_by_shape.pop(shape, None)  # inserted again below, at the end
+        # The graph is removed, and inserted again at the end, so that graphs are in the order of their last use.
+        graph = self.graph_by_shape.pop(shape, None)
         if graph is None:
             try:
                 graph = CapturedGraph(self, shape, self.capture)
@@ -154,7 +159,7 @@ class CudaGraphs:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-                self.capture = None
+                self.capture = None  # so that it is not tried again for every pass
                 return None
         self.graph_by_shape[shape] = graph
         if len(self.graph_by_shape) > MAX_GRAPHS:
@@ -170,9 +175,9 @@ BatchShape = tuple[int, int, int]
 def round_up_shape(inputs: ForwardInputs[NDArray[Any]]) -> BatchShape | None:
     """Return the shape to which inputs are padded for a CUDA graph, or None if such a pass is not captured.
 
-    The numbers of the shape are powers of two, so that there are few different shapes. A pass with more than
-    `MAX_RECORDS` records or `MAX_READINGS` new readings per record is so large that the time to launch its operators
-    does not matter.
+    The shape is (records, new readings per record, pages per record). The numbers are powers of two, so that there are
+    few different shapes. A pass with more than `MAX_RECORDS` records or `MAX_READINGS` new readings per record is not
+    captured: its operators take so long that the time to launch them does not matter.
     """
     (num_records, num_readings), num_pages = inputs.features.shape, inputs.pages.shape[1]
     if num_records > MAX_RECORDS or num_readings > MAX_READINGS:
@@ -193,15 +198,18 @@ class CapturedGraph:
     """The CUDA graph of a forward pass of one shape, with the fixed memory from which it reads its inputs.
 
     Args:
-        graphs: The runner with the model and the cache.
-        shape: The shape of the inputs, padding included.
+        graphs: The runner with the model and the KV cache.
+        shape: The shape of the inputs, padding included: number of records, of new readings per record, and of pages
+            per record.
         capture: The function that captures a forward pass.
     """
 
     def __init__(self, graphs: CudaGraphs, shape: BatchShape, capture: Capture) -> None:
-        (num_records, num_readings, num_pages), model, cache = shape, graphs.model, graphs.cache
+        model, cache = graphs.model, graphs.cache
+        num_records, num_readings, num_pages = shape
         self.device, is_pinned = model.device, model.device.type == "cuda"
-        # Padding is read from the blank page and written to the padding page, so that it changes no score.
+        # What fills the places without a reading. Padding is read from one additional page of the cache and written to
+        # another one, so that it changes no record.
         self.padding: ForwardInputs[Any] = ForwardInputs(
             features=-1,
             values=0.0,
@@ -224,20 +232,21 @@ class CapturedGraph:
             num_tokens=torch.int64,
             token_places=torch.int64,
         )
-        num_bytes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
-        # All inputs lie in one block of memory, so that they are copied to the device together.
+        num_bytes = [prod(size) * dtype.itemsize for size, dtype in zip(shapes, dtypes, strict=True)]
+        # All inputs lie in one block of memory, so that one copy transfers them to the device.
         self.host_block = torch.empty(sum(num_bytes), dtype=torch.uint8, pin_memory=is_pinned)
         self.device_block = torch.empty(sum(num_bytes), dtype=torch.uint8, device=self.device)
         self.host_result = torch.empty(3, *readings_shape, dtype=torch.float64, pin_memory=is_pinned)
 
         def split(block: Tensor) -> ForwardInputs[Tensor]:
-            """Return the inputs as views of a block of bytes."""
+            """Return a view of each input in a block of bytes, with the dtype and the shape of the input."""
             pieces = zip(torch.split(block, num_bytes), dtypes, shapes, strict=True)
-            return ForwardInputs(*(piece.view(dtype).view(shape) for piece, dtype, shape in pieces))
+            return ForwardInputs(*(piece.view(dtype).view(size) for piece, dtype, size in pieces))
 
         self.host_arrays = [tensor.numpy() for tensor in split(self.host_block)]
         inputs = split(self.device_block)
         self._send(())  # the pass that is captured consists of padding only, and changes no record's pages
+        # A graph always reads from the addresses that it read at the capture: those of `inputs` and `self.prior`.
         self.inputs, self.prior = inputs, graphs.compute_prior(inputs)
         self.replay = capture(lambda: graphs.compute_score_terms(inputs, self.prior))
 
@@ -250,7 +259,8 @@ class CapturedGraph:
 
         Args:
             inputs: The inputs, L new readings of each of R records. They must not be larger than the graph's shape.
-            compute_prior: Returns the distributions of the padded inputs under the Gaussian prior.
+            compute_prior: Returns the distributions of the padded inputs under the Gaussian prior (an input of the
+                network), or None if the model has no prior.
 
         Returns:
             (3, R, L) for each reading ln p of the value, ln of the p-value (probability of a value at most as likely),
@@ -260,7 +270,7 @@ class CapturedGraph:
         self._send(inputs)
         prior = compute_prior(self.inputs)
         if self.prior is not None and prior is not None:
-            # The graph reads the prior from the memory that it had when the pass was captured.
+            # The graph reads the prior from the tensors that existed when the pass was captured.
             for captured, new in zip(self.prior.tensors, prior.tensors, strict=True):
                 captured.copy_(new)
         self.host_result.copy_(self.replay(), non_blocking=True)
@@ -269,14 +279,14 @@ class CapturedGraph:
         return self.host_result[:, :num_records, :num_readings].numpy().copy()
 
     def _send(self, inputs: ForwardInputs[NDArray[Any]] | tuple[()]) -> None:
-        """Copy inputs to the memory from which the graph reads.
+        """Copy inputs, padded to the graph's shape, to the memory on the device from which the graph reads.
 
         Args:
-            inputs: The inputs, which are padded to the graph's shape; or an empty tuple to copy only padding.
+            inputs: The inputs of a pass, at most as large as the graph's shape; or an empty tuple to copy only padding.
         """
         for host_array, padding in zip(self.host_arrays, self.padding, strict=True):
             host_array.fill(padding)
-        for host_array, array in zip(self.host_arrays, inputs, strict=False):
+        for host_array, array in zip(self.host_arrays, inputs, strict=False):  # not strict: `inputs` may be empty
             first_entries = tuple(slice(length) for length in array.shape)
             host_array[first_entries] = array
         self.device_block.copy_(self.host_block, non_blocking=True)
@@ -294,11 +304,13 @@ def create_capture(device: torch.device) -> Capture | None:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(forward_pass: ForwardPass) -> ForwardPass:
-        """Capture the operators of a forward pass, and return a function that replays them."""
+        """Capture the operators of a forward pass as a CUDA graph, and return a function that replays them."""
+        # CUDA cannot capture the default stream, so warm-up and capture use another one. Each stream waits for the
+        # other, because the passes read and write the same tensors.
         current_stream = torch.cuda.current_stream(device)
         stream.wait_stream(current_stream)
         with torch.cuda.stream(stream):
-            for _ in range(NUM_WARM_UP_PASSES):
+            for _ in range(NUM_WARM_UP_PASSES):  # libraries initialise themselves, which cannot be captured
                 forward_pass()
         current_stream.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -307,7 +319,7 @@ def create_capture(device: torch.device) -> Capture | None:
             result = forward_pass()
 
         def replay() -> Tensor:
-            """Replay the graph, and return the tensor in which it always leaves its result."""
+            """Replay the graph, and return the tensor into which it writes its result at each replay."""
             graph.replay()
             return result
 

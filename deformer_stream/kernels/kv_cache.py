@@ -12,7 +12,7 @@ import contextlib
 import math
 import mmap
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 
 import numpy as np
 import torch
@@ -65,13 +65,14 @@ class PagePool:
     def __init__(
         self, max_readings: int, page_count_functions: Sequence[Callable[[Ints], Ints]], page_bytes: int, max_bytes: int
     ) -> None:
+        # For each purpose, the number of pages of the longest record.
         widths = [int(count_pages(np.array([max_readings]))[0]) for count_pages in page_count_functions]
         self.page_count_functions = page_count_functions
         self.first_columns = np.cumsum([0, *widths])
         self.pages_per_record = sum(widths)
         self.page_bytes = page_bytes
         self.num_pages = max(self.pages_per_record, max_bytes // page_bytes)
-        self.free_pages = np.arange(self.num_pages - 1, -1, -1)
+        self.free_pages = np.arange(self.num_pages - 1, -1, -1)  # pages are taken from the end, so page 0 first
         self.num_free_pages = self.num_pages
         self.high_water = 0
         self.page_table = np.zeros((0, self.pages_per_record), np.int64)
@@ -85,7 +86,7 @@ class PagePool:
         return int(self.num_pages - self.num_free_pages) * self.page_bytes
 
     def ensure_capacity(self, num_records: int) -> None:
-        """Extend the page table to at least `num_records` rows, so that records with a row below it can be cached."""
+        """Extend the page table, if necessary, so that it has at least `num_records` rows (one per open record)."""
         num_missing = num_records - len(self.num_cached_readings)
         if num_missing > 0:
             rows = np.zeros((num_missing, self.pages_per_record), np.int64)
@@ -94,16 +95,18 @@ class PagePool:
             self.last_used = np.concatenate([self.last_used, np.zeros(num_missing, np.int64)])
 
     def num_pages_for(self, num_readings: Ints) -> Ints:
-        """Return how many pages R records need, (R,), pages for all purposes together.
+        """Return how many pages each of R records needs, (R,).
+
+        Pages for all purposes are counted: for keys and values, and for the Gaussian prior of the model, if it has one.
 
         Args:
             num_readings: (R,) the number of readings of each record.
         """
-        first, *others = self.page_count_functions
-        return sum((count_pages(num_readings) for count_pages in others), first(num_readings))
+        num_pages: Ints = reduce(np.add, (count_pages(num_readings) for count_pages in self.page_count_functions))
+        return num_pages
 
     def needs_untouched_pages(self, record_index: Ints, num_readings: Ints) -> bool:
-        """Return whether R records would need pages that were never in use, so that resident memory would grow.
+        """Return whether R records need pages that were never in use, so that the process would need more memory.
 
         Args:
             record_index: (R,) the row of each record in the page table.
@@ -115,7 +118,7 @@ class PagePool:
         return int(num_more.sum()) > num_free_touched
 
     def mark_in_use(self, record_index: Ints) -> None:
-        """Protect these records, and no others, from eviction until the next call of this method.
+        """Protect the given records, and no others, from eviction until the next call of this method.
 
         Args:
             record_index: (R,) the row of each record in the page table.
@@ -134,21 +137,21 @@ class PagePool:
             num_new: (R,) the number of new readings of each record.
 
         Returns:
-            (R,) whether the record got its pages. Records are served in the given order until no page is free.
+            (R,) whether each record got its pages. Records get pages in the given order until no page is free.
         """
         before = self.num_cached_readings[record_index]
         after = before + num_new
         growth = self._page_growth(before, after)
-        num_needed = sum((num_added for _, num_added in growth[1:]), growth[0][1])
+        num_needed = reduce(np.add, [num_added for _, num_added in growth])  # (R,) pages to add for all purposes
         total = int(num_needed.sum())
         fits = np.ones(len(record_index), bool)
         if total > self.num_free_pages:
             self._evict(total - self.num_free_pages)
             fits = num_needed.cumsum() <= self.num_free_pages
-            # A record that does not fit gets no page: its number of readings does not change.
+            # A record that does not fit gets no page: its growth is computed from `after` to `after`.
             growth = self._page_growth(np.where(fits, before, after), after)
         row, column = self._table_entries(growth)
-        # Free pages are used from the end of the list.
+        # `free_pages` is a stack: the pages that were freed last are used first.
         self.num_free_pages -= len(row)
         new_pages = self.free_pages[self.num_free_pages : self.num_free_pages + len(row)]
         self.page_table[record_index[row], column] = new_pages
@@ -156,7 +159,7 @@ class PagePool:
         return fits
 
     def allocate_all(self, record_index: Ints, num_new: Ints) -> None:
-        """Allocate the pages that R records need for new readings, as `allocate` does, but fail if some get none.
+        """Allocate the pages that R records need for new readings, as `allocate` does, but fail if pages are missing.
 
         Args:
             record_index: (R,) the row of each record in the page table.
@@ -168,8 +171,8 @@ class PagePool:
         fits = self.allocate(record_index, num_new)
         if not fits.all():
             raise InvariantViolated(
-                f"the KV cache has no pages for {int((~fits).sum())} of {len(fits)} records that are scored together: "
-                f"this is a bug in the choice of batches, please report it"
+                f"the KV cache has no pages for {int((~fits).sum())} of {len(fits)} records that are scored together, "
+                f"although the batch was chosen so that they fit: this is a bug, please report it"
             )
 
     def free(self, record_index: Ints) -> None:
@@ -181,7 +184,7 @@ class PagePool:
         if not len(record_index):
             return
         no_readings = np.zeros(len(record_index), np.int64)
-        # The pages that growth from no reading to the cached ones has required are all pages of a record.
+        # All pages of a record are those that growth from no reading to the cached ones has required.
         row, column = self._table_entries(self._page_growth(no_readings, self.num_cached_readings[record_index]))
         pages = self.page_table[record_index[row], column]
         self.free_pages[self.num_free_pages : self.num_free_pages + len(pages)] = pages
@@ -201,27 +204,32 @@ class PagePool:
         """Return how many pages R records have, and how many more they need if their numbers of readings grow.
 
         Args:
-            before: (R,) the number of readings that each record has.
-            after: (R,) the number of readings that it shall have.
+            before: (R,) the number of cached readings that each record has.
+            after: (R,) the number of cached readings that each record shall have.
 
         Returns:
-            One pair of arrays for each purpose of pages: (R,) pages that each record has, (R,) pages to add.
+            A list with one pair of arrays for each purpose of pages (keys and values; then the Gaussian prior, if the
+            model has one). The pair is (R,) the pages that each record has, and (R,) the pages to add.
         """
         counts = [(count_pages(before), count_pages(after)) for count_pages in self.page_count_functions]
         return [(num_before, num_after - num_before) for num_before, num_after in counts]
 
     def _table_entries(self, growth: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
-        """Return which entries of the page table R records use for additional pages.
+        """Return the entries of the page table in which the additional pages of R records are listed.
 
         Args:
-            growth: The result of `_page_growth`: for each purpose, pages that each record has, and pages to add.
+            growth: The result of `_page_growth`. For each purpose of pages it has a pair of arrays: (R,) pages that
+                each record has, and (R,) pages to add.
 
         Returns:
-            Two arrays with one element per added page: the index of the record among the R records, and the column.
+            Two arrays with one element per added page: the index of its record among the R records, and the column of
+            the page table.
         """
         rows, columns = [], []
+        # Each purpose has its own range of columns. `first_columns` has one more entry, the end of the last range.
         for (num_before, num_added), first_column in zip(growth, self.first_columns.tolist(), strict=False):
-            row, offset = ragged_indices(num_added)  # the record of each added page, and its number among them from 0
+            # For each added page: its record, and its number (from 0) among the pages that are added to this record.
+            row, offset = ragged_indices(num_added)
             rows.append(row)
             columns.append(first_column + num_before[row] + offset)
         return np.concatenate(rows), np.concatenate(columns)
@@ -234,11 +242,18 @@ class PagePool:
         Args:
             num_pages: The number of pages that shall become free.
         """
-        candidates = np.flatnonzero((self.num_cached_readings > 0) & (self.last_used < self.clock))
+        is_unprotected = self.last_used < self.clock  # not given to the latest call of `mark_in_use`
+        candidates = np.flatnonzero((self.num_cached_readings > 0) & is_unprotected)
         candidates = candidates[np.argsort(self.last_used[candidates], kind="stable")]
+        # Free the fewest records, beginning with the least recently used one, that have enough pages together.
         num_freed = np.cumsum(self.num_pages_for(self.num_cached_readings[candidates]))
-        num_evicted = int(np.searchsorted(num_freed, num_pages)) + 1  # the first of them that free enough pages
+        num_evicted = int(np.searchsorted(num_freed, num_pages)) + 1
         self.free(candidates[:num_evicted])
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `n`."""
+    return -(-n // multiple) * multiple
 
 
 def allocate_zeroed(num_bytes: int) -> NDArray[np.uint8]:
@@ -251,7 +266,7 @@ def allocate_zeroed(num_bytes: int) -> NDArray[np.uint8]:
     Raises:
         MemoryError: The system refuses to reserve this many bytes.
     """
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
+    if not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
         raw = np.zeros(num_bytes + CACHE_LINE_BYTES, np.uint8)
         num_skipped = -raw.ctypes.data % CACHE_LINE_BYTES  # up to the next multiple of CACHE_LINE_BYTES
         return raw[num_skipped : num_skipped + num_bytes]
@@ -259,15 +274,16 @@ def allocate_zeroed(num_bytes: int) -> NDArray[np.uint8]:
         area = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(
-            f"the system refuses {num_bytes} bytes for the KV cache: set a smaller cache size ({error})"
+            f"the operating system refuses to reserve {num_bytes} bytes for the KV cache: set a smaller cache size "
+            f"({error})"
         ) from error
-    with contextlib.suppress(OSError):  # raised by systems without huge pages
+    with contextlib.suppress(OSError):  # a kernel without huge pages refuses the advice
         area.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(area, np.uint8)
 
 
 def _num_token_pages(tokens_per_reading: int, page_tokens: int, num_readings: Ints) -> Ints:
-    """Return how many pages the cached tokens of R records fill, (R,).
+    """Return how many pages the cached tokens of each of R records need, (R,).
 
     This is not a method of the caches: a pool would then refer to itself through its list of functions, and only the
     garbage collector would free it. If the model is replaced, the old and the new cache would be in memory together.
@@ -277,7 +293,8 @@ def _num_token_pages(tokens_per_reading: int, page_tokens: int, num_readings: In
         page_tokens: The number of tokens of a page.
         num_readings: (R,) the number of cached readings of each record.
     """
-    return -(-num_readings * tokens_per_reading // page_tokens)  # rounded up
+    num_tokens = num_readings * tokens_per_reading
+    return -(-num_tokens // page_tokens)  # the quotient, rounded up
 
 
 CacheShape = tuple[object, ...]
@@ -287,7 +304,7 @@ CacheShape = tuple[object, ...]
 def cache_shape(model: DEformer) -> CacheShape:
     """Return the properties of a model that determine the layout of its KV cache.
 
-    If a model is replaced by one with the same properties, the cache can be kept.
+    If a model is replaced by one with the same properties, the memory of the cache can be used again.
     """
     config = model.config
     num_prior_components = 0 if model.gaussians is None else model.gaussians.num_components
@@ -328,16 +345,20 @@ class TorchKVCache(PagePool):
         config = model.config
         self.tokens_per_reading, self.heads = model.cached_tokens_per_reading, config.heads
         self.device = model.device
-        # Per token: a key and a value of width d_model in each layer; perhaps the code and the value of its reading.
-        numbers_per_token = 2 * config.layers * config.d_model + 2 * model.has_cached_readings
+        # Per token: a key and a value of width d_model in each layer. If the model needs the readings again, also two
+        # numbers for the feature code and the value of the token's reading.
+        numbers_per_token = 2 * config.layers * config.d_model + (2 if model.has_cached_readings else 0)
         page_bytes = numbers_per_token * self.PAGE_TOKENS * model.dtype.itemsize
         count_pages = partial(_num_token_pages, self.tokens_per_reading, self.PAGE_TOKENS)
         super().__init__(len(model.schema), (count_pages,), page_bytes, max_bytes)
+        # Two additional pages, which belong to no record.
         self.padding_page, self.blank_page = self.num_pages, self.num_pages + 1
+        num_all_pages = self.num_pages + 2
         # Heads before tokens, so that a record's pages of one head are gathered into one contiguous matrix.
-        shape = (self.num_pages + 2, config.heads, self.PAGE_TOKENS, config.d_model // config.heads)
-        self.keys, self.values = ([_zeros(shape, model) for _ in range(config.layers)] for _ in range(2))
-        self.readings = _zeros((self.num_pages + 2, self.PAGE_TOKENS, 2), model) if model.has_cached_readings else None
+        shape = (num_all_pages, config.heads, self.PAGE_TOKENS, config.d_model // config.heads)
+        self.keys = [_zeros(shape, model) for _ in range(config.layers)]
+        self.values = [_zeros(shape, model) for _ in range(config.layers)]
+        self.readings = _zeros((num_all_pages, self.PAGE_TOKENS, 2), model) if model.has_cached_readings else None
 
     def locate_tokens(self, record_index: Ints, num_readings: Ints | None = None) -> tuple[Ints, Ints]:
         """Return which pages hold the cached tokens of R records.
@@ -347,14 +368,16 @@ class TorchKVCache(PagePool):
             num_readings: (R,) how many of each record's first readings to locate; by default all cached ones.
 
         Returns:
-            (R, P) page numbers, where P is the number of pages of the longest record; shorter records are padded with
-            the blank page. And (R,) the number of tokens of each record.
+            A pair of arrays. (R, P) page numbers in the order of the tokens, where P is the number of pages of the
+            longest record; shorter records are padded with the number of a page of zeros. And (R,) the number of
+            tokens of each record.
         """
         num_readings = self.num_cached_readings[record_index] if num_readings is None else num_readings
         num_pages = self.num_pages_for(num_readings)
         column = np.arange(int(num_pages.max(initial=0)))
         pages = self.page_table[record_index, : len(column)]
-        pages[column >= num_pages[:, None]] = self.blank_page  # a copy, because `record_index` is an array
+        # This does not change the page table: indexing it with the array `record_index` has returned a copy.
+        pages[column >= num_pages[:, None]] = self.blank_page
         return pages, num_readings * self.tokens_per_reading
 
     def allocate_tokens(self, record_index: Ints, num_new: Ints, num_tokens: int) -> tuple[Ints, Ints]:
@@ -368,8 +391,9 @@ class TorchKVCache(PagePool):
             num_tokens: The number T of tokens that the forward pass computes for each record, padding included.
 
         Returns:
-            (R, T) for each token its page number times `PAGE_TOKENS` plus its position in the page; tokens that are not
-            cached have the padding page. And (R,) how many new readings of each record are cached.
+            A pair of arrays. (R, T) for each token the number of its page times `PAGE_TOKENS`, plus its position in the
+            page; tokens that are not cached get a page that belongs to no record. And (R,) how many new readings of
+            each record are cached.
         """
         fits = self.allocate(record_index, num_new)
         num_new = np.where(fits, num_new, 0)
@@ -381,6 +405,7 @@ class TorchKVCache(PagePool):
         page = np.take_along_axis(self.page_table[record_index], table_column, 1)
         page = np.where(is_cached, page, self.padding_page)
         token_places = page * self.PAGE_TOKENS + token % self.PAGE_TOKENS
+        # A record without pages for its new readings would have a gap in the cache, so it is removed completely.
         self.free(record_index[~fits])
         return token_places, num_new
 
@@ -392,14 +417,17 @@ class TorchKVCache(PagePool):
             num_tokens: (R,) the number of cached tokens of each record; those after them are padding.
 
         Returns:
-            Keys and values of each layer, (R, heads, P · PAGE_TOKENS, width of a head), and the readings of the tokens.
+            For each layer keys and values, (R, heads, P · PAGE_TOKENS, width of a head); and the readings to which the
+            tokens belong, as `gather_readings` returns them.
         """
         R, P = pages.shape
-        # A pool is a list of blocks, one per page and head. (R, heads, P) is the order in which they are gathered.
-        blocks = pages.unsqueeze(1) * self.heads + torch.arange(self.heads, device=pages.device).unsqueeze(1)
+        # A pool (the tensor with all keys, or all values, of a layer) is an array of blocks, one per page and head. The
+        # blocks of the records' pages are copied in the order (R, heads, P).
+        heads = torch.arange(self.heads, device=pages.device).unsqueeze(1)
+        block_index = pages.unsqueeze(1) * self.heads + heads
 
         def gather_pool(pool: Tensor) -> Tensor:
-            gathered = pool.view(len(pool) * self.heads, -1).index_select(0, blocks.flatten())
+            gathered = pool.view(len(pool) * self.heads, -1).index_select(0, block_index.flatten())
             return gathered.view(R, self.heads, P * self.PAGE_TOKENS, pool.shape[-1])
 
         keys, values = ([gather_pool(pool) for pool in pools] for pools in (self.keys, self.values))
@@ -425,12 +453,14 @@ class TorchKVCache(PagePool):
 
         Args:
             output: The result of the pass, with T tokens for each of R records.
-            token_places: (R, T) where each token is written, from `allocate_tokens`.
+            token_places: (R, T) the place in the cache for each token, from `allocate_tokens`: the number of its page
+                times `PAGE_TOKENS`, plus its position in the page.
         """
         heads = torch.arange(self.heads, device=token_places.device).unsqueeze(1)
         page = token_places.unsqueeze(1) // self.PAGE_TOKENS
         position = token_places.unsqueeze(1) % self.PAGE_TOKENS
-        # (R, heads, T) the index of each token in a pool of the shape (pages, heads, PAGE_TOKENS).
+        # (R, heads, T) flat index of each token in a pool (the tensor with all keys, or all values, of a layer), whose
+        # first dimensions are (pages, heads, PAGE_TOKENS).
         index = ((page * self.heads + heads) * self.PAGE_TOKENS + position).flatten()
         for pools, new_by_layer in ((self.keys, output.keys), (self.values, output.values)):
             for pool, new in zip(pools, new_by_layer, strict=True):
@@ -444,27 +474,31 @@ class TorchKVCache(PagePool):
 
         Args:
             record_index: (R,) the row of each record in the page table.
-            num_readings: (R,) how many of each record's first readings to return; by default all cached ones.
+            num_readings: (R,) how many of each record's first readings to include; by default all cached ones.
         """
         pages, num_tokens = self.locate_tokens(record_index, num_readings)
         return self.gather_pages(self._to_device(pages), self._to_device(num_tokens))
 
     def append(self, record_index: Ints, output: StepOutput, num_new: Ints) -> None:
-        """Add the first new readings of R records to the cache; a record for which there are no pages is freed.
+        """Add new readings of R records to the cache, after a forward pass has computed their keys and values.
+
+        If there are too few pages for a record, the record is removed from the cache.
 
         Args:
             record_index: (R,) the row of each record in the page table.
             output: The result of the forward pass over the new readings.
             num_new: (R,) how many new readings of each record to cache; the rest of the pass is padding.
         """
-        token_places, num_new = self.allocate_tokens(record_index, num_new, output.keys[0].shape[2])
+        num_tokens = output.keys[0].shape[2]  # per record, padding included
+        token_places, num_new = self.allocate_tokens(record_index, num_new, num_tokens)
         self.write(output, self._to_device(token_places))
         self.num_cached_readings[record_index] += num_new
 
     def _clear_pages(self, pages: Ints) -> None:
-        """Set the values in freed pages to zero, because the unused tokens of their next record are read as padding.
+        """Set the attention values in freed pages to zero.
 
-        Keys need not be cleared: the scores that are computed from padded keys are replaced by −∞.
+        The next record of a page may not fill it, and the rest of the page is then read as padding. Padding has the
+        attention weight 0, but 0 · NaN is NaN. Keys stay: attention scores of padded keys are replaced by −∞.
 
         Args:
             pages: Page numbers.
@@ -482,8 +516,8 @@ class TorchKVCache(PagePool):
 def _zeros(shape: tuple[int, ...], model: DEformer) -> Tensor:
     """Return a tensor of zeros with the dtype and the device of the model.
 
-    On the CPU its memory becomes resident only when it is touched. Zeros are needed, because padding is multiplied by a
-    weight of 0, and 0 · NaN is NaN.
+    On the CPU its memory becomes resident only when it is touched. The tensor must not be uninitialised, because
+    unused places are read with a weight of 0, and 0 · NaN is NaN.
     """
     if model.device.type != "cpu":
         return torch.zeros(shape, dtype=model.dtype, device=model.device)
@@ -516,28 +550,32 @@ class CpuKVCache(PagePool):
 
     def __init__(self, model: DEformer, item_bytes: int, max_bytes: int) -> None:
         config, max_readings = model.config, len(model.schema)
-        page_bytes = 2 * config.layers * config.d_model * self.PAGE_TOKENS * item_bytes  # 2: key and value
+        # A key and a value of width d_model for each token and layer.
+        page_bytes = 2 * config.layers * config.d_model * self.PAGE_TOKENS * item_bytes
         count_token_pages = partial(_num_token_pages, model.cached_tokens_per_reading, self.PAGE_TOKENS)
         page_count_functions: list[Callable[[Ints], Ints]] = [count_token_pages]
         if model.gaussians is not None:
-            padded_components = -(-model.gaussians.num_components // PRIOR_LANES) * PRIOR_LANES
+            # The Gaussian prior stores one row of its Cholesky factors per reading. A row consists of vectors with one
+            # float (4 bytes) per component of the prior.
+            padded_components = round_up(model.gaussians.num_components, PRIOR_LANES)
             vector_bytes = 4 * padded_components
             # A page must hold the longest row, because no row is split. Pages are whole cache lines.
             longest_row_bytes = (max_readings + ROW_EXTRA_VECTORS) * vector_bytes
-            page_bytes = -(-max(page_bytes, longest_row_bytes) // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
+            page_bytes = round_up(max(page_bytes, longest_row_bytes), CACHE_LINE_BYTES)
             self.row_page, self.row_place = _place_rows(max_readings, page_bytes // vector_bytes)
-            num_row_pages = np.concatenate([[0], self.row_page + 1])  # by number of readings
+            num_row_pages = np.concatenate([[0], self.row_page + 1])  # entry n: the pages that n readings need
             page_count_functions.append(lambda num_readings: num_row_pages[num_readings])
         super().__init__(max_readings, page_count_functions, page_bytes, max_bytes)
         if model.gaussians is not None:
-            self.row_page += self.first_columns[1]  # rows follow the pages of keys and values in the page table
+            # In the page table, the pages with rows follow those with keys and values.
+            self.row_page += self.first_columns[1]
         self.pool = allocate_zeroed(self.num_pages * page_bytes)
 
     def copy_from(self, other: CpuKVCache, record_index: Ints, num_readings: Ints, num_new: Ints) -> None:
         """Replace the contents of this cache by copies of the first readings of R records of another cache.
 
-        The copies get the rows 0 to R − 1 of the page table, and pages for further readings. They are used to score
-        continuations of open records without a change of the records themselves.
+        The copies are used to score possible further readings of open records without a change of these records. They
+        get the rows 0 to R − 1 of this cache's page table, and pages for the further readings.
 
         Args:
             other: The cache to copy from, created for the same model.
@@ -548,30 +586,31 @@ class CpuKVCache(PagePool):
         Raises:
             InvariantViolated: This cache has too few pages.
         """
-        self.free(np.arange(len(self.num_cached_readings)))
+        self.free(np.arange(len(self.num_cached_readings)))  # all previous contents
         self.ensure_capacity(len(record_index))
         own_index = np.arange(len(record_index))
         self.allocate_all(own_index, num_readings + num_new)
-        # All pages with copied readings: those that growth from no reading to `num_readings` requires.
+        # The pages to copy are those that growth from no reading to `num_readings` requires.
         row, column = self._table_entries(self._page_growth(np.zeros_like(num_readings), num_readings))
         own_pages, other_pages = (cache.pool.reshape(cache.num_pages, -1) for cache in (self, other))
         own_pages[self.page_table[row, column]] = other_pages[other.page_table[record_index[row], column]]
+        # The further readings are counted although they are not computed yet, so that `free` also frees their pages.
         self.num_cached_readings[own_index] = num_readings + num_new
 
 
 def _place_rows(num_readings: int, vectors_per_page: int) -> tuple[Ints, Ints]:
     """Assign the rows of a record's Cholesky factors to pages, so that no row lies in two pages.
 
-    A vector has one float per component of the Gaussian prior. Row k has k vectors of the factor, and
-    `ROW_EXTRA_VECTORS` more.
+    The Gaussian prior (a mixture of Gaussians) needs one row per reading of a record. A row consists of vectors with
+    one float per component of the mixture. Row k, from 0, has k vectors of the factor, and `ROW_EXTRA_VECTORS` more.
 
     Args:
         num_readings: The number of rows, one for each reading of the longest record.
         vectors_per_page: The number of vectors of a page, enough for the longest row.
 
     Returns:
-        (num_readings,) the number of each row's page among these pages, from 0; and (num_readings,) the position of the
-        row's first vector in its page.
+        Two arrays of shape (num_readings,): the number of each row's page among the record's pages with rows, from 0;
+        and the position of the row's first vector in its page.
     """
     page, first_vector, places = 0, 0, []
     for k in range(num_readings):
@@ -580,5 +619,5 @@ def _place_rows(num_readings: int, vectors_per_page: int) -> tuple[Ints, Ints]:
             page, first_vector = page + 1, 0
         places.append((page, first_vector))
         first_vector += row_vectors
-    columns = np.array(places, np.int64).reshape(-1, 2).T
-    return np.ascontiguousarray(columns[0]), np.ascontiguousarray(columns[1])
+    row_page, row_place = np.array(places, np.int64).reshape(-1, 2).T
+    return np.ascontiguousarray(row_page), np.ascontiguousarray(row_place)

@@ -89,14 +89,18 @@ def small_batch(kernels: CpuKernels) -> tuple[CpuKVCache, RaggedBatch]:
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
-        ("features", np.arange(3, dtype=np.int32), "Batch.features has dtype int32, the compiled kernels need int64"),
-        ("values", np.zeros(3), "Batch.values has dtype float64, the compiled kernels need float32"),
+        (
+            "features",
+            np.arange(3, dtype=np.int32),
+            "Batch.features has dtype int32, but the compiled kernels need int64",
+        ),
+        ("values", np.zeros(3), "Batch.values has dtype float64, but the compiled kernels need float32"),
         ("values", np.zeros(6, np.float32)[::2], "Batch.values is not contiguous"),
-        ("depths", [0, 1, 2], "Batch.depths is a list, the compiled kernels need an array or a tensor"),
+        ("depths", [0, 1, 2], "Batch.depths is a list, but the compiled kernels need an array or a tensor"),
         ("page_table", np.zeros((1, 9), np.int64)[:, ::3], "Batch.page_table is not contiguous"),
         ("values", torch.zeros(3, dtype=torch.float64), "Batch.values has dtype torch.float64"),
         ("values", torch.zeros(6)[::2], "Batch.values is not contiguous"),
-        ("values", torch.zeros(3, device="meta"), "Batch.values is on meta"),
+        ("values", torch.zeros(3, device="meta"), "Batch.values is on the device meta"),
     ],
 )
 def test_array_that_does_not_fit_is_refused_by_name(name: str, wrong: Any, message: str) -> None:
@@ -116,9 +120,9 @@ def test_address_is_that_of_the_first_element(array: Any, is_writeable: bool) ->
 
 
 def test_running_statistics_of_another_size_are_refused() -> None:
-    with pytest.raises(TypeError, match="running has 64 bytes per record, the compiled kernels need 56"):
+    with pytest.raises(TypeError, match="`running` has 64 bytes per record, but the compiled kernels need 56"):
         abi.running_address(np.zeros(2, np.dtype([("x", np.float64, 8)])))
-    with pytest.raises(TypeError, match="running is not contiguous"):
+    with pytest.raises(TypeError, match="`running` is not contiguous"):
         abi.running_address(np.zeros(4, np.dtype([("x", np.float64, 7)]))[::2])
 
 
