@@ -19,7 +19,7 @@ from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS, Calib
 from deformer_stream.calibration.torch_scoring import RecordScores
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import ClosedRecords, EventBatch
-from deformer_stream.engine.record_scores import survey_records
+from deformer_stream.engine.record_scores import compute_record_scores
 from deformer_stream.errors import ConfigError
 from deformer_stream.kernels.cpu import attached_kernels
 from deformer_stream.model.deformer import DEformer
@@ -126,7 +126,7 @@ def score_calibration_records(
             features, columns = order_readings(values, keys)
             feature_codes = features.numpy()
             ordered_values = gather_values(values, columns).double().numpy()
-            scores = survey_records(kernels, model, feature_codes, ordered_values)
+            scores = compute_record_scores(kernels, model, feature_codes, ordered_values)
             if order == "arrival" and arrival_ranks is not None and data.ties == "hold":
                 # With this option readings of the same time have the same rank, so ranks can be used as event times.
                 times = gather_values(arrival_ranks, columns).long().numpy()

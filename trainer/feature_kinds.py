@@ -81,8 +81,8 @@ class ColumnStatistics:
         count_by_label: Number of occurrences of each label in training records. None if there are more than
             `MAX_LABELS` different labels.
         is_integer: Whether all numbers in training records are integers.
-        has_numbers_as_text: Whether numbers may be written as text. This is so in the long layout, in which one column
-            holds the values of all features.
+        has_numbers_as_text: Whether numbers may be written as text. It is True for the long layout, in which one column
+            contains the values of all features.
     """
 
     name: str
@@ -107,16 +107,18 @@ class ColumnStatistics:
             values: M values of the column.
             rows: (M,) number of the record to which each value belongs.
             is_training: (M,) whether that record is a training record.
-            parse_text: Whether numbers may be written as text. This is so in the long layout, in which one column holds
-                the values of all features.
+            parse_text: Whether numbers may be written as text. It is True for the long layout, in which one column
+                contains the values of all features.
         """
-        if pa.types.is_null(values.type):
+        if pa.types.is_null(values.type):  # a batch without any value says nothing about the form
             self.num_missing += len(values)
             return
         form, self.has_numbers_as_text = classify_type(values.type), parse_text
-        if form in ("time", "other"):
+        if form in ("time", "other"):  # such columns cannot be features, so nothing is counted
             self.form = form
             return
+        # Whether all texts of a column are numbers is known only at the end. Until then they are counted as both
+        # numbers and labels.
         if form in ("number", "clock") or (form == "text" and parse_text):
             numbers, is_other_text = parse_numbers(values)
             self.num_non_numeric += int((is_other_text & is_training).sum())
@@ -151,15 +153,18 @@ class ColumnStatistics:
         self.maximum = max(self.maximum, float(numbers.max()))
         self.is_integer = self.is_integer and bool((numbers == np.round(numbers)).all())
         if self.count_by_number is not None:
-            for number, count in zip(*np.unique(numbers, return_counts=True), strict=True):
-                self.count_by_number[float(number)] = self.count_by_number.get(float(number), 0) + int(count)
+            distinct_numbers, counts = np.unique(numbers, return_counts=True)
+            for number, count in zip(distinct_numbers.tolist(), counts.tolist(), strict=True):
+                self.count_by_number[number] = self.count_by_number.get(number, 0) + count
                 if len(self.count_by_number) > MAX_LABELS:
                     self.count_by_number = None
                     break
         self._add_to_sample(numbers, rows)
 
     def _add_to_sample(self, numbers: NDArray[np.float64], rows: NDArray[np.int64]) -> None:
-        """Merge M readings into the sample, which keeps the `MAX_SAMPLE` readings with the smallest row hashes.
+        """Merge M readings into the random sample of the column's readings.
+
+        The sample keeps the `MAX_SAMPLE` readings whose row numbers have the smallest hashes.
 
         Args:
             numbers: (M,) finite numbers.
@@ -173,8 +178,8 @@ class ColumnStatistics:
         hashes = np.concatenate([self._row_hashes, hashes])
         numbers = np.concatenate([self._sample, numbers])
         if len(hashes) > MAX_SAMPLE:
-            smallest = np.argpartition(hashes, MAX_SAMPLE - 1)[:MAX_SAMPLE]
-            hashes, numbers = hashes[smallest], numbers[smallest]
+            indexes_of_smallest = np.argpartition(hashes, MAX_SAMPLE - 1)[:MAX_SAMPLE]
+            hashes, numbers = hashes[indexes_of_smallest], numbers[indexes_of_smallest]
         self._row_hashes, self._sample = hashes, numbers
 
     def _add_labels(self, values: pa.Array, is_training: NDArray[np.bool_], count_missing: bool) -> None:
@@ -186,13 +191,14 @@ class ColumnStatistics:
             count_missing: Whether to update the numbers of readings and of missing values. False if `_add_numbers` has
                 counted the same values.
         """
-        codes, labels = encode_labels(values)  # the code of a missing value is −1
+        label_indexes, labels = encode_labels(values)  # the index of a missing value is −1
+        is_usable = is_training & (label_indexes >= 0)
         if count_missing:
-            self.num_missing += int((codes < 0).sum())
-            self.num_readings += int((is_training & (codes >= 0)).sum())
+            self.num_missing += int((label_indexes < 0).sum())
+            self.num_readings += int(is_usable.sum())
         if self.count_by_label is None:  # an earlier batch had too many different labels
             return
-        counts = np.bincount(codes[is_training & (codes >= 0)], minlength=len(labels))
+        counts = np.bincount(label_indexes[is_usable], minlength=len(labels))
         for label, count in zip(labels, counts.tolist(), strict=True):
             if count:
                 self.count_by_label[label] = self.count_by_label.get(label, 0) + count
@@ -218,7 +224,7 @@ def hash_rows(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
     SplitMix64 with its published constants (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
     OOPSLA 2014).
     """
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # the arithmetic is modulo 2**64
         x = rows.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -228,7 +234,7 @@ def hash_rows(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
 def find_quantum(sample: NDArray[np.float64], is_integer: bool = False) -> float | None:
     """Return the resolution of a sensor: the step of the coarsest grid on which at least 99.9% of the readings lie.
 
-    A grid is the set of all values a + k · step with an integer k.
+    A grid is the set of all values a + k · step with a constant a and any integer k.
 
     Args:
         sample: Readings in ascending order.
@@ -239,13 +245,14 @@ def find_quantum(sample: NDArray[np.float64], is_integer: bool = False) -> float
         distinct.
     """
     values, counts = np.unique(sample, return_counts=True)
-    if len(values) < 2 or len(values) > 0.9 * len(sample):
+    if len(values) < 2 or len(values) > 0.9 * len(sample):  # readings on a grid would repeat
         return None
     offsets = values - values[np.argmax(counts)]  # the most frequent reading is certainly on the grid
+    # Smaller steps cannot be distinguished from rounding errors of the readings (64 times the spacing of floats).
     rounding_error = 64 * float(np.spacing(np.abs(values).max()))
     min_step = max(1e-9 * float(np.abs(offsets).max()), rounding_error)
     inexact_steps, exact_steps = _list_candidate_steps(values, offsets, min_step, is_integer)
-    for step in sorted(inexact_steps | exact_steps, reverse=True):
+    for step in sorted(inexact_steps | exact_steps, reverse=True):  # the largest step is the coarsest grid
         if step > min_step:
             refined_step = step if step in exact_steps else _refine_step(offsets, step)
             if _is_on_grid(offsets, counts, refined_step):
@@ -265,17 +272,20 @@ def _list_candidate_steps(
         is_integer: Whether all readings are integers.
 
     Returns:
-        Candidates with a rounding error: quantiles of the differences between neighbouring readings, and simple
-        fractions of the smallest difference, because the readings may occupy only few points of their grid. Exact
-        candidates: powers of ten, and the greatest common divisor of integers.
+        (inexact, exact). Inexact candidates have a rounding error. They are quantiles of the differences between
+        neighbouring readings, and simple fractions of the smallest difference. The fractions are needed if readings
+        occupy only few points of their grid. Exact candidates are powers of ten, and the greatest common divisor of
+        integers.
     """
     gaps = np.diff(values)
     gaps = np.sort(gaps[gaps > min_step])
     if not len(gaps):
         return set(), set()
-    gap_quantiles = gaps[[int(share * (len(gaps) - 1)) for share in (0.0, 0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75)]]
-    fractions_of_smallest = gap_quantiles[0] / np.array([2, 3, 4, 5, 10])
+    quantile_indexes = [int(share * (len(gaps) - 1)) for share in (0.0, 0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75)]
+    gap_quantiles, smallest_gap = gaps[quantile_indexes], gaps[0]
+    fractions_of_smallest = smallest_gap / np.array([2, 3, 4, 5, 10])
     inexact_steps = {*gap_quantiles.tolist(), *fractions_of_smallest.tolist()}
+    # All powers of ten from the smallest step to the largest gap.
     exponents = np.arange(np.ceil(np.log10(min_step)), np.floor(np.log10(gaps[-1])) + 1)
     exact_steps = set((10.0**exponents).tolist())
     if is_integer:
@@ -292,18 +302,18 @@ def _refine_step(offsets: NDArray[np.float64], step: float) -> float:
 
     Args:
         offsets: The distinct readings minus a reading that is on the grid.
-        step: The difference of two neighbouring readings, which has a rounding error.
+        step: An approximate step, such as the difference of two neighbouring readings.
     """
     distances, max_distance = np.abs(offsets), 16.0 * step
     while True:
-        multiples = np.round(offsets / step)
-        is_near_multiple = np.abs(offsets / step - multiples) < 0.1
+        multiples = np.round(offsets / step)  # k
+        is_near_multiple = np.abs(offsets / step - multiples) < 0.1  # leave out readings that are not on the grid
         is_used = (distances <= max_distance) & is_near_multiple
         sum_of_squares = float((multiples[is_used] ** 2).sum())
         if sum_of_squares > 0:
             # Least squares: s = Σ k · offset / Σ k².
             step = float((multiples[is_used] * offsets[is_used]).sum()) / sum_of_squares
-        if max_distance >= distances.max():
+        if max_distance >= distances.max():  # this fit used all offsets
             return step
         max_distance *= 4.0
 
@@ -322,12 +332,13 @@ def _is_on_grid(offsets: NDArray[np.float64], counts: NDArray[np.int64], step: f
     multiples = np.round(offsets / step)
     is_multiple = np.abs(offsets / step - multiples) < 0.05
     has_enough_readings = counts[is_multiple].sum() >= MIN_SHARE_ON_GRID * counts.sum()
-    num_multiples = len(np.unique(multiples[is_multiple]))
-    return bool(has_enough_readings and num_multiples >= 0.99 * is_multiple.sum())
+    num_different_multiples = len(np.unique(multiples[is_multiple]))
+    are_separate = num_different_multiples >= 0.99 * is_multiple.sum()
+    return bool(has_enough_readings and are_separate)
 
 
 def _shorten_step(offsets: NDArray[np.float64], counts: NDArray[np.int64], step: float) -> float:
-    """Return the step with as few decimal digits as the readings allow, such as 0.001 for 0.00099999998.
+    """Return the step rounded to as few decimal digits as the readings allow, such as 0.001 for 0.00099999998.
 
     Args:
         offsets: (V,) the V distinct readings minus a reading that is on the grid.
@@ -352,15 +363,17 @@ def compute_location_and_scale(sample: NDArray[np.float64]) -> tuple[float, floa
         sample: At least one reading, in any order.
 
     Returns:
-        Location and scale in the unit of the readings. The scale is positive.
+        (location, scale) in the unit of the readings. The scale is positive.
     """
     low = np.quantile(sample, CLIP_QUANTILES[0], method="higher")
     high = np.quantile(sample, CLIP_QUANTILES[1], method="lower")
+    # With very few readings, the quantiles that were rounded inwards may be in reverse order.
     clipped = np.clip(sample, min(low, high), max(low, high))
     location, scale = float(clipped.mean()), float(clipped.std())
     if scale <= 1e-12 * float(np.abs(clipped).max()):  # clipping has made all readings equal, so do not clip
         location, scale = float(sample.mean()), float(sample.std())
-    return location, scale if scale > 1e-300 else max(abs(location), 1.0)
+    are_all_equal = scale <= 1e-300
+    return location, max(abs(location), 1.0) if are_all_equal else scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +397,7 @@ def infer_feature(
     Args:
         column: The statistics of its values.
         chosen_kind: The kind that the user has chosen with `--discrete` or `--continuous`. None to infer it.
-        is_context: Whether other features may depend on this one, while it is never scored itself (`--context`).
+        is_context: Whether the feature only helps to predict others and is never scored itself (`--context`).
         period: The period that the user has given with `--cycle`. None if the values are not positions on a cycle.
 
     Returns:
@@ -436,7 +449,7 @@ def _create_cyclic_feature(column: ColumnStatistics, is_context: bool, period: f
 
     Args:
         column: The statistics of the values.
-        is_context: Whether other features may depend on this one, while it is never scored itself.
+        is_context: Whether the feature only helps to predict others and is never scored itself.
         period: The period of the cycle, in the unit of the values.
 
     Returns:
@@ -447,13 +460,15 @@ def _create_cyclic_feature(column: ColumnStatistics, is_context: bool, period: f
     """
     option = f"--cycle {column.name}={period:g}"
     if not column.is_numeric:
-        raise ConfigError(f"{option}: its values are no numbers; convert them to numbers, or remove the option")
+        raise ConfigError(
+            f"{option}: the values of the column are not numbers; convert them to numbers, or remove the option"
+        )
     if not column.num_readings:
         return ExcludedColumn(column.name, "no values in the training rows")
     feature = _create_continuous(column, is_context, "chosen by an option")
-    if feature.scale > MAX_PERIODS_PER_SCALE * period:
+    if feature.scale > MAX_PERIODS_PER_SCALE * period:  # the scale is the standard deviation of the values
         raise ConfigError(
-            f"{option}: its values spread over more than {MAX_PERIODS_PER_SCALE:g} periods; "
+            f"{option}: the values of the column spread over more than {MAX_PERIODS_PER_SCALE:g} periods; "
             "give the period in the same unit as the values"
         )
     return replace(feature, period=period)
@@ -471,10 +486,11 @@ def check_old_feature(old: Feature, column: ColumnStatistics) -> None:
     """
     if old.kind == "continuous" and column.num_readings and not column.is_numeric:
         raise ConfigError(
-            f"--init-from: {old.name} is a measurement in the old model and text here; "
+            f"--init-from: {old.name} is a measurement in the old model, but text in the new table; "
             "rename the column in the new table, so that it becomes a new feature"
         )
     if old.kind == "discrete":
+        # New labels are allowed, but at least one must be known to the old model.
         numbers_as_labels = {format_label(number) for number in column.count_by_number or ()}
         new_labels = numbers_as_labels | set(column.count_by_label or ())
         if new_labels and not new_labels & set(old.labels):
@@ -492,8 +508,9 @@ def _infer_from_numbers(column: ColumnStatistics, is_context: bool) -> Feature:
 
     Args:
         column: The statistics of the numbers.
-        is_context: Whether other features may depend on this one, while it is never scored itself.
+        is_context: Whether the feature only helps to predict others and is never scored itself.
     """
+    # Distinct numbers are counted up to MAX_LABELS only.
     num_distinct = len(column.count_by_number) if column.count_by_number is not None else MAX_LABELS + 1
     if num_distinct == 1:
         return _create_discrete(column, is_context, "always the same number")
@@ -509,16 +526,17 @@ def _infer_from_numbers(column: ColumnStatistics, is_context: bool) -> Feature:
 def _describe_distribution(sample: NDArray[np.float64]) -> str:
     """Return a note for the user about a very frequent value and about extreme values; empty if there are none.
 
-    The note continues the reason for the feature's kind, so it begins with a comma.
+    The note is appended to the reason why the column is a measurement, so it begins with a comma.
 
     Args:
         sample: At least one reading, in any order.
     """
     values, counts = np.unique(sample, return_counts=True)
-    location, scale = compute_location_and_scale(sample)
+    location, scale = compute_location_and_scale(sample)  # mean and standard deviation without extreme values
     note = ""
     if counts.max() >= FREQUENT_SHARE * len(sample):
         note += f", {counts.max() / len(sample):.0%} of them {values[np.argmax(counts)]:g}"
+    # Values are normalised linearly up to LINEAR_LIMIT standard deviations, and logarithmically beyond.
     if np.abs(sample - location).max() > LINEAR_LIMIT * scale:
         note += f", tails beyond {LINEAR_LIMIT:g} standard deviations are logarithmic"
     return note
@@ -527,7 +545,7 @@ def _describe_distribution(sample: NDArray[np.float64]) -> str:
 def _infer_from_text(
     column: ColumnStatistics, chosen_kind: FeatureKind | None, is_context: bool
 ) -> Feature | ExcludedColumn:
-    """Return the discrete feature of a column of texts or booleans.
+    """Return the discrete feature of a column of texts or booleans, or the reason why the column is excluded.
 
     A column is excluded if it has too many distinct texts. Unless the user has chosen its kind, it is also excluded if
     there are more distinct texts than half of its values, because it is then an identifier or a remark.
@@ -535,20 +553,21 @@ def _infer_from_text(
     Args:
         column: The statistics of the values.
         chosen_kind: "discrete" if the user has chosen it, None otherwise.
-        is_context: Whether other features may depend on this one, while it is never scored itself.
+        is_context: Whether the feature only helps to predict others and is never scored itself.
 
     Raises:
         ConfigError: The user has chosen the kind, and there are too many distinct texts.
     """
-    if column.count_by_label is None:
+    if column.count_by_label is None:  # there are too many distinct texts to count them
         if chosen_kind:
             raise ConfigError(
                 f"--discrete {column.name}: the column has more than {MAX_LABELS} distinct texts; "
-                "replace rare texts by a common one, or add the column to --exclude"
+                "replace rare texts by a common one such as 'other', or add the column to --exclude"
             )
         return ExcludedColumn(column.name, f"more than {MAX_LABELS} distinct texts")
     num_texts = sum(column.count_by_label.values())
-    if not chosen_kind and num_texts >= MIN_READINGS_PER_LABEL and len(column.count_by_label) > num_texts / 2:
+    are_mostly_distinct = num_texts >= MIN_READINGS_PER_LABEL and len(column.count_by_label) > num_texts / 2
+    if not chosen_kind and are_mostly_distinct:
         return ExcludedColumn(column.name, "most texts occur once: an identifier or a remark")
     if column.form == "boolean":
         return _create_discrete(column, is_context, "boolean")
@@ -560,7 +579,7 @@ def _create_continuous(column: ColumnStatistics, is_context: bool, reason: str) 
 
     Args:
         column: The statistics of the numbers, of which there is at least one.
-        is_context: Whether other features may depend on this one, while it is never scored itself.
+        is_context: Whether the feature only helps to predict others and is never scored itself.
         reason: Why the column is a measurement, as text for the user.
     """
     location, scale = compute_location_and_scale(column.sorted_sample)
@@ -582,7 +601,7 @@ def _create_discrete(column: ColumnStatistics, is_context: bool, reason: str) ->
 
     Args:
         column: The statistics of the labels, or of the numbers that are labels.
-        is_context: Whether other features may depend on this one, while it is never scored itself.
+        is_context: Whether the feature only helps to predict others and is never scored itself.
         reason: Why the column is a label, as text for the user.
     """
     if column.is_numeric:

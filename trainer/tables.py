@@ -61,7 +61,8 @@ class FeatureReadings:
 
     Attributes:
         feature_name: The feature's name.
-        rows: (M,) number of the record to which each reading belongs. It is the row of the training matrix.
+        rows: (M,) number (from 0) of the record to which each reading belongs. It is the record's row in the training
+            matrix.
         values: M values in the type of the Parquet column.
         times: (M,) times in microseconds since 1970, `NO_TIME` if unknown. None for the wide layout.
         event_indexes: (M,) position of each reading in the input, over all files. None for the wide layout.
@@ -93,8 +94,8 @@ class InputTables:
         time_column: The column with the time of the record (wide) or of the reading (long). None if there is none.
         num_records: Number of normal records. `index_records` sets it.
         skipped_by_reason: By reason as text, the number of records or readings that were left out.
-        row_by_event: (E,) for each of the E readings of a long table, the number of its record among the normal ones;
-            −1 if the reading is left out. None for a wide table and before `index_records`.
+        row_by_event: (E,) for each of the E readings of a long table, the number (from 0) of its record among the
+            normal records; −1 if the reading is left out. None for a wide table and before `index_records` is called.
     """
 
     files: list[Path]
@@ -115,9 +116,11 @@ class InputTables:
 
 
 def classify_type(arrow_type: pa.DataType) -> ValueForm:
-    """Return what the values of an Arrow type are: "number", "text", "clock" (time of day) and so on.
+    """Return what the values of an Arrow type are.
 
-    Columns of null only count as numbers. A dictionary-encoded column is text, as its values are categories.
+    Returns:
+        "number", "boolean", "text", "clock" (a time of day), "time" (a date or timestamp), or "other". A column that
+        contains only nulls counts as numbers. A dictionary-encoded column counts as text, as its values are categories.
     """
     if pa.types.is_dictionary(arrow_type):
         return "text" if classify_type(arrow_type.value_type) in ("text", "number", "boolean") else "other"
@@ -136,20 +139,20 @@ def classify_type(arrow_type: pa.DataType) -> ValueForm:
 
 
 def find_files(tables: Sequence[Path]) -> list[Path]:
-    """Return the given files, and for each folder the `*.parquet` files in it, sorted by name.
+    """Return the given files, and for each folder the `*.parquet` files in it and its subfolders, sorted by path.
 
     Files and folders whose name begins with a dot or an underscore are ignored inside a folder.
 
     Raises:
-        InputError: A path does not exist, a folder holds no Parquet file, or a folder is a Delta Lake or Iceberg table
-            that may hold outdated files.
+        InputError: A path does not exist, a folder contains no Parquet file, or a folder is a Delta Lake or Iceberg
+            table that may contain outdated files.
     """
     files: list[Path] = []
     for path in tables:
         if path.is_dir():
             in_folder = list_data_files(path, (".parquet",))
             if not in_folder:
-                raise InputError(f"{path}: the folder holds no *.parquet file; give another folder or the files")
+                raise InputError(f"{path}: the folder contains no *.parquet file; give another folder or the files")
             files.extend(in_folder)
         elif path.is_file():
             files.append(path)
@@ -165,7 +168,9 @@ def open_tables(
     normal_label: str | None,
     window: Window | None = None,
 ) -> InputTables:
-    """Find the Parquet files and check that they fit each other and the options. Only their metadata is read.
+    """Find the Parquet files of a training run, and check that their columns fit each other and the options.
+
+    Only the metadata of the files is read.
 
     Args:
         tables: Parquet files and folders of Parquet files.
@@ -173,7 +178,7 @@ def open_tables(
         label_column: The column that distinguishes normal records from others (`--label`).
         normal_label: The value of that column in normal records (`--normal`).
         window: The window of time (`--window`): all readings of a device in one window are a record. None if the input
-            names its records.
+            contains record ids, or if a row is a record.
 
     Raises:
         InputError: A file is unreadable or lacks a column, or the files have different columns.
@@ -203,7 +208,7 @@ def _check_layout(path: Path, column_names: list[str], layout: Layout | None, wi
         path: The file, for error messages.
         column_names: The columns of the file.
         layout: "wide" if a row is a record, "long" if it is a reading, or None.
-        window: The window of time that is a record (`--window`), or None.
+        window: The windows of time that are the records (`--window`). None if the option is not given.
 
     Returns:
         The layout. It is "long" if the table has all columns of the long layout and the user has not chosen "wide".
@@ -212,25 +217,28 @@ def _check_layout(path: Path, column_names: list[str], layout: Layout | None, wi
         InputError: A column of the long layout is missing.
         ConfigError: The option `--window` is missing or does not fit the columns.
     """
+    # The columns of the long layout. A table with all of them is long by default.
     required = (RECORD, FEATURE, VALUE) if window is None else (DEVICE, FEATURE, VALUE, TIME)
     missing = [column for column in required if column not in column_names]
     if layout is None:
         if window is None and {DEVICE, FEATURE, VALUE, TIME} <= set(column_names) and missing:
             raise ConfigError(
-                f"{path}: the rows seem to be readings of devices, but no column names their record; "
-                "add --window, such as 60s, to make records of them, or --layout wide if each row is a record"
+                f"{path}: the rows seem to be readings of devices, but no column {RECORD!r} says to which records "
+                "they belong; add --window, such as 60s, to make records of them, or --layout wide if each row is a "
+                "record"
             )
         layout = "wide" if missing else "long"
     if window is not None and (layout == "wide" or RECORD in column_names):
-        conflict = f"has a column {RECORD!r}" if layout == "long" else "has rows that are records"
+        conflict = f"its column {RECORD!r} already defines them" if layout == "long" else "its rows are records already"
         raise ConfigError(
-            f"--window makes records from a table with the columns {', '.join(required)}, and {path} {conflict}; "
-            "remove --window, or give another table"
+            f"--window cannot make records from {path}, because {conflict}; remove --window, or give a table whose "
+            f"columns are {', '.join(required)}"
         )
     if layout == "long" and missing:
         column_list = f"{', '.join(required[:-1])} and {required[-1]}"
         raise InputError(
-            f"{path}: column {missing[0]!r} is missing, the long layout needs {column_list}; add or rename the column"
+            f"{path}: column {missing[0]!r} is missing, but the long layout needs the columns {column_list}; "
+            "add or rename the column"
         )
     return layout
 
@@ -240,7 +248,9 @@ def _read_schema(path: Path) -> pa.Schema:
     try:
         schema = pq.read_schema(path)
     except (pa.ArrowInvalid, OSError) as error:
-        raise InputError(f"{path}: not a readable Parquet file ({_first_line(error)}); convert or remove it") from error
+        raise InputError(
+            f"{path}: the file is not a readable Parquet file ({_first_line(error)}); convert or remove it"
+        ) from error
     if len(set(schema.names)) < len(schema.names):
         repeated = next(name for name in schema.names if schema.names.count(name) > 1)
         raise InputError(f"{path}: two columns are called {repeated!r}; rename one of them")
@@ -266,7 +276,8 @@ def _check_same_columns(first: pa.Schema, other: pa.Schema, first_path: Path, ot
     for name in first.names:
         if name not in other.names:
             raise InputError(
-                f"{other_path}: column {name!r} is missing, {first_path} has it; train on files with the same columns"
+                f"{other_path}: column {name!r} is missing, but {first_path} has it; "
+                "train on files with the same columns"
             )
         first_type, other_type = first.field(name).type, other.field(name).type
         is_empty = pa.types.is_null(first_type) or pa.types.is_null(other_type)
@@ -278,7 +289,7 @@ def _check_same_columns(first: pa.Schema, other: pa.Schema, first_path: Path, ot
     for name in other.names:
         if name not in first.names:
             raise InputError(
-                f"{other_path}: column {name!r} is not in {first_path}; train on files with the same columns"
+                f"{other_path}: column {name!r} does not exist in {first_path}; train on files with the same columns"
             )
 
 
@@ -291,6 +302,7 @@ def _iterate_batches(tables: InputTables, column_names: list[str]) -> Iterator[t
     Raises:
         InputError: A file cannot be read to its end.
     """
+    # The more columns, the fewer rows in a batch, so that a batch of a wide table needs no more memory.
     batch_rows = int(np.clip(BATCH_CELLS // max(len(column_names), 1), 1024, 65_536))
     for path in tables.files:
         try:
@@ -307,8 +319,7 @@ def _iterate_batches(tables: InputTables, column_names: list[str]) -> Iterator[t
 def match_normal_label(values: pa.Array, normal_label: str) -> NDArray[np.bool_]:
     """Return for each of N values of the label column whether it marks a normal record.
 
-    Values are compared as text. If the normal label is a number, every spelling of it is accepted: the value 0.0
-    matches the option `--normal 0`.
+    Values are compared as text. A number matches in every spelling: the value 0.0 matches the option `--normal 0`.
 
     Args:
         values: N values of the column that `--label` names.
@@ -317,14 +328,14 @@ def match_normal_label(values: pa.Array, normal_label: str) -> NDArray[np.bool_]
     Returns:
         (N,) bool, False for null.
     """
-    accepted = {normal_label}
+    spellings = {normal_label}
     with contextlib.suppress(ValueError):  # the normal label need not be a number
-        accepted.add(format_label(float(normal_label)))
-    codes, labels = encode_labels(values)
-    # The code of a null is −1, which selects the last element.
-    is_accepted = np.array([label in accepted for label in labels] + [False])
-    matches: NDArray[np.bool_] = is_accepted[codes]
-    return matches
+        spellings.add(format_label(float(normal_label)))  # the spelling that `encode_labels` returns
+    label_indexes, labels = encode_labels(values)
+    # The index of a null is −1, which selects the last element.
+    is_normal_label = np.array([label in spellings for label in labels] + [False])
+    is_normal: NDArray[np.bool_] = is_normal_label[label_indexes]
+    return is_normal
 
 
 def encode_labels(values: pa.Array) -> tuple[NDArray[np.int64], list[str]]:
@@ -334,20 +345,21 @@ def encode_labels(values: pa.Array) -> tuple[NDArray[np.int64], list[str]]:
         values: N labels: numbers, booleans or texts, perhaps dictionary-encoded.
 
     Returns:
-        (N,) int64 index of each value's label, −1 for null and NaN; and the labels as text. The list may contain labels
-        that no value has.
+        (indexes, labels). `indexes` has shape (N,) and contains −1 for null and NaN. `labels` are texts, numbers in one
+        spelling such as "1" for 1.0. Some of them may not occur in `values`.
     """
     encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
     is_numeric = classify_type(encoded.dictionary.type) == "number"
     if is_numeric and not pa.types.is_null(encoded.dictionary.type):
+        # As floats, integers and decimals get the same spelling.
         labels = [format_label(float(value)) for value in encoded.dictionary.to_pylist()]
     else:
         labels = [format_label(value.as_py()) for value in encoded.dictionary]
-    codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    indexes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
     if is_numeric and "nan" in labels:  # NaN is a missing value like null
-        is_nan = np.array([label == "nan" for label in labels] + [False])
-        codes = np.where(is_nan[codes], -1, codes)
-    return codes, labels
+        is_nan = np.array([label == "nan" for label in labels] + [False])  # the index −1 selects the last element
+        indexes = np.where(is_nan[indexes], -1, indexes)
+    return indexes, labels
 
 
 def parse_times(values: pa.Array, where: str, first_row: int = 0) -> NDArray[np.int64]:
@@ -365,7 +377,7 @@ def parse_times(values: pa.Array, where: str, first_row: int = 0) -> NDArray[np.
         (N,) int64, `NO_TIME` for null and NaN.
 
     Raises:
-        InputError: A text is no RFC 3339 time with a zone, or the column holds no times.
+        InputError: A text is no RFC 3339 time with a zone, or the type of the column is none of these.
     """
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
@@ -373,14 +385,16 @@ def parse_times(values: pa.Array, where: str, first_row: int = 0) -> NDArray[np.
     if form == "number":
         seconds = values.cast(pa.float64(), safe=False).fill_null(np.nan).to_numpy(zero_copy_only=False)
         is_known = np.isfinite(seconds)
-        return np.where(is_known, np.round(np.where(is_known, seconds, 0.0) * 1e6), NO_TIME).astype(np.int64)
+        microseconds = np.round(np.where(is_known, seconds, 0.0) * 1e6)
+        return np.where(is_known, microseconds, NO_TIME).astype(np.int64)
     if form == "text":
         return _parse_time_texts(values, where, first_row)
     if form != "time":
         raise InputError(
-            f"{where} is of type {values.type}, which holds no times; "
+            f"{where} is of type {values.type}, which cannot be converted to times; "
             "convert it to timestamps, epoch seconds or RFC 3339 text such as 2020-03-09T10:34:33Z"
         )
+    # Dates have no time zone. `safe=False` allows to drop fractions of a microsecond.
     timestamps = values.cast(pa.timestamp("us", getattr(values.type, "tz", None)), safe=False)
     times: NDArray[np.int64] = timestamps.cast(pa.int64()).fill_null(NO_TIME).to_numpy(zero_copy_only=False)
     return times
@@ -409,7 +423,7 @@ def _parse_time_texts(values: pa.Array, where: str, first_row: int) -> NDArray[n
         if fault_by_row:
             row = min(fault_by_row)
             raise InputError(
-                f"{where}, row {first_row + row}: {fault_by_row[row]}; "
+                f"{where}, row {first_row + row}: the time cannot be parsed ({fault_by_row[row]}); "
                 "write times with a zone, such as 2020-03-09T10:34:33Z, or as timestamps or epoch seconds"
             ) from None
         return times
@@ -418,7 +432,7 @@ def _parse_time_texts(values: pa.Array, where: str, first_row: int) -> NDArray[n
 
 
 def index_records(tables: InputTables) -> None:
-    """Count the normal records of the input. This is the first of three passes over it.
+    """Count the normal records of the input and number them. This is the first of three passes over the input.
 
     The results are stored in `tables.num_records`, `tables.skipped_by_reason` and, for the long layout,
     `tables.row_by_event`.
@@ -428,7 +442,7 @@ def index_records(tables: InputTables) -> None:
     """
     if tables.layout == "long":
         _index_long_records(tables)
-    elif tables.label_column is None:
+    elif tables.label_column is None:  # every row is a normal record
         tables.num_records = sum(pq.read_metadata(path).num_rows for path in tables.files)
     else:
         _count_normal_rows(tables, tables.label_column, tables.normal_label or "")
@@ -458,23 +472,24 @@ def _count_normal_rows(tables: InputTables, label_column: str, normal_label: str
         first_labels = list(count_by_label.items())[:10]
         contents = ", ".join(f"{label} ({count} rows)" for label, count in first_labels) or "nothing"
         raise InputError(
-            f"no row of {tables.files[0]} has {label_column} = {normal_label}; the column holds {contents}: "
+            f"no row of {tables.files[0]} has {label_column} = {normal_label}; the column contains {contents}: "
             "give one of these values to --normal"
         )
 
 
 def _count_labels(values: pa.Array) -> list[tuple[str, int]]:
     """Return the first `MAX_LISTED_LABELS` distinct labels of a column, each with its number of occurrences."""
-    codes, labels = encode_labels(values)
-    return [(label, int((codes == code).sum())) for code, label in enumerate(labels[:MAX_LISTED_LABELS])]
+    label_indexes, labels = encode_labels(values)
+    first_labels = labels[:MAX_LISTED_LABELS]
+    return [(label, int((label_indexes == index).sum())) for index, label in enumerate(first_labels)]
 
 
 def _index_long_records(tables: InputTables) -> None:
     """Find the normal records of a long table and store the record number of each reading in `tables.row_by_event`.
 
     Normal records are numbered from 0 in the order of their first readings. A record is normal if each of its readings
-    has the normal label. Readings without record or feature, and readings of other records, get the number −1. The
-    counts in `tables.num_records` and `tables.skipped_by_reason` are also set.
+    has the normal label. The number is −1 for readings of other records, and for readings that have no record or no
+    feature. The counts in `tables.num_records` and `tables.skipped_by_reason` are also set.
 
     Raises:
         InputError: No record is normal, or a time is malformed.
@@ -515,23 +530,25 @@ def _index_long_records(tables: InputTables) -> None:
         tables.skipped_by_reason["records that are not normal"] = int((~is_normal_record).sum())
     if len(is_normal_record) and not is_normal_record.any():
         raise InputError(
-            f"no record of {tables.files[0]} has {tables.label_column} = {tables.normal_label} in all of its events; "
+            f"no record of {tables.files[0]} has {tables.label_column} = {tables.normal_label} in all of its rows; "
             "give another value to --normal"
         )
 
 
 def _number_named_records(batch: pa.RecordBatch, number_by_key: dict[RecordKey, int]) -> NDArray[np.int64]:
-    """Return the record number of each of N readings whose record is named in the column `record`.
+    """Return the record number of each of N readings whose record id is in the column `record`.
 
     Args:
         batch: N readings.
-        number_by_key: Record number by record id. New records get the next free numbers and are added to it.
+        number_by_key: Record numbers by record id, of all batches so far. New records get the next free numbers and are
+            added to it.
 
     Returns:
         (N,) record numbers from 0, −1 if the reading has no record id.
     """
     encoded = batch.column(RECORD).cast(pa.string()).dictionary_encode()
     record_ids = encoded.dictionary.to_pylist()
+    # `setdefault` returns the number of a known record, and adds a new one with the number of records so far.
     number_by_code = [number_by_key.setdefault(record_id, len(number_by_key)) for record_id in record_ids]
     codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
     # The code of a null is −1, which selects the last element.
@@ -547,22 +564,25 @@ def _number_windows(
     Args:
         batch: N readings with a column `device`.
         times: (N,) times in microseconds since 1970, `NO_TIME` if unknown.
-        number_by_key: Record number by device and start of the window (microseconds since 1970). New windows get the
-            next free numbers and are added to it.
+        number_by_key: Record numbers by device and start of the window (microseconds since 1970), of all batches so
+            far. New windows get the next free numbers and are added to it.
         window: The window, whose width divides time into records.
 
     Returns:
         (N,) record numbers from 0, −1 if the reading has no device or no time.
     """
     encoded = batch.column(DEVICE).cast(pa.string()).dictionary_encode()
+    devices = encoded.dictionary.to_pylist()  # the distinct devices of this batch; a code is an index into them
     device_codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
     usable_indexes = np.flatnonzero((device_codes >= 0) & (times != NO_TIME))
     window_starts = floor_to_window(times[usable_indexes], window.width)
-    keys = np.stack([device_codes[usable_indexes], window_starts], 1)
+    keys = np.stack([device_codes[usable_indexes], window_starts], 1)  # one row for each usable reading
+    # For each distinct key the index of its first reading, and for each reading the index of its distinct key.
     _, first_indexes, unique_key_indexes = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-    devices, number_by_unique_key = encoded.dictionary.to_pylist(), np.empty(len(first_indexes), np.int64)
+    number_by_unique_key = np.empty(len(first_indexes), np.int64)
     for i in np.argsort(first_indexes).tolist():  # new windows are numbered in the order of their first readings
         device_code, window_start = keys[first_indexes[i]].tolist()
+        # `setdefault` returns the number of a known window, and adds a new one with the number of windows so far.
         number_by_unique_key[i] = number_by_key.setdefault((devices[device_code], window_start), len(number_by_key))
     numbers = np.full(len(times), -1)
     numbers[usable_indexes] = number_by_unique_key[unique_key_indexes.reshape(-1)]
@@ -574,11 +594,12 @@ def _iterate_wide_readings(tables: InputTables) -> Iterator[FeatureReadings]:
 
     The normal rows are numbered from 0 over all files.
     """
-    first_row = 0
+    first_row = 0  # number of normal rows in the batches so far
     column_names = tables.feature_columns + ([tables.label_column] if tables.label_column else [])
     for _, batch in _iterate_batches(tables, column_names):
         if tables.label_column is not None and tables.normal_label is not None:
-            batch = batch.filter(pa.array(match_normal_label(batch.column(tables.label_column), tables.normal_label)))
+            is_normal = match_normal_label(batch.column(tables.label_column), tables.normal_label)
+            batch = batch.filter(pa.array(is_normal))
         rows = np.arange(first_row, first_row + len(batch), dtype=np.int64)
         first_row += len(batch)
         for name in tables.feature_columns:
@@ -588,16 +609,18 @@ def _iterate_wide_readings(tables: InputTables) -> Iterator[FeatureReadings]:
 def _iterate_long_readings(tables: InputTables) -> Iterator[FeatureReadings]:
     """Yield the readings of normal records in each batch of a long table, grouped by feature.
 
+    A reading is also called an event; its index is its position in the input, over all files.
+
     Raises:
         ValueError: `index_records` has not been called before.
         InputError: A time is malformed.
     """
     if tables.row_by_event is None:
-        raise ValueError("index_records must run before the readings of a long table are read")
+        raise ValueError("the records of a long table must be numbered before its readings: call index_records first")
     num_events, first_row, current_path = 0, 0, None
     column_names = [FEATURE, VALUE] + ([tables.time_column] if tables.time_column else [])
     for path, batch in _iterate_batches(tables, column_names):
-        first_row = first_row if path == current_path else 0
+        first_row = first_row if path == current_path else 0  # row in the file of the first reading of this batch
         current_path = path
         event_indexes = np.arange(num_events, num_events + len(batch), dtype=np.int64)
         rows = tables.row_by_event[event_indexes]
@@ -611,7 +634,7 @@ def _iterate_long_readings(tables: InputTables) -> Iterator[FeatureReadings]:
         encoded = batch.column(FEATURE).cast(pa.string()).dictionary_encode()
         feature_codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
         feature_codes[rows < 0] = -1  # leave out readings of records that are not normal
-        # Sort the readings by feature. Those of feature k then lie between bounds[k] and bounds[k + 1].
+        # Sort the readings by feature. Those of feature k are then order[bounds[k]] to order[bounds[k + 1] - 1].
         order = np.argsort(feature_codes, kind="stable")
         bounds = np.searchsorted(feature_codes[order], np.arange(len(encoded.dictionary) + 1))
         for code, name in enumerate(encoded.dictionary.to_pylist()):
@@ -634,8 +657,8 @@ def parse_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.boo
         values: N numbers, texts that may represent numbers, or times of day (converted to seconds since midnight).
 
     Returns:
-        (N,) numbers, NaN if a value is null or does not represent a number; and (N,) bool, whether a value is a text
-        that does not represent a number.
+        (numbers, is_other_text), both of shape (N,). A number is NaN if the value is null or does not represent a
+        number. `is_other_text` is True for texts that do not represent a number.
     """
     if classify_type(values.type) != "text":
         return _convert_to_floats(values), np.zeros(len(values), bool)
@@ -651,8 +674,7 @@ def parse_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.boo
 def _convert_to_floats(values: pa.Array) -> NDArray[np.float64]:
     """Return N numbers, texts that represent numbers, or times of day (in seconds since midnight) as floats.
 
-    Returns:
-        (N,) numbers, NaN for null.
+    A null becomes NaN.
     """
     seconds_or_numbers = convert_times_of_day(values).cast(pa.float64(), safe=False)
     floats: NDArray[np.float64] = seconds_or_numbers.to_numpy(zero_copy_only=False).astype(np.float64)

@@ -218,7 +218,7 @@ def test_flags_override_environment_which_overrides_file(
         (["TABLE", "--out", "OUT", "--config", "ODD"], 2, "not a multiple of the number of heads"),
         (["TABLE", "--out", "OUT", "--label", "no", "--normal", "1"], 2, "no such column"),
         (["TABLE", "--out", "OUT", "--exclude", "no"], 2, "no such column"),
-        (["TABLE", "--out", "OUT", "--label", "quality", "--normal", "9"], 3, "the column holds"),
+        (["TABLE", "--out", "OUT", "--label", "quality", "--normal", "9"], 3, "the column contains"),
         (["MISSING", "--out", "OUT"], 3, "no such file"),
         (["TEXT", "--out", "OUT"], 3, "not a readable Parquet file"),
         (["TABLE", "--out", "OUT", "--layout", "long"], 3, "'record' is missing"),

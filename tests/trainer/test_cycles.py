@@ -70,7 +70,7 @@ def test_time_of_day_can_be_scored_or_treated_as_a_number(tmp_path: Path, rng: n
     ("options", "message"),
     [
         ({"cycle": (("nope", 24.0),)}, "--cycle nope: .* no such column"),
-        ({"cycle": (("word", 24.0),)}, "--cycle word=24: its values are no numbers"),
+        ({"cycle": (("word", 24.0),)}, "--cycle word=24: the values of the column are not numbers"),
         ({"cycle": (("y", 1e-9),)}, "spread over more than"),
         ({"cycle": (("y", 1.0),), "discrete": ("y",)}, "--discrete and --cycle both name y"),
         ({"discrete": ("clock",)}, "--discrete clock: times of day are no labels"),

@@ -250,7 +250,7 @@ def test_label_filter_compares_as_text(tmp_path: Path, rng: np.random.Generator,
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"label": "y", "normal": "7"}, InputError, r"y = 7; the column holds"),
+        ({"label": "y", "normal": "7"}, InputError, r"y = 7; the column contains"),
         ({"label": "nope", "normal": "1"}, ConfigError, "no such column"),
         ({"label": "y"}, ConfigError, "belong together"),
         ({"exclude": ("nope",)}, ConfigError, "--exclude nope"),
@@ -354,8 +354,8 @@ LONG = {"record": ["r1"] * 3, "feature": ["a", "b", "c"], "value": [1.0, 2.0, 3.
     [
         (["2020-03-09T10:34:33Z", "2020-03-09T10:34:34", None], "row 1: .*2020-03-09T10:34:34.* with a zone"),
         (["yesterday", None, "2020-03-09T10:34:33Z"], "row 0: .*yesterday.* such as 2020-03-09T10:34:33Z"),
-        ([True, False, True], "of type bool, which holds no times; convert it"),
-        ([b"10:34", b"10:35", b"10:36"], "of type binary, which holds no times; convert it"),
+        ([True, False, True], "of type bool, which cannot be converted to times; convert it"),
+        ([b"10:34", b"10:35", b"10:36"], "of type binary, which cannot be converted to times; convert it"),
     ],
 )
 @pytest.mark.parametrize("window", [None, Window(60_000_000)])

@@ -109,7 +109,7 @@ def test_missing_old_feature_stays_in_the_model(tmp_path: Path, fleet: Path) -> 
 def test_incompatible_adaptation_is_rejected(tmp_path: Path, fleet: Path) -> None:
     columns = plant(np.random.default_rng(4), 60)
     words = write(tmp_path / "words.parquet", {**columns, "x1": ["warm"] * 60})
-    with pytest.raises(ConfigError, match="x1 is a measurement in the old model and text here"):
+    with pytest.raises(ConfigError, match="x1 is a measurement in the old model, but text in the new table"):
         train([words], TrainConfig(out=tmp_path / "a", init_from=fleet))
     table = write(tmp_path / "table.parquet", columns)
     with pytest.raises(ConfigError, match="d_model is that of the model"):

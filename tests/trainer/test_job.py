@@ -56,7 +56,7 @@ def work_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
         return counted
 
-    monkeypatch.setattr(calibrate, "survey_records", count_kernels(calibrate.survey_records))
+    monkeypatch.setattr(calibrate, "compute_record_scores", count_kernels(calibrate.compute_record_scores))
     monkeypatch.setattr(exemplars, "sum_centered_nll", count_kernels(exemplars.sum_centered_nll))
     hook = torch.nn.modules.module.register_module_forward_hook(count_head)
     yield seconds

@@ -78,8 +78,8 @@ def test_repeated_and_unassignable_readings_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "options", "words"),
     [
-        ({"record": "r"}, {}, "has a column 'record'"),
-        ({}, {"layout": "wide"}, "has rows that are records"),
+        ({"record": "r"}, {}, "its column 'record' already defines them"),
+        ({}, {"layout": "wide"}, "its rows are records already"),
         ({}, {"window": None, "once": ()}, "add --window, such as 60s, to make records of them"),
         (
             {},
@@ -98,7 +98,7 @@ def test_tables_that_cannot_be_cut_into_windows_are_rejected(
 
 def test_wide_table_cannot_be_cut_into_windows(tmp_path: Path) -> None:
     rows = [{"device": "d", "time": float(i), "flow": 1.0} for i in range(30)]
-    with pytest.raises(ConfigError, match=r"columns device, feature, value, time, and .* has rows that are records"):
+    with pytest.raises(ConfigError, match=r"its rows are records already; .* columns are device, feature, value, time"):
         prepared(tmp_path, rows)
     with pytest.raises(InputError, match="column 'time' is missing"):
         prepared(tmp_path, [{"device": "d", "feature": "flow", "value": 1.0}] * 30, layout="long")
