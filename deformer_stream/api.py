@@ -30,7 +30,7 @@ from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, Alert, Contribution, EventBatch, Rejection
 from deformer_stream.engine.explain import explain_records
 from deformer_stream.engine.imputation import impute, impute_quantiles, sample_completions
-from deformer_stream.engine.record_scores import survey_records
+from deformer_stream.engine.record_scores import compute_record_scores
 from deformer_stream.errors import InputError
 from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.model.schema import Schema
@@ -389,7 +389,7 @@ class Detector:
         )
         # `explain_records` assumes that the record raises an alert, and always marks some readings as suspects. Compute
         # whether it does, from the largest anomaly score of the record, in an array of shape (1, 1).
-        scores = survey_records(self._cpu_kernels, model, codes, self.schema.normalise(codes, raw_values))
+        scores = compute_record_scores(self._cpu_kernels, model, codes, self.schema.normalise(codes, raw_values))
         has_alert = alert_rule(scores.statistics[:, None], record_ids)[0, 0]
         contributions = explanation.contributions
         if has_alert:

@@ -30,26 +30,38 @@ smaller, so the record does not alert again."""
 
 
 class RejectionReason(StrEnum):
-    """Why an event was rejected. The values appear as `reason` in metrics and in dead letters."""
+    """Why readings or a whole message were rejected.
+
+    The values appear as `reason` in metrics, and in the dead-letter topic, to which rejected messages are written.
+    """
 
     NOT_JSON = "not_json"
+    """The message cannot be decoded, as JSON or in another configured format."""
     MISSING_FIELD = "missing_field"
+    """A field that is required is missing or empty."""
     UNKNOWN_FEATURE = "unknown_feature"
+    """The model has no feature of this name."""
     WRONG_TYPE = "wrong_type"
+    """A field or a value has another type than expected."""
     NOT_FINITE = "not_finite"
+    """A value or a time is NaN or infinite."""
     DUPLICATE = "duplicate"
+    """The record has this feature already."""
     LATE = "late"
+    """The record, or the window that the event belongs to, is closed."""
     TOO_LARGE = "too_large"
+    """The message, or a part of it, exceeds a limit."""
     FUTURE = "future"
+    """The event time is too far ahead of the clock."""
 
 
 class CloseReason(StrEnum):
-    """Why a record was closed, so that it receives no further readings."""
+    """Why a record was closed. A closed record accepts no further readings."""
 
     COMPLETE = "complete"
     """Every feature was observed or declared as "will not be observed"."""
     TIMEOUT = "timeout"
-    """No event of the record was accepted for the duration of the record timeout."""
+    """No event of the record was accepted for `Limits.record_timeout` microseconds."""
     END = "end"
     """The input ended."""
     REVOKED = "revoked"
@@ -65,7 +77,8 @@ class WindowMembership:
     """Which of N events belong to windows. A window is a record of one device's readings within an interval of time.
 
     Attributes:
-        devices: N names of devices. "" if the event contains a record id of its own and belongs to no window.
+        devices: For each event, the name of the device that sent it. "" for an event that names its record itself and
+            belongs to no window.
         deadlines: (N,) int64 event time at which the event's window closes, microseconds since 1970. The window closes
             when the device sends an event of this time or later. Arbitrary if the event belongs to no window.
     """
@@ -76,23 +89,23 @@ class WindowMembership:
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """N events in the order of arrival. An event is a decoded message entry with one value of one feature.
+    """N events in the order of arrival. An event is one value of one feature of one record, decoded from a message.
 
     Attributes:
         record_ids: Id of the record of each event, N strings.
         features: (N,) int32 feature codes (index of the feature in the schema).
-        values: (N,) float64. For a continuous feature the value in raw units, for a discrete feature the code of the
-            label. The number of labels is the code of a label that the model does not have. NaN declares that the
-            feature will not be observed.
+        values: (N,) float64. For a continuous feature the value in raw units; for a discrete feature the label code,
+            from 0. A label that the model does not have is represented by the number of labels, one more than the last
+            code. NaN declares that the feature will not be observed.
         times: (N,) int64 event times in microseconds since 1970, `NO_TIME` for an event without a time.
-        message_indices: (N,) int32 index, within the poll, of the message that contained the event.
+        message_indices: (N,) int32 index of the message that contained the event among the messages of the same poll.
         partitions: (N,) int32 number of the partition from which the event was read.
         unseen_labels: By index of the event, the text of a label that the model does not have.
         windows: Which events belong to windows (records of one device's readings within an interval of time). None if
             no event does. Every event of a window has an event time.
-        row_boundaries: (R + 1,) set if the events come from R rows of one table: the index of each row's first event,
-            followed by N. The events of a row have the same record and different features; all rows have the same
-            partition. None if the events do not come from table rows.
+        row_boundaries: (R + 1,) int64, set if the events were read from R rows of an input table: the index of each
+            row's first event, followed by N. The events of a row have the same record and different features; all rows
+            have the same partition. None if the events were not read from a table.
     """
 
     record_ids: list[str]
@@ -110,17 +123,17 @@ class EventBatch:
         return len(self.record_ids)
 
     def records_of_rows(self) -> tuple[list[str], NDArray[np.int64]]:
-        """Return the record id of each table row, so that ids can be looked up per row instead of per event.
+        """Return the record id of each row of the input table, so that ids are looked up per row and not per event.
 
-        If the events do not come from rows of a table, each event counts as a row.
+        If the events were not read from a table, each event counts as a row.
 
         Returns:
-            The R record ids; and (N,) the index of each event's row.
+            The record ids of the R rows; and (N,) the index of each event's row.
         """
         if self.row_boundaries is None:
             return self.record_ids, np.arange(len(self.record_ids))
-        first_events = self.row_boundaries[:-1]
-        row_by_event = np.repeat(np.arange(len(first_events)), np.diff(self.row_boundaries))
+        first_events, num_events = self.row_boundaries[:-1], np.diff(self.row_boundaries)
+        row_by_event = np.repeat(np.arange(len(first_events)), num_events)
         return [self.record_ids[event] for event in first_events.tolist()], row_by_event
 
     @staticmethod
@@ -135,7 +148,7 @@ class Rejection:
     """One or more readings of one message that were rejected for the same reason.
 
     Attributes:
-        message_index: Index of the message in the poll.
+        message_index: Index of the message among those of the same poll.
         reason: Why the readings were rejected.
         detail: One line that names the record, the feature or the field, and says what is wrong with it.
         num_readings: Number of rejected readings. A message that is rejected as a whole counts as 1.
@@ -163,14 +176,15 @@ class Rejection:
         return sorted(merged, key=lambda rejection: rejection.message_index)
 
     def _with_num_readings(self, num_readings: int) -> Rejection:
-        """Return this rejection for a larger number of readings of its message; the detail states how many were added.
+        """Return this rejection extended to further readings of its message; the detail states how many were added.
 
         Args:
-            num_readings: Total number of rejected readings.
+            num_readings: Total number of rejected readings, those of this rejection included.
         """
-        if num_readings == self.num_readings:
+        num_added = num_readings - self.num_readings
+        if num_added == 0:
             return self
-        detail = f"{self.detail} (and {num_readings - self.num_readings} more of this message)"
+        detail = f"{self.detail} (and {num_added} more of this message)"
         return Rejection(self.message_index, self.reason, detail, num_readings)
 
 
@@ -178,8 +192,8 @@ class Rejection:
 class ScoredReadings:
     """M accepted readings with their scores.
 
-    The readings are in the order of acceptance. An exception are tie groups (readings of one record with the same event
-    time) that are scored together. Their readings are in the order in which the groups were decided, and the score and
+    The readings are in the order of acceptance, unless readings of one record with the same event time are scored
+    together (a tie group). They are then in the order in which their groups were completed, and the score and the
     p-value of the record change only at the last reading of a group.
 
     Attributes:
@@ -187,10 +201,10 @@ class ScoredReadings:
         seq: (M,) int32 position of the reading in its record, from 0.
         log_likelihood: (M,) natural logarithm of p(value | earlier values of the record). p is a density in normalised
             units, or a probability for a discrete feature. NaN for readings that are not scored, such as those of
-            context features.
+            context features (features that condition the others but are not scored themselves).
         running_log_likelihood: (M,) sum of `log_likelihood` over the scored readings of the record so far.
-        score: (M,) anomaly score of the record after this reading: its largest prefix statistic so far. A prefix
-            statistic combines the p-values of the record's first k readings. Larger is more anomalous.
+        score: (M,) anomaly score of the record after this reading; larger is more anomalous. It is the largest prefix
+            statistic so far. The prefix statistic of the first k readings combines their p-values in one number.
         p_value: (M,) p-value of the record after this reading. It never increases within a record.
         is_alert: (M,) whether the reading raised an alert.
     """
@@ -209,7 +223,7 @@ class ScoredReadings:
 
     @staticmethod
     def empty() -> ScoredReadings:
-        """Return no readings."""
+        """Return an instance without readings."""
         floats = np.empty(0)
         ints, bools = np.empty(0, np.int32), np.empty(0, np.bool_)
         return ScoredReadings(np.empty(0, np.int64), ints, floats, floats, floats, floats, bools)
@@ -232,24 +246,25 @@ class ExpectedRange:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """How much one reading contributed to an alert. Scores are in nats; a score that was not computed is None.
+    """How much one reading contributed to an alert.
 
-    The names of the fields are the names of the JSON fields of an alert.
+    The names of the fields are the names of the JSON fields of an alert. Scores are in nats (natural logarithms) and
+    are larger if the reading contributed more. A score that was not computed is None.
 
     Attributes:
         feature: Name of the feature.
         value: The value in raw units, or the label of a discrete feature.
         surprise: Negative logarithm of the reading's highest-density p-value (probability of a value at most as likely
-            as the observed one); 0 is as expected. It is conditional on the readings that are not suspects. With
-            `--explanations fast`, it is conditional on the earlier readings.
-        expected: The value that the model expected under the same condition.
+            as the observed one); 0 for the most likely value. The probability is conditional on the readings that are
+            not suspects (see `suspect`). With `--explanations fast`, it is conditional on the earlier readings.
+        expected: The range of values that the model expected, conditional on the same readings.
         attribution: Mean of -ln p(value | readings before it) over several orders of the readings. p is a density in
             normalised units. The attributions of all readings sum up to -ln p of the record.
         leave_one_out: -ln p(value | all other readings), with p in the same units.
         relief: By how much the anomaly score of the record decreases without this reading.
-        suspect: Whether the alert is attributed to this reading: it is in the smallest known set of readings without
-            which there is no alert, because their values are replaced by expected values. If no such set was found,
-            whether it is in the largest set that was tried.
+        suspect: Whether the alert is attributed to this reading. The suspects are the smallest known set of readings
+            such that there is no alert if their values are replaced by expected ones. If no such set was found, they
+            are the largest set that was tried.
     """
 
     feature: str
@@ -268,8 +283,8 @@ class Explanation:
 
     Attributes:
         contributions: One `Contribution` per reading, the most suspicious reading first.
-        silenced_by: The smallest known set of features to which the alert is attributed. If their values were replaced
-            by the values expected given all others, there would be no alert. None if no set was found or searched for.
+        silenced_by: The smallest known set of features that explains the alert: if their values were replaced by those
+            expected given all other features, there would be no alert. None if no set was found or searched for.
     """
 
     contributions: tuple[Contribution, ...]
@@ -278,7 +293,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """An alert: the p-value of a record has decreased to an alpha (false-alarm rate) for the first time.
+    """An alert, raised when the p-value of a record is at most a false-alarm rate (alpha) for the first time.
 
     Attributes:
         id: Id of the alert. It depends only on the record id, the model and the alpha, so that receivers can drop
@@ -293,16 +308,18 @@ class Alert:
         score: Anomaly score of the record after that reading (its largest prefix statistic so far, from which the
             p-value is computed); larger is more anomalous.
         running_log_likelihood: Sum of ln p(value | earlier values) over the record's readings so far.
-        model: Fingerprint of the model.
-        message_index: Index, within the poll, of the message that raised the alert. -1 if a time-out raised it, because
-            it decided a tie group (readings of one record with the same event time, which are scored together).
+        model: Fingerprint of the model, a hash that identifies it with its calibration.
+        message_index: Index of the message that raised the alert among the messages of the same poll. -1 if no message
+            did: readings of one record with the same event time wait for each other (a tie group), and a timeout has
+            ended their waiting.
         contributions: How much each reading contributed to the alert, the most suspicious reading first.
         partition: Number of the record's partition.
-        is_record_closed: Whether the record was closed by the same batch because it is complete or its window is over.
-            If so, a consumer that reads the log again closes it, too, and the alert need not be stored.
+        is_record_closed: Whether the same batch closed the record because it is complete or its window (interval of
+            time) is over. If so, a consumer that reads the log again closes the record as well. The alert then need not
+            be stored to prevent a repetition.
         severity: 1 for the largest of the configured alphas, 2 for the next smaller one, and so on.
-        silenced_by: The smallest known set of features to which the alert is attributed. If their values were replaced
-            by expected values, there would be no alert. None if no set was found or searched for.
+        silenced_by: The smallest known set of features that explains the alert: if their values were replaced by those
+            expected given all other features, there would be no alert. None if no set was found or searched for.
     """
 
     id: str
@@ -340,10 +357,11 @@ class ClosedRecords:
             If the model has exemplars (stored training records), the sum is combined with the distance to the nearest
             exemplars (`deformer_stream.model.ranking`).
         p_value: (R,) p-value of the record after its last reading.
-        alert_seq: (R,) int32 position of the reading that raised the first alert, -1 if there was none.
+        alert_seq: (R,) int32 position in the record, from 0, of the reading that raised the first alert, -1 if there
+            was none.
         alert_alpha: (R,) strictest (smallest) alpha that raised an alert, `NO_ALERT` if there was none.
-        score: (R,) largest prefix statistic of the record (anomaly score after its first k readings), from which the
-            p-value is computed; larger is more anomalous.
+        score: (R,) anomaly score from which the p-value is computed; larger is more anomalous. It is the largest prefix
+            statistic of the record. The prefix statistic of the first k readings combines their p-values in one number.
     """
 
     record_ids: list[str]
@@ -396,17 +414,17 @@ class Effects:
     A tie group is the readings of one record with the same event time, which are scored together.
 
     Attributes:
-        batch: The events to which `scored.event_indices` refers: the batch, followed by readings of earlier batches
-            whose tie group was decided now.
+        batch: The events to which `scored.event_indices` refers: the batch, followed by the readings of earlier batches
+            that waited for their tie group and are scored now.
         scored: The readings that were scored, with their scores.
         alerts: The alerts that were raised.
-        rejections: The rejected readings, one item per message and reason.
+        rejections: The rejected readings, in the order of the batch.
         closed: The records that were closed.
         drift_notices: Notices that the records of a partition differ from the calibration records.
-        drift_states: By partition number, the new state of the drift monitor. It contains only partitions whose state
-            has changed.
-        tie_timeouts: By partition number and record id, the number of readings that the record had when a time-out
-            decided its tie group.
+        drift_states: By partition number, the evidence of drift so far. Only partitions whose evidence has changed are
+            included.
+        tie_timeouts: By partition number and record id, the number of readings that the record had when a timeout ended
+            the waiting of its tie group.
     """
 
     batch: EventBatch
@@ -419,26 +437,29 @@ class Effects:
     tie_timeouts: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
     def decisions(self) -> dict[int, Decisions]:
-        """Return by partition number the decisions that cannot be reproduced by reading the partition's log again.
+        """Return, by partition number, the decisions that cannot be reproduced by reading the partition's log again.
 
-        These are closings by time-out or eviction, alerts of records that the log leaves open, drift states, and tie
-        groups that a time-out decided. Partitions without such decisions are left out.
+        These are closings by timeout or eviction, alerts of records that the log leaves open, the evidence of drift,
+        and timeouts of tie groups. Partitions without such decisions are left out.
         """
-        closed_ids: dict[int, list[str]] = {}
         alert_states: dict[int, dict[str, AlertState]] = {}
         for alert in self.alerts:
             if not alert.is_record_closed:
                 state_by_record = alert_states.setdefault(alert.partition, {})
-                state = AlertState(alert.raised_at - 1, alert.alpha)
+                position = alert.raised_at - 1  # of the reading that raised the alert, from 0
+                state = AlertState(position, alert.alpha)
                 earlier = state_by_record.get(alert.record)
                 state_by_record[alert.record] = state if earlier is None else earlier + state
+        closed_ids: dict[int, list[str]] = {}
         closed = zip(self.closed.record_ids, self.closed.reasons, self.closed.partitions.tolist(), strict=True)
         for record_id, reason, partition in closed:
+            # These closings depend on the clock and on memory. The other reasons follow from the log.
             if reason in (CloseReason.TIMEOUT, CloseReason.EVICTED):
                 closed_ids.setdefault(partition, []).append(record_id)
+        # Decisions of several batches can be added up, so they hold a tuple of numbers of readings for each record.
         tie_timeouts = {
-            partition: {record_id: (num_readings,) for record_id, num_readings in by_record.items()}
-            for partition, by_record in self.tie_timeouts.items()
+            partition: {record_id: (num_readings,) for record_id, num_readings in num_readings_by_record.items()}
+            for partition, num_readings_by_record in self.tie_timeouts.items()
         }
         return {
             partition: Decisions(
@@ -453,7 +474,7 @@ class Effects:
 
 @dataclass(frozen=True, slots=True)
 class AlertState:
-    """A summary of the alerts of a record, which prevents that they are raised again.
+    """A summary of the alerts that a record has raised, so that they are not raised again.
 
     Attributes:
         seq: Position in the record of the reading that raised the first alert, from 0.
@@ -464,7 +485,7 @@ class AlertState:
     alpha: float = SUPPRESS_ALL
 
     def __add__(self, later: AlertState) -> AlertState:
-        """Return the summary of these alerts and of later ones of the same record."""
+        """Return the summary of these alerts and later ones of the same record: first position, smallest alpha."""
         return AlertState(self.seq, min(self.alpha, later.alpha))
 
 
@@ -473,14 +494,15 @@ class Decisions:
     """Decisions about the records of one partition that cannot be reproduced by reading the partition's log again.
 
     A restarted consumer reads the log again and accepts the same readings. Decisions that depended on the clock, on
-    memory or on other partitions are therefore stored separately, and applied while the log is read.
+    memory or on other partitions are stored separately. The consumer repeats them by `Engine.preload_decisions` and
+    `Engine.apply_decisions`.
 
     Attributes:
-        closed_ids: Ids of records that were closed by a time-out or evicted, in the order of closing.
-        alert_states: By record id, the alerts of records that the log alone would leave open.
-        drift_state: New state of the drift monitor, None if it has not changed.
-        tie_timeouts: By record id, the numbers of readings that the record had each time a time-out decided one of its
-            tie groups (readings of one record with the same event time).
+        closed_ids: Ids of records that were closed by a timeout or evicted, in the order of closing.
+        alert_states: By record id, a summary of the alerts of each record that the log alone would leave open.
+        drift_state: The evidence of drift so far, None if it has not changed.
+        tie_timeouts: By record id, the number of readings that the record had at each timeout of one of its tie groups.
+            A tie group is the readings of one record with the same event time; they wait for each other.
     """
 
     closed_ids: tuple[str, ...] = ()
@@ -496,10 +518,14 @@ class Decisions:
         """Return these decisions followed by later ones of the same partition."""
         alert_states = dict(self.alert_states)
         for record_id, state in later.alert_states.items():
-            alert_states[record_id] = alert_states[record_id] + state if record_id in alert_states else state
+            earlier = alert_states.get(record_id)
+            alert_states[record_id] = state if earlier is None else earlier + state
         tie_timeouts = dict(self.tie_timeouts)
-        for record_id, num_readings in later.tie_timeouts.items():
-            tie_timeouts[record_id] = tie_timeouts.get(record_id, ()) + num_readings
+        for record_id, reading_counts in later.tie_timeouts.items():
+            tie_timeouts[record_id] = tie_timeouts.get(record_id, ()) + reading_counts
         return Decisions(
-            self.closed_ids + later.closed_ids, alert_states, later.drift_state or self.drift_state, tie_timeouts
+            closed_ids=self.closed_ids + later.closed_ids,
+            alert_states=alert_states,
+            drift_state=later.drift_state or self.drift_state,  # the later evidence includes the earlier one
+            tie_timeouts=tie_timeouts,
         )

@@ -35,6 +35,7 @@ class _IndexStack:
         """Add integers on top of the stack."""
         end = self._num_items + len(items)
         if end > len(self._items):
+            # At least double the array, so that the average cost of copying per pushed item is constant.
             larger = np.empty(max(end, 2 * len(self._items)), np.int64)
             larger[: self._num_items] = self._items[: self._num_items]
             self._items = larger
@@ -67,24 +68,29 @@ class ReadingLog:
 
     def __init__(self, num_features: int, has_ties: bool) -> None:
         # Extent sizes double, except that the first is `MIN_EXTENT_SIZE` and the last holds a reading of every feature.
-        # Size class 0, without places, is that of a record without an extent.
+        # A size class is the index of a size in this list. Size class 0 is that of a record without an extent.
         sizes = [0]
         while sizes[-1] < num_features:
             sizes.append(min(num_features, max(MIN_EXTENT_SIZE, 2 * sizes[-1])))
         self._extent_sizes = np.array(sizes, np.int64)
-        self._free_extents = [_IndexStack() for _ in sizes]
+        self._free_extents = [_IndexStack() for _ in sizes]  # starts of freed extents, by size class
         self._has_ties = has_ties
         self.num_places = 0
-        self._end = 0  # elements of the shared arrays from this index on have never been part of an extent
+        # The shared arrays, with one element per reading. Elements from index `_end` on were never part of an extent.
+        self._end = 0
         self._features = np.empty(INITIAL_NUM_PLACES, np.int16)
         self._values = np.empty(INITIAL_NUM_PLACES, np.float64)
         self._is_tied = np.empty(INITIAL_NUM_PLACES if has_ties else 0, np.bool_)
+        # The extent of the record in each row of the record table; size 0 for a row without an extent.
         self._extent_start = np.zeros(0, np.int64)
         self._extent_size = np.zeros(0, np.int32)
 
     @property
     def bytes_per_place(self) -> int:
-        """Bytes of one reading: its feature code, its value and, if the log stores tie groups, its tie flag."""
+        """Bytes of one reading: its feature code, its value and, if the log stores tie groups, its tie flag.
+
+        The tie flag states whether the reading has the same event time as the reading before it.
+        """
         return self._features.itemsize + self._values.itemsize + (self._is_tied.itemsize if self._has_ties else 0)
 
     @property
@@ -98,7 +104,7 @@ class ReadingLog:
         return self._extent_start.itemsize + self._extent_size.itemsize
 
     def extent_bytes(self, record_indices: Ints) -> Ints:
-        """Return the bytes that the readings of each of R records occupy, including reserved places, (R,).
+        """Return, for each of R records, the bytes of its readings and of the memory reserved for further ones, (R,).
 
         Args:
             record_indices: (R,) rows of the record table.
@@ -106,42 +112,44 @@ class ReadingLog:
         return self._extent_size[record_indices].astype(np.int64) * self.bytes_per_place
 
     def resize(self, num_records: int) -> None:
-        """Follow the record table when its number of rows grows to `num_records`. New rows have no readings."""
+        """Add rows without readings until there are `num_records` rows, the new size of the record table."""
         num_new = num_records - len(self._extent_start)
         self._extent_start = np.append(self._extent_start, np.zeros(num_new, np.int64))
         self._extent_size = np.append(self._extent_size, np.zeros(num_new, np.int32))
 
     def reserve(self, record_indices: Ints, num_stored: Ints, num_readings: Ints) -> None:
-        """Provide enough places for the readings of R records, so that they can be written.
+        """Reserve memory for the readings of R records, so that new readings can be written.
 
         Args:
             record_indices: (R,) distinct rows of the record table.
             num_stored: (R,) number of readings that each record has now. They are kept.
-            num_readings: (R,) number of readings for which each record needs places, old and new ones.
+            num_readings: (R,) number of readings that each record will have, old and new ones together.
         """
         too_small = (num_readings > self._extent_size[record_indices]).nonzero()[0]
         if not len(too_small):
             return
-        # Records whose extent is too small move to larger ones: copy their readings, free the old extents, and write
-        # the readings into the new ones.
+        # An extent is the part of the shared arrays that a record occupies. Records whose extent is too small get a
+        # larger one: copy their readings, free the old extents, and write the readings into the new ones.
         growing = record_indices[too_small]
+        # The smallest extent size that is sufficient, as an index into the ascending sizes.
         size_classes = np.searchsorted(self._extent_sizes, num_readings[too_small])
+        # For each stored reading: the index of its record in `growing`, and its position in the record.
         record, place = ragged_indices(num_stored[too_small])
-        old_places = self._extent_start[growing[record]] + place
-        features, values = self._features[old_places], self._values[old_places]
-        is_tied = self._is_tied[old_places] if self._has_ties else None
+        old_elements = self._extent_start[growing[record]] + place
+        features, values = self._features[old_elements], self._values[old_elements]
+        is_tied = self._is_tied[old_elements] if self._has_ties else None
         self.free(growing)
-        for size_class in np.bincount(size_classes).nonzero()[0].tolist():
+        for size_class in np.bincount(size_classes).nonzero()[0].tolist():  # each size class that occurs
             members = growing[size_classes == size_class]
             self._extent_start[members] = self._allocate(size_class, len(members))
             self._extent_size[members] = self._extent_sizes[size_class]
-        new_places = self._extent_start[growing[record]] + place
-        self._features[new_places], self._values[new_places] = features, values
+        new_elements = self._extent_start[growing[record]] + place
+        self._features[new_elements], self._values[new_elements] = features, values
         if is_tied is not None:
-            self._is_tied[new_places] = is_tied
+            self._is_tied[new_elements] = is_tied
 
     def _allocate(self, size_class: int, num_extents: int) -> Ints:
-        """Allocate extents of one size and return where they begin in the shared arrays, (E,) for E extents.
+        """Allocate extents of one size (consecutive elements of the shared arrays, each for the readings of a record).
 
         Freed extents of this size are used first. The others are taken from the unused end of the arrays, which are
         enlarged if necessary.
@@ -149,23 +157,26 @@ class ReadingLog:
         Args:
             size_class: Index of the size in `_extent_sizes`.
             num_extents: E, the number of extents.
+
+        Returns:
+            (E,) the index in the shared arrays at which each extent begins.
         """
         size = int(self._extent_sizes[size_class])
-        reused = self._free_extents[size_class].pop(num_extents)
-        num_new = num_extents - len(reused)
-        first_new = self._end + size * np.arange(num_new)
+        reused_starts = self._free_extents[size_class].pop(num_extents)
+        num_new = num_extents - len(reused_starts)
+        new_starts = self._end + size * np.arange(num_new)
         self._end += size * num_new
         self.num_places += size * num_extents
         if self._end > len(self._features):
             self._enlarge(max(self._end, 2 * len(self._features)))
-        return np.concatenate([reused, first_new])
+        return np.concatenate([reused_starts, new_starts])
 
     def _enlarge(self, num_places: int) -> None:
-        """Copy all readings into larger shared arrays.
+        """Copy the readings of all records into larger arrays.
 
         Args:
-            num_places: New length of the arrays. The caller at least doubles it, so that the average cost of copying
-                per reading is constant.
+            num_places: New length of the arrays, in readings. The caller at least doubles it, so that the average cost
+                of copying per reading is constant.
         """
         for name in ("_features", "_values", *(("_is_tied",) if self._has_ties else ())):
             array = getattr(self, name)
@@ -179,8 +190,9 @@ class ReadingLog:
         Args:
             record_indices: (R,) distinct rows of the record table.
         """
+        # The index of each extent's size in the ascending list of sizes.
         size_classes = np.searchsorted(self._extent_sizes, self._extent_size[record_indices])
-        for size_class in np.bincount(size_classes).nonzero()[0].tolist():
+        for size_class in np.bincount(size_classes).nonzero()[0].tolist():  # each size class that occurs
             if size_class > 0:  # records of size class 0 have no extent
                 members = record_indices[size_classes == size_class]
                 self._free_extents[size_class].push(self._extent_start[members])
@@ -188,15 +200,15 @@ class ReadingLog:
         self._extent_size[record_indices] = 0
 
     def write(self, record_indices: Ints, places: Ints, features: NDArray[np.integer], values: Floats) -> None:
-        """Store M readings. Their places must be reserved already (`reserve`).
+        """Store M readings, for which `reserve` must have reserved memory.
 
         Args:
             record_indices: (M,) row of each reading's record in the record table.
             places: (M,) position of each reading in its record, from 0.
-            features: (M,) feature codes.
+            features: (M,) feature codes (indexes in the schema).
             values: (M,) raw values; label codes of discrete features.
         """
-        elements = self._extent_start[record_indices] + places
+        elements = self._extent_start[record_indices] + places  # indexes in the shared arrays
         self._features[elements] = features
         self._values[elements] = values
 
@@ -212,11 +224,11 @@ class ReadingLog:
             Feature codes (int64) and raw values (label codes of discrete features). Both have the shape to which
             `record_indices` and `places` broadcast.
         """
-        elements = self._extent_start[record_indices] + places
+        elements = self._extent_start[record_indices] + places  # indexes in the shared arrays
         return self._features[elements].astype(np.int64), self._values[elements]
 
     def gather_features(self, record_indices: Ints, places: Ints) -> Ints:
-        """Return the feature codes of M readings, (M,), without copying their values as `gather` does.
+        """Return the feature codes (indexes in the schema) of M readings, (M,), without copying their values.
 
         Args:
             record_indices: (M,) row of each reading's record in the record table.
@@ -233,11 +245,12 @@ class ReadingLog:
             num_readings: (R,) number of readings to return of each record.
 
         Returns:
-            (R, L) feature codes and (R, L) raw values, in order of arrival. L is the largest of `num_readings`, at
-            least 1. Padding at the end of a row has code -1 and value 0.
+            (R, L) feature codes and (R, L) raw values (label codes of discrete features), in order of arrival. L is the
+            largest of `num_readings`, at least 1. Padding at the end of a row has code -1 and value 0.
         """
         place = np.arange(max(1, int(num_readings.max(initial=0))))
         is_reading = place < num_readings[:, None]
+        # Padding reads the first reading of its record, and is then replaced.
         features, values = self.gather(record_indices[:, None], np.where(is_reading, place, 0))
         return np.where(is_reading, features, -1), np.where(is_reading, values, 0.0)
 

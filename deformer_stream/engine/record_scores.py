@@ -37,7 +37,8 @@ class ScoredRecords:
         log_p_value: (M,) natural logarithm of each reading's p-value (probability of a value at most as likely as the
             observed one).
         is_scored: (M,) False for readings of context features. They condition the other features and are not scored.
-        running: (N,) running statistics of each record after its last reading, of dtype `RUNNING_DTYPE`.
+        running: (N,) sums and extremes over the scored readings of each record, such as its largest anomaly score
+            ("peak"). `RUNNING_DTYPE` describes the fields.
     """
 
     features: Ints
@@ -46,11 +47,12 @@ class ScoredRecords:
     running: NDArray[np.void]
 
 
-def survey_records(kernels: CpuKernels | None, model: DEformer, features: Ints, values: Floats) -> RecordScores:
-    """Return the largest prefix statistic of each record, and the sum of negative log p-values of each feature.
+def compute_record_scores(kernels: CpuKernels | None, model: DEformer, features: Ints, values: Floats) -> RecordScores:
+    """Score N complete records, and return one statistic per record and one sum per feature.
 
-    A prefix statistic is the anomaly score of a record after its first k readings; the largest one calibrates alerts.
-    The sums show which features are unusual in the records.
+    The statistic of a record is its largest anomaly score over all prefixes (its first 1, 2, … readings), from which
+    alerts are calibrated. The sum of a feature is that of −ln p-value over its readings. It shows how unusual the
+    values of the feature are.
 
     Args:
         kernels: The model's compiled kernels, or None to compute with PyTorch.
@@ -60,18 +62,19 @@ def survey_records(kernels: CpuKernels | None, model: DEformer, features: Ints, 
         values: (N, L) values in the model's normalised units; label codes of discrete features. Padding is ignored.
 
     Returns:
-        For the N records, the largest prefix statistics. For each feature, the sum of −ln p-value over its scored
-        readings, and their number.
+        The statistics of the N records, the sum of each feature, and the number of scored readings of each feature.
     """
     if kernels is None:
         return score_records(model, features, values)
     num_features = len(model.schema)
-    total = RecordScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
-    for records in _score(kernels, features, values):
-        codes, neg_log_p = records.features[records.is_scored], -records.log_p_value[records.is_scored]
-        sums = np.bincount(codes, neg_log_p, num_features).astype(np.float64)
-        total += RecordScores(records.running["peak"], sums, np.bincount(codes, minlength=num_features))
-    return total
+    scores = RecordScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
+    for part in _score_in_passes(kernels, features, values):
+        codes, neg_log_p = part.features[part.is_scored], -part.log_p_value[part.is_scored]
+        sum_by_feature = np.bincount(codes, neg_log_p, num_features).astype(np.float64)
+        count_by_feature = np.bincount(codes, minlength=num_features)
+        # Adding appends the statistics of the records, and adds the sums and the counts.
+        scores += RecordScores(part.running["peak"], sum_by_feature, count_by_feature)
+    return scores
 
 
 def sum_centered_nll(kernels: CpuKernels | None, model: DEformer, features: Ints, values: Floats) -> Floats:
@@ -89,48 +92,57 @@ def sum_centered_nll(kernels: CpuKernels | None, model: DEformer, features: Ints
     """
     if kernels is None:
         return compute_centered_nll(model, features, values)
-    sums = [records.running["excess"] for records in _score(kernels, features, values)]
+    # The kernels store the sum of centered NLLs in the field "excess".
+    sums = [part.running["excess"] for part in _score_in_passes(kernels, features, values)]
     return np.concatenate([np.empty(0), *sums])  # the empty array keeps the result valid if there is no record
 
 
-def _score(kernels: CpuKernels, features: Ints, values: Floats) -> Iterator[ScoredRecords]:
+def _score_in_passes(kernels: CpuKernels, features: Ints, values: Floats) -> Iterator[ScoredRecords]:
     """Score N records with compiled kernels, and yield the scores of some consecutive records at a time.
 
     Each part has at most `READINGS_PER_PASS` readings (padding included) or a single record, which bounds memory.
 
     Args:
         kernels: The model's compiled kernels.
-        features: (N, L) feature codes of N records with at most L readings; -1 is padding at the end of a row.
-        values: (N, L) values in normalised units.
+        features: (N, L) feature codes of N records with at most L readings, in order of arrival. -1 is padding at the
+            end of a row.
+        values: (N, L) values in normalised units; label codes of discrete features.
     """
     num_records, max_readings = features.shape
     records_per_pass = max(1, READINGS_PER_PASS // max(max_readings, 1))
     for start in range(0, num_records, records_per_pass):
         records = slice(start, start + records_per_pass)
-        yield _score_together(kernels, features[records], values[records])
+        yield _score_pass(kernels, features[records], values[records])
 
 
-def _score_together(kernels: CpuKernels, features: Ints, values: Floats) -> ScoredRecords:
+def _score_pass(kernels: CpuKernels, features: Ints, values: Floats) -> ScoredRecords:
     """Return the scores of N records, computed in one call of the compiled kernels.
 
     Args:
         kernels: The model's compiled kernels.
-        features: (N, L) feature codes of N records with at most L readings; -1 is padding at the end of a row.
-        values: (N, L) values in normalised units.
+        features: (N, L) feature codes of N records with at most L readings, in order of arrival. -1 is padding at the
+            end of a row.
+        values: (N, L) values in normalised units; label codes of discrete features.
     """
+    # The kernels take the M readings of all records one after the other, without padding.
     is_reading = features >= 0
     codes, num_records = features[is_reading], len(features)
-    offsets = np.append(0, np.cumsum(is_reading.sum(1)))
+    offsets = np.append(0, np.cumsum(is_reading.sum(1)))  # index of each record's first reading, followed by M
     is_scored = ~kernels.model.schema.is_context[codes]
     running = np.full(num_records, INITIAL_RUNNING, RUNNING_DTYPE)
-    terms = np.empty((3, len(codes)))  # rows: ln p, ln of the p-value, centered NLL
+    terms = np.empty((3, len(codes)))  # rows: ln p, ln of the p-value, centered NLL (−ln p minus its expectation)
     if len(codes):
-        # A cache of exactly the required size: record i has row i of `pages`, and no reading is cached yet.
+        # A KV cache of exactly the required size: record i has the pages in row i, and no reading is cached yet.
         cache = kernels.create_cache(num_records * kernels.bytes_per_record)
         pages = np.arange(num_records * cache.pages_per_record).reshape(num_records, -1)
         num_cached = np.zeros(num_records, np.int64)
         batch = RaggedBatch(codes, values[is_reading].astype(np.float32), offsets, num_cached, pages)
         terms[:] = kernels.score(cache, batch)  # also converts float32 to float64
-        columns = np.empty((3, len(codes)))  # required output of `advance` that is not needed here
-        kernels.advance(running, np.arange(num_records), offsets, terms, is_scored, None, columns, P_VALUE_EXPONENT)
+        # Update `running` with the readings of each record. The scores after each reading are not needed here, but
+        # `advance` requires an array for them.
+        unused_scores = np.empty((3, len(codes)))
+        is_decided = None  # no tie groups: the anomaly score is updated after each reading
+        kernels.advance(
+            running, np.arange(num_records), offsets, terms, is_scored, is_decided, unused_scores, P_VALUE_EXPONENT
+        )
     return ScoredRecords(codes, terms[1], is_scored, running)
