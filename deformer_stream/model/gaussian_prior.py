@@ -39,13 +39,14 @@ itself uses its unclipped value.
 class PriorConditional:
     """The distributions of readings given the earlier readings of their records, under the Gaussian prior.
 
-    The prior is a mixture of K multivariate Gaussians that was fitted before training, so each distribution is a
-    mixture of K Gaussians. S is the shape of the batch of readings, usually (N, L) for N records of L readings.
+    The prior is a mixture of K multivariate Gaussians that was fitted to training records before the network is
+    trained. The distribution of each reading is therefore a mixture of K Gaussians. S is the shape of the batch of
+    readings, usually (N, L) for N records of L readings.
 
     Attributes:
         log_weights: (*S, K), the natural logarithm of the probability of each component given the earlier readings.
-        means: (*S, K), the conditional means in normalised units; 0 where `has_prior` is false.
-        scales: (*S, K), the conditional standard deviations; 1 where `has_prior` is false.
+        means: (*S, K), the means of the components in normalised units; 0 where `has_prior` is false.
+        scales: (*S, K), the standard deviations of the components in normalised units; 1 where `has_prior` is false.
         has_prior: A bool tensor of shape S, false for padding, labels and cyclic values, which the prior does not
             contain.
     """
@@ -57,14 +58,15 @@ class PriorConditional:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The attributes `log_weights`, `means`, `scales` and `has_prior`, as the constructor takes them."""
+        """The attributes `log_weights`, `means`, `scales` and `has_prior`, in the order of the constructor."""
         return self.log_weights, self.means, self.scales, self.has_prior
 
     def __getitem__(self, index: Any) -> PriorConditional:
         """Return the distributions of some readings of the batch.
 
         Args:
-            index: An index of the batch's dimensions, as for a tensor: an integer, a slice, a mask or a tuple of these.
+            index: An index into the dimensions of the batch, as for a tensor: an integer, a slice, a mask or a tuple of
+                these.
         """
         return PriorConditional(*(tensor[index] for tensor in self.tensors))
 
@@ -75,6 +77,7 @@ class PriorConditional:
             (*S, 3K), where S is the shape of the batch and K the number of components: K logarithms of weights, K means
             and K logarithms of scales, clipped and multiplied by constants. Zeros for readings without a prior.
         """
+        # The limits and factors bring typical values into the range from about −4 to 4.
         log_weights = 0.25 * self.log_weights.clamp(min=-8.0)
         means = 0.5 * self.means.clamp(-8.0, 8.0)
         log_scales = 0.5 * self.scales.log()
@@ -85,28 +88,29 @@ class GaussianPrior(nn.Module):
     """A mixture of K Gaussians over the D features whose values are numbers on a line, in one or more variants.
 
     Its exact conditional distributions are inputs of the network. A model that scores has one variant. Training has V
-    variants, each fitted without some of the records. A record gets a variant that was fitted without it, so that the
-    prior is as good in training as it will be on new records.
+    variants, each fitted without some of the records. For each record it uses a variant that was fitted without that
+    record, because a variant fitted with it would be better in training than it will be on new records.
 
     Args:
-        schema: The features.
+        schema: The features. The mixture leaves out labels and cyclic values.
         num_components: The number K of components.
         num_variants: The number V of variants.
 
     Attributes:
         column_by_code: (F + 1,), for each of the F features of the schema its index among the D features of the
             mixture, −1 if the mixture does not contain it. The last entry, −1, is for the feature code −1 of padding.
-        log_weights: (V, K), the natural logarithms of the components' probabilities.
-        means: (V, K, D), in normalised units.
-        covariances: (V, K, D, D), positive definite, in normalised units.
+        log_weights: (V, K), the natural logarithms of the probabilities of the components.
+        means: (V, K, D), the means of the components in normalised units.
+        covariances: (V, K, D, D), the positive definite covariance matrices of the components in normalised units.
     """
 
     def __init__(self, schema: Schema, num_components: int, num_variants: int = 1) -> None:
         super().__init__()
         linear_codes = np.flatnonzero(schema.is_linear)
-        column_by_code = np.full(len(schema) + 1, -1)
+        column_by_code = np.full(len(schema) + 1, -1)  # the last entry is for the code −1 of padding
         column_by_code[linear_codes] = np.arange(len(linear_codes))
         shape, num_linear = (num_variants, num_components), len(linear_codes)
+        # Until the mixture is fitted or loaded, its components are equal standard normal distributions.
         uniform_log_weight = -float(np.log(num_components))
         self.register_buffer("column_by_code", torch.from_numpy(column_by_code), persistent=False)
         # The names of these three buffers are part of the keys in model.safetensors.
@@ -127,8 +131,8 @@ class GaussianPrior(nn.Module):
         """Load the buffers, as `nn.Module` does, but refuse covariances that are not positive definite.
 
         Args:
-            state_dict: All tensors of the model by name.
-            prefix: The beginning of the names of this module's tensors.
+            state_dict: A mapping from names to all tensors of the model.
+            prefix: The first part of the names of this module's tensors, such as "gaussians.".
             args: The other arguments of the overridden method, passed on unchanged.
 
         Raises:
@@ -136,11 +140,11 @@ class GaussianPrior(nn.Module):
         """
         covariances = state_dict.get(prefix + "covariances")
         if covariances is not None:
-            has_failed = torch.linalg.cholesky_ex(covariances.double()).info  # one number per matrix, 0 for success
-            if bool(has_failed.any()):
+            error_codes = torch.linalg.cholesky_ex(covariances.double()).info  # one per matrix, 0 for success
+            if bool(error_codes.any()):
                 raise ValueError(
-                    "a covariance matrix of the Gaussian prior is not positive definite, so the weights are not those "
-                    "of a trained model: train the model again"
+                    f"the tensor {prefix}covariances of the weights file contains a covariance matrix of the Gaussian "
+                    "prior that is not positive definite, so the file is damaged: restore it or train the model again"
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -148,26 +152,31 @@ class GaussianPrior(nn.Module):
         """Return the conditional distribution of each reading given the earlier readings of its record.
 
         Args:
-            features: (N, L), for each of N records the codes of the features of L readings in arrival order; −1 for
-                padding, which may stand anywhere.
-            values: (N, L) the values in normalised units, or label codes, which are ignored.
-            variant: (N,) the index of the variant of the mixture to use for each record; by default the first variant.
+            features: (N, L), for each of N records the feature codes (indexes in the schema) of L readings in arrival
+                order; −1 for padding, which may be at any position.
+            values: (N, L), the values of continuous features in normalised units. Label codes are ignored.
+            variant: (N,), the index of the fitted variant of the mixture to use for each record; by default the first.
 
         Returns:
-            Distributions of shape (N, L).
+            Distributions of shape (N, L), each a mixture of the K conditional Gaussians of the components.
         """
-        columns = self.column_by_code[features]
+        columns = self.column_by_code[features]  # the index −1 of padding selects the last entry, which is −1
         has_prior = columns >= 0
         log_weights, means, factors = self._reorder_components(columns, has_prior, variant)
+        # Clip extreme values, so that they cannot distort the conditionals of later readings.
         clipped = values.double().clamp(-MAX_CONDITIONING_VALUE, MAX_CONDITIONING_VALUE)
         x = torch.where(has_prior, clipped, 0.0).unsqueeze(1)  # (N, 1, L)
+        # For a component with mean μ and Cholesky factor C, let z = C⁻¹(x − μ). Given the earlier readings, reading k
+        # is Gaussian with standard deviation C_kk and mean x_k − C_kk z_k.
         z = torch.linalg.solve_triangular(factors, (x - means).unsqueeze(-1), upper=False).squeeze(-1)  # (N, K, L)
         scales = factors.diagonal(dim1=-2, dim2=-1)  # (N, K, L)
-        # The log-likelihood of each reading under each component, without the constant that all components share.
+        # The log-density of each reading under each component, without the constant that all components share.
         log_likelihood = torch.where(has_prior.unsqueeze(1), -0.5 * z * z - scales.log(), 0.0)
+        # Shift by one reading, so that the sum at reading k contains only the readings before it.
         log_likelihood_of_earlier = nn.functional.pad(log_likelihood, (1, 0))[..., :-1].cumsum(-1)
         log_posterior = torch.log_softmax(log_weights.unsqueeze(-1) + log_likelihood_of_earlier, 1)  # (N, K, L)
         conditional_means = x - z * scales
+        # (N, L, K) each, in the dtype of the network.
         log_posterior, conditional_means, scales = (
             t.transpose(1, 2).to(values.dtype) for t in (log_posterior, conditional_means, scales)
         )
@@ -178,25 +187,28 @@ class GaussianPrior(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the parameters of the components with their features in the arrival order of each record.
 
-        A reading that the mixture does not contain gets a Gaussian with mean 0 and variance 1 that is independent of
+        A reading whose feature is not in the mixture gets a Gaussian with mean 0 and variance 1 that is independent of
         the other readings, so that it does not change their conditionals.
 
         Args:
             columns: (N, L), for each of N records with L readings the index of each reading's feature among the D
                 features of the mixture; any integer where `has_prior` is false.
             has_prior: (N, L) bool, whether the mixture contains the reading's feature.
-            variant: (N,) the index of the variant of the mixture to use for each record; by default the first variant.
+            variant: (N,), the index of the fitted variant of the mixture to use for each record; by default the first.
 
         Returns:
-            Three float64 tensors: the log weights (N, K) of the K components, their means (N, K, L) and the Cholesky
-            factors of their covariances (N, K, L, L).
+            Three float64 tensors: the natural logarithms of the weights of the K components (N, K), the means
+            (N, K, L), and the lower triangular Cholesky factors of the covariances (N, K, L, L).
         """
         variant = torch.zeros(len(columns), dtype=torch.long, device=columns.device) if variant is None else variant
         columns = columns.clamp(min=0)
         log_weights, means, covariances = (t.double() for t in (self.log_weights, self.means, self.covariances))
-        mean = means[variant[:, None], :, columns].transpose(1, 2) * has_prior.unsqueeze(1)  # (N, K, L)
+        # Select the variant and the features of each record. Indexing moves the slice, the components, to the end.
+        mean = means[variant[:, None], :, columns]  # (N, L, K)
+        mean = mean.transpose(1, 2) * has_prior.unsqueeze(1)  # (N, K, L)
         covariance = covariances[variant[:, None, None], :, columns.unsqueeze(2), columns.unsqueeze(1)]  # (N, L, L, K)
         covariance = covariance.permute(0, 3, 1, 2)  # (N, K, L, L)
+        # Rows and columns of readings that are not in the mixture become those of the unit matrix.
         both_have_prior = (has_prior.unsqueeze(2) & has_prior.unsqueeze(1)).unsqueeze(1)  # (N, 1, L, L)
         unit_matrix = torch.eye(columns.shape[1], dtype=torch.float64, device=columns.device)
         covariance = torch.where(both_have_prior, covariance, unit_matrix)
@@ -205,6 +217,8 @@ class GaussianPrior(nn.Module):
     @torch.no_grad()
     def sample_missing(self, values: Tensor, generator: torch.Generator) -> Tensor:
         """Replace missing values by draws from their joint distribution given the observed values of their record.
+
+        The distribution is that of the first variant of the mixture.
 
         Args:
             values: (N, D), for each of N records the normalised values of the D features of the mixture, in the order
@@ -219,16 +233,19 @@ class GaussianPrior(nn.Module):
         x = values.double().nan_to_num(0.0).gather(1, order)
         is_observed = ~is_missing.gather(1, order)
         log_weights, means, factors = self._reorder_components(order, torch.ones_like(is_missing), None)
+        # For a component with mean μ and Cholesky factor C, let z = C⁻¹(x − μ). C is lower triangular and observed
+        # values come first, so their z does not depend on the zeros in place of missing values.
         z = torch.linalg.solve_triangular(factors, (x.unsqueeze(1) - means).unsqueeze(-1), upper=False).squeeze(-1)
         log_scales = factors.diagonal(dim1=-2, dim2=-1).log()
+        # The log-density of each observed value given those before it, without the constant of all components.
         log_likelihood = (-0.5 * z * z - log_scales) * is_observed.unsqueeze(1)  # (N, K, D)
         # Draw a component of each record from their probabilities given the observed values.
         posterior = torch.softmax(log_weights + log_likelihood.sum(-1), 1)
         component = torch.multinomial(posterior, 1, generator=generator).squeeze(1)
         record_index = torch.arange(len(x), device=x.device)
         noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device=x.device)
-        # For the component's mean μ and Cholesky factor C, the entries of z = C⁻¹(x − μ) at missing values are
-        # independent standard normal variables. Draw them, and return to x = μ + C z.
+        # The entries of z at missing values are independent standard normal variables. Draw them, and compute the
+        # values x = μ + C z.
         z_completed = torch.where(is_observed, z[record_index, component], noise)
         factor = factors[record_index, component]
         sampled = means[record_index, component] + (factor @ z_completed.unsqueeze(-1)).squeeze(-1)

@@ -37,19 +37,19 @@ MAX_DIFFERENCES = 4_000_000
 class Ranking(nn.Module):
     """A nearest-neighbour ranking of complete records, relative to M stored training records (exemplars).
 
-    A reading has a position on a line: its number, or the code of its label (`compute_positions`). The distance of two
-    records is the sum over their F features of the absolute differences of positions, in units of `deviations`.
+    Each reading has a position on a line: its number, or a number for its label (`compute_positions`). The distance of
+    two records is the sum over the F features of the absolute differences of positions, in units of `deviations`.
 
     Args:
         schema: The F features.
         num_exemplars: The number M of exemplars. The buffers have default values until training sets them.
 
     Attributes:
-        positions: (M, F) the positions of the exemplars in units of `deviations`.
+        positions: (M, F), the positions of the readings of the exemplars, in units of `deviations`.
         known: (M, F) bool, false where the exemplar has no reading of the feature.
-        deviations: (F,) the standard deviation of the positions of each feature in training. For labels that are not
+        deviations: (F,), the standard deviation of the positions of each feature in training. For labels that are not
             numbers, it is the probability that the labels of two records differ.
-        typical: (2, 2) statistics of normal records. Row 0 is for the distance to the nearest exemplars, row 1 for the
+        typical: (2, 2), statistics of normal records. Row 0 is for the distance to the nearest exemplars, row 1 for the
             centered NLL (negative log-likelihood minus its expectation). Column 0 is the median, column 1 the
             difference between the 90% quantile and the median.
     """
@@ -66,10 +66,11 @@ class Ranking(nn.Module):
         self.schema = schema
         self.label_positions = [_compute_label_positions(feature) for feature in schema.features]
         is_text_label = [feature.kind == "discrete" and not _has_numeric_labels(feature) for feature in schema.features]
+        # Labels that are not numbers have no order: they are only compared for equality.
         self.register_buffer("is_text_label", torch.tensor(is_text_label), persistent=False)
         cycle_lengths = torch.tensor(schema.cycle_lengths) if schema.is_cyclic.any() else None
         self.register_buffer("cycle_lengths", cycle_lengths, persistent=False)
-        # The names of these four buffers are part of the keys in model.safetensors.
+        # Training sets these four buffers. Their names are part of the keys in model.safetensors.
         shape = (num_exemplars, len(schema))
         self.register_buffer("positions", torch.zeros(shape))
         self.register_buffer("known", torch.ones(shape, dtype=torch.bool))
@@ -78,25 +79,26 @@ class Ranking(nn.Module):
 
     @property
     def num_exemplars(self) -> int:
-        """The number M of exemplars."""
+        """The number of exemplars, the training records that are stored to compare other records with."""
         return len(self.positions)
 
     def compute_positions(self, values: FloatArray) -> Tensor:
-        """Return the positions of readings on a line, whose differences measure the distance of two records.
+        """Return the position of each reading on a line. The differences of positions measure how records differ.
 
-        The position of a number is (number − location) / scale, with the location and the scale of its feature and
-        without the logarithm that `Schema.normalise` applies to large values. The position of a label that is a number
-        is that number; other labels have their code. The position of labels that did not occur in training is greater
-        than all others.
+        The position of a number is (number − location) / scale, with the location and the scale of its feature. It
+        lacks the logarithm that `Schema.normalise` applies to large values. If all labels of a feature are numbers, the
+        position of a label is its number, otherwise its code. The position of labels that did not occur in training is
+        greater than all others.
 
         Args:
             values: (R, F), for each of R records the normalised values or label codes of the F features; any value for
                 a missing reading.
 
         Returns:
-            (R, F) float32, not yet divided by `deviations`.
+            (R, F) float32 positions, not yet divided by the deviations of the features.
         """
         codes = np.arange(len(self.schema))
+        # Go back to raw values to remove the logarithm.
         raw_values = self.schema.denormalise(np.broadcast_to(codes, values.shape), values)
         positions = np.empty_like(raw_values)
         for code, (feature, label_positions) in enumerate(zip(self.schema.features, self.label_positions, strict=True)):
@@ -111,24 +113,25 @@ class Ranking(nn.Module):
         """Return the mean distance of each record to its nearest exemplars (stored training records).
 
         Args:
-            positions: (R, F), for each of R records the positions of its F readings, from `compute_positions`, divided
-                by `deviations`.
+            positions: (R, F), for each of R records the positions of its readings of the F features. They are numbers
+                on a line, computed by `compute_positions` and divided by `deviations`.
             known: (R, F) bool, false where the record has no reading of the feature.
-            own_exemplar: (R,) the index of an exemplar to leave out for each record. Training passes the exemplar that
+            own_exemplar: (R,), for each record the index of an exemplar to leave out. Training passes the exemplar that
                 is the record itself, whose distance would be zero. By default no exemplar is left out.
 
         Returns:
-            (R,) the mean of the distances to the `NUM_NEIGHBORS` nearest exemplars, or to all if there are fewer.
+            (R,), the mean of the distances to the `NUM_NEIGHBORS` nearest exemplars, or to all if there are fewer.
         """
         num_records, num_features = positions.shape
         distances = torch.empty(num_records, device=positions.device)
         num_neighbors = min(NUM_NEIGHBORS, self.num_exemplars - (own_exemplar is not None))
+        # Process the records in chunks, to limit the memory for the differences.
         rows_at_once = max(1, MAX_DIFFERENCES // max(1, self.num_exemplars * num_features))
         for start in range(0, num_records, rows_at_once):
             rows = slice(start, start + rows_at_once)
             distances_to_exemplars = self._compute_pairwise_distances(positions[rows], known[rows])
             if own_exemplar is not None:
-                distances_to_exemplars.scatter_(1, own_exemplar[rows, None], torch.inf)
+                distances_to_exemplars.scatter_(1, own_exemplar[rows, None], torch.inf)  # never among the nearest
             nearest_distances = torch.topk(distances_to_exemplars, num_neighbors, largest=False).values
             distances[rows] = nearest_distances.mean(1)
         return distances
@@ -139,10 +142,11 @@ class Ranking(nn.Module):
         The distance is the sum of the absolute differences of positions over the features that both records have. It
         is multiplied by F / (number of these features), so that records with missing readings are comparable. The
         difference of two positions on a cycle is the shorter way around the cycle. Two different labels that are not
-        numbers have the difference 1. All differences are in units of `deviations`.
+        numbers have the difference 1. All differences are divided by the feature's entry of `deviations`.
 
         Args:
-            positions: (R, F), for each of R records the positions of its F readings in units of `deviations`.
+            positions: (R, F), for each of R records the positions of its readings of the F features. They are numbers
+                on a line, computed by `compute_positions` and divided by `deviations`.
             known: (R, F) bool, false where the record has no reading of the feature.
 
         Returns:
@@ -150,14 +154,15 @@ class Ranking(nn.Module):
         """
         has_only_numbers = not self.is_text_label.any() and self.cycle_lengths is None
         if has_only_numbers and bool(known.all()) and bool(self.known.all()):
-            return torch.cdist(positions, self.positions, p=1.0)  # the sum of absolute differences
+            # The common case needs only sums of absolute differences, for which there is a fast function.
+            return torch.cdist(positions, self.positions, p=1.0)
         differences = (positions[:, None] - self.positions).abs()  # (R, M, F)
         if self.cycle_lengths is not None:
-            cycle_lengths = self.cycle_lengths.to(differences) / self.deviations
+            cycle_lengths = self.cycle_lengths.to(differences) / self.deviations  # infinite if not cyclic
             differences = differences % cycle_lengths
             differences = torch.minimum(differences, cycle_lengths - differences)
         differences = torch.where(self.is_text_label, (differences > 0) / self.deviations, differences)
-        both_known = known[:, None] & self.known
+        both_known = known[:, None] & self.known  # (R, M, F)
         num_features, num_shared = positions.shape[1], both_known.sum(-1).clamp(min=1)
         return (differences * both_known).sum(-1) * num_features / num_shared
 
@@ -169,15 +174,17 @@ class Ranking(nn.Module):
         median of normal records, 1 is their 90% quantile.
 
         Args:
-            codes: (R, L), for each of R records the feature codes of at most L readings in any order; −1 for padding.
-            values: (R, L) normalised values or label codes.
-            centered_nll: (R,) the sum of the centered NLLs of the record's readings.
+            codes: (R, L), for each of R records the feature codes (indexes in the schema) of at most L readings in any
+                order; −1 for padding.
+            values: (R, L), the normalised values of continuous features and the label codes of discrete ones.
+            centered_nll: (R,), the sum of the centered NLLs of the record's readings.
 
         Returns:
-            (R,) scores.
+            (R,), the scores of the records.
         """
         num_features = len(self.schema)
-        columns = np.where(codes < 0, num_features, codes)  # padding is written to an extra column
+        # Sort the readings of each record by feature. Padding is written to an extra column.
+        columns = np.where(codes < 0, num_features, codes)
         value_by_feature = np.zeros((len(codes), num_features + 1))
         known = np.zeros((len(codes), num_features + 1), bool)
         np.put_along_axis(value_by_feature, columns, values, 1)
@@ -188,7 +195,8 @@ class Ranking(nn.Module):
         distances = self.compute_distances(positions, is_known).double().cpu().numpy()
         (distance_median, distance_spread), (nll_median, nll_spread) = self.typical.double().cpu().numpy()
         distance_score = (distances - distance_median) / distance_spread
-        score: FloatArray = distance_score + CENTERED_NLL_WEIGHT * (centered_nll - nll_median) / nll_spread
+        nll_score = (centered_nll - nll_median) / nll_spread
+        score: FloatArray = distance_score + CENTERED_NLL_WEIGHT * nll_score
         return score
 
 
@@ -201,17 +209,19 @@ def _has_numeric_labels(feature: Feature) -> bool:
 
 
 def _compute_label_positions(feature: Feature) -> FloatArray | None:
-    """Return the positions of the labels of a feature on a line, whose differences measure the distance of records.
+    """Return a position on a line for each label of a feature. The differences of positions measure how records differ.
+
+    If all labels are numbers, their positions are these numbers. Otherwise they are the label codes.
 
     Returns:
-        (number of labels + 1,), in the order of the label codes. The last entry is for all labels that did not occur in
-        training. None for a continuous feature.
+        An array with one position for each label, in the order of the label codes, and a last one for all labels that
+        did not occur in training. None for a continuous feature.
     """
     if feature.kind == "continuous":
         return None
     if not _has_numeric_labels(feature):
         return np.arange(len(feature.labels) + 1, dtype=np.float64)
     numbers = np.array([float(label) for label in feature.labels])
-    # As far beyond the greatest label as the labels spread, but at least 1.
+    # Labels that did not occur in training are as far beyond the greatest label as the labels spread, but at least 1.
     unseen_position = numbers.max() + max(float(np.ptp(numbers)), 1.0)
     return np.append(numbers, unseen_position)
