@@ -39,17 +39,18 @@ CACHE_BYTES = 256 * 2**20
 class ImputedValues:
     """Estimates of missing readings of N records with F features.
 
-    Each attribute has shape (N, F). Values are in raw units and lie within the range of plausible values
-    (`compute_raw_bounds`). They are NaN where no value was requested. For discrete features, all attributes but
-    `median` are NaN.
+    Each attribute has shape (N, F), with NaN for readings that were not imputed. Values are in raw units. They are
+    clipped to the range of the training values, extended by its width on either side. For discrete features, all
+    attributes but `median` are NaN.
 
     Attributes:
-        median: Median of the reading given the present readings of its record, rounded to the sensor's resolution. It
-            minimises the expected absolute error. For a discrete feature, it is the code of the most probable label.
+        median: Median of the reading given the present readings of its record. It minimises the expected absolute
+            error. For a discrete feature, it is the code of the most probable label.
         low: Lower bound of the central prediction interval.
         high: Upper bound of the central prediction interval.
         mean: Mean given the present readings, which minimises the expected squared error.
-        mode: Value at the maximum of the density of the normalised reading, rounded to the sensor's resolution.
+        mode: Most probable value given the present readings. It maximises the density in normalised units. Like the
+            median, it is rounded to the resolution of the sensor (the step between its values).
     """
 
     median: Floats
@@ -65,8 +66,10 @@ def impute(model: DEformer, values: Floats, is_requested: NDArray[np.bool_], int
     Args:
         model: The network, in evaluation mode.
         values: (N, F) values of N records and F features in raw units or label codes, NaN if missing.
-        is_requested: (N, F) which readings to impute. Present readings and context features are skipped.
-        interval: Probability that a value lies in the central prediction interval, between 0 and 1.
+        is_requested: (N, F) which readings to impute. Present readings are skipped, and so are context features, which
+            have no distribution.
+        interval: Probability that a value lies in the central prediction interval, between 0 and 1. Values below and
+            above the interval are equally probable.
 
     Returns:
         Median, mean, mode and prediction interval of each requested reading.
@@ -79,12 +82,13 @@ def impute(model: DEformer, values: Floats, is_requested: NDArray[np.bool_], int
         quantiles = conditional.quantiles(probabilities).double().cpu().numpy()
         for target, quantile in zip((imputed.low, imputed.median, imputed.high), quantiles, strict=True):
             target[cells] = denormalise_within_bounds(schema, codes, quantile)
-        # The mean in raw units is a weighted sum over points, because the conversion to raw units is not linear.
+        # Quadrature: the mean in raw units is a weighted sum over several points of the distribution. The points are
+        # converted before they are added, because the conversion to raw units is not linear.
         points, weights = (tensor.double().cpu().numpy() for tensor in conditional.quadrature_points())
         imputed.mean[cells] = (weights * denormalise_within_bounds(schema, codes[:, None], points)).sum(-1)
         mode = conditional.mode().double().cpu().numpy()
         imputed.mode[cells] = denormalise_within_bounds(schema, codes, mode)
-        for target in (imputed.median, imputed.mode):
+        for target in (imputed.median, imputed.mode):  # these should look like values of the sensor
             target[cells] = round_to_quantum(schema, codes, target[cells])
         # A discrete feature has no numbers, only a most probable label.
         is_discrete = schema.is_discrete[codes]
@@ -103,12 +107,13 @@ def impute_quantiles(
     Args:
         model: The network, in evaluation mode.
         values: (N, F) values of N records and F features in raw units or label codes, NaN if missing.
-        is_requested: (N, F) which readings to impute. Present, discrete and context readings are skipped.
+        is_requested: (N, F) which readings to impute. Present readings and discrete features are skipped, and so are
+            context features, which have no distribution.
         probabilities: Q probabilities between 0 and 1.
 
     Returns:
-        (Q, N, F) quantiles in raw units, within the range of plausible values (`compute_raw_bounds`); NaN where none
-        was computed.
+        (Q, N, F) quantiles in raw units, NaN where none was computed. They are clipped to the range of the training
+        values, extended by its width on either side.
     """
     quantiles = np.full((len(probabilities), *values.shape), np.nan)
     is_continuous = ~model.schema.is_discrete
@@ -123,22 +128,24 @@ def iterate_conditionals(
 ) -> Iterator[tuple[Ints, Ints, Conditional]]:
     """Compute the distributions of missing readings given all present readings of their records.
 
-    Records with equally many present readings are processed together. Their present readings pass through the network
-    once, and their keys and values are cached. Each further pass then computes one requested feature of each record.
+    Records with equally many present readings are processed together. The network processes their present readings
+    once, and the attention keys and values are cached. Each further pass computes one requested feature of each record.
 
     Args:
         model: The network, in evaluation mode.
         values: (N, F) values of N records and F features in raw units or label codes, NaN if missing.
-        is_requested: (N, F) which readings to compute. Present readings and context features are skipped.
+        is_requested: (N, F) which readings to compute. Present readings are skipped, and so are context features, which
+            have no distribution.
 
     Yields:
-        For M readings at a time, of different records: the row of each record in `values`, (M,), the feature code of
-        each reading (its column in `values`), (M,), and the distributions of the readings, of shape (M,).
+        Tuples for M requested readings of M different records: (M,) row of each record in `values`; (M,) feature code
+        of each reading, which is its column in `values`; and the distributions of the readings, of shape (M,).
     """
     is_present = ~np.isnan(values)
     is_requested = is_requested & ~is_present & ~model.schema.is_context
     num_present = is_present.sum(1)
-    for group in _group_by_key(num_present, np.flatnonzero(is_requested.any(1))):
+    rows_with_requests = np.flatnonzero(is_requested.any(1))
+    for group in _group_by_key(num_present, rows_with_requests):
         num_inputs = int(num_present[group[0]]) + 1  # per record: its present readings and the requested one
         batch_size = max(1, MAX_READINGS_PER_PASS // num_inputs)
         for start in range(0, len(group), batch_size):
@@ -146,26 +153,27 @@ def iterate_conditionals(
             # Records of a group have equally many present readings, so their codes form a matrix.
             present_codes = np.nonzero(is_present[rows])[1].reshape(len(rows), -1)
             present_values = np.take_along_axis(values[rows], present_codes, 1)
-            past = _cache_readings(model, present_codes, present_values)
-            # (len(rows), F): the codes of each record, requested features first.
-            ordered_codes = np.argsort(~is_requested[rows], 1, kind="stable")
-            for i in range(int(is_requested[rows].sum(1).max())):
+            cache = _cache_readings(model, present_codes, present_values)
+            # (len(rows), F): all feature codes for each record, those of its requested features first.
+            codes_requested_first = np.argsort(~is_requested[rows], 1, kind="stable")
+            max_requested = int(is_requested[rows].sum(1).max())
+            for i in range(max_requested):
                 # The records that have an i-th requested feature, as indexes into `rows`.
-                remaining = np.flatnonzero(is_requested[rows, ordered_codes[:, i]])
-                codes = ordered_codes[remaining, i]
-                past_of_remaining = past if len(remaining) == len(rows) else _select_rows(past, remaining, model)
-                yield rows[remaining], codes, _compute_conditionals(model, codes, past_of_remaining)
+                remaining = np.flatnonzero(is_requested[rows, codes_requested_first[:, i]])
+                codes = codes_requested_first[remaining, i]
+                remaining_cache = cache if len(remaining) == len(rows) else _select_rows(cache, remaining, model)
+                yield rows[remaining], codes, _compute_conditionals(model, codes, remaining_cache)
 
 
 def _group_by_key(keys: Ints, rows: Ints) -> Iterator[Ints]:
-    """Divide rows into groups with equal keys.
+    """Divide row numbers into groups with equal keys.
 
     Args:
         keys: (N,) the key of each of N rows.
-        rows: The rows to group, a subset of 0 … N − 1.
+        rows: The row numbers to group, some of 0 … N − 1.
 
     Yields:
-        The rows of one group, in the given order; groups are in ascending order of their keys.
+        The row numbers of one group, in the given order. Groups are in ascending order of their keys.
     """
     for key in np.unique(keys[rows]).tolist():
         yield rows[keys[rows] == key]
@@ -180,59 +188,67 @@ def _cache_readings(model: DEformer, codes: Ints, values: Floats) -> KVCacheView
         values: (R, K) values in raw units, or label codes.
 
     Returns:
-        The keys and values, None if K is 0.
+        The cached attention keys and values of all layers, None if K is 0.
     """
-    if not codes.shape[1]:
+    num_records, num_readings = codes.shape
+    if num_readings == 0:
         return None
     with torch.inference_mode():
         normalised = to_tensor(model.schema.normalise(codes, values), model)
         output = model.prefill(to_tensor(codes, model), normalised)
-        num_tokens = codes.shape[1] * model.cached_tokens_per_reading
-        lengths = torch.full((len(codes),), num_tokens, device=model.device)
+        # All records have the same number of tokens, so the cache has no padding.
+        num_tokens = num_readings * model.cached_tokens_per_reading
+        lengths = torch.full((num_records,), num_tokens, device=model.device)
     return KVCacheView(output.keys, output.values, lengths, output.readings)
 
 
-def _select_rows(past: KVCacheView | None, rows: Ints, model: DEformer) -> KVCacheView | None:
-    """Return the cached keys and values of some of R records.
+def _select_rows(cache: KVCacheView | None, rows: Ints, model: DEformer) -> KVCacheView | None:
+    """Return the cached attention keys and values of some of R records.
 
     Args:
-        past: The keys and values of all R records, None if they have no readings.
+        cache: The keys and values of all R records, None if they have no readings.
         rows: Indexes of the selected records, from 0 to R − 1.
         model: The network, on whose device the cache is.
+
+    Returns:
+        The keys and values of the selected records, None if `cache` is None.
     """
-    if past is None:
+    if cache is None:
         return None
     index = to_tensor(rows, model)
-    keys, values = ([layer[index] for layer in layers] for layers in (past.keys, past.values))
-    return KVCacheView(keys, values, past.lengths[index], None if past.readings is None else past.readings[index])
+    keys = [layer_keys[index] for layer_keys in cache.keys]
+    values = [layer_values[index] for layer_values in cache.values]
+    readings = None if cache.readings is None else cache.readings[index]
+    return KVCacheView(keys, values, cache.lengths[index], readings)
 
 
-def _compute_conditionals(model: DEformer, codes: Ints, past: KVCacheView | None) -> Conditional:
+def _compute_conditionals(model: DEformer, codes: Ints, cache: KVCacheView | None) -> Conditional:
     """Return the distribution of one feature per record, given the cached readings of the record.
 
     Args:
         model: The network.
         codes: (R,) for each of R records the code of the feature (index in the schema).
-        past: Cached keys and values of the readings of the R records, None if they have no readings.
+        cache: Cached attention keys and values of the readings of the R records, None if they have no readings.
 
     Returns:
         Distributions of shape (R,).
     """
     with torch.inference_mode():
-        inputs = to_tensor(codes[:, None], model)
+        inputs = to_tensor(codes[:, None], model)  # (R, 1): one further reading per record
         # The distribution of a reading does not depend on its own value, so the input can be any number.
         placeholders = torch.zeros(inputs.shape, dtype=model.dtype, device=model.device)
-        if past is None:
+        if cache is None:
             output = model.prefill(inputs, placeholders)
         else:
-            output = model.forward_cached(inputs, placeholders, past)
-        return output.conditional[:, 0]
+            output = model.forward_cached(inputs, placeholders, cache)
+        conditional = output.conditional  # of shape (R, 1)
+        return conditional[:, 0]
 
 
 def find_likeliest_labels(schema: Schema, codes: Ints, conditional: Conditional) -> Ints:
-    """Return the code of the most probable label of each reading, among the labels that the model has.
+    """Return the code of the most probable label of each reading, among the labels that occurred in training.
 
-    A distribution also has a probability for labels that were not seen in training; it is ignored.
+    A distribution also has a probability that another label occurs; it is ignored.
 
     Args:
         schema: Describes the features.
@@ -242,8 +258,10 @@ def find_likeliest_labels(schema: Schema, codes: Ints, conditional: Conditional)
     Returns:
         Label codes of the same shape, 0 for continuous features.
     """
+    # ln of the probability of each label. The last axis is long enough for the feature with most labels, and has one
+    # entry more: after the labels of a feature comes the probability of labels that did not occur in training.
     log_mass = conditional.log_mass.double().cpu().numpy()
-    # The last axis has an entry for every label of the feature with most labels; other features have fewer.
+    # A continuous feature has no labels. It is treated as if it had one, so that its result is 0.
     num_labels = np.maximum(schema.label_counts[codes], 1)
     is_own_label = np.arange(log_mass.shape[-1]) < num_labels[..., None]
     return np.asarray(np.where(is_own_label, log_mass, -np.inf).argmax(-1), np.int64)
@@ -257,13 +275,18 @@ def compute_raw_bounds(schema: Schema) -> tuple[Floats, Floats]:
     so imputed values could become extremely large. One outlier among the present readings must not cause an imputed
     value of a thousand standard deviations.
     """
-    low = np.array([-np.inf if f.low is None or f.high is None else f.low for f in schema.features])
-    high = np.array([np.inf if f.low is None or f.high is None else f.high for f in schema.features])
-    return low - (high - low), high + (high - low)
+    low, high = np.full(len(schema.features), -np.inf), np.full(len(schema.features), np.inf)
+    for code, feature in enumerate(schema.features):
+        if feature.low is not None and feature.high is not None:
+            low[code], high[code] = feature.low, feature.high
+    width = high - low
+    return low - width, high + width
 
 
 def denormalise_within_bounds(schema: Schema, codes: Ints, values: Floats) -> Floats:
-    """Convert normalised values to raw units, and clip them to the range of plausible values (`compute_raw_bounds`).
+    """Convert normalised values to raw units, and clip them to the values that may be imputed.
+
+    These are the range of the training values, extended by its width on either side (`compute_raw_bounds`).
 
     Args:
         schema: Describes the features.
@@ -287,22 +310,26 @@ def round_to_quantum(schema: Schema, codes: Ints, values: Floats) -> Floats:
         schema: Describes the features.
         codes: Feature codes (indexes in the schema) in the shape of `values`.
         values: Raw values, of any shape.
+
+    Returns:
+        The rounded values, in the same shape.
     """
-    quanta = np.array([feature.quantum or np.nan for feature in schema.features])
-    lowest = np.array([feature.low or 0.0 for feature in schema.features])
+    # Per feature: the quantum, NaN if it is not known; the lowest training value; and the origin.
+    feature_quantum = np.array([feature.quantum or np.nan for feature in schema.features])
+    feature_low = np.array([feature.low or 0.0 for feature in schema.features])
     # The origin is 0 if the lowest training value is a multiple of the quantum, so that rounding errors of this value
     # do not shift the others. Otherwise it is the lowest training value.
-    remainder = lowest - quanta * np.round(lowest / quanta)
-    origins = np.where(np.abs(remainder) < 1e-6 * quanta, 0.0, lowest)
-    origin, quantum = origins[codes], quanta[codes]
+    remainder = feature_low - feature_quantum * np.round(feature_low / feature_quantum)
+    feature_origin = np.where(np.abs(remainder) < 1e-6 * feature_quantum, 0.0, feature_low)
+    origin, quantum = feature_origin[codes], feature_quantum[codes]
     with np.errstate(invalid="ignore"):
-        steps = np.round((values - origin) / quantum)
-        # If 1 is a multiple of the quantum, k steps of 0.1 are computed as k / 10. In floating point, 3 · 0.1 is not
-        # 0.3, but 3 / 10 is.
+        num_steps = np.round((values - origin) / quantum)
+        # For a quantum like 0.1, of which 1 is a multiple, k steps are computed as k / 10 and not as k · 0.1. In
+        # floating point, 3 / 10 equals 0.3, but 3 · 0.1 does not.
         steps_per_unit = np.round(1 / quantum)
         divides_unit = (steps_per_unit > 0) & (np.abs(steps_per_unit * quantum - 1) < 1e-9)
-        offset = np.where(divides_unit, steps / np.where(divides_unit, steps_per_unit, 1.0), steps * quantum)
-        rounded = origin + offset
+        divisor = np.where(divides_unit, steps_per_unit, 1.0)  # never 0, so that no division fails
+        rounded = origin + np.where(divides_unit, num_steps / divisor, num_steps * quantum)
     return np.where(np.isnan(quantum), values, rounded)
 
 
@@ -311,14 +338,15 @@ def sample_records(
 ) -> Iterator[Floats]:
     """Draw records from the distribution that the model has learned.
 
-    All features but context features are drawn. The readings of a record are drawn one after the other in a random
-    order, each given those before it.
+    All features are drawn except context features, which have no distribution. The readings of a record are drawn one
+    after the other in a random order, each given those before it.
 
     Args:
         model: The network, in evaluation mode.
         num_records: Number of records to draw.
         seed: Seed of the random numbers: calls with equal arguments draw equal records.
-        cache_bytes: Bound, in bytes, on the memory of cached keys and values; it determines the size of batches.
+        cache_bytes: Bound, in bytes, on the memory of cached attention keys and values. It determines how many records
+            are drawn at the same time.
 
     Yields:
         Batches of n records with F features, (n, F), in raw units or label codes, NaN for context features. Together
@@ -331,7 +359,7 @@ def sample_records(
         # Sorting random keys gives each record a random order of the features.
         sort_keys = order_rng.random((batch.stop - batch.start, len(drawable_codes)))
         codes = drawable_codes[np.argsort(sort_keys, 1)]
-        yield _draw_readings(model, all_missing[batch], codes, 0, generator)
+        yield _draw_readings(model, all_missing[batch], codes, num_given=0, generator=generator)
 
 
 def sample_completions(
@@ -350,14 +378,16 @@ def sample_completions(
     Args:
         model: The network, in evaluation mode.
         values: (N, F) values of N records and F features in raw units or label codes, NaN if missing.
-        is_requested: (N, F) which readings to draw. Present readings and context features are skipped.
+        is_requested: (N, F) which readings to draw. Present readings are skipped, and so are context features, which
+            have no distribution.
         num_draws: Number of draws per record.
         seed: Seed of the random numbers: calls with equal arguments give equal draws.
-        cache_bytes: Bound, in bytes, on the memory of cached keys and values.
+        cache_bytes: Bound, in bytes, on the memory of cached attention keys and values. It determines how many records
+            are drawn at the same time.
 
     Returns:
-        (num_draws, N, F) values in raw units or label codes: present readings as they are, drawn ones within the range
-        of plausible values (`compute_raw_bounds`), NaN elsewhere.
+        (num_draws, N, F) values in raw units or label codes: present readings as they are, drawn readings, and NaN
+        elsewhere. Drawn values are clipped to the range of the training values, extended by its width on either side.
     """
     order_rng, generator = np.random.default_rng(seed), torch.Generator(model.device).manual_seed(seed)
     is_present = ~np.isnan(values)
@@ -384,40 +414,41 @@ def sample_completions(
 
 
 def _split_into_batches(model: DEformer, num_records: int, cache_bytes: int) -> Iterator[slice]:
-    """Divide records into batches whose cached keys and values fit into memory together.
+    """Divide records into batches, so that the attention keys and values of one batch fit into a bounded cache.
 
     Args:
         model: The network.
         num_records: Number of records.
-        cache_bytes: Bound, in bytes, on the memory of the keys and values of one batch.
+        cache_bytes: Size of the cache in bytes.
 
     Yields:
         Slices of the records 0 … `num_records` − 1, with at least one and at most `MAX_RECORDS_PER_BATCH` records.
     """
-    smallest_cache = TorchKVCache(model, 0)  # created only to compute the bytes of a record
-    bytes_per_record = smallest_cache.pages_per_record * smallest_cache.page_bytes
+    # The cache is divided into pages of fixed size. An empty one is created only to compute the bytes of a record.
+    empty_cache = TorchKVCache(model, 0)
+    bytes_per_record = empty_cache.pages_per_record * empty_cache.page_bytes
     batch_size = int(np.clip(cache_bytes // bytes_per_record, 1, MAX_RECORDS_PER_BATCH))
     for start in range(0, num_records, batch_size):
         yield slice(start, min(start + batch_size, num_records))
 
 
 def _draw_readings(model: DEformer, values: Floats, codes: Ints, num_given: int, generator: torch.Generator) -> Floats:
-    """Draw readings of records one after the other, each given the present ones and those drawn before.
+    """Draw readings of each record one after the other, each given the present ones and those drawn before.
 
     Args:
         model: The network.
         values: (n, F) values of n records and F features in raw units or label codes.
-        codes: (n, K) for each record the codes (indexes in the schema) of K features, in the order in which the network
-            receives them.
-        num_given: The number of first codes whose values are present in `values`; the values of the others are drawn.
+        codes: (n, K) for each record the feature codes (indexes in the schema) of K readings: first those of the
+            present readings, then those of the readings to draw, in the order in which they are drawn.
+        num_given: Number of present readings of each record. Their values are taken from `values`.
         generator: Source of random numbers.
 
     Returns:
         (n, F) a copy of `values` with the drawn readings, rounded to the resolution of their sensors and not clipped.
     """
     schema, tokens_per_reading, num_records = model.schema, model.cached_tokens_per_reading, len(values)
-    smallest_cache = TorchKVCache(model, 0)  # created only to compute the bytes of a record
-    cache = TorchKVCache(model, num_records * smallest_cache.pages_per_record * smallest_cache.page_bytes)
+    empty_cache = TorchKVCache(model, 0)  # created only to compute the bytes of a record
+    cache = TorchKVCache(model, num_records * empty_cache.pages_per_record * empty_cache.page_bytes)
     cache.ensure_capacity(num_records)
     record_indexes = np.arange(num_records)
     drawn = values.copy()
