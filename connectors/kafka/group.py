@@ -20,11 +20,15 @@ Partitions = Iterable[TopicPartition]
 
 
 class SameModelAssignor(CooperativeStickyAssignor):  # type: ignore[misc]  # the client ships no types
-    """Cooperative sticky assignment (KIP-429) among members with equal models.
+    """Cooperative sticky assignment (KIP-429) of partitions among the group members that score with the same model.
+
+    A model is identified by its fingerprint, a hash. A new member whose model differs from the group's gets no
+    partitions.
 
     Attributes:
         model: The fingerprint of this member's model.
-        conflicting_model: The group's model, if this member was refused because its model differs. Otherwise None.
+        conflicting_model: The fingerprint of the group's model, if this member got no partitions because its model
+            differs. Otherwise None.
     """
 
     name = "deformer-cooperative-sticky"
@@ -35,7 +39,7 @@ class SameModelAssignor(CooperativeStickyAssignor):  # type: ignore[misc]  # the
         self.conflicting_model: str | None = None
 
     def check_admission(self) -> None:
-        """Raise `ConfigError` if the group refused this member because its model differs from the group's."""
+        """Raise `ConfigError` if this member got no partitions, because its model differs from the group's."""
         if self.conflicting_model is not None:
             raise ConfigError(
                 f"the consumer group uses model {self.conflicting_model}, this process has model {self.model}: "
@@ -43,55 +47,74 @@ class SameModelAssignor(CooperativeStickyAssignor):  # type: ignore[misc]  # the
             )
 
     def clear_assignment(self) -> None:
-        """Clear this member's assignment after the group has continued without it.
+        """Drop the list of partitions that this member owns; called after the group has removed this member.
 
-        The client would otherwise claim its previous partitions when it rejoins, and two members would own one
-        partition.
+        Otherwise kafka-python would claim these partitions when it rejoins, and two members would own one partition.
         """
         self.member_assignment = None
 
     def metadata(self, topics: set[str]) -> ConsumerProtocolSubscription:
-        """Return the subscription of this member, with the fingerprint of its model as user data."""
+        """Return the subscription that this member sends when it joins the group, with its model as user data.
+
+        Args:
+            topics: The topics to subscribe to.
+        """
         subscription = super().metadata(topics)
         subscription.user_data = self.model.encode()
         return subscription
 
     def assign(self, cluster: Any, members: list[Any]) -> dict[str, ConsumerProtocolAssignment]:
-        """Assign partitions to the members whose model agrees with the group.
+        """Assign the partitions to the members; called in the member that the group has elected its leader.
+
+        Members that own partitions keep taking part. A newcomer takes part only if its model is that of an owner.
 
         Args:
-            cluster: The client's metadata of the cluster.
-            members: The members with their subscriptions.
+            cluster: kafka-python's metadata of the cluster.
+            members: The members with the subscriptions that `metadata` returned in each of them.
 
         Returns:
-            The assignment by member id. A member with another model gets no partitions, but the group's model.
+            The assignment by member id. For a newcomer with another model, it has no partitions, and the group's model
+            as user data.
         """
         model_by_member = {member.member_id: bytes(member.metadata.user_data or b"") for member in members}
-        owners = {m.member_id for m in members if any(tp.partitions for tp in m.metadata.owned_partitions or ())}
-        accepted_models = {model_by_member[member_id] for member_id in owners} or {self.model.encode()}
-        admitted = [m for m in members if m.member_id in owners or model_by_member[m.member_id] in accepted_models]
+        owners = {
+            member.member_id
+            for member in members
+            if any(owned.partitions for owned in member.metadata.owned_partitions or ())
+        }
+        # A new group has no owners; then the leader's own model counts.
+        group_models = {model_by_member[member_id] for member_id in owners} or {self.model.encode()}
+        admitted = [
+            member
+            for member in members
+            if member.member_id in owners or model_by_member[member.member_id] in group_models
+        ]
         assignments: dict[str, ConsumerProtocolAssignment] = super().assign(cluster, admitted)
         for member in members:
             if member.member_id not in assignments:
-                group_model = sorted(accepted_models)[0]
-                assignments[member.member_id] = ConsumerProtocolAssignment(self.version, [], group_model)
+                # While the model is being changed, the owners may have several; one is enough for the error message.
+                assignments[member.member_id] = ConsumerProtocolAssignment(self.version, [], min(group_models))
         return assignments
 
     def on_assignment(self, assignment: ConsumerProtocolAssignment, generation: int) -> None:
-        """Store the assignment, and the group's model if this member was refused."""
+        """Store the assignment, and the group's model if this member got no partitions because its model differs.
+
+        Args:
+            assignment: What `assign` returned for this member.
+            generation: The group's generation, a number that increases with each rebalance.
+        """
         super().on_assignment(assignment, generation)
         self.conflicting_model = bytes(assignment.user_data).decode() if assignment.user_data else None
 
 
 class RebalanceListener(AsyncConsumerRebalanceListener):  # type: ignore[misc]  # the client ships no types
-    """Callbacks for partitions that are assigned, revoked or lost.
-
-    The client awaits them on its own thread, so they may commit.
+    """A rebalance listener of kafka-python that calls the given functions.
 
     Args:
-        on_assigned: Called with partitions that were assigned to this member.
-        on_revoked: Awaited with partitions that this member must give up; it may still commit them.
-        on_lost: Called with partitions that other members own already.
+        on_assigned: Called with the partitions that were assigned to this member.
+        on_revoked: Awaited with the partitions that this member must give up. Until it returns, this member may still
+            commit their offsets.
+        on_lost: Called with the partitions that other members own already, so that nothing may be committed.
     """
 
     def __init__(
@@ -103,13 +126,13 @@ class RebalanceListener(AsyncConsumerRebalanceListener):  # type: ignore[misc]  
         self._on_assigned, self._on_revoked, self._on_lost = on_assigned, on_revoked, on_lost
 
     async def on_partitions_assigned(self, assigned: Partitions) -> None:
-        """Pass assigned partitions on."""
+        """Call `on_assigned` with the partitions that were assigned to this member."""
         self._on_assigned(assigned)
 
     async def on_partitions_revoked(self, revoked: Partitions) -> None:
-        """Pass revoked partitions on and wait until they are given up."""
+        """Await `on_revoked` with the partitions that this member must give up."""
         await self._on_revoked(revoked)
 
     async def on_partitions_lost(self, lost: Partitions) -> None:
-        """Pass lost partitions on."""
+        """Call `on_lost` with the partitions that other members own already."""
         self._on_lost(lost)

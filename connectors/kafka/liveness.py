@@ -16,38 +16,47 @@ from deformer_stream.errors import Unavailable
 
 PROBE_SECONDS = 10.0
 """Seconds between two requests for the end offsets of idle partitions."""
-ANSWER_SECONDS = 2.0
+RESPONSE_SECONDS = 2.0
 """Seconds the broker may take to respond to such a request."""
 
 
 class LivenessCheck:
-    """A periodic request for the end offsets of partitions whose position has not changed.
+    """A periodic check that the brokers respond, and that partitions with unread messages deliver them.
+
+    For partitions without new messages it requests the end offsets from time to time. Only they tell an idle topic from
+    a partition that has stopped to deliver.
 
     Args:
         consumer: The consumer to check.
-        bootstrap_servers: The brokers, for messages.
-        topic: The topic. If no partition is assigned, the end of its first partition is requested.
-        patience: Seconds without a response, or without a message although some are waiting, until `Unavailable` is
-            raised.
+        bootstrap_servers: The brokers' addresses, for messages.
+        topic: The topic that is consumed. If no partition is assigned, the end of its first partition is requested.
+        patience: `Unavailable` is raised after this many seconds without a response of the brokers, or in which a
+            partition with unread messages delivers none.
     """
 
     def __init__(self, consumer: KafkaConsumer, bootstrap_servers: str, topic: str, patience: float) -> None:
         self._consumer, self._servers, self._patience = consumer, bootstrap_servers, patience
         self._first_partition = TopicPartition(topic, 0)
-        self._failing_since: float | None = None  # time of the first of consecutive failures
+        # All times are monotonic.
+        self._failing_since: float | None = None  # when the first of the latest consecutive polls failed
         self._warned_at = -PROBE_SECONDS
         self._requested_at = self._responded_at = time.monotonic()
-        self._last_progress: dict[TopicPartition, tuple[int, float]] = {}  # position and time of the last progress
+        # The position of each partition (-1 if unknown), and when it last changed.
+        self._last_progress: dict[TopicPartition, tuple[int, float]] = {}
 
     def record_failure(self, error: Exception) -> None:
-        """Record that a poll failed.
+        """Record that a poll of the consumer failed, and raise if retrying is no longer useful.
+
+        Args:
+            error: The exception of kafka-python.
 
         Raises:
-            DeformerError: The error is permanent, or polls have failed for longer than `patience`.
+            DeformerError: The error is permanent, or all polls have failed for longer than `patience`.
         """
         now = time.monotonic()
         translated = translate(error, self._servers, f"reading topic {self._first_partition.topic!r}")
-        if not isinstance(translated, Unavailable):
+        is_permanent = not isinstance(translated, Unavailable)
+        if is_permanent:
             raise translated from error
         self._failing_since = self._failing_since or now
         if now - self._failing_since > self._patience:
@@ -57,14 +66,18 @@ class LivenessCheck:
             log.get_logger("kafka").warning("poll_failed_retrying", error=type(error).__name__)
 
     def record_success(self) -> None:
-        """Record that a poll did not fail, whether or not it returned messages."""
+        """Record that a poll of the consumer did not fail, whether or not it returned messages."""
         self._failing_since = None
 
     def check_progress(self) -> None:
-        """Request end offsets if the last request is long enough ago; call it with every poll.
+        """Check, once in `PROBE_SECONDS`, that the brokers respond and no partition has stopped to deliver messages.
+
+        It is called after each poll and usually returns at once. Otherwise it requests the end offsets of partitions
+        whose position has not changed since the last check.
 
         Raises:
-            Unavailable: The broker has not responded, or a partition has not delivered, for longer than `patience`.
+            Unavailable: The brokers have not responded for longer than `patience`, or a partition with unread messages
+                has delivered none for as long.
             ConfigError: The broker refuses the request.
         """
         now = time.monotonic()
@@ -74,12 +87,13 @@ class LivenessCheck:
         active = self._consumer.assignment() - self._consumer.paused()
         self._last_progress = {tp: progress for tp, progress in self._last_progress.items() if tp in active}
         idle = [tp for tp in active if not self._record_progress(tp, now)]
+        # Without active partitions, any partition serves to check that the brokers respond.
         requested = idle if active else [self._first_partition]
-        if not requested:
+        if not requested:  # all partitions have delivered messages, so the brokers respond
             self._responded_at = now
             return
         try:
-            end_offsets = self._consumer.end_offsets(requested, timeout_ms=ANSWER_SECONDS * 1000)
+            end_offsets = self._consumer.end_offsets(requested, timeout_ms=RESPONSE_SECONDS * 1000)
         except errors.KafkaError as error:
             translated = translate(error, self._servers, "requesting the end offsets of partitions")
             if not isinstance(translated, Unavailable):
@@ -94,19 +108,27 @@ class LivenessCheck:
         self._responded_at = now
         for tp in idle:
             position, idle_since = self._last_progress[tp]
-            if end_offsets[tp] <= position:
+            has_unread_messages = end_offsets[tp] > position
+            if not has_unread_messages:
                 self._last_progress[tp] = position, now
             elif now - idle_since > self._patience:
                 raise Unavailable(
                     f"topic {tp.topic!r}, partition {tp.partition} delivers nothing from offset {position} on, "
-                    f"although it ends at {end_offsets[tp]}: check the brokers"
+                    f"although its end offset is {end_offsets[tp]}: check the brokers that hold it"
                 )
 
     def _record_progress(self, tp: TopicPartition, now: float) -> bool:
-        """Return whether the position of a partition has changed since the last check, and store the new position."""
+        """Return whether the position of a partition has changed since the last check, and store the new position.
+
+        An unknown position counts as changed, because the partition is still being prepared.
+
+        Args:
+            tp: The partition.
+            now: The present time, as `time.monotonic()`.
+        """
         position = self._consumer.position(tp, timeout_ms=0)
-        previous = self._last_progress.get(tp)
-        if previous is None or position is None or previous[0] != position:
+        last_progress = self._last_progress.get(tp)
+        has_changed = last_progress is None or position is None or last_progress[0] != position
+        if has_changed:
             self._last_progress[tp] = (-1 if position is None else int(position), now)
-            return True
-        return False
+        return has_changed

@@ -32,7 +32,7 @@ PATIENCE_SECONDS = 0.3
 def check_with_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the liveness check request end offsets with every call."""
     monkeypatch.setattr("connectors.kafka.liveness.PROBE_SECONDS", 0.0)
-    monkeypatch.setattr("connectors.kafka.liveness.ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr("connectors.kafka.liveness.RESPONSE_SECONDS", 1.0)
 
 
 # --- a partition that delivers nothing --------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def test_partition_that_delivers_nothing_is_reported(
     check.check_progress()
     time.sleep(PATIENCE_SECONDS)
     with pytest.raises(
-        Unavailable, match=r"partition 0 delivers nothing from offset 1 on, although it ends at 3"
+        Unavailable, match=r"partition 0 delivers nothing from offset 1 on, although its end offset is 3"
     ) as caught:
         wait_until(lambda: check.check_progress() is None and time.sleep(0.05) is not None, "an error")
     assert tp.topic in str(caught.value)
