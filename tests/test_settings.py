@@ -209,8 +209,8 @@ def test_invalid_sizes_are_rejected(clean_environment: pytest.MonkeyPatch, text:
         ({"model": None}, "--model"),
         ({"topic": None, "source": "kafka://me:" + SECRET + "@host:9092/t"}, "--sasl-username"),
         ({"security_protocol": "SASL_SSL"}, "--sasl-mechanism"),
-        ({**LOGIN, "sasl_password": SECRET, "sasl_username": ""}, "needs --sasl-username"),
-        (LOGIN, "needs --sasl-password-file"),
+        ({**LOGIN, "sasl_password": SECRET, "sasl_username": ""}, "are missing: --sasl-username"),
+        (LOGIN, "are missing: --sasl-password-file"),
         ({"ssl_cafile": "ca.pem"}, "--security-protocol"),
         ({**LOGIN, "security_protocol": "SASL_PLAINTEXT", "sasl_password": SECRET, "ssl_cafile": "f"}, "--ssl-"),
         ({"security_protocol": "SSL", "ssl_keyfile": "key.pem"}, "--ssl-certfile"),
@@ -311,9 +311,9 @@ def test_passwords_are_read_from_files(
         path.write_bytes(text.encode())
         assert load_settings(ConsumeSettings, flags).make_security_arguments()[argument] == SECRET
     for content, why in [
-        (b"\xff\xfe\xfa", "cannot be read (it is no text)"),
-        (b"", "is empty"),
-        (b"\nx", "is empty"),
+        (b"\xff\xfe\xfa", "cannot be read (it is not UTF-8 text)"),
+        (b"", "has an empty first line"),
+        (b"\nx", "has an empty first line"),
         (None, "cannot be read"),
     ]:
         path.unlink()

@@ -81,11 +81,11 @@ Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 def parse_shares(value: Any) -> Any:
-    """Convert a comma-separated text such as "0.05,0.01", or one number, to a tuple of shares.
+    """Convert a comma-separated text such as "0.05,0.01", or one number, to a tuple of shares (numbers from 0 to 1).
 
     Args:
-        value: The text, the number, or any other value. The shares in a text are still texts in the tuple, because
-            pydantic converts and validates them later. A tuple is returned unchanged.
+        value: The text, the number, or any other value. A text is only split at the commas; pydantic converts the parts
+            to numbers and validates them later. A tuple is returned unchanged.
 
     Raises:
         ValueError: The value is a list, such as a TOML array.
@@ -93,14 +93,14 @@ def parse_shares(value: Any) -> Any:
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(","))
     if isinstance(value, list):
-        raise ValueError('several shares cannot be a list; write them as one text, like "0.05,0.01"')
+        raise ValueError('several shares cannot be given as a list; write them as one text, like "0.05,0.01"')
     return (value,) if isinstance(value, int | float) else value
 
 
 def _sort_descending(shares: tuple[float, ...]) -> tuple[float, ...]:
-    """Return shares in descending order, and raise `ValueError` if a share occurs twice."""
+    """Return shares (numbers from 0 to 1) in descending order, and raise `ValueError` if a share occurs twice."""
     if len(set(shares)) < len(shares):
-        raise ValueError("a share occurs twice; give each share once")
+        raise ValueError("the same share occurs twice; give each share once")
     return tuple(sorted(shares, reverse=True))
 
 
@@ -118,7 +118,8 @@ METAVAR_BY_PARSER: dict[Any, str] = {parse_duration: "TIME", parse_size: "SIZE",
 def text_default(default: str | float, description: str) -> Any:
     """Return a pydantic field whose default is a text such as "30s", which is parsed like a value of the user.
 
-    The help then shows the default as a user would write it, and not as a number of seconds or bytes.
+    The help then shows the default as a user would write it, and not as a number of seconds or bytes. The declared
+    return type is `Any`, so that type checkers accept a text as the default of a field of numbers.
 
     Args:
         default: The default before parsing.
@@ -158,8 +159,9 @@ class Settings(BaseSettings):
         """Return the sources of values for pydantic-settings, the source with the highest precedence first.
 
         They are the keyword arguments, the environment variables and, if there is one, the configuration file.
+        pydantic-settings calls this method when it creates settings. Its other default sources are not used.
         """
-        make_file_source = FILE_SOURCE.get()
+        make_file_source = FILE_SOURCE.get()  # is set by `load_settings` if the user has given a configuration file
         if make_file_source is None:
             return init_settings, EnvSettingsSource(settings_cls)
         return init_settings, EnvSettingsSource(settings_cls), make_file_source(settings_cls)

@@ -142,9 +142,9 @@ class _KafkaSettings(Settings):
 
         The Kafka client would otherwise connect without a login, and the user would not notice.
         """
-        login = (self.sasl_mechanism, self.sasl_username, self.sasl_password, self.sasl_password_file)
-        passwords = [password for password in login[2:] if password is not None]
-        if not self.security_protocol.startswith("SASL") and any(part is not None for part in login):
+        passwords = [source for source in (self.sasl_password, self.sasl_password_file) if source is not None]
+        has_login_option = passwords or self.sasl_mechanism is not None or self.sasl_username is not None
+        if has_login_option and not self.security_protocol.startswith("SASL"):
             raise ValueError(
                 "a login (--sasl-… options) requires --security-protocol SASL_SSL or SASL_PLAINTEXT; set one of these, "
                 "or leave the login out"
@@ -157,21 +157,22 @@ class _KafkaSettings(Settings):
             missing += [] if passwords else ["--sasl-password-file or DEFORMER_SASL_PASSWORD"]
             if missing:
                 raise ValueError(
-                    f"the login of --security-protocol {self.security_protocol} needs {', '.join(missing)}; set these "
-                    "options"
+                    f"--security-protocol {self.security_protocol} requires a login, but these options are missing: "
+                    f"{', '.join(missing)}"
                 )
         return self
 
     @model_validator(mode="after")
     def _check_encryption(self) -> Self:
         """Raise `ValueError` if a TLS option would have no effect, because the user expects an encrypted connection."""
-        files = (self.ssl_cafile, self.ssl_certfile, self.ssl_keyfile, self.ssl_password_file)
-        if "SSL" not in self.security_protocol and any(file is not None for file in files):
+        key_files = [file for file in (self.ssl_keyfile, self.ssl_password_file) if file is not None]
+        has_tls_option = key_files or self.ssl_cafile is not None or self.ssl_certfile is not None
+        if has_tls_option and "SSL" not in self.security_protocol:
             raise ValueError(
                 "certificates and keys (--ssl-… options) require --security-protocol SSL or SASL_SSL; set one of "
                 "these, or leave the certificates and keys out"
             )
-        if self.ssl_certfile is None and any(file is not None for file in files[2:]):
+        if key_files and self.ssl_certfile is None:
             raise ValueError(
                 "--ssl-keyfile and --ssl-password-file require --ssl-certfile, because the key belongs to a certificate"
             )
@@ -202,10 +203,10 @@ class _KafkaSettings(Settings):
 
 
 def _read_secret(flag: str, path: Path) -> str:
-    """Return the password in the first line of a file.
+    """Return the password or passphrase in the first line of a file.
 
     Args:
-        flag: The option that names the file, for the error message.
+        flag: The option with which the user has named the file, for the error message.
         path: The file.
 
     Raises:
@@ -214,10 +215,10 @@ def _read_secret(flag: str, path: Path) -> str:
     try:
         secret = path.read_text("utf-8").split("\n", 1)[0]
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", "it is no text")
+        reason = getattr(error, "strerror", "it is not UTF-8 text")
         raise ConfigError(f"{flag} {path} cannot be read ({reason}): check the path and the permissions") from None
     if not secret:
-        raise ConfigError(f"{flag} {path}: its first line is empty; write the password there")
+        raise ConfigError(f"{flag} {path} has an empty first line: write the password there")
     return secret
 
 
@@ -320,7 +321,9 @@ class ConsumeSettings(_AlertSettings, _KafkaSettings):
         """
         _require_exactly_one(self, "topic", "source")
         if self.source and re.match(r"kafka://[^/]*@", self.source):
-            raise ValueError("--source must not contain a login; use --sasl-username and --sasl-password-file")
+            raise ValueError(
+                "the URL of --source must not contain a login; use --sasl-username and --sasl-password-file instead"
+            )
         return self
 
 
@@ -437,7 +440,7 @@ class ProduceSettings(_KafkaSettings):
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:
-        """Raise `ValueError` unless exactly one target is set, and if Arrow messages would be written to a file.
+        """Raise `ValueError` unless exactly one of topic and file is set, or if a file would receive Arrow messages.
 
         A file contains JSON lines, so only a Kafka topic can receive Arrow messages.
         """
@@ -474,9 +477,11 @@ class ImputeSettings(_ModelSettings):
 
     @model_validator(mode="after")
     def _check_draws(self) -> Self:
-        """Raise `ValueError` if `--draws` is combined with options of the estimate that it replaces."""
+        """Raise `ValueError` if both random completions (`--draws`) and options of estimates are requested."""
         if self.draws is not None and (self.quantiles is not None or self.estimate != "median"):
-            raise ValueError("--draws replaces the estimate; leave out --quantiles and --estimate")
+            raise ValueError(
+                "--draws writes random completions in place of estimates; leave out --quantiles and --estimate"
+            )
         return self
 
 
@@ -500,12 +505,12 @@ def _require_exactly_one(settings: SettingsType, *fields: str) -> SettingsType:
     """Return the settings unchanged, and raise `ValueError` unless exactly one of some fields is set and not empty.
 
     Args:
-        settings: The settings.
-        fields: Names of the fields.
+        settings: The settings of a command.
+        fields: Names of the fields, of which exactly one must be set.
     """
     values = [getattr(settings, field) for field in fields if getattr(settings, field) is not None]
     if len(values) != 1 or str(values[0]) == "":
-        raise ValueError(f"give {' or '.join(map(to_flag, fields))}, exactly one of them")
+        raise ValueError(f"set exactly one option, {' or '.join(map(to_flag, fields))}")
     return settings
 
 

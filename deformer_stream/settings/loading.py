@@ -72,9 +72,12 @@ def _format_error(error: Mapping[str, Any], command: str) -> str:
     """
     field = str(error["loc"][0]).removeprefix(VARIABLE_PREFIX).lower() if error["loc"] else ""
     if not field:  # a validator of the whole class has raised the error, about a combination of options
+        # Without the name of a command, the text begins with ": ", which is removed.
         return f"{command}: {explain_error(error)}; see --help".removeprefix(": ")
-    names = f"{to_variable(field)} in the environment, {to_flag(field)[2:]} in the file"
+    key_in_file = to_flag(field).removeprefix("--")
+    names = f"{to_variable(field)} in the environment, {key_in_file} in the file"
     value = error["input"]
+    # Repeat the value only if it is short, harmless in a terminal and no password.
     is_quoted = (
         field != "sasl_password"
         and error["type"] != "missing"
@@ -87,7 +90,7 @@ def _format_error(error: Mapping[str, Any], command: str) -> str:
 
 
 def explain_error(error: Mapping[str, Any]) -> str:
-    """Return the reason for which pydantic rejected a value, as part of a sentence such as "it is required".
+    """Return why pydantic has rejected a value, as a clause such as "it is required" or "it should be greater than 0".
 
     Args:
         error: An item of pydantic's `ValidationError.errors()`.
@@ -100,7 +103,7 @@ def explain_error(error: Mapping[str, Any]) -> str:
 
 
 def get_input_name(cls: type[BaseSettings], field: str) -> str:
-    """Return the keyword under which a settings class accepts the value of a field: its alias, or its own name."""
+    """Return the keyword argument with which a settings class accepts the value of a field: its alias, or its name."""
     alias = cls.model_fields[field].validation_alias if field in cls.model_fields else None
     return alias if isinstance(alias, str) else field
 
@@ -129,54 +132,61 @@ class CommandTableSource(TomlConfigSettingsSource):
                 pass
             super().__init__(settings_cls, path)
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"--config {path} cannot be read ({error}): check the path and the TOML syntax") from None
+            raise ConfigError(
+                f"the file {path} of --config cannot be read ({error}): check the path and the TOML syntax"
+            ) from None
 
     def __call__(self) -> dict[str, Any]:
-        """Return the values of the file that apply to the command, by the keyword of the settings class.
+        """Return the values of the file that apply to the command, by keyword argument of the settings class.
 
         Raises:
             ConfigError: The file has a table that is not named like a command, or a key that is not an option.
         """
         path, table = self._path, self._table
         top_values = {key: value for key, value in self.toml_data.items() if not isinstance(value, dict)}
+        # TOML tables are dicts. Each must be for a command; `deformer-train` is a program of its own.
         tables = self.toml_data.keys() - top_values.keys()
         for name in tables - SETTINGS_BY_COMMAND.keys() - {table, TRAIN_TABLE}:
             raise ConfigError(
-                f"--config {path}: unknown table [{name}], because no command has this name; correct the name"
+                f"the file {path} of --config has an unknown table [{name}]: name the table like a command"
             )
         table_values = self.toml_data.get(table, {})
         if not isinstance(table_values, dict):
             raise ConfigError(
-                f"--config {path}: the key {table!r} is the name of a command and cannot have a value; write the "
-                f"options of the command into a table [{table}]"
+                f"the file {path} of --config gives a value to the key {table!r}, which is the name of a command: "
+                f"write the options of the command into a table [{table}]"
             )
+        # Fields such as `from_` end with an underscore, because `from` is a keyword of Python.
         field_by_name = {field.rstrip("_"): field for field in self.settings_cls.model_fields}
         all_classes = (*SETTINGS_BY_COMMAND.values(), self.settings_cls)
         all_names = {field.rstrip("_") for cls in all_classes for field in cls.model_fields}
-        # A top-level key may be an option of any command; a key of the table must be an option of this command.
+        # A top-level key may be an option of any command; a key of the table must be an option of this command. Values
+        # of the table replace those of the top level.
         values = self._select_values(top_values, all_names, field_by_name)
         return values | self._select_values(table_values, field_by_name.keys(), field_by_name)
 
     def _select_values(
         self, value_by_key: Mapping[str, Any], allowed: Collection[str], field_by_name: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Return the values of those keys that are options of this command, by the keyword of the settings class.
+        """Return the values for options of this command, by keyword argument of the settings class.
+
+        Options of other commands are ignored if they are allowed.
 
         Args:
-            value_by_key: Values of a part of the file, by key.
-            allowed: Names of the options that this part may contain, with underscores.
+            value_by_key: Values by key, from the top level of the file or from the table of the command.
+            allowed: Names of the options that may occur there, with underscores in place of hyphens.
             field_by_name: Name of the settings field of each option of this command, by the name of the option.
 
         Raises:
-            ConfigError: The part contains a key that is not allowed.
+            ConfigError: A key is not allowed.
         """
         values = {}
         for key, value in value_by_key.items():
             name = key.replace("-", "_")
             if name not in allowed:
                 raise ConfigError(
-                    f"--config {self._path}: unknown key {key!r}, because no option has this name; --help lists the "
-                    "options"
+                    f"the file {self._path} of --config has an unknown key {key!r}: use the names of options, which "
+                    "--help lists"
                 )
             if name in field_by_name:
                 values[get_input_name(self.settings_cls, field_by_name[name])] = value
@@ -186,11 +196,12 @@ class CommandTableSource(TomlConfigSettingsSource):
 def _to_click_type(annotation: Any) -> tuple[Any, bool]:
     """Return the click type of a settings field, and whether its option is a switch without a value.
 
-    The type only affects the help and the choices, because pydantic converts and validates the value.
+    Click only uses the type for the help and for the list of choices. Pydantic converts and validates the value.
 
     Args:
-        annotation: Type annotation of the field. Of a union, the first member that is not None counts.
+        annotation: Type annotation of the field, such as `Annotated[float, …] | None`.
     """
+    # Remove `… | None` and `Annotated[…]` around the type, one layer per call.
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
         return _to_click_type(next(member for member in get_args(annotation) if member is not type(None)))
@@ -204,12 +215,13 @@ def _to_click_type(annotation: Any) -> tuple[Any, bool]:
 def _choose_metavar(info: FieldInfo) -> str | None:
     """Return the placeholder for the value of a field in the help, such as TIME, N or PATH.
 
-    It is None for choices and switches, for which click chooses the text, and for other texts.
+    The result is None for choices, switches and ordinary texts, for which click chooses the placeholder.
 
     Args:
         info: The field.
     """
-    # The parser of a value is in the metadata of the field or, for a type such as `Duration | None`, of a union member.
+    # The parser of a value (such as `parse_duration`) is in the metadata of the field. For a type such as
+    # `Duration | None`, it is in the metadata of a member of the union.
     members = [info.annotation, *get_args(info.annotation)]
     metadata = [*info.metadata, *(item for member in members for item in getattr(member, "__metadata__", ()))]
     for item in metadata:
@@ -237,12 +249,14 @@ def add_options(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callable[
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function of a command with one click option for each settings field, and `--config`."""
         # Click lists options in the reverse order of their decorators, so the last field is added first.
         for name, info in reversed(list(cls.model_fields.items())):
             click_type, is_switch = _to_click_type(info.annotation)
             default = format_default(info)
             help_text = (info.description or "") + (f"  [default: {default}]" if default else "")
             extra = {"is_flag": True} if is_switch else {"type": click_type, "metavar": _choose_metavar(info)}
+            # The default None marks a flag that was not given; pydantic applies the default of the field later.
             function = click.option(to_flag(name), name, help=help_text, default=None, **extra)(function)
         add_config_option = click.option(
             "--config",
@@ -256,7 +270,7 @@ def add_options(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callable[
 
 
 def find_value(cls: type[Settings], field: str, config: Path | None, command: str) -> tuple[Any, str]:
-    """Return the value that an option has without flags, before validation, and where the value comes from.
+    """Return the value that an option has if its flag is not given, before validation, and where it comes from.
 
     Args:
         cls: Settings class of the command.
@@ -268,11 +282,13 @@ def find_value(cls: type[Settings], field: str, config: Path | None, command: st
         The value, or None if there is none; and its origin: the name of the environment variable, the path of the file,
         or "default".
     """
-    values_by_origin: list[tuple[dict[str, Any], str]] = [(read_environment(cls), to_variable(field))]
+    # Sources of values in the order of precedence, each with its origin. The environment is before the file.
+    sources: list[tuple[dict[str, Any], str]] = [(read_environment(cls), to_variable(field))]
     if config is not None:
-        values_by_origin.append((CommandTableSource(cls, config, command)(), str(config)))
+        read_command_values = CommandTableSource(cls, config, command)
+        sources.append((read_command_values(), str(config)))
     input_name = get_input_name(cls, field)
-    for values, origin in values_by_origin:
+    for values, origin in sources:
         if input_name in values:
             return values[input_name], origin
     info = cls.model_fields[field]
@@ -280,7 +296,7 @@ def find_value(cls: type[Settings], field: str, config: Path | None, command: st
 
 
 def read_environment(cls: type[Settings]) -> dict[str, Any]:
-    """Return the values of environment variables before validation, by the keyword of the settings class.
+    """Return the values of environment variables before validation, by keyword argument of the settings class.
 
     Args:
         cls: The settings class. Variables of options that it does not have are ignored.
