@@ -33,8 +33,9 @@ def encode_alert(alert: Alert, data: Payload | None) -> bytes:
 
     Args:
         alert: The alert.
-        data: The poll with the message that raised the alert, at the index `alert.message_index`. If it is None, or if
-            the index is negative (no message raised the alert), the alert's `source` is null.
+        data: The messages or table rows of one poll. The item at the index `alert.message_index` raised the alert; its
+            position becomes the field `source`. The field is null if `data` is None, or if the index is negative
+            because a time-out raised the alert.
     """
     source = None
     if data is not None and alert.message_index >= 0:
@@ -57,9 +58,10 @@ def encode_alert(alert: Alert, data: Payload | None) -> bytes:
         "silenced_by": alert.silenced_by,
         "contributions": [_contribution_to_json(contribution) for contribution in alert.contributions],
     }
-    while len(line := orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)) > MAX_ALERT_BYTES:
-        document["contributions"] = document["contributions"][: len(document["contributions"]) // 2]
-    return line
+    while len(encoded := orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)) > MAX_ALERT_BYTES:
+        num_kept = len(document["contributions"]) // 2  # halving needs few attempts
+        document["contributions"] = document["contributions"][:num_kept]
+    return encoded
 
 
 def _contribution_to_json(contribution: Contribution) -> dict[str, Any]:
@@ -83,8 +85,11 @@ def encode_drift(notice: DriftNotice) -> bytes:
     Its field `kind` distinguishes it from an alert, which does not have this field.
 
     Args:
-        notice: The notice that a partition's records no longer resemble the calibration records.
+        notice: The notice that a partition's records no longer resemble the calibration records (the normal records
+            with which p-values are computed).
     """
+    # The public format has names of its own: the wealth (evidence of drift) is the value of a test martingale, and the
+    # mean of −ln p over the readings of a feature is called surprise.
     document = {
         "kind": "drift",
         "id": notice.id,
@@ -106,13 +111,12 @@ def encode_drift(notice: DriftNotice) -> bytes:
 def encode_rejected(rejection: Rejection, data: Payload) -> bytes:
     """Return a dead letter (the report of a rejected message) as a JSON object.
 
-    Its fields are the reason, the detail, the source position, the key and the payload of the message. The key and the
-    payload of the message are written as text, or in base64 if they are not UTF-8. Then their fields are named
-    `key_base64` and `payload_base64`.
+    Its fields are the reason, the detail, the source position, the key and the payload of the message. A key or a
+    payload that is not UTF-8 text is written in base64, in the field `key_base64` or `payload_base64`.
 
     Args:
         rejection: Which message was rejected and why.
-        data: The poll that contains the message, at the index `rejection.message_index`.
+        data: The messages or table rows of one poll. The item at the index `rejection.message_index` was rejected.
     """
     topic, partition, offset = get_position(data, rejection.message_index)
     key, payload = get_message(data, rejection.message_index)
@@ -130,18 +134,19 @@ def encode_rejected(rejection: Rejection, data: Payload) -> bytes:
 
 
 def get_position(data: Payload, message_index: int) -> tuple[str, int, int]:
-    """Return where a message was read: its topic, partition and offset.
+    """Return where a message was read, as (topic, partition, offset).
 
     For a table row these are its file, 0 and its row number within the file.
 
     Args:
-        data: The messages or rows of a poll.
+        data: The messages or table rows of one poll.
         message_index: The index of the message or row in `data`.
     """
     match data:
         case Messages():
             return data.topic, int(data.partitions[message_index]), int(data.offsets[message_index])
         case LongRows() if ROW_NUMBER_COLUMN in data.table.schema.names:
+            # The rows were reordered, so two columns hold the original position of each row.
             row_number = data.table.column(ROW_NUMBER_COLUMN)[message_index].as_py()
             file = data.table.column(ROW_FILE_COLUMN)[message_index].as_py()
             return file, 0, row_number
@@ -155,7 +160,7 @@ def get_message(data: Payload, message_index: int) -> tuple[bytes | None, bytes]
     For a table row these are its record id (None if the table has one reading per row) and the row as a JSON object.
 
     Args:
-        data: The messages or rows of a poll.
+        data: The messages or table rows of one poll.
         message_index: The index of the message or row in `data`.
     """
     if isinstance(data, Messages):
@@ -163,7 +168,7 @@ def get_message(data: Payload, message_index: int) -> tuple[bytes | None, bytes]
     row = {
         name: _cell_to_json(column.slice(message_index, 1))
         for name, column in zip(data.table.schema.names, data.table.columns, strict=True)
-        if name not in (ROW_NUMBER_COLUMN, ROW_FILE_COLUMN)
+        if name not in (ROW_NUMBER_COLUMN, ROW_FILE_COLUMN)  # these columns are not part of the file
     }
     record_id = data.record_ids[message_index] if isinstance(data, WideRows) else None
     key = record_id.encode("utf-8", "surrogateescape") if record_id else None
@@ -183,7 +188,7 @@ def _cell_to_json(cell: pa.Array) -> Any:
         if pa.types.is_timestamp(cell.type):
             cell = cell.cast(pa.timestamp("us", cell.type.tz), safe=False)  # Python has no nanoseconds
         value = cell[0].as_py()
-        orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS)
+        orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS)  # raises if the value cannot be encoded
     except (ValueError, TypeError, ArithmeticError, LookupError, pa.ArrowException):
         if is_text(cell.type):
             return to_python_values(decode_dictionary(cell))[0].encode("utf-8", "backslashreplace").decode()

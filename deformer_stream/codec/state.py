@@ -117,13 +117,14 @@ class _InvalidStateError(Exception):
 
 def encode_snapshot(snapshot: Snapshot) -> bytes:
     """Return the snapshot of a partition (its complete state) as bytes, to be saved with a commit of offsets."""
-    vocabulary = snapshot.vocabulary
+    vocabulary = snapshot.vocabulary  # the features and labels that the codes in the snapshot stand for
     columns: dict[str, Column] = {
         "names": vocabulary.names,
         "kinds": vocabulary.kinds,
         "label_counts": np.array([len(labels) for labels in vocabulary.labels], np.int32),
         "labels": [label for labels in vocabulary.labels for label in labels],
     }
+    # The other columns have the names of the snapshot's fields.
     columns |= {name: getattr(snapshot, name) for name in _SNAPSHOT_COLUMNS if name not in columns}
     columns |= _drift_to_columns(snapshot.drift)
     if snapshot.ties is not None:
@@ -136,11 +137,11 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
 
 
 def decode_snapshot(data: bytes, description: str = "the saved snapshot") -> Snapshot:
-    """Return the snapshot that was encoded as `data`.
+    """Return the snapshot (complete state of a partition) that was encoded as `data`.
 
     Args:
         data: The result of `encode_snapshot`.
-        description: The name of the data in the error message.
+        description: What the error message calls the data, such as "saved snapshot of partition 3 at offset 17".
 
     Raises:
         StateError: If the data is damaged, has an unsupported format version, or contradicts itself.
@@ -148,14 +149,15 @@ def decode_snapshot(data: bytes, description: str = "the saved snapshot") -> Sna
     try:
         return _decode_snapshot(data)
     except _InvalidStateError as error:
-        raise StateError(f"{description}: {error}; {REMEDY}") from error
+        raise StateError(f"{description}: the state cannot be decoded: {error}; {REMEDY}") from error
 
 
 def encode_decisions(decisions: Decisions) -> bytes:
     """Return decisions as bytes, to be saved with a commit of offsets.
 
     Args:
-        decisions: What was decided since the last commit and cannot be derived from the partition's messages.
+        decisions: What was decided since the last commit and cannot be derived from the partition's messages, such as
+            records closed by a time-out.
     """
     alert_states = decisions.alert_states
     columns: dict[str, Column] = {
@@ -165,10 +167,12 @@ def encode_decisions(decisions: Decisions) -> bytes:
         "alert_alpha": np.array([state.alpha for state in alert_states.values()], np.float64),
         **_drift_to_columns(decisions.drift_state),
     }
-    tie_timeouts = [(record_id, n) for record_id, counts in decisions.tie_timeouts.items() for n in counts]
     if decisions.tie_timeouts:
-        columns["waited"] = [record_id for record_id, _ in tie_timeouts]
-        columns["waited_at"] = np.array([n for _, n in tie_timeouts], np.int32)
+        # Tie groups (readings of one record with the same event time) that were scored because of a time-out, as pairs
+        # of the record and the number of readings that it had then.
+        pairs = [(record_id, n) for record_id, counts in decisions.tie_timeouts.items() for n in counts]
+        columns["waited"] = [record_id for record_id, _ in pairs]
+        columns["waited_at"] = np.array([num_readings for _, num_readings in pairs], np.int32)
     return _encode(DECISIONS, columns, _DECISION_COLUMNS | _TIE_DECISION_COLUMNS)
 
 
@@ -177,7 +181,7 @@ def decode_decisions(data: bytes, description: str = "the saved decisions") -> D
 
     Args:
         data: The result of `encode_decisions`.
-        description: The name of the data in the error message.
+        description: What the error message calls the data, such as "saved decisions of partition 3 at offset 17".
 
     Raises:
         StateError: If the data is damaged, has an unsupported format version, or contradicts itself.
@@ -185,14 +189,14 @@ def decode_decisions(data: bytes, description: str = "the saved decisions") -> D
     try:
         return _decode_decisions(data)
     except _InvalidStateError as error:
-        raise StateError(f"{description}: {error}; {REMEDY}") from error
+        raise StateError(f"{description}: the state cannot be decoded: {error}; {REMEDY}") from error
 
 
 def check_state(snapshot: bytes, decisions: Iterable[bytes]) -> None:
     """Check that the saved state of a partition can be decoded.
 
     Args:
-        snapshot: An encoded snapshot.
+        snapshot: An encoded snapshot (the complete state at some commit).
         decisions: Encoded decisions, one element for each commit after the snapshot.
 
     Raises:
@@ -202,24 +206,26 @@ def check_state(snapshot: bytes, decisions: Iterable[bytes]) -> None:
     try:
         _decode_snapshot(snapshot)
     except _InvalidStateError as error:
-        raise StateError(f"the saved snapshot: {error}") from error
+        raise StateError(f"the saved snapshot cannot be decoded: {error}") from error
     try:
         for data in decisions:
             _decode_decisions(data)
     except _InvalidStateError as error:
-        raise StateError(f"the saved decisions: {error}") from error
+        raise StateError(f"the saved decisions cannot be decoded: {error}") from error
 
 
 def _decode_snapshot(data: bytes) -> Snapshot:
     """Return the snapshot that was encoded as `data`. Raises `_InvalidStateError` if the data is not valid."""
     columns = _decode(SNAPSHOT, data, _SNAPSHOT_COLUMNS | _DRIFT_COLUMNS | _TIE_COLUMNS)
-    # Format version 1 does not have the column "alert_alpha": a record with an alert raises no further alert.
+    # Format version 1 does not state at which alpha (false-alarm rate) a record has alerted. Such a record raises no
+    # further alert, so that none is repeated.
     columns.setdefault("alert_alpha", np.where(columns["alert_seq"] < 0, NO_ALERT, SUPPRESS_ALL))
     vocabulary = _decode_vocabulary(*(columns.pop(name) for name in _VOCABULARY_COLUMNS))
     drift = _pop_drift(columns)
     ties = _pop_ties(columns) if "tied" in columns else None
     columns["closed"] = StringColumn.from_strings(columns["closed"])
-    snapshot = Snapshot(vocabulary, tuple(columns.pop("models")), **columns, drift=drift, ties=ties)
+    models = tuple(columns.pop("models"))
+    snapshot = Snapshot(vocabulary, models, **columns, drift=drift, ties=ties)  # the rest have the names of fields
     _check_snapshot(snapshot)
     return snapshot
 
@@ -227,16 +233,19 @@ def _decode_snapshot(data: bytes) -> Snapshot:
 def _decode_decisions(data: bytes) -> Decisions:
     """Return the decisions that were encoded as `data`. Raises `_InvalidStateError` if the data is not valid."""
     columns = _decode(DECISIONS, data, _DECISION_COLUMNS | _TIE_DECISION_COLUMNS)
-    alerted_ids, seq = columns["alerted"], columns["alert_seq"]
-    alpha = columns.get("alert_alpha", np.full(len(seq), SUPPRESS_ALL))
-    has_one_state_per_record = len(alerted_ids) == len(seq) == len(alpha) == len(set(alerted_ids))
+    # For each record with alerts: its id, the position of the reading that raised the first alert, and the strictest
+    # alpha (false-alarm rate). Format version 1 has no alphas; such a record raises no further alert.
+    alerted_ids, positions = columns["alerted"], columns["alert_seq"]
+    alphas = columns.get("alert_alpha", np.full(len(positions), SUPPRESS_ALL))
+    has_one_state_per_record = len(alerted_ids) == len(positions) == len(alphas) == len(set(alerted_ids))
     _require(has_one_state_per_record, "the records with alerts and the states of their alerts do not match")
-    _require(bool((seq >= 0).all()), "an alert was raised before the first reading of its record")
-    _require(bool(((alpha >= 0) & (alpha < 1)).all()), "the alpha of an alert is not between 0 and 1")
-    drift = _pop_drift(columns)
+    _require(bool((positions >= 0).all()), "an alert was raised before the first reading of its record")
+    _require(bool(((alphas >= 0) & (alphas < 1)).all()), "the alpha of an alert is not between 0 and 1")
+    alert_states = dict(zip(alerted_ids, map(AlertState, positions.tolist(), alphas.tolist()), strict=True))
+    drift_state = _pop_drift(columns)
+    # The columns of tie groups are missing in format versions 1 and 2.
     tie_timeouts = _decode_tie_timeouts(columns.get("waited", []), columns.get("waited_at", np.empty(0, np.int32)))
-    alert_states = dict(zip(alerted_ids, map(AlertState, seq.tolist(), alpha.tolist()), strict=True))
-    return Decisions(tuple(columns["closed"]), alert_states, drift, tie_timeouts)
+    return Decisions(tuple(columns["closed"]), alert_states, drift_state, tie_timeouts)
 
 
 def _pop_ties(columns: dict[str, Any]) -> TieGroups:
@@ -256,15 +265,15 @@ def _pop_ties(columns: dict[str, Any]) -> TieGroups:
 def _decode_tie_timeouts(record_ids: list[str], num_readings: NDArray[np.int32]) -> dict[str, tuple[int, ...]]:
     """Return which tie groups (readings of one record with the same event time) were scored because of a time-out.
 
-    Such a group is scored without waiting for an event with a later time, so the messages do not determine the
-    decision.
+    Usually a tie group is scored when an event with a later time arrives. A time-out depends on the clock, so it cannot
+    be derived from the messages again.
 
     Args:
         record_ids: T record ids, one per time-out; an id may occur several times.
         num_readings: (T,) the number of readings that the record had at each time-out.
 
     Returns:
-        By record id, the numbers of readings at its time-outs.
+        By record id, the number of readings that the record had at each of its time-outs.
 
     Raises:
         _InvalidStateError: If the arguments have different lengths, or if a number is not positive.
@@ -278,7 +287,13 @@ def _decode_tie_timeouts(record_ids: list[str], num_readings: NDArray[np.int32])
 
 
 def _drift_to_columns(drift: DriftState | None) -> dict[str, Column]:
-    """Return the state of a drift monitor as the columns `_DRIFT_COLUMNS`, all empty if there is no monitor (None)."""
+    """Return the state of a drift monitor as the columns `_DRIFT_COLUMNS`.
+
+    A drift monitor collects evidence that the records of a partition differ from the calibration records.
+
+    Args:
+        drift: The state. None if there is no monitor; then all columns are empty.
+    """
     if drift is None:
         return {
             "drift_model": [],
@@ -287,18 +302,21 @@ def _drift_to_columns(drift: DriftState | None) -> dict[str, Column]:
             "drift_bins": np.empty(0, np.int32),
             "drift_counts": np.empty(0, np.int64),
         }
-    bin_counts = list(drift.bin_counts_by_group.values())
+    # By calibration group, the number of records in each bin of ranks. The last two columns are these ragged rows.
+    counts_of_groups = list(drift.bin_counts_by_group.values())
     return {
         "drift_model": [drift.model],
         "drift": np.array([drift.num_records, drift.is_alarmed, *drift.wealth_by_bet], np.float64),
         "drift_groups": list(drift.bin_counts_by_group),
-        "drift_bins": np.array([len(counts) for counts in bin_counts], np.int32),
-        "drift_counts": np.array([count for counts in bin_counts for count in counts], np.int64),
+        "drift_bins": np.array([len(counts) for counts in counts_of_groups], np.int32),
+        "drift_counts": np.array([count for counts in counts_of_groups for count in counts], np.int64),
     }
 
 
 def _pop_drift(columns: dict[str, Any]) -> DriftState | None:
     """Remove the columns of the drift monitor and return its state.
+
+    A drift monitor collects evidence that the records of a partition differ from the calibration records.
 
     Args:
         columns: The decoded columns by name. The columns `_DRIFT_COLUMNS` are removed.
@@ -312,27 +330,29 @@ def _pop_drift(columns: dict[str, Any]) -> DriftState | None:
     model, numbers, groups, bins_per_group, counts = (columns.pop(name, ()) for name in _DRIFT_COLUMNS)
     if not len(model):
         return None
-    # `numbers` holds the number of records, whether an alarm is raised, and the wealth of each bet.
+    # `numbers` holds the number of records, 1 if an alarm is raised (else 0), and the wealth of each bet: the evidence
+    # of drift that each of several betting strategies has collected.
     _require(
         len(model) == 1 and len(numbers) == 2 + len(BET_EXPONENTS),
         "the drift state does not have one model and one wealth per bet",
     )
     _require(len(groups) == len(bins_per_group) == len(set(groups)), "the drift state does not have each group once")
+    # `counts` holds the number of records in each bin of ranks, one calibration group after the other.
     _require(
         bool((bins_per_group >= 0).all()) and int(bins_per_group.sum()) == len(counts),
         "the drift state does not have one count per bin",
     )
-    num_records, is_alarmed, wealth = numbers[0], numbers[1], numbers[2:]
+    num_records, is_alarmed, wealth_by_bet = numbers[0], numbers[1], numbers[2:]
     _require(
         bool((counts >= 0).all()) and num_records == counts.sum(),
         "the counts of the drift state do not add up to its number of records",
     )
     _require(
-        bool(((wealth >= 0) & (wealth <= MAX_WEALTH)).all()) and is_alarmed in (0, 1),
+        bool(((wealth_by_bet >= 0) & (wealth_by_bet <= MAX_WEALTH)).all()) and is_alarmed in (0, 1),
         "the wealth or the alarm of the drift state is out of range",
     )
     counts_by_group = dict(zip(groups, _split(counts, bins_per_group), strict=True))
-    return DriftState(model[0], int(num_records), tuple(wealth.tolist()), bool(is_alarmed), counts_by_group)
+    return DriftState(model[0], int(num_records), tuple(wealth_by_bet.tolist()), bool(is_alarmed), counts_by_group)
 
 
 def _split(values: NDArray[Any], lengths: NDArray[np.int32]) -> list[tuple[Any, ...]]:
@@ -346,9 +366,10 @@ def _encode(kind: bytes, columns: Columns, types: Mapping[str, pa.DataType]) -> 
 
     Args:
         kind: `SNAPSHOT` or `DECISIONS`.
-        columns: The columns by name.
+        columns: The columns by name. Their lengths may differ.
         types: The Arrow type of each column by its name.
     """
+    # A table with one row, in which each column is a list, can store columns of different lengths.
     lists = [
         pa.LargeListArray.from_arrays([0, len(column)], _to_arrow(column, types[name]))
         for name, column in columns.items()
@@ -362,13 +383,17 @@ def _encode(kind: bytes, columns: Columns, types: Mapping[str, pa.DataType]) -> 
     with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
         writer.write_batch(batch)
     body: bytes = sink.getvalue().to_pybytes()
-    version = 3 if _COLUMNS_ADDED_IN_VERSION[3] & columns.keys() else 2
+    has_columns_of_version_3 = bool(_COLUMNS_ADDED_IN_VERSION[3] & columns.keys())
+    version = 3 if has_columns_of_version_3 else 2  # earlier releases can read version 2
     header: bytes = HEADER.pack(MAGIC, kind, version, hashlib.sha256(body).digest())
     return header + body
 
 
 def _to_arrow(column: Column, column_type: pa.DataType) -> pa.Array:
-    """Return one column as an Arrow array of the type `column_type`, without copying a `StringColumn`."""
+    """Return one column as an Arrow array of the type `column_type`.
+
+    A `StringColumn` already has the buffers of an Arrow array of `large_string`, which are used without a copy.
+    """
     if isinstance(column, StringColumn):
         return pa.LargeStringArray.from_buffers(len(column), pa.py_buffer(column.offsets), pa.py_buffer(column.utf8))
     return pa.array(column, column_type)
@@ -395,7 +420,7 @@ def _decode(kind: bytes, data: bytes, types: Mapping[str, pa.DataType]) -> dict[
         raise _InvalidStateError(
             f"its format version is {version}, and this release reads versions 1 to {FORMAT_VERSION}"
         )
-    _require(data_kind == kind, f"the data is of another kind: {_KIND_NAMES[kind]} were expected")
+    _require(data_kind == kind, f"the data is of another kind; expected: {_KIND_NAMES[kind]}")
     newer_columns = {
         name for added_in, names in _COLUMNS_ADDED_IN_VERSION.items() if added_in > version for name in names
     }
@@ -408,9 +433,10 @@ def _decode(kind: bytes, data: bytes, types: Mapping[str, pa.DataType]) -> dict[
         expected_schema = pa.schema({name: pa.large_list(column_type) for name, column_type in types.items()})
         _require(table.schema.equals(expected_schema), "its columns are not those of its format version")
         _require(table.num_rows == 1, f"it has {table.num_rows} rows instead of one")
+        # Each column is a list in a single row; flattening returns the elements of the list.
         columns = {name: table.column(name).combine_chunks().flatten() for name in types}
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise _InvalidStateError(f"the body is not readable ({str(error).splitlines()[0]})") from error
+        raise _InvalidStateError(f"the stored data is not readable ({str(error).splitlines()[0]})") from error
     _require(not any(column.null_count for column in columns.values()), "a value is missing")
     return {name: column.to_pylist() if types[name] == _TEXT else column.to_numpy() for name, column in columns.items()}
 
@@ -426,11 +452,13 @@ def _decode_vocabulary(
 ) -> Vocabulary:
     """Return the features and labels that the feature codes and label codes of a snapshot stand for.
 
+    A code is an index: of a feature among the F features, or of a label among the labels of its feature.
+
     Args:
         names: F feature names, in the order of the feature codes.
         kinds: F feature kinds, "continuous" or "discrete".
-        label_counts: (F,) the number of labels of each feature.
-        labels: The labels of all features, feature after feature, each in the order of the label codes.
+        label_counts: (F,) the number of labels of each feature, 0 for a continuous one.
+        labels: The labels of all features, one feature after the other, each in the order of the label codes.
 
     Raises:
         _InvalidStateError: If the arguments contradict each other.
@@ -485,6 +513,7 @@ def _check_snapshot(snapshot: Snapshot) -> None:
         "the columns of windows have different lengths",
     )
     _require(_is_within(snapshot.window_record, num_records), "a window belongs to no record")
+    # Each device has one watermark: the latest time of its events.
     _require(
         len(set(snapshot.devices)) == len(snapshot.marks) == len(snapshot.devices),
         "the devices and their watermarks do not match",
@@ -493,6 +522,8 @@ def _check_snapshot(snapshot: Snapshot) -> None:
 
 def _check_readings(snapshot: Snapshot, num_records: int, num_features: int) -> None:
     """Check the readings and the absent features of a snapshot: each record may have each feature at most once.
+
+    An absent feature is one that was declared as "will not be observed".
 
     Args:
         snapshot: The snapshot.
@@ -516,28 +547,34 @@ def _check_readings(snapshot: Snapshot, num_records: int, num_features: int) -> 
         "a reading belongs to no feature",
     )
     # A feature that occurs twice in a record sets the same element twice, so fewer elements than readings are set.
+    record_of_reading, _ = ragged_indices(snapshot.counts)
+    record_of_absent_feature, _ = ragged_indices(snapshot.absent_counts)
     has_feature = np.zeros((num_records, num_features), bool)
-    has_feature[ragged_indices(snapshot.counts)[0], snapshot.features] = True
-    has_feature[ragged_indices(snapshot.absent_counts)[0], snapshot.absent] = True
+    has_feature[record_of_reading, snapshot.features] = True
+    has_feature[record_of_absent_feature, snapshot.absent] = True
     _require(int(has_feature.sum()) == num_readings + num_absent, "a record has a feature twice")
 
 
 def _check_ties(snapshot: Snapshot, ties: TieGroups) -> None:
-    """Check the tie groups of a snapshot (readings of one record with the same event time).
+    """Check the tie groups of a snapshot (readings of one record with the same event time, scored together).
 
     Raises:
-        _InvalidStateError: If they do not fit the records, or if a tie group is scored in part.
+        _InvalidStateError: If they do not fit the records, or if a part of a tie group is scored and the rest is not.
     """
     num_readings = int(snapshot.counts.sum())
     _require(len(ties.is_tied) == num_readings, "the ties do not have one value per reading")
     _require(len(ties.num_pending) == len(ties.tie_time) == len(snapshot), "the ties do not have one value per record")
     _require(_is_within(ties.num_pending, snapshot.counts + 1), "more readings are undecided than the record has")
-    is_tied = np.append(ties.is_tied, False)  # so that the index after the last reading is valid
-    first_readings = np.cumsum(snapshot.counts) - snapshot.counts
+    # Whether a reading belongs to the tie group of the reading before it in its record. The readings of all records
+    # are stored one record after the other.
+    is_tied = ties.is_tied
+    first_readings = np.cumsum(snapshot.counts) - snapshot.counts  # index of the first reading of each record
     _require(
         not is_tied[first_readings[snapshot.counts > 0]].any(),
         "the first reading of a record is tied to a reading before it",
     )
+    # The last `num_pending` readings of a record are not scored yet. If the first of them is tied to the reading before
+    # it, a tie group is scored in part.
     has_pending = ties.num_pending > 0
     first_pending = (first_readings + snapshot.counts - ties.num_pending)[has_pending]
     _require(not is_tied[first_pending].any(), "a tie group is decided in part")
@@ -546,7 +583,7 @@ def _check_ties(snapshot: Snapshot, ties: TieGroups) -> None:
 def _check_values(snapshot: Snapshot) -> None:
     """Check that the numbers of a snapshot are finite, and that each label code stands for a label.
 
-    The codes of a feature with K labels are 0 to K − 1, and K for a label that training never saw.
+    The codes of a discrete feature with K labels are 0 to K − 1, and K for a label that did not occur in training.
 
     Raises:
         _InvalidStateError: If a number is out of range.
@@ -557,6 +594,7 @@ def _check_values(snapshot: Snapshot) -> None:
     _require(bool(np.isfinite(values).all()), "a value is not finite")
     is_label_code = (values >= 0) & (values <= num_labels[features]) & (values == np.floor(values))
     _require(bool(is_label_code[is_discrete_feature[features]].all()), "the code of a label is out of range")
+    # The age (time since the last event) is negative if the clock was set back.
     _require(_is_within(snapshot.age + MAX_AGE, 2 * MAX_AGE), "the age of a record is out of range")
     for name in _RUNNING_SUMS:
         _require(bool(np.isfinite(getattr(snapshot, name)).all()), f"a value in the column {name!r} is not finite")
