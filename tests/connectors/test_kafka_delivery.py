@@ -35,7 +35,7 @@ def opened() -> Iterator[list[Delivery]]:
 
 def open_delivery(group: Group, opened: list[Delivery], name: str = "one") -> Delivery:
     """Open a delivery whose transactional id contains a name."""
-    opened.append(group.start(name))
+    opened.append(group.open_delivery(name))
     return opened[-1]
 
 

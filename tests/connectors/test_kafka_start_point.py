@@ -182,11 +182,13 @@ class Case:
 STATELESS = {"rebuilt": (RestoredPartition(0, 20), range(30)), "forgotten": (RestoredPartition(0, 20), range(20, 30))}
 CASES = [
     Case(
-        empty_state, r"0 of 3 messages from offset 0 on are left, so the open records cannot be restored", **STATELESS
+        empty_state,
+        r"0 of 3 messages of the saved state from offset 0 on are left, so the open records cannot be restored",
+        **STATELESS,
     ),
-    Case(foreign_state, r"0 of 3 messages from offset 0 on are left", **STATELESS),
-    Case(snapshot_cut_short, r"2 of 3 messages from offset 0 on are left", **STATELESS),
-    Case(state_expired, r"0 of 3 messages from offset 0 on are left", **STATELESS),
+    Case(foreign_state, r"0 of 3 messages of the saved state from offset 0 on are left", **STATELESS),
+    Case(snapshot_cut_short, r"2 of 3 messages of the saved state from offset 0 on are left", **STATELESS),
+    Case(state_expired, r"0 of 3 messages of the saved state from offset 0 on are left", **STATELESS),
     Case(
         replace_metadata('{"deformer":2,"kept":[]}'),
         "the saved state has format version 2, but this package reads 1",

@@ -135,7 +135,7 @@ def test_times_in_the_future_close_no_window(
     assert closed == 1, "the event that is just not too far ahead closes the window of the first four"
     letters = read_dead_letters(cluster, name)
     assert [(offset, reason) for offset, reason, _ in letters] == [(1, "future"), (2, "future")]
-    assert all("more than 3600 s ahead" in detail for _, _, detail in letters)
+    assert all("lies more than 3600 s after" in detail for _, _, detail in letters)
 
 
 def test_repeated_readings_and_many_record_ids(

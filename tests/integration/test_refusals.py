@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[str, str, list[Event], Event]] = {
     "too large": ("too_large", str(LIMIT), [], encode_event("bad", "state", "x" * LIMIT)),
     "ahead of time": (
         "future",
-        "3600 s ahead",
+        "3600 s after",
         [],
         (b"bad", b'{"record": "bad", "feature": "pressure", "value": 1, "time": "2999-12-31T00:00:00Z"}'),
     ),

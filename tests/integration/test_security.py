@@ -94,7 +94,7 @@ def test_events_and_alerts_pass_through_a_secured_listener(
     shown = [sent.stdout, sent.stderr, processes, metrics, consumer.read_log()]
     assert not any(secret in text for secret in (PASSWORD, PASSPHRASE) for text in shown)
     # The client warns at every connection; the log of the program contains the warning once.
-    warnings = [event["message"] for event in consumer.list_log_events("client_warning")]
+    warnings = [event["message"] for event in consumer.list_log_events("kafka_client_warning")]
     num_unencrypted = sum("Exchanging credentials in the clear" in message for message in warnings)
     assert num_unencrypted == bool(variables)
 
