@@ -30,8 +30,9 @@ class LazyGroup(click.Group):
     """A group of commands that builds a command only when it is used, so that listing the commands is fast.
 
     Args:
-        builder_by_name: By the name of each command, a function that builds and returns it.
-        summary_by_name: By the name of each command, its line in the help of the group.
+        builder_by_name: For each command, by its name, a function that builds and returns it. The help lists the
+            commands in this order.
+        summary_by_name: For each command, by its name, the line that describes it in the help of the group.
         others: Further arguments of `click.Group`.
     """
 
@@ -57,7 +58,10 @@ class LazyGroup(click.Group):
 
 
 def add_debug_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option `--debug` to a command and return the command. `is_debugging` returns the option's value."""
+    """Add the option `--debug` to a click command and return the command.
+
+    The function of the command does not get the option's value; `is_debugging` returns it.
+    """
     return click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks and debug logs.")(function)
 
 
@@ -79,7 +83,7 @@ def stop_on_signals() -> threading.Event:
 
     def request_stop(number: int, frame: object) -> None:
         stop.set()
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)  # the next signal has its default effect, which ends the process
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, request_stop)
@@ -101,22 +105,23 @@ def reload_on_hangup() -> threading.Event:
 def run(command: click.Command, name: str) -> None:
     """Run a command with the arguments of the process, then end the process.
 
-    The exit code is 0 for success, 1 for a bug, 2 for wrong usage or configuration, 3 for invalid input data or an
-    invalid model directory, 4 for a service that cannot be reached, and 130 for an interruption. If the command returns
-    a number, it is the exit code. An error is printed as one line on standard error, after its traceback if `--debug`
-    was given.
+    An error is printed as one line on standard error, after its traceback if `--debug` was given. The exit code is the
+    number that the command returns, if it returns one. Otherwise it is 0 for success, 1 for a bug, 2 for wrong usage or
+    configuration, 3 for invalid input data, an invalid model directory or invalid saved state, 4 for a service that is
+    not available, and 130 for an interruption.
 
     Args:
         command: The command to run.
         name: Name of the program, with which an error message begins.
     """
-    limit_thread_spinning()
+    limit_thread_spinning()  # by an environment variable, which torch reads when a command imports it
     try:
+        # Click's own method `main` would print errors in its own format.
         with command.make_context(name, sys.argv[1:]) as context:
             result = command.invoke(context)
         sys.stdout.flush()
         exit_code = result if isinstance(result, int) else 0
-    except click.exceptions.Exit as end:
+    except click.exceptions.Exit as end:  # after `--help` or `--version`
         exit_code = end.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
@@ -154,5 +159,7 @@ def _print_error(name: str, message: str, exit_code: int) -> int:
     """
     if is_debugging():
         traceback.print_exc()
-    click.echo(f"{name}: {' '.join(message.split())}", err=True)
+    one_line_message = " ".join(message.split())
+    line = f"{name}: {one_line_message}"
+    click.echo(line, err=True)
     return exit_code

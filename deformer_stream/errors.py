@@ -106,8 +106,9 @@ def map_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        raise
+        raise  # although it is an OSError
     except OSError as error:
         raise Unavailable(
-            f"{path}: writing failed ({error.strerror or error}); free disk space or repair the disk, then run again"
+            f"{path}: writing failed ({error.strerror or error}); free disk space or repair the disk, then run the "
+            f"command again"
         ) from error

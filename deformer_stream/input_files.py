@@ -18,6 +18,9 @@ from deformer_stream.errors import InputError
 _DELTA_LOG = "_delta_log"
 _FIRST_DELTA_COMMIT = f"{0:020}.json"  # a commit file is named after the version, with 20 digits
 _ICEBERG_METADATA = "metadata"
+_REMEDY = (
+    "all files in the folder would be read, so write the current version to plain Parquet files and give their folder"
+)
 
 
 def list_data_files(folder: Path, suffixes: Collection[str]) -> list[Path]:
@@ -34,6 +37,7 @@ def list_data_files(folder: Path, suffixes: Collection[str]) -> list[Path]:
     Raises:
         InputError: The folder contains a Delta Lake or Iceberg table that may hold files of older versions.
     """
+    # Refuse tables with outdated rows, before any file is returned.
     for log_folder in folder.rglob(_DELTA_LOG):
         if not _is_hidden(log_folder.parent.relative_to(folder)):
             _check_delta_log(log_folder)
@@ -43,6 +47,7 @@ def list_data_files(folder: Path, suffixes: Collection[str]) -> list[Path]:
         if is_table and not _is_hidden(metadata_file.relative_to(folder)):
             _check_iceberg_metadata(metadata_file)
             metadata_folders.add(metadata_file.parent)
+    # Some files that describe an Iceberg table have the ending of a data file. They lie in its metadata folder.
     candidates = (path for path in folder.rglob("*") if path.suffix.lower() in suffixes and path.is_file())
     return sorted(
         path
@@ -52,7 +57,10 @@ def list_data_files(folder: Path, suffixes: Collection[str]) -> list[Path]:
 
 
 def _is_hidden(path: Path) -> bool:
-    """Return whether any part of a path begins with a dot or an underscore, which marks hidden and temporary files."""
+    """Return whether a file or folder name in a path begins with a dot or an underscore.
+
+    Such names mark hidden and temporary files.
+    """
     return any(part.startswith((".", "_")) for part in path.parts)
 
 
@@ -69,14 +77,24 @@ def _check_delta_log(log_folder: Path) -> None:
         InputError: If a commit removed a file or deleted rows, or if the log is incomplete or not readable.
     """
     table = log_folder.parent
+    # Old commits can be deleted from the log. Without the first one, it is unknown whether a commit removed a file.
     if not (log_folder / _FIRST_DELTA_COMMIT).is_file():
-        raise _make_outdated_error(table, "Delta Lake", "the first commit of its log is missing")
+        raise InputError(
+            f"{table}: this Delta Lake table may hold files of older versions "
+            f"(the first commit of its log is missing): {_REMEDY}"
+        )
     for commit_file in sorted(log_folder.glob("*.json")):
-        for action in _read_json_lines(commit_file, table):
+        for action in _read_json_lines(commit_file, table):  # each line adds a file, removes one, or changes a setting
             if "remove" in action:
-                raise _make_outdated_error(table, "Delta Lake", f"{commit_file.name} removes a file")
+                raise InputError(
+                    f"{table}: this Delta Lake table may hold files of older versions "
+                    f"(the commit {commit_file.name} removed a file from it): {_REMEDY}"
+                )
             if (action.get("add") or {}).get("deletionVector"):
-                raise _make_outdated_error(table, "Delta Lake", f"{commit_file.name} deletes rows of a file")
+                raise InputError(
+                    f"{table}: this Delta Lake table may hold files of older versions "
+                    f"(the commit {commit_file.name} deleted rows of a file): {_REMEDY}"
+                )
 
 
 def _check_iceberg_metadata(metadata_file: Path) -> None:
@@ -96,13 +114,14 @@ def _check_iceberg_metadata(metadata_file: Path) -> None:
         for snapshot in document.get("snapshots") or []:
             operation = (snapshot.get("summary") or {}).get("operation", "unknown")
             if operation != "append":
-                raise _make_outdated_error(
-                    table, "Iceberg", f"{metadata_file.name} lists a snapshot with the operation {operation!r}"
+                raise InputError(
+                    f"{table}: this Iceberg table may hold files of older versions "
+                    f"({metadata_file.name} lists a snapshot with the operation {operation!r}): {_REMEDY}"
                 )
 
 
 def _read_json_lines(path: Path, table: Path, is_one_document: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in a metadata file of a table.
+    """Yield the JSON objects in a file that describes a table; other JSON values in the file are skipped.
 
     Args:
         path: The file.
@@ -120,18 +139,6 @@ def _read_json_lines(path: Path, table: Path, is_one_document: bool = False) -> 
                 yield document
     except (OSError, orjson.JSONDecodeError) as error:
         kind = "Iceberg" if is_one_document else "Delta Lake"
-        raise _make_outdated_error(table, kind, f"{path.name} cannot be read") from error
-
-
-def _make_outdated_error(table: Path, kind: str, reason: str) -> InputError:
-    """Return the error for a table whose folder may hold rows that no longer belong to the table.
-
-    Args:
-        table: The folder of the table.
-        kind: The format of the table, "Delta Lake" or "Iceberg".
-        reason: Why the folder may hold such rows, as a clause for the message.
-    """
-    return InputError(
-        f"{table}: this {kind} table may hold files of older versions ({reason}), and all files would be read; "
-        "write the current version to plain Parquet files and give their folder"
-    )
+        raise InputError(
+            f"{table}: this {kind} table may hold files of older versions ({path.name} cannot be read): {_REMEDY}"
+        ) from error

@@ -33,7 +33,7 @@ def configure(debug: bool = False) -> None:
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG if debug else logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=False,
+        cache_logger_on_first_use=False,  # so that loggers that exist already use these settings, too
     )
 
 
@@ -50,10 +50,11 @@ def get_logger(component: str) -> structlog.typing.FilteringBoundLogger:
 def _name_logger(
     _logger: structlog.typing.WrappedLogger, _method: str, fields: structlog.typing.EventDict
 ) -> structlog.typing.EventDict:
-    """Rename the key `component` of a log line to `logger`; a processor of structlog.
+    """Rename the key `component` of a log line to `logger`.
 
-    `structlog.get_logger` cannot bind the key `logger` itself, because one of its own parameters has that name. If the
-    key were bound by a later call, loggers that are created when a module is imported would ignore `configure`.
+    This is a processor of structlog: a function through which each log line passes before it is written.
+    `structlog.get_logger` cannot set the key `logger` itself, because one of its own parameters has that name. If
+    `get_logger` called `bind` for it, loggers that are created before `configure` is called would not use its settings.
 
     Args:
         _logger: The logger; not used.

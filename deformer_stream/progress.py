@@ -19,7 +19,7 @@ LOG_INTERVAL_SECONDS = 10.0
 class Progress:
     """A display of the progress of a long operation, to be used as a context manager.
 
-    It is a progress bar if standard error is a terminal. Otherwise it logs a line from time to time.
+    It is a progress bar if standard error is a terminal. Otherwise it logs a line about every ten seconds.
 
     Args:
         title: Name of the operation, for the bar and the log lines.
@@ -42,7 +42,7 @@ class Progress:
         if self._bar is not None:
             bar, task = self._bar
             bar.update(task, advance=num_units, rate=f"{self.rate:,.0f} {self.unit}/s")
-        elif time.monotonic() - self._last_log > LOG_INTERVAL_SECONDS:
+        elif time.monotonic() - self._last_log > LOG_INTERVAL_SECONDS:  # without a terminal, there is no bar
             self._last_log = time.monotonic()
             self._log()
 
@@ -54,7 +54,7 @@ class Progress:
         log.get_logger(self.title).info("progress", **fields)
 
     def set_done(self, num_done: int) -> None:
-        """Set the number of finished units and update the display."""
+        """Set the total number of finished units and update the display."""
         self.advance(num_done - self.num_done)
 
     @property
@@ -74,7 +74,7 @@ class Progress:
 
 
 def _make_bar(title: str, total: int | None, unit: str) -> tuple[RichProgress, TaskID]:
-    """Return a progress bar for the terminal and the id of its only task.
+    """Return a progress bar of the library rich, and the id of its only task, with which the bar is updated.
 
     Args:
         title: Name of the operation, to the left of the bar.
@@ -92,6 +92,6 @@ def _make_bar(title: str, total: int | None, unit: str) -> tuple[RichProgress, T
         MofNCompleteColumn(),
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=Console(stderr=True),  # standard output is for the results of a command
     )
     return bar, bar.add_task(title, total=total, rate=f"0 {unit}/s")

@@ -11,23 +11,23 @@ from numpy.typing import NDArray
 def ragged_indices(row_lengths: NDArray[np.int32] | NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the row and the position within the row of every element of a ragged array.
 
-    A ragged array stores rows of unequal length one after the other. For example, the lengths [2, 0, 3] give the rows
-    [0, 0, 2, 2, 2] and the positions [0, 1, 0, 1, 2].
+    A ragged array stores rows of unequal length one after the other, without padding. For example, the lengths
+    [2, 0, 3] give the rows [0, 0, 2, 2, 2] and the positions [0, 1, 0, 1, 2].
 
     Args:
         row_lengths: (R,) number of elements in each of R rows, T in total.
 
     Returns:
-        (T,) row of each element, and (T,) its position within that row, both from 0.
+        Two arrays: (T,) the row of each element, and (T,) its position within that row, both from 0.
     """
     lengths = row_lengths.astype(np.int64)
     row = np.arange(len(lengths)).repeat(lengths)
-    start_of_row = lengths.cumsum() - lengths
+    start_of_row = lengths.cumsum() - lengths  # the number of elements in all rows before each row
     return row, np.arange(len(row)) - start_of_row[row]
 
 
 def run_boundaries(values: NDArray[Any]) -> NDArray[np.int64]:
-    """Return where the runs of equal consecutive values begin, followed by the number of values.
+    """Return the index at which each run of equal consecutive values begins, followed by the number of values.
 
     For example, the values [7, 7, 3, 7] give the boundaries [0, 2, 3, 4]: two sevens, a three and a seven.
 
@@ -37,6 +37,6 @@ def run_boundaries(values: NDArray[Any]) -> NDArray[np.int64]:
     Returns:
         (R + 1,) boundaries: run r is `values[boundaries[r]:boundaries[r + 1]]`.
     """
-    is_boundary = np.ones(len(values) + 1, bool)
+    is_boundary = np.ones(len(values) + 1, bool)  # the first run begins at 0, the last one ends after all values
     np.not_equal(values[1:], values[:-1], out=is_boundary[1:-1])
     return is_boundary.nonzero()[0]

@@ -23,10 +23,11 @@ Message = bytes | tuple[bytes | None, bytes | None]
 
 
 class MemorySource:
-    """A source of the pipeline that returns messages from an iterable, in order.
+    """A source from which the pipeline reads messages that are in memory, in the order of an iterable.
 
     Args:
-        messages: The messages. Each poll takes only the next `chunk` messages from the iterable.
+        messages: The messages. Each is the message's value (bytes) or a tuple (key, value). The iterable may be lazy:
+            each poll takes only the next `chunk` messages from it.
         chunk: Largest number of messages that a poll returns.
         topic: Name of the topic that the messages get.
         partitions: Number of partitions. The CRC-32 of a message's key selects the partition; messages without a key
@@ -48,7 +49,9 @@ class MemorySource:
         time: int = NO_TIME,
     ) -> None:
         if chunk < 1 or partitions < 1:
-            raise ValueError("chunk and partitions must be at least 1")
+            raise ValueError(
+                f"a MemorySource cannot have chunk={chunk} and partitions={partitions}: both must be at least 1"
+            )
         self.committed: dict[int, int] = {}
         self.closed = False
         self._messages: Iterator[Message] = iter(messages)
@@ -65,10 +68,13 @@ class MemorySource:
         return self._is_exhausted
 
     def poll(self, timeout: float) -> PollResult:
-        """Return the next messages of the iterable: at most `chunk`, without any at its end.
+        """Return the next messages of the iterable, at most `chunk` of them.
 
         Args:
             timeout: Ignored, because the messages are available immediately.
+
+        Returns:
+            The messages, or a `PollResult` with None if no message is left.
         """
         keys: list[bytes | None] = []
         payloads: list[bytes | None] = []
@@ -98,7 +104,7 @@ class MemorySource:
         self.committed = dict(self._next_offsets)
 
     def close(self) -> None:
-        """Set the attribute `closed`, which a test can check. The source needs no other cleanup."""
+        """Set the attribute `closed` to True, so that a test can check it. The source needs no other cleanup."""
         self.closed = True
 
 
@@ -131,7 +137,7 @@ class MemorySink:
         self.flushed = len(self.effects)
 
     def close(self) -> None:
-        """Set the attribute `closed`, which a test can check. The sink needs no other cleanup."""
+        """Set the attribute `closed` to True, so that a test can check it. The sink needs no other cleanup."""
         self.closed = True
 
     @property
@@ -146,18 +152,19 @@ class MemorySink:
 
     @property
     def closings(self) -> list[ClosedRecords]:
-        """The closed records of each batch, without batches that closed no record."""
+        """The records that each batch closed: one element per batch, except for batches that closed no record."""
         return [effects.closed for effects in self.effects if len(effects.closed)]
 
     @property
     def scored(self) -> list[tuple[str, int, int, float, float, float]]:
         """One tuple for each scored reading, in the order in which the readings were scored.
 
-        A tuple holds the record id, the feature code, the index of the reading in its record (from 0), the
-        log-likelihood of the reading, and the anomaly score and the p-value of the record after the reading.
+        A tuple holds the record id, the feature code (index in the schema), the index of the reading in its record
+        (from 0), the log-likelihood of the reading, and the record's anomaly score and p-value after the reading.
         """
         rows: list[tuple[str, int, int, float, float, float]] = []
         for effects in self.effects:
+            # `scored` has one entry per scored reading, and refers to the decoded events by their index in `batch`.
             scored, batch = effects.scored, effects.batch
             record_ids = [batch.record_ids[i] for i in scored.event_indices.tolist()]
             features = batch.features[scored.event_indices]
@@ -180,14 +187,14 @@ class ManualClock:
         self.time = start
 
     def at(self, times: NDArray[np.int64]) -> int:
-        """Return the clock's time in microseconds since 1970.
+        """Return the clock's time in microseconds since 1970, UTC.
 
         Args:
-            times: The event times of a batch; ignored. Other clocks derive the time from them.
+            times: The event times of a batch; ignored here. Other clocks of the pipeline derive the time from them.
         """
         return self.time
 
     def advance(self, seconds: float) -> int:
-        """Move the clock forward by a number of seconds and return the new time in microseconds since 1970."""
+        """Move the clock forward by `seconds`, and return the new time in microseconds since 1970, UTC."""
         self.time += round(seconds * 1e6)
         return self.time
