@@ -50,8 +50,8 @@ def attend(
             single tokens.
         values: The values of attention, in the shape and order of `keys`.
         attention_context: What the tokens of pairs attend to besides themselves. "values" means the observation tokens
-            of earlier readings. "all" also includes the query tokens of earlier readings and of the own reading. None
-            for single tokens, which attend to themselves and to all earlier tokens.
+            of earlier readings. "all" also includes the query tokens of earlier readings and of their own reading.
+            None for single tokens, which attend to themselves and to all earlier tokens.
         dropout: The dropout probability of the attention weights.
         earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
 
@@ -97,8 +97,8 @@ def _build_mask(
             query tokens only, or single tokens.
         num_readings: The number L of readings.
         attention_context: What the tokens of pairs attend to besides themselves. "values" means the observation tokens
-            of earlier readings. "all" also includes the query tokens of earlier readings and of the own reading. None
-            for single tokens, which attend to themselves and to all earlier tokens.
+            of earlier readings. "all" also includes the query tokens of earlier readings and of their own reading.
+            None for single tokens, which attend to themselves and to all earlier tokens.
         device: The device of the mask.
         earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
 
@@ -218,7 +218,8 @@ class _ObservationAttention(torch.autograd.Function):
         num_records, num_readings = len(gradient), keys_u.shape[1]
         grad = gradient.flatten(0, 1)  # (M, rows, d_head), with records and heads in the dimension M
         grad_z, q_z = grad[:, :num_readings], q[:, :num_readings]  # the rows of the query tokens
-        # On the diagonal, `forward` applied the weights to values_z in place of values_u.
+        # On the diagonal, `forward` applied the weights to values_z in place of values_u. The product for values_u
+        # includes the diagonal, so subtract that part.
         grad_values_z = _diagonal(weights).unsqueeze(-1) * grad_z
         grad_values_u = weights.transpose(1, 2) @ grad - grad_values_z
         grad_weights = grad @ values_u.transpose(1, 2)

@@ -626,6 +626,8 @@ class DEformer(nn.Module):
         before_first = cast(Tensor, self.start).expand(len(reading_inputs), 1, -1)
         if cache is not None and cache.readings is not None and cache.readings.shape[1]:
             record_index = torch.arange(len(reading_inputs), device=self.device)
+            # Each reading has one cached token. If a record has none, the index is −1, and `torch.where` below discards
+            # the result.
             code, value = cache.readings[record_index, cache.lengths.long() - 1].unbind(-1)
             last_cached = self._build_reading_inputs(identities, code.long(), value).unsqueeze(1)
             has_cached_reading = (cache.lengths > 0)[:, None, None]
@@ -761,6 +763,6 @@ def count_state_values(schema: Schema, config: ModelConfig) -> int:
 
 
 def to_tensor(array: NDArray[np.generic], model: DEformer) -> Tensor:
-    """Return an array as a tensor on the model's device, with floating-point numbers in the model's dtype."""
+    """Return a NumPy array as a tensor on the model's device, with floating-point numbers in the model's dtype."""
     tensor = torch.from_numpy(array)
     return tensor.to(model.device, model.dtype) if tensor.is_floating_point() else tensor.to(model.device)

@@ -690,7 +690,8 @@ class Head(nn.Module):
         # The names `project` and `adjust` are part of the keys in model.safetensors.
         self.project = nn.Linear(d_model, 3 * self.num_components + self.num_labels)
         self.adjust = nn.Linear(d_model, 3 * num_prior_components) if num_prior_components else None
-        # The smallest scale of a component: half of the sensor's resolution, in normalised units.
+        # The smallest scale of a component: half of the sensor's resolution, in normalised units, but within the limits
+        # SCALE_FLOOR and 1.
         floors = [max(SCALE_FLOOR, (f.quantum or 0.0) / f.scale / 2) for f in schema.features]
         scale_floor = torch.tensor(np.minimum(floors, 1.0), dtype=torch.float64)
         unseen_mass = torch.tensor([f.unseen for f in schema.features], dtype=torch.float64)
@@ -721,8 +722,10 @@ class Head(nn.Module):
             # on the meta device it would import more torch modules, which takes half a second.
             self.project.bias[2 * J : 3 * J] = 1.5 * (2.0 * torch.arange(J) - (J - 1)) / max(1, J - 1)
         if self.adjust is not None:
-            # The outputs 0 … J − 1 are logits. This value makes the weights of all J components together exp(−5).
+            # The outputs 0 … J − 1 are logits. The weights of all J components together are then exp(INITIAL_OWN_LOGIT)
+            # times the weights of the prior's components together.
             self.project.bias[:J] = INITIAL_OWN_LOGIT - math.log(J)
+            # No changes of logits and scales, no shifts of means.
             self.adjust.weight.zero_()
             self.adjust.bias.zero_()
 
@@ -760,7 +763,7 @@ class Head(nn.Module):
             scales = torch.cat([scales, prior_scales], -1)
         return Conditional(
             self.is_discrete[features],
-            torch.log_softmax(logits, -1) if J else logits,
+            torch.log_softmax(logits, -1) if J else logits,  # empty if no feature is continuous
             means,
             scales,
             self._compute_log_mass(label_logits, features),
@@ -782,6 +785,7 @@ class Head(nn.Module):
             (*S, K + 1) natural logarithms of probabilities; meaningless for continuous features.
         """
         if not self.num_labels:
+            # No feature is discrete. The result has the one column of label code 0, which is not used.
             return label_logits.new_zeros(*label_logits.shape[:-1], 1)
         codes = torch.arange(self.num_labels + 1, device=label_logits.device)
         label_count = self.label_counts[features].unsqueeze(-1)

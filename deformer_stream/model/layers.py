@@ -61,9 +61,10 @@ def get_activation(name: str) -> Activation:
 class Encoder(nn.Module):
     """A multilayer perceptron with ReLU that makes the tokens of the Transformer from vectors that describe readings.
 
-    It is one of the functions g_z (query tokens) and g_u (observation tokens) of the paper (arXiv 2106.06989). The
-    output, of width d, is multiplied by √d, as token embeddings are in the original Transformer. The factor is applied
-    to the weights of the last linear map, because there are fewer weights than output numbers.
+    It is one of the functions g_z and g_u of the paper (arXiv 2106.06989). g_z makes query tokens, whose outputs
+    predict values, and g_u makes observation tokens, which hold values. The output, of width d, is multiplied by √d, as
+    token embeddings are in the original Transformer. The factor is applied to the weights of the last linear map,
+    because there are fewer weights than output numbers.
 
     Args:
         num_inputs: The width of the input.
@@ -114,7 +115,8 @@ class TransformerLayer(nn.Module):
         self.heads, self.dropout = config.heads, config.dropout
         self.query_scale = 1.0 / math.sqrt(d // config.heads)
         self.activation = get_activation(config.activation).function
-        # The names of these submodules are part of the keys in model.safetensors.
+        # Attention has `norm1`, the input projection `qkv` and the output projection `out`. The feed-forward network
+        # has `norm2` and the linear maps `up` and `down`. These names are part of the keys in model.safetensors.
         self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
         self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
         self.up, self.down = nn.Linear(d, config.feedforward), nn.Linear(config.feedforward, d)
