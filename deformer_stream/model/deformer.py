@@ -457,8 +457,9 @@ class DEformer(nn.Module):
         all_codes = torch.cat([cached_codes, features], 1)
         all_values = torch.cat([cached_values.to(values.dtype), values], 1)
         prior: PriorConditional = self.gaussians(all_codes, all_values)
+        # Return the distributions of the new readings only.
         num_cached_readings = cached_codes.shape[1]
-        return prior[:, num_cached_readings:]  # only the new readings
+        return prior[:, num_cached_readings:]
 
     def embed_query_tokens(self, features: Tensor, prior: PriorConditional | None) -> Tensor:
         """Return the query tokens: the inputs of the Transformer that say which feature's value to predict.

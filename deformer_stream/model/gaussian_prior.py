@@ -250,4 +250,5 @@ class GaussianPrior(nn.Module):
         factor = factors[record_index, component]
         sampled = means[record_index, component] + (factor @ z_completed.unsqueeze(-1)).squeeze(-1)
         completed = torch.where(is_observed, x, sampled)
-        return torch.empty_like(completed).scatter_(1, order, completed)  # back to the order of the schema
+        # Put the values back into the order of the schema.
+        return torch.empty_like(completed).scatter_(1, order, completed)

@@ -167,8 +167,9 @@ class Schema:
     def _check_sensors(self) -> None:
         """Check that the features of each sensor match the time slots of the window and each other.
 
-        A sensor that can report several times in a record must have one feature for each time slot. These features must
-        be adjacent and agree in kind, context, labels and period. Every other sensor has a single feature.
+        A window (the time span of a record) can be divided into time slots. A sensor that can report several times in a
+        record must have one feature for each time slot. These features must be adjacent and agree in kind, context,
+        labels and period. Every other sensor has a single feature.
 
         Raises:
             ValueError: The features do not satisfy these conditions.

@@ -111,6 +111,6 @@ def _encode_time_slot(slot_index: int, window: Window) -> tuple[float, ...]:
         (m, sines …, cosines …). All time slots of a window have equally many numbers.
     """
     middle = (slot_index + 0.5) / window.slots
-    # The period 2**-k is longer than two time slots if 2**k < slots / 2. `slots` has less than 64 bits.
+    # The period 2**-k is longer than two time slots if 2**(k + 1) < slots. `slots` has less than 64 bits.
     angles = [2 * math.pi * 2**k * middle for k in range(64) if 2 ** (k + 1) < window.slots]
     return (middle, *(math.sin(a) for a in angles), *(math.cos(a) for a in angles))

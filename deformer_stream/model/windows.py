@@ -78,7 +78,8 @@ class Window:
         Args:
             slot_index: The index of the time slot in the window, from 0.
         """
-        return -(-slot_index * self.width // self.slots)  # // rounds down, hence the two minus signs to round up
+        # The operator // rounds down. The two minus signs make it round up.
+        return -(-slot_index * self.width // self.slots)
 
     def to_json(self) -> dict[str, int]:
         """Return {"width": …, "slots": …}, for the manifest (manifest.json) of a model directory."""
