@@ -143,7 +143,8 @@ def test_groups_with_enough_records_have_calibrations_of_their_own(cli: Run, mod
     assert model_store.read_manifest(out)["format_version"] == 2
     assert "north/a" in cli("inspect", out).out
     warnings = cli("replay", tmp_path / "new.jsonl", "--model", out, "--alpha", "0.018").err
-    assert "alpha 0.018 is out of reach in 1 of 2 groups: north/b" in warnings
+    assert "alpha 0.018 is out of reach in 1 of 2 calibration groups" in warnings
+    assert "(north/b)" in warnings
 
 
 def test_records_are_compared_with_their_group(model_dir: Path, tmp_path: Path) -> None:
@@ -216,5 +217,9 @@ def test_interrupted_calibration_writes_nothing(
     result = cli(
         "calibrate", write_lines(tmp_path / "new.jsonl", make_normal_records(60, 4)), "--model", model_dir, "--out", out
     )
-    assert (result.code, result.out, result.lines) == (130, "", ["interrupted: nothing was written"])
+    assert (result.code, result.out, result.lines) == (
+        130,
+        "",
+        ["the calibration was interrupted, so no model was written"],
+    )
     assert not out.exists()

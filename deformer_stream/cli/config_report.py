@@ -25,9 +25,10 @@ MASK = "**********"
 
 
 def format_options_in_force(cls: type[Settings], config: Path | None, command: str) -> list[str]:
-    """Return one line of TOML for each option of a command, with its value and a comment about the value's origin.
+    """Return one line of TOML for each option of a command, with its present value and where the value comes from.
 
-    The origin is an environment variable or the configuration file; a default has no comment. Passwords are masked.
+    The origin, an environment variable or the configuration file, is a comment at the end of the line. A default has no
+    comment. Passwords are masked.
 
     Args:
         cls: Settings class of the command, with one field per option.
@@ -41,7 +42,7 @@ def format_options_in_force(cls: type[Settings], config: Path | None, command: s
 
 
 def _format_option(cls: type[Settings], field: str, value: Any, origin: str) -> str:
-    """Return the line for one option: a TOML entry, or a TOML comment if there is no value or it is a password.
+    """Return a line with the value of an option: a TOML entry, or a TOML comment if there is none or it is a password.
 
     Args:
         cls: Settings class of the command.
@@ -52,7 +53,7 @@ def _format_option(cls: type[Settings], field: str, value: Any, origin: str) -> 
     Raises:
         ConfigError: The value is not allowed.
     """
-    key = to_flag(field)[2:]
+    key = to_flag(field).removeprefix("--")
     if value is None:
         state = "required" if cls.model_fields[field].is_required() else "not set"
         return f"# {key} =   ({state})"
@@ -61,7 +62,7 @@ def _format_option(cls: type[Settings], field: str, value: Any, origin: str) -> 
         # The line is a comment, so that the mask does not become the password if the output is used as a file.
         return f'# {key} = "{MASK}"   (from {origin})'
     if isinstance(value, bool | int | float):
-        text = str(value).lower()
+        text = str(value).lower()  # TOML writes booleans in lower case
     else:
         # A URL may contain a login: scheme://user:password@host.
         without_login = re.sub("//[^/]*@", f"//{MASK}@", str(value))
@@ -73,10 +74,11 @@ def _check_value(cls: type[Settings], field: str, value: Any) -> None:
     """Raise `ConfigError` if a value is not allowed for a field, whatever the values of the other fields are.
 
     Args:
-        cls: The class of settings.
+        cls: The settings class.
         field: Name of the field.
         value: Value before validation, such as the text of an environment variable.
     """
+    # Validate the type and the constraints of this field alone. Creating settings would require all other options.
     info = cls.model_fields[field]
     annotation: Any = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
     try:
@@ -89,9 +91,10 @@ def _check_value(cls: type[Settings], field: str, value: Any) -> None:
 def format_option_table() -> str:
     """Return a Markdown table of the options of all commands.
 
-    Its columns are the flag, the default, the meaning, and the commands that have the option. Commands that share an
-    option with the same default and meaning share a row.
+    Its columns are the flag, the default, the meaning, and the commands that have the option. If several commands have
+    an option with the same default and meaning, the option has one row for all of them.
     """
+    # Key: the first three cells of a row.
     commands_by_row: dict[tuple[str, str, str], list[str]] = {}
     for command, cls in SETTINGS_BY_COMMAND.items():
         for field, info in cls.model_fields.items():

@@ -28,7 +28,8 @@ MIN_READINGS_LIMIT = 4096
 def load_engine(settings: ConsumeSettings | ReplaySettings, drift_odds: float | None = None) -> tuple[Artifact, Engine]:
     """Load the model of a command, and create an engine that scores with it.
 
-    A warning is logged if an option voids the model's false-alarm guarantee, or if an alpha is too small for any alert.
+    A warning is logged if an option voids the model's false-alarm guarantee, or if an alpha (false-alarm rate) is too
+    small for any alert.
 
     Args:
         settings: Options of the command.
@@ -36,7 +37,7 @@ def load_engine(settings: ConsumeSettings | ReplaySettings, drift_odds: float | 
             track drift without reporting it, None to ignore drift.
 
     Returns:
-        The model, and the engine.
+        The model with its calibration, and the engine.
     """
     from deformer_stream import model_store
 
@@ -65,9 +66,9 @@ def _warn_about_alphas(calibration: Calibration, alphas: Sequence[float]) -> Non
             alpha=alpha,
             calibration_records=len(calibration.scores),
             required_records=num_required,
-            message=f"alpha {alpha:g} is out of reach, so it raises no alert: with {len(calibration.scores)} "
-            f"calibration records the smallest possible p-value is {calibration.min_p_value:.2g}; calibrate on "
-            f"at least {num_required} records or use a larger --alpha",
+            message=f"alpha {alpha:g} is out of reach (it raises no alert), because the smallest possible p-value with "
+            f"{len(calibration.scores)} calibration records is {calibration.min_p_value:.2g}: calibrate on at least "
+            f"{num_required} records or use a larger --alpha",
         )
     groups = calibration.calibration_by_group
     for alpha in alphas:
@@ -78,8 +79,8 @@ def _warn_about_alphas(calibration: Calibration, alphas: Sequence[float]) -> Non
                 "alpha_out_of_reach_in_groups",
                 alpha=alpha,
                 groups=names[:MAX_LISTED_GROUPS],
-                message=f"alpha {alpha:g} is out of reach in {len(names)} of {len(groups)} groups: {listed}; these "
-                "calibration groups have too few records for an alert; calibrate on more records or use a larger "
+                message=f"alpha {alpha:g} is out of reach in {len(names)} of {len(groups)} calibration groups, because "
+                f"these have too few records for any alert ({listed}): calibrate on more records or use a larger "
                 "--alpha",
             )
 
@@ -130,7 +131,7 @@ def make_engine(
     from deformer_stream.engine.engine import Engine, Limits
     from deformer_stream.errors import ConfigError
 
-    tie_wait = getattr(settings, "tie_wait", None)
+    tie_wait = getattr(settings, "tie_wait", None)  # `calibrate` does not have this option
     limits = Limits(
         record_timeout=None if record_timeout is None else _to_micros(record_timeout),
         max_open_records=settings.max_open_records,
@@ -150,7 +151,7 @@ def make_engine(
 
 
 def _to_micros(seconds: float) -> int:
-    """Return a number of seconds in microseconds, rounded, because the engine measures time in microseconds."""
+    """Return a number of seconds in microseconds, the unit of the engine, rounded to an integer."""
     return round(seconds * 1e6)
 
 
@@ -160,7 +161,7 @@ def format_alphas(alphas: Sequence[float]) -> str:
 
 
 def get_field_names(settings: ScoringSettings) -> FieldNames:
-    """Return the names of the JSON fields from which the codec reads events, as set by options."""
+    """Return the names of the JSON fields from which the codec reads events, as set by the options of the command."""
     from deformer_stream.codec import FieldNames
 
     return FieldNames(
@@ -195,8 +196,8 @@ def make_window_assigner(schema: Schema, settings: ScoringSettings) -> WindowAss
     assigner = WindowAssigner.from_options(schema, width, _to_micros(settings.grace))
     if assigner is not None and settings.device_field == settings.record_field:
         raise ConfigError(
-            "--device-field and --record-field must differ, because an event that contains a record id belongs to no "
-            "window of its device; name two different JSON fields"
+            "--device-field and --record-field must differ, because one JSON field cannot be both the device and the "
+            "record id of an event: name two different fields"
         )
     return assigner
 
@@ -225,7 +226,7 @@ def make_codec(loaded: Artifact, settings: ScoringSettings, **others: Any) -> Co
 def open_inputs(
     inputs: Sequence[str], loaded: Artifact, settings: InputSettings
 ) -> tuple[Codec, FileSource | StandardInput]:
-    """Open the input files of a command.
+    """Open the input files of a command, and create the codec that decodes their events.
 
     Args:
         inputs: Files or folders; `-` is standard input.
@@ -241,7 +242,7 @@ def open_inputs(
         list(inputs),
         loaded.schema,
         layout=settings.layout,
-        order=settings.order or "arrival",
+        order=settings.order or "arrival",  # without the option, logs are read in their own order
         seed=settings.seed,
         field_names=get_field_names(settings),
         record_column=settings.record_column,
@@ -249,7 +250,9 @@ def open_inputs(
         max_message_bytes=settings.max_message_bytes,
         window_assigner=make_window_assigner(loaded.schema, settings),
     )
-    return make_codec(loaded, settings, order=choose_order_of_rows(loaded, settings), seed=settings.seed), source
+    # The codec orders the readings of a row of a wide table, which have no order of arrival.
+    codec = make_codec(loaded, settings, order=choose_order_of_rows(loaded, settings), seed=settings.seed)
+    return codec, source
 
 
 def choose_order_of_rows(loaded: Artifact, settings: InputSettings) -> Order:
@@ -267,4 +270,5 @@ def choose_order_of_rows(loaded: Artifact, settings: InputSettings) -> Order:
     calibrated_order = loaded.calibration.arrival_order
     if calibrated_order == "random":
         return "random"
+    # Any other order is treated as "arrival"; for the readings of a row, that is the order of the columns.
     return "schema" if calibrated_order == "schema" else "arrival"

@@ -30,12 +30,14 @@ def print_model(loaded: Artifact, console: Console | None = None) -> None:
     """
     console = console or Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     config, calibration = loaded.model.config, loaded.calibration
-    parameters = sum(p.numel() for p in loaded.model.parameters())
+    num_parameters = sum(p.numel() for p in loaded.model.parameters())
     console.print(f"[bold]{_escape(str(loaded.directory))}[/bold]")
-    console.print(f"fingerprint {loaded.fingerprint}, {parameters:,} parameters")
+    console.print(f"fingerprint {loaded.fingerprint}, {num_parameters:,} parameters")
     size = f"d_model {config.d_model}, {config.layers} layers, {config.heads} heads"
     console.print(f"{size}, {config.mixtures} mixture components")
+    # A sensor with a feature for each time slot of a window gets a single row in the table.
     console.print(_make_feature_table(collapse_time_slots(loaded.schema).features))
+    # Windows of event time are described by a sentence; for records with ids of their own, the text is empty.
     if description := describe_records(loaded.schema):
         console.print(_escape(description))
     console.print(f"Calibration: {len(calibration.scores)} normal records, {_escape(calibration.arrival_order)} order")
@@ -71,7 +73,8 @@ def _format_value(value: str | float) -> str:
 def _make_feature_table(features: tuple[Feature, ...]) -> Table:
     """Return a table with the name, kind, range or labels, resolution and reason of each feature.
 
-    The reason says why the training chose the kind.
+    The kind is continuous or discrete; the reason says why the training chose it. A context feature conditions the
+    others and is never scored. The resolution is the smallest difference between two values of the sensor.
     """
     table = Table("feature", "kind", "range or labels", "resolution", "reason", title="Features", title_justify="left")
     for feature in features:
@@ -98,14 +101,17 @@ def _make_alpha_table(loaded: Artifact) -> Table:
 
 
 def _escape(text: str) -> str:
-    """Return a text from the model with markup and control characters escaped, so that rich prints it literally."""
+    """Return a text with rich's markup and control characters escaped, so that rich prints it literally.
+
+    Texts from a model directory, such as feature names, could otherwise change what the terminal shows.
+    """
     return escape("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
 
 
 def _format_values(feature: Feature) -> str:
     """Return the values of a feature in the training data as text: the first labels, or the range of numbers.
 
-    The range is empty if the model does not store it. The number of labels is appended if not all are listed.
+    If not all labels are listed, their number is appended. If the model does not store the range, the text is empty.
     """
     if feature.kind == "discrete":
         listed = ", ".join(feature.labels[:MAX_LISTED_LABELS])

@@ -22,12 +22,13 @@ def write_recalibrated_model(
     consists of this section only.
 
     Args:
-        recalibration: The new calibration.
+        recalibration: The new calibration, together with the one that it replaces.
         loaded: The model with its old calibration.
         directory: The model directory to write. It may be the directory of the old model, which is then replaced.
         alphas: False-alarm rates whose thresholds the report shows.
     """
     new = recalibration.new
+    # What the manifest of the new model states about the calibration; the keys are part of the file format.
     note = {
         "from": loaded.fingerprint,
         "records": recalibration.num_records,
@@ -47,10 +48,10 @@ def write_recalibrated_model(
 
 
 def _render_section(recalibration: Recalibration, old_fingerprint: str, alphas: Sequence[float]) -> list[str]:
-    """Return the HTML blocks of the report's section about the new calibration.
+    """Return the HTML elements of the report's section about the new calibration, in their order on the page.
 
     Args:
-        recalibration: The new calibration.
+        recalibration: The new calibration, together with the one that it replaces.
         old_fingerprint: Fingerprint of the model with its old calibration.
         alphas: False-alarm rates whose thresholds the section shows.
     """
@@ -69,6 +70,7 @@ def _render_section(recalibration: Recalibration, old_fingerprint: str, alphas: 
             new.scores,
             "Largest statistic of normal records",
             "statistic, nats",
+            # A threshold is infinite if no score, or every score, raises an alert.
             vertical={name: threshold for name, threshold in threshold_by_name.items() if np.isfinite(threshold)},
         ),
         pages.render_table(header, recalibration.format_rows(alphas)),

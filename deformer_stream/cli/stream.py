@@ -121,11 +121,11 @@ def _connect(
     Args:
         settings: Options of `consume`.
         codec: Decodes events and encodes alerts.
-        model: Fingerprint of the model.
-        cleanup: The functions that close the source and the sinks are registered here.
+        model: Fingerprint (hash) of the model.
+        cleanup: An exit stack, to which the functions that close the source and the sinks are added.
 
     Returns:
-        The source; the sinks; and whether the source is finite, as a file is and a Kafka topic is not.
+        The source; the sinks; and whether the source is finite (a file) or not (a Kafka topic).
 
     Raises:
         ConfigError: The options contradict each other.
@@ -172,7 +172,7 @@ def _find_kafka_topic(settings: ConsumeSettings) -> tuple[str, str | None]:
         return settings.bootstrap_servers, settings.topic
     servers, topic = urlsplit(url).netloc, urlsplit(url).path.strip("/")
     if not servers or not topic or "/" in topic:
-        raise ConfigError(f"--source {url!r} does not name a broker and a topic; write kafka://HOST:PORT/TOPIC")
+        raise ConfigError(f"--source {url!r} does not name a broker and one topic; write kafka://HOST:PORT/TOPIC")
     return servers, topic
 
 
@@ -181,16 +181,17 @@ def _connect_to_kafka(
 ) -> tuple[EventSource, Sink]:
     """Return a source that reads events from a topic, and a sink that writes alerts and dead letters to other topics.
 
-    A dead letter is a rejected event with the reason. Source and sink share a producer, so that alerts, dead letters
-    and offsets can be committed in one transaction. Topics that do not exist are created if the options allow it.
+    A dead letter is a rejected event with the reason of the rejection. Source and sink share a Kafka producer, so that
+    alerts, dead letters and offsets can be committed in one transaction. Topics that do not exist are created if the
+    options allow it.
 
     Args:
         settings: Options of `consume`.
         servers: Kafka brokers as host:port, comma-separated.
         topic: The topic with the events.
         codec: Encodes alerts.
-        model: Fingerprint of the model.
-        cleanup: The functions that close the source and the sink are registered here.
+        model: Fingerprint (hash) of the model.
+        cleanup: An exit stack, to which the functions that close the source and the sink are added.
 
     Raises:
         ConfigError: Two of the topics are the same.
@@ -275,8 +276,9 @@ def build_replay() -> click.Command:
             if source.ignored_columns:
                 log.get_logger("replay").info("columns_ignored", columns=list(source.ignored_columns))
             totals = _run_on_files("replay", source, codec, engine, sinks, stop)
-            for part in (*sinks, source):
-                part.close()
+            # The run has succeeded: closing a sink completes its file, which `cleanup` then does not discard.
+            for connector in (*sinks, source):
+                connector.close()
         click.echo(_summarize_replay(totals, settings.alpha, stop.is_set()), err=True)
         return INTERRUPTED_EXIT_CODE if stop.is_set() else 0
 
@@ -288,13 +290,14 @@ def _open_replay_sinks(settings: ReplaySettings, schema: Schema, cleanup: ExitSt
 
     Args:
         settings: Options of `replay`, which name the output files.
-        schema: Schema of the model.
-        cleanup: Functions that discard the incomplete files are registered here, for the case of an error. They do
-            nothing for a sink that is closed already.
+        schema: Schema (features) of the model.
+        cleanup: An exit stack, to which a function is added for each sink that discards its incomplete file after an
+            error. The function does nothing if the sink was closed before.
     """
     from connectors.files import AlertLines, ExplanationsParquet, RecordsParquet, RejectedLines, ScoresParquet
 
     def discard_on_error(sink: FileSink) -> FileSink:
+        """Let `cleanup` discard the file of a sink that was not closed, and return the sink."""
         cleanup.callback(sink.discard)
         return sink
 
@@ -320,7 +323,7 @@ def _run_on_files(
     sinks: Sequence[Sink],
     stop: threading.Event,
 ) -> Totals:
-    """Process input files from the beginning to the end, with a progress bar, and return the totals.
+    """Process input files from the beginning to the end, with a progress bar, and return numbers of events and alerts.
 
     Time-outs follow the event times in the files, not the clock of this machine.
 
@@ -330,7 +333,7 @@ def _run_on_files(
         codec: Decodes the events.
         engine: Scores the events.
         sinks: Receive the results.
-        stop: The run ends early when this is set.
+        stop: An event that a signal handler sets; the run then ends early.
     """
     from deformer_stream.progress import Progress
     from deformer_stream.runtime.metrics import Metrics
@@ -339,7 +342,7 @@ def _run_on_files(
 
     with Progress(title, source.num_rows, "rows") as progress:
         pipeline = Pipeline(
-            source, codec, engine, sinks, EventClock(), Metrics(), True, report_progress=progress.advance
+            source, codec, engine, sinks, EventClock(), Metrics(), is_finite=True, report_progress=progress.advance
         )
         return pipeline.run(stop)
 
@@ -348,7 +351,7 @@ def _summarize_replay(totals: Totals, alphas: Sequence[float], is_interrupted: b
     """Return the last line that `replay` prints: numbers of events, records and alerts.
 
     Args:
-        totals: The numbers.
+        totals: The numbers, with rejected readings by reason.
         alphas: False-alarm rates at which alerts were raised.
         is_interrupted: Whether a signal ended the run before the end of the input.
     """
@@ -392,7 +395,7 @@ def build_calibrate() -> click.Command:
         totals = _run_on_files("calibrate", source, codec, engine, [sink], stop)
         source.close()
         if stop.is_set():
-            click.echo("interrupted: nothing was written", err=True)
+            click.echo("the calibration was interrupted, so no model was written", err=True)
             return INTERRUPTED_EXIT_CODE
         statistics = CalibrationStatistics(
             sink.max_statistics,
@@ -408,11 +411,12 @@ def build_calibrate() -> click.Command:
         click.echo(align_columns([("alpha", "before", "now", "in reach?"), *recalibration.format_rows(settings.alpha)]))
         for sentence in recalibration.describe_groups():
             click.echo(sentence)
-        refused = f", {totals.rejected.total()} readings refused" if totals.rejected else ""
-        ties = ", ties held" if statistics.tie_policy == "hold" else ""
+        is_holding = statistics.tie_policy == "hold"
+        ties = ", with readings of the same event time scored together" if is_holding else ""
+        refused = f" ({totals.rejected.total()} readings were refused)" if totals.rejected else ""
         click.echo(
-            f"{recalibration.num_records} records in {statistics.arrival_order} order{ties}{refused}: "
-            f"{target} ({fingerprint})",
+            f"calibrated on {recalibration.num_records} records in {statistics.arrival_order} order{ties}{refused}; "
+            f"the model was written to {target} (fingerprint {fingerprint})",
             err=True,
         )
         return 0

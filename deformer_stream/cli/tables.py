@@ -49,6 +49,7 @@ def build_produce() -> click.Command:
         log.configure(is_debugging())
         stop = stop_on_signals()
         check_no_overwrite(inputs, {"--output": settings.output})
+        # A signal sets `stop`; then no further event is read, and the events so far are sent completely.
         events = itertools.takewhile(lambda _: not stop.is_set(), _read_events(inputs, settings))
         with Progress("produce", None, "events") as progress:
             if settings.topic is None:
@@ -69,7 +70,8 @@ def _read_events(inputs: Sequence[str], settings: ProduceSettings) -> Iterable[t
         settings: Options of `produce`. If they name a model, only its features are returned.
 
     Returns:
-        For each reading, the message key (the record id), the JSON message, and the event time in microseconds.
+        For each reading, the message key (the record id), the JSON message, and the event time in microseconds since
+        1970.
     """
     from connectors.files import iterate_events
     from deformer_stream import model_store
@@ -98,14 +100,16 @@ def _send_to_kafka(
     """Send events to a Kafka topic and return their number.
 
     Args:
-        events: The message key, the JSON message and the event time of each reading.
+        events: For each reading, the message key (the record id), the JSON message, and the event time in microseconds
+            since 1970.
         settings: Options of `produce`: brokers, rate, and how readings are packed into messages.
         topic: The topic, which is created if it does not exist.
         progress: The progress bar.
     """
     from connectors.kafka import produce
 
-    # The message contains the time of the reading. The timestamp None lets the broker set the time of sending.
+    # An empty key means no key. The message itself contains the event time of the reading, so the timestamp of the
+    # message is None: the broker then sets the time of sending.
     messages = ((key or None, value, None) for key, value, _ in events)
     return produce(
         settings.bootstrap_servers,
@@ -130,7 +134,8 @@ def _write_lines(
 
     Args:
         path: The file, or `-` for standard output.
-        events: The message key (the record id), the JSON message and the event time of each reading.
+        events: For each reading, the message key (the record id), the JSON message, and the event time in microseconds
+            since 1970.
         rate: Events per second; None for no limit.
         advance: A function that is called with the number of readings in each line, to advance a progress bar.
         packing: What a line contains: one reading ("json"), or several readings of a record ("json-many").
@@ -140,9 +145,10 @@ def _write_lines(
     from deformer_stream.runtime.timing import limit_rate
 
     lines, num_sent = LinesSink(path), 0
-    keyed = ((key or None, value) for key, value, _ in limit_rate(events, rate, lines.flush))
+    # `limit_rate` flushes before it waits, so that a reader of the file receives the lines on time.
+    keyed_readings = ((key or None, value) for key, value, _ in limit_rate(events, rate, lines.flush))
     try:
-        for message in pack_readings(keyed, packing, choose_group_size(rate)):
+        for message in pack_readings(keyed_readings, packing, choose_group_size(rate)):
             lines.write_lines([message.value])
             num_sent += message.num_readings
             advance(message.num_readings)
@@ -178,9 +184,11 @@ def build_impute() -> click.Command:
                 settings.interval, settings.estimate, settings.quantiles or (), settings.draws, settings.seed
             )
             num_filled = imputation.impute_table(table, settings.output, model, options, progress.advance)
-        times = f", {settings.draws} times each" if settings.draws else ""
+        times = f" ({settings.draws} times each)" if settings.draws else ""
         click.echo(
-            f"{num_filled} missing values filled in {progress.num_done} rows{times}: {settings.output}", err=True
+            f"{num_filled} missing values filled in {progress.num_done} rows{times}; the table was written to "
+            f"{settings.output}",
+            err=True,
         )
 
     return command
@@ -205,6 +213,6 @@ def build_sample() -> click.Command:
         model = model_store.read(settings.model, settings.device).model
         with Progress("sample", settings.count, "records") as progress:
             imputation.write_samples(settings.output, model, settings.count, settings.seed, progress.advance)
-        click.echo(f"{settings.count} records drawn: {settings.output}", err=True)
+        click.echo(f"{settings.count} records drawn and written to {settings.output}", err=True)
 
     return command

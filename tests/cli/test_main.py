@@ -319,7 +319,7 @@ def test_unreachable_broker_is_reported(cli: RunCommand, model_dir: Path) -> Non
         (["--source", "kafka:///topic"], "kafka://HOST:PORT/TOPIC"),
         (["--topic", "t", "--alerts-topic", "t"], "must differ"),
         (["--topic", "t", "--dead-letter-topic", "t-alerts"], "must differ"),
-        (["--topic", "t", "--source", "-"], "one of them"),
+        (["--topic", "t", "--source", "-"], "exactly one option"),
         (["--source", "-", "--http", "nowhere"], "--http"),
         (["--source", "-", "--cache-memory", "4000000GiB"], "--cache-memory"),
         (["--source", "-", "--alerts", "/no/such/folder/alerts"], "/no/such/folder/alerts"),

@@ -89,7 +89,7 @@ def test_commands_use_the_tie_policy_of_the_calibration(cli: Run, model_dir: Pat
         "--ties",
         "hold",
     )
-    assert (result.code, "ties held" in result.err) == (0, True), result.err
+    assert (result.code, "scored together" in result.err) == (0, True), result.err
     assert model_store.read(model_with_ties).calibration.tie_policy == "hold"
     assert model_store.read(model_with_ties).manifest["format_version"] == 3
     assert "Ties are held" in cli("inspect", model_with_ties).out
