@@ -23,12 +23,12 @@ committed offset, or at the first event after it, without open records.
 
 @dataclass(frozen=True, slots=True)
 class StartPoint:
-    """Where to begin with a partition.
+    """Where to begin reading a partition, and the saved state that it begins with.
 
     Attributes:
-        restored: The saved state, for the engine.
-        position: Offset of the first event to read.
-        reference: The messages of the state topic that hold the state, if there are any.
+        restored: The saved state of the partition, to be returned to the engine.
+        position: Offset of the first event to read. Events before the committed offset only rebuild the state.
+        reference: Where the state is stored in the state topic, or None if there is no state.
     """
 
     restored: RestoredPartition
@@ -43,21 +43,24 @@ def find_start(
     state: StateTopic | None,
     on_lost_state: LostState,
 ) -> StartPoint:
-    """Return where to begin with a partition that was assigned to this process.
+    """Return where to begin reading a partition that was assigned to this process, with its saved state.
 
-    If the committed offset names no saved state, for instance after a commit of another program, reading begins there
-    without open records. The function waits for open transactions to end.
+    The metadata of the committed offset states where the saved state is stored. If it states nothing, for instance
+    after a commit by another program, reading begins at the committed offset without open records. The function waits
+    for open transactions of the state topic to end.
 
     Args:
         consumer: The consumer that owns the partition.
         tp: The partition.
-        start: Where to begin if there is no committed offset: at the beginning or the end of the partition.
-        state: Reads the saved state, or None if no state is saved.
-        on_lost_state: What to do if the saved state, or events that it needs, are gone.
+        start: Where to begin if there is no committed offset: "earliest" for the first event of the partition, "latest"
+            for the next event that is sent.
+        state: The state topic, or None if no state is saved.
+        on_lost_state: What to do if the saved state, or events that it needs, are gone. "refuse" raises an error.
+            "rebuild" rebuilds open records from the events that still exist. "forget" begins without open records.
 
     Raises:
-        StateError: Something that is needed is gone and `on_lost_state` is "refuse".
-        KafkaError: The broker does not respond; errors of the client are not translated.
+        StateError: The saved state, or events that it needs, are gone and `on_lost_state` is "refuse".
+        KafkaError: The broker does not respond, or refuses a request.
     """
     timeout_ms = int(DELIVERY_SECONDS * 1000)
     committed = consumer.committed(tp, metadata=True, timeout_ms=timeout_ms)
@@ -73,7 +76,7 @@ def find_start(
         loss = f"the group has consumed up to offset {committed.offset}, but the topic ends at {end_offset}"
         _handle_lost_state(tp, on_lost_state, f"{loss}: it was replaced")
         return StartPoint(RestoredPartition(tp.partition, first_offset), first_offset)
-    resume_offset = max(committed.offset, first_offset)
+    resume_offset = max(committed.offset, first_offset)  # the first event that was not processed and still exists
     if committed.offset < first_offset:
         num_expired = first_offset - committed.offset
         _handle_lost_state(tp, on_lost_state, f"{num_expired} messages expired before they were consumed")
@@ -88,8 +91,10 @@ def find_start(
         snapshot, decisions = state.read(tp.partition, reference)
     except StateError as error:
         _handle_lost_state(tp, on_lost_state, str(error))
+        # Events before `resume_offset` are read again only to rebuild open records; they have no effects.
         position = first_offset if on_lost_state == "rebuild" else resume_offset
         return StartPoint(RestoredPartition(tp.partition, resume_offset), position)
+    # The snapshot holds the state at `reference.position`; the events from there on bring it up to date.
     if reference.position < first_offset:
         loss = (
             f"the saved state needs messages from offset {reference.position} on, but the first one is {first_offset}"
@@ -102,17 +107,18 @@ def find_start(
 
 
 def _handle_lost_state(tp: TopicPartition, on_lost_state: LostState, loss: str) -> None:
-    """Raise `StateError` if `on_lost_state` is "refuse"; otherwise log the loss and continue.
+    """Raise `StateError` if `on_lost_state` is "refuse"; otherwise log the loss.
 
     Args:
-        tp: The partition.
-        on_lost_state: What to do.
-        loss: What was lost, in words.
+        tp: The partition whose saved state, or whose events, are gone.
+        on_lost_state: The value of the option --lost-state.
+        loss: A clause that says what is gone.
     """
-    message = f"topic {tp.topic!r}, partition {tp.partition}: {loss}"
+    description = f"topic {tp.topic!r}, partition {tp.partition}: {loss}"
     if on_lost_state == "refuse":
         raise StateError(
-            f"{message}; start once with --lost-state rebuild (reads the remaining messages again, without effects) or "
-            "--lost-state forget (begins without open records)"
+            f"{description}; to continue, start once with --lost-state rebuild (rebuilds the open records from the "
+            "messages that still exist, without sending alerts again) or --lost-state forget (begins without open "
+            "records)"
         )
-    log.get_logger("kafka").warning("state_lost", where=message, lost_state=on_lost_state)
+    log.get_logger("kafka").warning("state_lost", where=description, lost_state=on_lost_state)

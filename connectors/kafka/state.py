@@ -47,15 +47,20 @@ STATE_TOPIC_SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class StateReference:
-    """The messages of the state topic that hold the state of one partition.
+    """The place of one partition's saved state in the state topic; it is stored as metadata of the committed offset.
+
+    The saved state is a snapshot (the complete state), followed by decisions (what was decided since and does not
+    follow from the messages: time-outs, evictions, alerts raised).
 
     Attributes:
-        position: Offset of the first event that the snapshot does not include.
-        uses_even_keys: Which of the two sets of keys the snapshot uses.
-        first_offset: Offset of the snapshot's first message in the state topic.
-        num_messages: Number of messages of the snapshot and of all decisions since.
-        last_commit: Name of the commit that added the last of them.
-        commit: Name of the latest commit, so that a commit whose response was lost is recognised.
+        position: Offset, in the topic that is consumed, of the first event that the snapshot does not include.
+        uses_even_keys: Which of two sets of message keys the snapshot uses. A new snapshot uses the other set, so that
+            compaction does not remove the old one before the new one is committed.
+        first_offset: Offset, in the state topic, of the snapshot's first message.
+        num_messages: Number of messages of the state topic that hold the snapshot and all decisions since.
+        last_commit: Name of the commit that wrote the last of these messages.
+        commit: Name of the latest commit, whether or not it wrote any. If the response to a commit is lost, this name
+            in the committed metadata shows that it took effect.
     """
 
     position: int
@@ -66,47 +71,51 @@ class StateReference:
     commit: str
 
     def to_metadata(self) -> str:
-        """Return the reference as text, for the metadata of the committed offset."""
+        """Return the reference as JSON text, to be stored as the metadata of the committed offset."""
         numbers = [self.position, int(self.uses_even_keys), self.first_offset, self.num_messages]
         return orjson.dumps({"deformer": FORMAT_VERSION, "kept": [*numbers, self.last_commit, self.commit]}).decode()
 
     @staticmethod
     def parse(metadata: str) -> StateReference | None:
-        """Parse the metadata of a committed offset.
+        """Parse the metadata of a committed offset, which `to_metadata` has written.
+
+        Args:
+            metadata: The metadata of the committed offset; an empty text if there is none.
 
         Returns:
-            The reference, or None if the commit was made by another program.
+            The reference, or None if the offset was committed by another program.
 
         Raises:
             StateError: The metadata is damaged or has another format version.
         """
         if not metadata.startswith(METADATA_PREFIX):
             return None
-        damaged = StateError("the metadata of the committed offset is damaged")
+        damaged_error = StateError("the metadata of the committed offset is damaged")
         try:
             document = orjson.loads(metadata)
             if document["deformer"] != FORMAT_VERSION:
                 raise StateError(
                     f"the saved state has format version {document['deformer']!r}, but this package reads "
-                    f"{FORMAT_VERSION}: use the package that wrote it, or start once with --lost-state rebuild"
+                    f"{FORMAT_VERSION}: use the version of deformer-stream that wrote it"
                 )
-            position, key_set, first_offset, num_messages, last_commit, commit = document["kept"]
+            position, uses_even_keys, first_offset, num_messages, last_commit, commit = document["kept"]
         except (orjson.JSONDecodeError, TypeError, KeyError, ValueError):
-            raise damaged from None
-        has_valid_numbers = all(type(n) is int and n >= 0 for n in (position, key_set, first_offset, num_messages))
+            raise damaged_error from None
+        numbers = position, uses_even_keys, first_offset, num_messages
+        has_valid_numbers = all(type(number) is int and number >= 0 for number in numbers)  # `bool` is not accepted
         has_valid_names = isinstance(last_commit, str) and isinstance(commit, str)
         if not (has_valid_numbers and has_valid_names):
-            raise damaged
-        return StateReference(position, bool(key_set), first_offset, num_messages, last_commit, commit)
+            raise damaged_error
+        return StateReference(position, bool(uses_even_keys), first_offset, num_messages, last_commit, commit)
 
 
 class CommitAttempt(NamedTuple):
-    """An attempt to commit that may have taken effect.
+    """What one attempt to commit makes durable; if its response is lost, it is not known whether it took effect.
 
     Attributes:
-        offsets: The offsets that it commits.
-        references: For each partition, the messages that hold its state if the attempt has taken effect.
-        states: The state that was new in this attempt, by partition number.
+        offsets: The offsets that it commits, by partition.
+        references: For each partition, where its state is stored if the attempt took effect.
+        states: The states that this attempt saved, by partition number.
     """
 
     offsets: dict[TopicPartition, OffsetAndMetadata]
@@ -115,17 +124,18 @@ class CommitAttempt(NamedTuple):
 
 
 class StateTopic:
-    """Encodes state as messages of the state topic, and reads it back.
+    """The compacted topic that stores the state of partitions: encodes state as messages of it, and reads it back.
 
     Args:
         bootstrap_servers: Comma-separated host:port pairs.
-        topic: The state topic.
-        security: Arguments of the client for encryption and login.
+        topic: Name of the state topic.
+        security: kafka-python's keyword arguments for encryption and login; None for a plain connection without login.
         max_message_bytes: Largest message that the topic accepts, in bytes.
-        verify: Raises `StateError` if a snapshot with its decisions cannot be decoded.
+        verify: A function that is called with a snapshot and its decisions after they were read. It raises `StateError`
+            if they cannot be decoded. None skips this check.
 
     Raises:
-        ConfigError: `largest` is too small to hold any state.
+        ConfigError: `max_message_bytes` is too small to hold any state.
     """
 
     def __init__(
@@ -154,31 +164,33 @@ class StateTopic:
         reference: StateReference | None,
         commit_name: str,
     ) -> tuple[list[OutgoingMessage], StateReference]:
-        """Encode the state of a partition as messages.
+        """Encode the state of a partition as messages of the state topic.
 
         Args:
-            partition: The partition number.
-            position: Offset of the next event.
-            state: A snapshot, or decisions since the last snapshot.
-            reference: The messages that hold the state before this commit, or None.
+            partition: Number of the partition.
+            position: Offset of the next event to read from the partition.
+            state: Either a snapshot (the complete state), or the decisions since the last commit (time-outs, evictions
+                and alerts raised).
+            reference: Where the state before this commit is stored, or None if none is.
             commit_name: A new, unique name of the commit.
 
         Returns:
-            The messages, and the reference that is valid once they are committed. For a new snapshot, its
-            `first_offset` must be set to the offset of the first message.
+            The messages, and the reference to the state after the commit. If `state` is a snapshot, the caller must set
+            the reference's `first_offset` to the offset that the first message gets.
 
         Raises:
             InvariantViolated: There are decisions, but no snapshot that they follow.
         """
         if state.snapshot is not None:
-            value, previous_commit = state.snapshot, ""
+            value, previous_commit = state.snapshot, ""  # a snapshot replaces everything that was saved before
             uses_even_keys = reference is None or not reference.uses_even_keys
             reference = StateReference(position, uses_even_keys, 0, 0, "", "")
         elif state.decisions is not None and reference is not None:
             value, previous_commit = state.decisions, reference.last_commit
         else:
             raise InvariantViolated(
-                f"partition {partition} has decisions but no snapshot that they follow; this is a bug, please report it"
+                f"the state of partition {partition} cannot be saved: there are decisions (time-outs, evictions, "
+                "alerts), but no snapshot that they follow; this is a bug, please report it"
             )
         headers = [
             ("deformer", b"%d" % FORMAT_VERSION),
@@ -186,23 +198,23 @@ class StateTopic:
             ("after", previous_commit.encode()),
         ]
         messages = []
-        chunk_starts = range(0, max(1, len(value)), self._chunk_bytes)
-        for number, start in enumerate(chunk_starts, reference.num_messages):
-            key = b"%d/%06d" % (reference.uses_even_keys, number)
+        chunk_starts = range(0, max(1, len(value)), self._chunk_bytes)  # an empty value still needs a message
+        for message_number, start in enumerate(chunk_starts, reference.num_messages):
+            key = b"%d/%06d" % (reference.uses_even_keys, message_number)
             chunk = value[start : start + self._chunk_bytes]
             messages.append(OutgoingMessage(partition, self.topic, key, chunk, headers, partition))
         num_messages = reference.num_messages + len(messages)
         return messages, replace(reference, num_messages=num_messages, last_commit=commit_name, commit=commit_name)
 
     def read(self, partition: int, reference: StateReference) -> tuple[bytes, tuple[bytes, ...]]:
-        """Read the state of a partition.
+        """Read the saved state of a partition.
 
         Args:
-            partition: The partition number.
-            reference: The messages that hold the state.
+            partition: Number of the partition.
+            reference: Where the state is stored.
 
         Returns:
-            The snapshot, and the decisions since.
+            The snapshot (the complete state), and the decisions of each commit after it, in order.
 
         Raises:
             StateError: A part of the state is missing or damaged.
@@ -224,7 +236,9 @@ class StateTopic:
                 consumer.assign([tp])
                 consumer.seek(tp, reference.first_offset)
                 for commit_name, previous_commit, value in self._iterate_visible(consumer, tp):
-                    sequences.setdefault(commit_name, (previous_commit, []))[1].append(value)
+                    _, values = sequences.setdefault(commit_name, (previous_commit, []))
+                    values.append(value)
+                    # Stop as soon as the state is complete, because the topic may have more messages.
                     if commit_name != reference.last_commit:
                         continue
                     if _count_messages(_follow_chain(sequences, commit_name)) == reference.num_messages:
@@ -235,36 +249,43 @@ class StateTopic:
         if _count_messages(chain) != reference.num_messages:
             raise StateError(
                 f"topic {self.topic!r}, partition {partition}: {_count_messages(chain)} of {reference.num_messages} "
-                f"messages from offset {reference.first_offset} on are left, so the open records cannot be restored"
+                f"messages of the saved state from offset {reference.first_offset} on are left, so the open records "
+                "cannot be restored"
             )
-        snapshot, *decisions = map(b"".join, chain)
+        snapshot, *decisions = map(b"".join, chain)  # the messages of each commit are chunks of one value
         if self._verify is not None:
             self._verify(snapshot, tuple(decisions))
         return snapshot, tuple(decisions)
 
     def _iterate_visible(self, consumer: KafkaConsumer, tp: TopicPartition) -> Iterator[tuple[str, str, bytes]]:
-        """Yield the commit name, the previous commit name and the value of each state message.
-
-        The iterator ends when everything visible has been read and nothing more can become visible.
+        """Read committed messages of the state topic up to its end, and wait for those whose transaction is still open.
 
         Args:
-            consumer: A consumer of committed messages, at the offset to begin with.
-            tp: A partition of the state topic.
+            consumer: A consumer with isolation level "read_committed", positioned at the first message to read.
+            tp: The partition of the state topic.
+
+        Yields:
+            The name of the commit that wrote the message, the name of the commit before it, and the message's value.
         """
-        deadline = time.monotonic() + MAX_VISIBILITY_SECONDS
+        deadline = time.monotonic() + MAX_VISIBILITY_SECONDS  # the broker has ended older transactions by then
         while True:
-            visible_end = consumer.end_offsets([tp])[tp]
+            committed_end = consumer.end_offsets([tp])[tp]  # messages of open transactions are beyond it
             for records in consumer.poll(timeout_ms=200).values():
                 for record in records:
                     headers = {name: (value or b"").decode(errors="replace") for name, value in record.headers}
-                    if record.value is not None and headers.keys() >= {"commit", "after"}:
+                    is_state_message = record.value is not None and headers.keys() >= {"commit", "after"}
+                    if is_state_message:
                         yield headers["commit"], headers["after"], record.value
             position = consumer.position(tp)
-            if position >= visible_end and (position >= self._get_log_end(tp) or time.monotonic() > deadline):
+            # Without open transactions, the end of the log is the end of the committed messages.
+            if position >= committed_end and (position >= self._get_log_end(tp) or time.monotonic() > deadline):
                 return
 
     def _get_log_end(self, tp: TopicPartition) -> int:
-        """Return the end offset of a partition, messages of open transactions included."""
+        """Return the end offset of a partition, messages of open transactions included.
+
+        It needs a consumer of its own, because the isolation level is a setting of the consumer.
+        """
         consumer: KafkaConsumer = connect(KafkaConsumer, self._servers, self._security)
         try:
             return int(consumer.end_offsets([tp])[tp])
@@ -273,23 +294,25 @@ class StateTopic:
 
 
 def _follow_chain(sequences: Mapping[str, tuple[str, list[bytes]]], last_commit: str) -> list[list[bytes]]:
-    """Return the values of the message sequences that lead to a commit, as far as they exist.
+    """Return what the commits up to `last_commit` have written, found by following each commit to the one before it.
 
     Args:
-        sequences: By commit name, the name of the previous commit and the values of the messages.
-        last_commit: The name of the last commit.
+        sequences: For the name of each commit, the name of the commit before it (empty if it wrote a snapshot), and the
+            values of the messages that it wrote.
+        last_commit: The name of the commit to begin with.
 
     Returns:
-        The values of each sequence, first sequence first: a snapshot, then decisions.
+        The message values of each commit, oldest commit first: those of a snapshot, then those of decisions. Messages
+        that do not exist any more are missing.
     """
-    chain: list[list[bytes]] = []
+    newest_first: list[list[bytes]] = []
     commit_name = last_commit
-    while commit_name in sequences and len(chain) < len(sequences):
+    while commit_name in sequences and len(newest_first) < len(sequences):  # the second condition ends a cycle
         commit_name, values = sequences[commit_name]
-        chain.append(values)
-    return chain[::-1]
+        newest_first.append(values)
+    return newest_first[::-1]
 
 
 def _count_messages(chain: list[list[bytes]]) -> int:
-    """Return the number of messages in a chain of sequences."""
+    """Return the number of messages, given the list of message values of each commit."""
     return sum(map(len, chain))
