@@ -41,6 +41,9 @@ BATCH_SIZE = 256
 def choose_order(chosen: Order | None, data: PreparedTable) -> Order:
     """Return the arrival-order distribution to calibrate for.
 
+    It is "arrival" for the logged order of each record, "random" for all orders with the same probability, or "schema"
+    for the order of the features in the schema.
+
     Args:
         chosen: The value of the option `--order`. None to use the logged order if the table has one, and random orders
             otherwise.
@@ -57,7 +60,7 @@ def choose_order(chosen: Order | None, data: PreparedTable) -> Order:
         )
     if chosen == "arrival" and data.arrival_ranks is None:
         raise ConfigError(
-            "--order arrival cannot be used, because a wide table does not say in which order readings arrived; "
+            "--order arrival cannot be used, because a wide table does not contain the order of arrival of readings; "
             "give a long table with times, or choose --order random or --order schema"
         )
     return chosen or ("random" if data.arrival_ranks is None else "arrival")
@@ -91,23 +94,24 @@ def score_calibration_records(
     """Score each calibration record with its readings in one order of arrival.
 
     Calibration must give the same scores as the stream. Therefore the same code is used (the compiled kernels if they
-    are available), and values get no noise as they do in training. If `data.ties` is "hold", readings with the same
-    event time are scored together. The engine then computes the statistics, as it averages over the orders of these
+    are available), and values get no noise, unlike in training. If `data.ties` is "hold", readings with the same event
+    time are scored together. The streaming engine then computes the scores, as an average over the orders of these
     readings.
 
     Args:
         model: The trained model, in evaluation mode.
         data: The prepared table.
         rows: (N,) row numbers of the calibration records in the table.
-        order: The arrival-order distribution from which each record's order is drawn.
+        order: The arrival-order distribution from which each record's order is drawn: "arrival" (the logged order),
+            "random" or "schema" (the order of the features).
         seed: Seed of the random orders.
         batch_size: Number of records that are scored together.
         should_continue: Called before each batch with the number of records that are scored. If it returns False, no
             more records are scored.
 
     Returns:
-        The scores of the N records, or of the first ones if `should_continue` returned False. They contain the
-        largest prefix statistic (anomaly score after each reading) of each record.
+        The scores of the N records, or of the first ones if `should_continue` returned False. They contain for each
+        record the largest prefix statistic (anomaly score of the record after its first k readings, for any k).
     """
     generator = create_generator(seed, 0xCA1B)
     num_features = len(data.schema)
@@ -141,8 +145,8 @@ def _score_tie_groups(
 ) -> NDArray[np.float64]:
     """Return the largest prefix statistic of each record if readings with the same time are scored together.
 
-    A prefix statistic is the anomaly score of a record after each tie group (readings of one record with the same
-    time). The records are processed by a streaming engine that raises no alerts.
+    Readings of one record with the same time are a tie group. A prefix statistic is the anomaly score of the record
+    after one of its tie groups. The records are processed by a streaming engine that raises no alerts.
 
     Args:
         model: The trained model.
@@ -154,7 +158,9 @@ def _score_tie_groups(
     Returns:
         (N,) statistics, larger is more anomalous; 0 for a record without readings.
     """
-    engine = Engine(model, Calibration(np.empty(0), "arrival", tie_policy="hold"), "", (), effort="off")
+    # Alerts, their explanations and p-values are not needed: no alphas, no effort, and a calibration without scores.
+    calibration = Calibration(np.empty(0), "arrival", tie_policy="hold")
+    engine = Engine(model, calibration, fingerprint="", alpha=(), effort="off")
     record_indexes, positions = np.nonzero(feature_codes >= 0)
     record_ids = [str(index) for index in record_indexes.tolist()]
     event_codes = feature_codes[record_indexes, positions]
@@ -163,7 +169,7 @@ def _score_tie_groups(
     zeros = np.zeros(len(record_ids), np.int32)  # all events are of message 0 and partition 0
     batch = EventBatch(record_ids, event_codes.astype(np.int32), event_values, event_times, zeros, zeros)
     # Complete records are closed at once; `finish` closes those with missing readings.
-    closed = ClosedRecords.concatenate([engine.handle(batch, 0).closed, engine.finish().closed])
+    closed = ClosedRecords.concatenate([engine.handle(batch, now=0).closed, engine.finish().closed])
     statistic_by_id = dict(zip(closed.record_ids, closed.score.tolist(), strict=True))
     return np.array([statistic_by_id.get(str(index), 0.0) for index in range(len(feature_codes))])
 
@@ -171,7 +177,7 @@ def _score_tie_groups(
 def compute_statistics(
     model: DEformer, data: PreparedTable, rows: NDArray[np.int64], order: Order, seed: int
 ) -> NDArray[np.float64]:
-    """Return the largest prefix statistic (anomaly score after each reading) of each record.
+    """Return the largest prefix statistic of each record (anomaly score after its first k readings, for any k).
 
     Args:
         model: The trained model, in evaluation mode.
@@ -221,6 +227,7 @@ def build_calibration(
         ties: "arrival" if readings of one record with the same time were scored one after the other, "hold" if they
             were scored together.
     """
+    # These means are stored for the drift monitor, which compares them with those of later records.
     mean_neg_log_p_by_feature = scores.average_neg_log_p_by_feature(schema.names)
     statistics = trim_largest(scores.statistics, trim)
     return Calibration.from_statistics(statistics, order, mean_neg_log_p_by_feature, ties)
@@ -232,7 +239,8 @@ def split_folds(data: PreparedTable, num_folds: int, seed: int) -> Iterator[Prep
     They are used for cross-conformal calibration of small tables (after Vovk, "Cross-conformal predictors", 2015):
     several models are trained, and each record is scored by the model that was trained without it. The calibration
     records of the table's own split are fold 0. All other records are divided at random into folds 1, 2, ... of nearly
-    equal size. In split k, fold k is for calibration, and the same number of records as before is for validation.
+    equal size. In split k, the records of fold k are for calibration. As many records as in the table's own split are
+    for validation, and the others for training.
 
     The scores of different folds come from different models. Therefore the guaranteed false-alarm rate holds only as
     far as these models give similar scores.
@@ -246,6 +254,7 @@ def split_folds(data: PreparedTable, num_folds: int, seed: int) -> Iterator[Prep
     rng = np.random.default_rng([seed, 0xF01D])
     fold_by_row = np.zeros(len(data.split), np.int64)
     is_outside_fold_0 = (data.split != Split.CALIBRATION) & ~is_left_out
+    # The numbers 1, 2, ..., num_folds − 1, 1, 2, ..., of which each record gets a random one.
     balanced_folds = np.arange(int(is_outside_fold_0.sum())) % (num_folds - 1) + 1
     fold_by_row[is_outside_fold_0] = rng.permutation(balanced_folds)
     num_validation = int((data.split == Split.VALIDATION).sum())

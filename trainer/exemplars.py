@@ -71,14 +71,14 @@ def add_ranking(
             typical values are computed from the records that are done.
 
     Returns:
-        The model that was passed.
+        The same model, which was changed in place.
     """
     rng = np.random.default_rng([seed, RANKING_SEED])
     ranking = _create_ranking(model, data, max_exemplars, rng)
     if ranking is None:
         model.ranking = None
         return model
-    # Exemplars of an adapted model come first. The typical distance is computed from this table's exemplars only.
+    # The exemplars of an old model (`--init-from`) come first. The typical distance is computed from new ones only.
     num_new = min(ranking.num_exemplars, len(_choose_exemplar_rows(data, max_exemplars, None)))
     new_indexes = np.arange(ranking.num_exemplars - num_new, ranking.num_exemplars)
     reference_indexes = np.sort(rng.permutation(new_indexes)[:num_reference_records])
@@ -108,10 +108,12 @@ def measure_distance_seconds(
 ) -> float:
     """Return the measured seconds to compute the distance of one record to the exemplars; 0 if there are none.
 
+    Exemplars are training records that the model stores to rank complete records.
+
     Args:
         model: The model before training. It is not changed.
         data: The prepared table.
-        max_exemplars: Largest number of exemplars (stored training records).
+        max_exemplars: Largest number of exemplars.
         seed: Seed of the random choice of exemplars.
         clock: A function that returns the current time in seconds.
     """
@@ -120,7 +122,7 @@ def measure_distance_seconds(
         return 0.0
 
     def compute_distances(num_records: int) -> NDArray[np.float64]:
-        """Return the distances of the first exemplars to all others."""
+        """Return the distance of each of the first `num_records` exemplars to its nearest other exemplars."""
         return _compute_distances_to_others(ranking, np.arange(num_records))
 
     return measure_seconds_per_record(compute_distances, clock, ranking.num_exemplars)
@@ -129,7 +131,7 @@ def measure_distance_seconds(
 def _choose_exemplar_rows(
     data: PreparedTable, max_exemplars: int, rng: np.random.Generator | None
 ) -> NDArray[np.int64]:
-    """Return the row numbers of the table's records that become exemplars, ascending.
+    """Return the row numbers of the table's records that become exemplars (stored records to compare with), ascending.
 
     Args:
         data: The prepared table.
@@ -138,7 +140,8 @@ def _choose_exemplar_rows(
             number of exemplars.
     """
     rows = np.arange(len(data.split))
-    if (data.split == Split.LEFT_OUT).any():  # calibration records may then contain suspected anomalies
+    if (data.split == Split.LEFT_OUT).any():
+        # Suspected anomalies were left out of training, but not of the calibration records.
         rows = np.flatnonzero((data.split == Split.TRAIN) | (data.split == Split.VALIDATION))
     if len(rows) <= max_exemplars:
         return rows
@@ -148,7 +151,9 @@ def _choose_exemplar_rows(
 def _create_ranking(
     model: DEformer, data: PreparedTable, max_exemplars: int, rng: np.random.Generator
 ) -> Ranking | None:
-    """Return a ranking with exemplars but without typical values of normal records.
+    """Return a ranking, which scores complete records by their distance to exemplars (stored training records).
+
+    Its typical distances of normal records are not set yet.
 
     Args:
         model: The model. If it has a ranking (of the model that is adapted), its exemplars are kept.
@@ -164,12 +169,13 @@ def _create_ranking(
         return None
     values = np.asarray(data.values[rows], np.float64)
     known = torch.from_numpy(~np.isnan(values))
+    # Coordinates of the records in the space in which distances are computed; a ranking without exemplars suffices.
     positions = Ranking(data.schema, 0).compute_positions(np.nan_to_num(values))
     if model.ranking is not None:
         positions, known = _prepend_old_exemplars(model.ranking, positions, known, max_exemplars, rng)
     ranking = Ranking(data.schema, len(positions))
     ranking.known = known
-    ranking.deviations = _compute_deviations(ranking, positions)
+    ranking.deviations = _compute_deviations(ranking, positions)  # the unit of distance of each feature
     ranking.positions = positions / ranking.deviations
     return ranking
 
@@ -177,7 +183,9 @@ def _create_ranking(
 def _prepend_old_exemplars(
     old: Ranking, positions: torch.Tensor, known: torch.Tensor, max_exemplars: int, rng: np.random.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put exemplars of an old model, which is adapted to a new table, before the M exemplars of the table.
+    """Put exemplars (stored training records) of an old model before the M exemplars of a new table.
+
+    The old model is adapted to the table (`--init-from`).
 
     Args:
         old: The ranking of the old model, whose features are the first ones of the new model.
@@ -193,7 +201,7 @@ def _prepend_old_exemplars(
     num_old = max(0, max_exemplars - len(positions))
     kept_indexes = np.sort(rng.permutation(old.num_exemplars)[:num_old])
     num_new_features = positions.shape[1] - old.positions.shape[1]
-    padding = (0, num_new_features)
+    padding = (0, num_new_features)  # zeros (False) in the columns of new features
     # Stored positions are divided by the old deviations; the caller divides all positions by new deviations.
     old_positions = torch.nn.functional.pad((old.positions * old.deviations)[kept_indexes].cpu(), padding)
     old_known = torch.nn.functional.pad(old.known[kept_indexes].cpu(), padding)
@@ -207,8 +215,9 @@ def _compute_deviations(ranking: Ranking, positions: torch.Tensor) -> torch.Tens
     the probability that two random records have different labels, but at least `MIN_DIFFERENCE_RATE`.
 
     Args:
-        ranking: The ranking, with `known` and `is_text_label` set.
-        positions: (M, F) coordinates of M exemplars in F features. For a text label, a coordinate is its code.
+        ranking: The ranking, with `known` (whether an exemplar has a reading of a feature) and `is_text_label` set.
+        positions: (M, F) coordinates of M exemplars (stored training records) in F features. For a label that is not a
+            number, the coordinate is its code.
 
     Returns:
         (F,) float32 units. The unit of a feature without readings is 1.
@@ -218,7 +227,7 @@ def _compute_deviations(ranking: Ranking, positions: torch.Tensor) -> torch.Tens
         is_known = ranking.known[:, feature_index].numpy()
         readings = positions[:, feature_index].numpy()[is_known].astype(np.float64)
         if len(readings) and bool(ranking.is_text_label[feature_index]):
-            _, counts = np.unique(readings, return_counts=True)
+            _, counts = np.unique(readings, return_counts=True)  # of each label
             probability_of_equality = float(((counts / len(readings)) ** 2).sum())
             deviations[feature_index] = max(1.0 - probability_of_equality, MIN_DIFFERENCE_RATE)
         elif len(readings) and readings.std() > 0:
@@ -227,7 +236,7 @@ def _compute_deviations(ranking: Ranking, positions: torch.Tensor) -> torch.Tens
 
 
 def _compute_distances_to_others(ranking: Ranking, exemplar_indexes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the distances of R exemplars to their nearest exemplars, each without itself.
+    """Return the distance of each of R exemplars (stored training records) to the nearest exemplars except itself.
 
     Exemplars are normal records, so these distances show which distance is typical of a normal record.
 
@@ -249,6 +258,8 @@ def _compute_centered_nll(
 ) -> NDArray[np.float64]:
     """Return the centered NLL (negative log-likelihood minus the entropy of the conditionals) of N records.
 
+    The readings of each record are in a random order.
+
     Args:
         model: The trained model.
         data: The prepared table.
@@ -267,6 +278,9 @@ def _compute_centered_nll(
 
 
 def _summarize_typical(values: NDArray[np.float64]) -> list[float]:
-    """Return the median of the values, and their 90% quantile minus the median, at least 1e-9 for use as a divisor."""
+    """Return [median, spread] of the values, which express other values relative to them: (value − median) / spread.
+
+    The spread is the 90% quantile minus the median. It is at least 1e-9, because it is a divisor.
+    """
     median, high_quantile = np.quantile(values, [0.5, 0.9])
     return [float(median), max(float(high_quantile - median), 1e-9)]

@@ -53,7 +53,10 @@ ADAPT_SEED = 0xADA7
 
 
 def extend_model(old: DEformer, schema: Schema) -> DEformer:
-    """Return a copy of a model with more features. Before training it gives the same conditionals for the old features.
+    """Return a copy of a model with more features.
+
+    Before it is trained, it predicts the old features exactly as the old model does. The exemplars (stored training
+    records) are not copied.
 
     Args:
         old: The model that is adapted.
@@ -64,7 +67,9 @@ def extend_model(old: DEformer, schema: Schema) -> DEformer:
         ValueError: The schema does not begin with the features of the old model.
     """
     if schema.features[: len(old.schema)] != old.schema.features:
-        raise ValueError("the schema of the adapted model must begin with the features of the old model")
+        raise ValueError(
+            "the schema of the adapted model must begin with the features of the old model: append new features to them"
+        )
     if bool(old.schema.is_discrete.all()) and not bool(schema.is_discrete.all()):
         raise ConfigError(
             "--init-from: measurements cannot be added to the old model, because it has only labels; "
@@ -81,21 +86,22 @@ def extend_model(old: DEformer, schema: Schema) -> DEformer:
     with torch.no_grad():
         for name, old_parameter in old.named_parameters():
             # New features, labels and inputs are appended, so old weights are the first entries of each dimension.
-            index: tuple[slice | torch.Tensor, ...] = tuple(slice(0, size) for size in old_parameter.shape)
+            old_entries: tuple[slice | torch.Tensor, ...] = tuple(slice(0, size) for size in old_parameter.shape)
             if name in ("value_encoder.maps.0.weight", "start"):
-                # Only in the dimension of the value encoder's inputs, new entries may lie before old ones.
-                index = *index[:-1], _locate_old_inputs(old, model, old_parameter.shape[-1])
+                # The last dimension of these two is that of the value encoder's inputs. Only there, new entries may lie
+                # before old ones.
+                old_entries = *old_entries[:-1], _locate_old_inputs(old, model, old_parameter.shape[-1])
             if name == "value_encoder.maps.0.weight":
                 new_parameters[name].zero_()  # new inputs have no effect before training
-            new_parameters[name][index] = old_parameter
+            new_parameters[name][old_entries] = old_parameter
     return model
 
 
 def _locate_old_inputs(old: DEformer, model: DEformer, num_inputs: int) -> torch.Tensor:
     """Return the index that each input of the old model's value encoder has in the new model.
 
-    The last inputs are for labels. If only the new model has features on a cycle, it has two more inputs (sine and
-    cosine) before them.
+    The value encoder is the network that encodes a reading's value. Its last inputs are for labels. If only the new
+    model has features on a cycle, it has two more inputs (sine and cosine) before those for labels.
 
     Args:
         old: The old model.
@@ -106,16 +112,17 @@ def _locate_old_inputs(old: DEformer, model: DEformer, num_inputs: int) -> torch
         (num_inputs,) indexes, ascending.
     """
     old_indexes = torch.arange(num_inputs)
+    # `cycle_angles` is None if no feature is on a cycle.
     num_inserted = 2 if old.cycle_angles is None and model.cycle_angles is not None else 0
     is_label_input = old_indexes >= num_inputs - old.label_width
-    return old_indexes + num_inserted * is_label_input
+    return old_indexes + num_inserted * is_label_input  # only inputs for labels are shifted
 
 
 def adapt_priors(old: GaussianPrior, data: PreparedTable, num_old_features: int, seed: int) -> CrossFittedPriors:
     """Adapt the Gaussian prior of the old model to the training records of a table.
 
-    Missing readings are imputed at random from the mixture, and the strength of the adaptation is chosen by
-    cross-validation.
+    The Gaussian prior is a mixture of Gaussians, whose conditionals are inputs of the network. Missing readings are
+    imputed at random from the old mixture. The strength of the adaptation is chosen by cross-validation.
 
     Args:
         old: The prior (mixture of Gaussians) of the old model.
@@ -124,19 +131,22 @@ def adapt_priors(old: GaussianPrior, data: PreparedTable, num_old_features: int,
         seed: Seed of folds, noise and imputed readings.
 
     Returns:
-        The adapted prior, and the variants of it that are used in training.
+        The adapted prior, and one variant of it for each of `NUM_FOLDS` parts of the records, adapted without the part.
+        In training, each record gets the variant that was adapted without it.
     """
     rng = np.random.default_rng([seed, ADAPT_SEED])
     fold_by_row = rng.integers(0, NUM_FOLDS, len(data.split))
     rows = data.select_rows(Split.TRAIN)
     values, _ = read_rows(data, rows)
+    # Readings of a sensor with a limited resolution get uniform noise of the width of its step, as in training.
     noisy, _ = Noise.from_schema(data.schema).apply(values, create_generator(seed, ADAPT_SEED))
-    x = noisy[:, np.flatnonzero(data.schema.is_linear)].double().numpy()  # the prior has only continuous features
+    # Only continuous features that are not cyclic belong to the prior.
+    x = noisy[:, np.flatnonzero(data.schema.is_linear)].double().numpy()
     num_old_linear = int(data.schema.is_linear[:num_old_features].sum())
     prior = _add_new_features(extract_mixture(old), x, num_old_linear)
     imputing_prior = build_prior(data.schema, [prior])
     folds, is_missing = fold_by_row[rows], np.isnan(x)
-    for draw in range(NUM_DRAWS if is_missing.any() else 1):
+    for draw in range(NUM_DRAWS if is_missing.any() else 1):  # the result of the last draw is used
         observed = torch.from_numpy(np.where(is_missing, np.nan, x))
         x = np.asarray(imputing_prior.sample_missing(observed, create_generator(seed, ADAPT_SEED, draw)))
         candidates = (_adapt_mixture(x, folds, prior, strength) for strength in COVARIANCE_STRENGTHS)
@@ -145,12 +155,12 @@ def adapt_priors(old: GaussianPrior, data: PreparedTable, num_old_features: int,
 
 
 def _add_new_features(old: Mixture, x: Floats, num_old: int) -> Mixture:
-    """Extend a mixture of Gaussians by new features that depend linearly on the old ones, with Gaussian noise.
+    """Extend a mixture of Gaussians by new features, which are linear functions of the old ones plus Gaussian noise.
 
-    The linear function is fitted to the records by ridge regression. It is the same in every component (Gaussian).
+    The linear functions are fitted to the records by ridge regression. They are the same in every Gaussian.
 
     Args:
-        old: The mixture of the old model's continuous features.
+        old: The mixture of Gaussians over the old model's continuous features.
         x: (N, D) records with the D old and new features, NaN if missing.
         num_old: Number of old features, which come first.
 
@@ -168,8 +178,9 @@ def _add_new_features(old: Mixture, x: Floats, num_old: int) -> Mixture:
     old_centred, new_centred = old_values - old_mean, new_values - new_mean
     # Model: new = new_mean + slope · (old − old_mean) + noise. A ridge of 10 keeps the slope small for few records.
     scatter = (old_values - old_mean).T @ (old_values - old_mean) + 10.0 * np.eye(num_old)
-    slope = np.linalg.solve(scatter, old_centred.T @ new_centred).T
+    slope = np.linalg.solve(scatter, old_centred.T @ new_centred).T  # (number of new features, number of old features)
     residuals = new_centred - old_centred @ slope.T
+    # One record with variance 1, and the ridge, keep the covariance of the noise invertible.
     noise_covariance = (residuals.T @ residuals + np.eye(num_new)) / (len(x) + 1.0) + RIDGE**2 * np.eye(num_new)
     means = np.concatenate([old.means, new_mean + (old.means - old_mean) @ slope.T], 1)
     # With the old covariance C, Cov(new, old) = slope · C and Cov(new, new) = slope · C · slopeᵀ + noise.
@@ -180,7 +191,7 @@ def _add_new_features(old: Mixture, x: Floats, num_old: int) -> Mixture:
 
 
 def _adapt_mixture(x: Floats, folds: Ints, prior: Mixture, strength: float) -> tuple[float, Mixture, list[Mixture]]:
-    """Adapt a mixture of Gaussians to all records, and for each fold to the records outside the fold.
+    """Adapt a mixture of Gaussians to all records, and for cross-validation to the records outside each fold.
 
     The order of the Gaussians stays the same, because the network identifies them by their index.
 
@@ -191,8 +202,9 @@ def _adapt_mixture(x: Floats, folds: Ints, prior: Mixture, strength: float) -> t
         strength: Weight of the old covariances, as a number of records.
 
     Returns:
-        The cross-validated −ln p of a record (mean over the records, in nats, smaller is better); the mixture adapted
-        to all records; and for each fold the mixture adapted to the records outside it.
+        (nll, adapted, by_fold). `nll` is the cross-validated −ln p of a record: mean over the records, in nats, smaller
+        is better. `adapted` is the mixture adapted to all records. `by_fold` has for each fold the mixture adapted to
+        the records outside it.
     """
     by_fold = [_maximize_a_posteriori(x[folds != fold], prior, strength) for fold in range(NUM_FOLDS)]
     nll = compute_cross_validated_nll(x, folds, by_fold)
@@ -212,13 +224,13 @@ def _maximize_a_posteriori(x: Floats, prior: Mixture, strength: float) -> Mixtur
     """
     mixture = prior
     for _ in range(NUM_ROUNDS):
-        # E step: (N, K) share of each record that belongs to each Gaussian.
+        # E step: `memberships` (N, K) is the share of each record that belongs to each Gaussian.
         log_densities = mixture.compute_log_densities(x)
         memberships = np.exp(log_densities - np.logaddexp.reduce(log_densities, 1)[:, None])
         # M step: weighted means of the estimate from the records and the old parameters.
         sizes = memberships.sum(0)  # (K,) number of records of each Gaussian
         means = (memberships.T @ x + MEAN_STRENGTH * prior.means) / (sizes + MEAN_STRENGTH)[:, None]
-        scatter = np.stack(
+        scatter = np.stack(  # (K, D, D) Σ membership · (x − mean)(x − mean)ᵀ
             [(x - mean).T @ ((x - mean) * weights[:, None]) for mean, weights in zip(means, memberships.T, strict=True)]
         )
         # The distance of the old mean from the new one increases the covariance, as if there were records at it.

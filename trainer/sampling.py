@@ -49,6 +49,7 @@ class Noise:
             smoothing: Standard deviation of additional Gaussian noise on measurements, in normalised units.
             forget: Probability that a label is replaced by the code of an unseen label.
         """
+        # The resolution is in raw units; divided by the scale it is in normalised units.
         widths = [0.0 if f.quantum is None or f.kind == "discrete" else f.quantum / f.scale for f in schema.features]
         return Noise(
             torch.tensor(widths, dtype=torch.float32),
@@ -66,8 +67,8 @@ class Noise:
             generator: The source of random numbers.
 
         Returns:
-            (B, F) changed values, NaN if missing; and (B, F) bool, whether a label is hidden (replaced by the code of
-            an unseen label).
+            (values, is_hidden), both of shape (B, F). Missing values are still NaN. `is_hidden` is True if a label was
+            replaced by the code of an unseen label.
         """
         # The resolution width of labels is 0, so their codes stay unchanged.
         offsets = (torch.rand(values.shape, generator=generator) - 0.5) * self.quantum_widths
@@ -78,7 +79,7 @@ class Noise:
         if self.forget:
             is_chosen = torch.rand(values.shape, generator=generator) < self.forget
             is_hidden = self.is_discrete & is_chosen & ~values.isnan()
-        unseen_codes = self.label_counts.expand_as(values)
+        unseen_codes = self.label_counts.expand_as(values)  # labels have the codes 0 to count − 1
         return torch.where(is_hidden, unseen_codes, values + offsets), is_hidden
 
 
@@ -105,7 +106,7 @@ class Samples:
 def draw_samples(
     data: PreparedTable, rows: NDArray[np.int64], noise: Noise, arrival_share: float, generator: torch.Generator
 ) -> Samples:
-    """Read records of the table, add noise to their values, and draw an order of the readings for each.
+    """Read B records of the table, add noise to their values, and draw an order of the readings for each.
 
     Args:
         data: The prepared table.
@@ -121,7 +122,7 @@ def draw_samples(
     random_keys = draw_random_keys(values.shape, generator)
     if arrival_ranks is None:
         return Samples(values, random_keys, is_hidden)
-    uses_arrival_order = torch.rand((len(values), 1), generator=generator) < arrival_share
+    uses_arrival_order = torch.rand((len(values), 1), generator=generator) < arrival_share  # (B, 1)
     # Random keys are less than 1 and ranks are integers, so the sum only changes the order of equal ranks.
     arrival_keys = arrival_ranks + random_keys if data.ties == "hold" else arrival_ranks
     keys = torch.where(uses_arrival_order, arrival_keys, random_keys)
@@ -136,13 +137,13 @@ def order_readings(values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         keys: (B, F) sort keys, ascending in the wanted order.
 
     Returns:
-        Two (B, L) tensors, where L is the number of readings of the longest record. The first contains the feature
-        codes (column of `values`) in the wanted order, and −1 as padding at the end. The second is an index for
-        `gather_values`: the same codes, and any valid code at padding.
+        (features, columns), both of shape (B, L), where L is the number of readings of the longest record. `features`
+        are the feature codes (columns of `values`) in the wanted order, and −1 as padding at the end. `columns` are the
+        same codes, and any valid code at padding, so that they can be used as an index (see `gather_values`).
     """
     is_present = ~values.isnan()
     columns = torch.argsort(keys.masked_fill(~is_present, torch.inf), dim=1)  # missing readings come last
-    max_readings = max(1, int(is_present.sum(1).max()))
+    max_readings = max(1, int(is_present.sum(1).max()))  # L is at least 1, even if no record has a reading
     columns = columns[:, :max_readings]
     features = torch.where(is_present.gather(1, columns), columns, -1)
     return features, columns
@@ -162,14 +163,14 @@ def gather_values(values: Tensor, columns: Tensor) -> Tensor:
 
 
 def move_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a CPU tensor on a device. A copy to a GPU uses pinned memory, so that it does not block the program."""
+    """Copy a CPU tensor to a device, and return the copy. A copy to a GPU does not block the program."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def draw_random_keys(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Return uniform random numbers in [0, 1) as float64. Sorting by them gives every order the same probability."""
+    """Return uniform random sort keys in [0, 1) as float64. Sorting by them gives every order the same probability."""
     return torch.rand(shape, generator=generator, dtype=torch.float64)
 
 
@@ -181,8 +182,9 @@ def read_rows(data: PreparedTable, rows: NDArray[np.int64]) -> tuple[Tensor, Ten
         rows: (B,) row numbers of the records in the table.
 
     Returns:
-        (B, F) float32 normalised values or label codes, NaN if missing; and (B, F) float64 position of each reading in
-        its record's order of arrival, −1 if missing. The second is None if the table has no order of arrival.
+        (values, arrival_ranks), both of shape (B, F). `values` are float32: normalised numbers or label codes, NaN if
+        missing. `arrival_ranks` are float64: the position of each reading in its record's order of arrival, −1 if
+        missing. They are None if the table has no order of arrival.
     """
     values = torch.from_numpy(np.ascontiguousarray(data.values[rows]))
     if data.arrival_ranks is None:
