@@ -387,8 +387,8 @@ class Detector:
         (explanation,) = explain_records(
             model, codes, raw_values, [batch.unseen_labels], record_ids, alert_rule, kernels=self._cpu_kernels
         )
-        # `explain_records` assumes that the record raises an alert, and always marks some readings as suspects. Compute
-        # whether it does, from the largest anomaly score of the record, in an array of shape (1, 1).
+        # `explain_records` assumes that the record raises an alert, and may mark suspects even if it does not. Compute
+        # whether it does, from the record's largest anomaly score, in an array of shape (1, 1).
         scores = compute_record_scores(self._cpu_kernels, model, codes, self.schema.normalise(codes, raw_values))
         has_alert = alert_rule(scores.statistics[:, None], record_ids)[0, 0]
         contributions = explanation.contributions

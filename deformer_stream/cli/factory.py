@@ -33,8 +33,8 @@ def load_engine(settings: ConsumeSettings | ReplaySettings, drift_odds: float | 
 
     Args:
         settings: Options of the command.
-        drift_odds: Odds at which drift (records that differ from the calibration records) is reported. Infinite to
-            track drift without reporting it, None to ignore drift.
+        drift_odds: Drift (records are more anomalous than the calibration records) is reported when the evidence for it
+            reaches these odds. Infinite to track drift without reporting it, None to ignore drift.
 
     Returns:
         The model with its calibration, and the engine.
@@ -121,8 +121,8 @@ def make_engine(
         settings: Options of the command: memory limits, and how readings with the same event time are scored.
         alphas: False-alarm rates at which alerts are raised; empty to score without alerts.
         record_timeout: Seconds without an event after which a record is closed; None for no time-out.
-        drift_odds: Odds at which drift (records that differ from the calibration records) is reported. Infinite to
-            track drift without reporting it, None to ignore drift.
+        drift_odds: Drift (records are more anomalous than the calibration records) is reported when the evidence for it
+            reaches these odds. Infinite to track drift without reporting it, None to ignore drift.
         effort: How thoroughly alerts are explained: "full", "fast" or "off".
 
     Raises:

@@ -202,7 +202,7 @@ def build_sample() -> click.Command:
     @add_options(SampleSettings)
     @add_debug_option
     def command(config: Path | None, **flags: Any) -> None:
-        """Draw random normal records from the distribution that the model has learned, in raw units."""
+        """Draw random normal records from the distribution that the model has learned, in the units of its data."""
         interrupt_on_termination()
         from connectors.files import imputation
         from deformer_stream import log, model_store
