@@ -19,13 +19,16 @@ A dead letter is larger than its event, so it is twice Kafka's default.
 
 
 def describe_output_topics(alerts: str, dead_letters: str, state: str, partitions: int) -> dict[str, dict[str, Any]]:
-    """Return the topics that a consumer writes, with the settings to create them with.
+    """Return the topics that a consumer of events writes to, with the settings for creating them.
 
     Args:
-        alerts: Name of the alerts topic.
-        dead_letters: Name of the dead-letter topic.
-        state: Name of the state topic.
-        partitions: Number of partitions of the events topic.
+        alerts: Name of the topic for alerts.
+        dead_letters: Name of the topic for rejected messages.
+        state: Name of the topic that stores the state of open records.
+        partitions: Number of partitions of the topic that is consumed; each of the topics gets as many.
+
+    Returns:
+        For the name of each topic, the arguments of kafka-python's `create_topics`.
     """
     return {
         alerts: {"num_partitions": partitions},
@@ -38,21 +41,26 @@ class AlertEncoder(Protocol):
     """An encoder of alerts; `deformer_stream.codec.Codec` is one."""
 
     def encode_alert(self, alert: Alert, data: Payload | None) -> bytes:
-        """Return an alert as JSON; `data` is the poll that the alert refers to, or None."""
+        """Return an alert as JSON.
+
+        Args:
+            alert: The alert.
+            data: The messages of the poll; one of them raised the alert. None if it was raised without new messages.
+        """
 
 
 class KafkaSink:
-    """A sink that sends alerts and drift notices to one topic, keyed by record, and refused events to another.
+    """A sink that sends alerts and drift notices to one topic, keyed by record, and rejected messages to another.
 
-    A dead letter is the refused message unchanged, with UTF-8 headers `reason`, `detail`, and the position `topic`,
-    `partition` and `offset`. If it is too large for its topic it is sent without its payload, with the header
+    A rejected message (dead letter) is sent unchanged, with UTF-8 headers: `reason`, `detail`, and `topic`, `partition`
+    and `offset` of the original. If it is too large for its topic, it is sent without its value, with the header
     `payload_bytes`.
 
     Args:
-        alerts_topic: Topic of alerts, or None to send none.
-        dead_letter_topic: Topic of refused events, or None to send none.
-        codec: Encoder of alerts.
-        delivery: Buffer of outgoing messages; the source that shares it sends them with its commit.
+        alerts_topic: Topic for alerts and for notices that the data have drifted, or None to send none.
+        dead_letter_topic: Topic for rejected messages, or None to send none.
+        codec: Encodes alerts as JSON.
+        delivery: Buffer of outgoing messages. The source that shares it sends them when it commits.
     """
 
     def __init__(
@@ -67,11 +75,11 @@ class KafkaSink:
         self._codec, self._delivery = codec, delivery
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        """Put alerts, drift notices and dead letters into the delivery.
+        """Put alerts, drift notices and dead letters into the buffer of outgoing messages.
 
         Args:
-            effects: What the engine returned.
-            data: The messages that the effects refer to, or None.
+            effects: The results of one poll: alerts, notices of drift, and rejected messages.
+            data: The messages of the poll, to which indexes in the effects refer. None if there were none.
 
         Raises:
             ConfigError: An alert is too large for its topic.
@@ -80,8 +88,9 @@ class KafkaSink:
             for alert in effects.alerts:
                 value = self._codec.encode_alert(alert, data)
                 partition = alert.partition
-                if data is not None and alert.message_index >= 0:  # a message raised the alert, not a time-out
-                    partition = get_position(data, alert.message_index)[1]
+                if data is not None and alert.message_index >= 0:
+                    # A message of this poll raised the alert, not a time-out.
+                    _, partition, _ = get_position(data, alert.message_index)
                 self._delivery.put(OutgoingMessage(partition, self.alerts_topic, alert.record.encode(), value, []))
             for notice in effects.drift_notices:
                 key, value = notice.record.encode(), encode_drift(notice)
@@ -92,21 +101,22 @@ class KafkaSink:
                 self._delivery.put(_make_dead_letter(self.dead_letter_topic, rejected, data, max_bytes))
 
     def flush(self) -> None:
-        """Do nothing; the commit of the source that shares the delivery sends the messages."""
+        """Do nothing, because the source sends the buffered messages when it commits."""
 
     def close(self) -> None:
-        """Close the delivery; messages that were not committed are not sent."""
+        """Close the producer; messages that were not committed are not sent."""
         self._delivery.close()
 
 
 def _make_dead_letter(topic: str, rejected: Rejection, data: Payload, max_bytes: int) -> OutgoingMessage:
-    """Return the dead letter of a rejected event.
+    """Return a dead letter: a message for the dead-letter topic that holds a message that the decoder rejected.
 
     Args:
         topic: The dead-letter topic.
-        rejected: The rejection.
+        rejected: The index of the rejected message, and the reason.
         data: The messages of the poll.
-        max_bytes: Maximum size of the letter; a larger one is sent without its value and, if necessary, its key.
+        max_bytes: Largest message in bytes that the topic accepts. A dead letter that would be larger is sent without
+            its value and, if necessary, without its key. A header then states how many bytes are missing.
     """
     origin, partition, offset = get_position(data, rejected.message_index)
     key, value = get_message(data, rejected.message_index)
@@ -117,10 +127,10 @@ def _make_dead_letter(topic: str, rejected: Rejection, data: Payload, max_bytes:
         ("partition", b"%d" % partition),
         ("offset", b"%d" % offset),
     ]
-    # A tombstone (a message without a value) is sent as one. The client sends none without a key, so the value of such
-    # a letter is empty.
-    is_tombstone = isinstance(data, Messages) and data.payloads[rejected.message_index] is None and key is not None
-    letter = OutgoingMessage(partition, topic, key, None if is_tombstone else value, headers)
+    # A rejected tombstone (a message without a value) is sent as a tombstone. kafka-python cannot send one that has no
+    # key; its value is empty instead.
+    is_tombstone = isinstance(data, Messages) and data.payloads[rejected.message_index] is None
+    letter = OutgoingMessage(partition, topic, key, None if is_tombstone and key is not None else value, headers)
     if estimate_size(letter) > max_bytes:
         headers += [("payload_bytes", b"%d" % len(value))]
         letter = letter._replace(value=b"", headers=headers)
