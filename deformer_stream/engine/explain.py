@@ -78,10 +78,11 @@ MAX_SUSPECTS = 3
 
 @dataclass(slots=True)
 class _RecordGroup:
-    """A records with m readings each that are explained together, because all have n candidates and g other readings.
+    """A alerting records that are explained together, because each has m = g + n readings, of which n are candidates.
 
-    A candidate is a reading that may become a suspect, that is part of the explanation of the alert. A position is the
-    index of a reading in its record's order of arrival, from 0.
+    Suspects are the readings of a record to which its alert is attributed. Candidates are the readings that may become
+    suspects; the g other readings are given. A position is the index of a reading in its record's order of arrival,
+    from 0.
 
     Attributes:
         schema: Describes the features.
@@ -89,7 +90,8 @@ class _RecordGroup:
         raw_values: (A, m) values in raw units, or label codes.
         values: (A, m) values in normalised units, or label codes.
         is_decision_point: (A, m) whether the record can raise an alert after this reading.
-        given_positions: (A, g) positions of the readings that are never suspects, such as those of context features.
+        given_positions: (A, g) positions of the given readings, such as those of context features (which condition the
+            other readings and are not scored).
         candidate_positions: (A, n) positions of the candidates, in a random order that depends on the record id only.
         record_ids: Ids of the A records.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
@@ -106,41 +108,43 @@ class _RecordGroup:
     kernels: CpuKernels | None
 
     def select(self, rows: Ints) -> _RecordGroup:
-        """Return a group of some of the records.
+        """Return a group of some of the A records.
 
         Args:
             rows: Indexes of these records, from 0 to A − 1.
         """
         return _RecordGroup(
-            self.schema,
-            self.codes[rows],
-            self.raw_values[rows],
-            self.values[rows],
-            self.is_decision_point[rows],
-            self.given_positions[rows],
-            self.candidate_positions[rows],
-            [self.record_ids[row] for row in rows.tolist()],
-            self.kernels,
+            schema=self.schema,
+            codes=self.codes[rows],
+            raw_values=self.raw_values[rows],
+            values=self.values[rows],
+            is_decision_point=self.is_decision_point[rows],
+            given_positions=self.given_positions[rows],
+            candidate_positions=self.candidate_positions[rows],
+            record_ids=[self.record_ids[row] for row in rows.tolist()],
+            kernels=self.kernels,
         )
 
 
 @dataclass(slots=True)
 class _Findings:
-    """The results for each reading of A records with m readings, in order of arrival; NaN where nothing was computed.
+    """The computed parts of the explanations of A records with m readings each; NaN where nothing was computed.
 
-    Suspects are readings whose replacement by expected values may avoid the alert; trusted readings are all others. The
-    surprisal of a reading is −ln p of its value. The surprisal of a record is the sum over its readings.
+    Columns are readings in order of arrival. Suspects are the readings of a record to which its alert is attributed;
+    trusted readings are all others. The surprisal of a reading is −ln p of its value. The surprisal of a record is the
+    sum over its readings.
 
     Attributes:
         surprise: (A, m) −ln of the highest-density p-value of the reading (probability of a value at most as likely as
             the observed one) given the trusted readings, in nats.
-        expected: (3, A, m) the 5%, 50% and 95% quantiles given the trusted readings, in raw units.
+        expected: (3, A, m) the 5%, 50% and 95% quantiles given the trusted readings, in raw units; not used for
+            discrete features.
         likeliest_label: (A, m) code of the most probable label given the trusted readings, 0 for continuous features.
         attribution: (A, m) mean surprisal of the reading given the readings before it, over several orders, in nats.
         leave_one_out: (A, m) surprisal of the reading given all other readings, in nats.
         relief: (A, m) surprisal of the record minus that of the record without the reading, in nats.
         is_suspect: (A, m) whether the reading is a suspect.
-        is_silenced: (A,) whether replacing the suspects of the record avoids its alert.
+        is_silenced: (A,) whether there would be no alert if the suspects had expected values.
     """
 
     surprise: Floats
@@ -154,18 +158,22 @@ class _Findings:
 
     @staticmethod
     def empty(num_records: int, num_readings: int) -> _Findings:
-        """Return findings for records of equal length in which nothing has been computed yet."""
+        """Return findings in which nothing has been computed yet.
+
+        Args:
+            num_records: Number of records.
+            num_readings: Number of readings of each record.
+        """
         shape = num_records, num_readings
-        surprise, attribution, leave_one_out, relief = np.full((4, *shape), np.nan)
         return _Findings(
-            surprise,
-            np.full((3, *shape), np.nan),
-            np.zeros(shape, np.int64),
-            attribution,
-            leave_one_out,
-            relief,
-            np.zeros(shape, bool),
-            np.zeros(num_records, bool),
+            surprise=np.full(shape, np.nan),
+            expected=np.full((len(EXPECTED_QUANTILES), *shape), np.nan),
+            likeliest_label=np.zeros(shape, np.int64),
+            attribution=np.full(shape, np.nan),
+            leave_one_out=np.full(shape, np.nan),
+            relief=np.full(shape, np.nan),
+            is_suspect=np.zeros(shape, bool),
+            is_silenced=np.zeros(num_records, bool),
         )
 
 
@@ -179,8 +187,8 @@ class _TreeOutput:
     Attributes:
         tree: The tree, which orders W readings of each record.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
-        positions: (A, W) positions, in the order of arrival of each record, of the readings that the tree numbers
-            0 … W − 1.
+        positions: (A, W) column w is for the reading that the tree numbers w: its position in the order of arrival of
+            the record, from 0.
         codes: (A, T) feature codes (indexes in the schema) at the nodes.
         values: (A, T) values at the nodes, in normalised units or label codes.
         conditional: The distributions at the nodes given their ancestors, of shape (A, T).
@@ -196,24 +204,26 @@ class _TreeOutput:
     surprisal: Floats
 
     def select(self, rows: Ints) -> _TreeOutput:
-        """Return the output for some of the records.
+        """Return the output for some of the A records.
 
         Args:
             rows: Indexes of these records, from 0 to A − 1.
         """
-        index = torch.from_numpy(rows).to(self.values.device)
+        index = torch.from_numpy(rows).to(self.values.device)  # NumPy arrays are indexed by `rows`, tensors by this
         return _TreeOutput(
-            self.tree,
-            self.kernels,
-            self.positions[rows],
-            self.codes[rows],
-            self.values[index],
-            self.conditional[index],
-            self.surprisal[rows],
+            tree=self.tree,
+            kernels=self.kernels,
+            positions=self.positions[rows],
+            codes=self.codes[rows],
+            values=self.values[index],
+            conditional=self.conditional[index],
+            surprisal=self.surprisal[rows],
         )
 
     def compute_quantiles(self, nodes: Ints, probabilities: Sequence[float]) -> Floats:
-        """Return quantiles of the distributions at some nodes.
+        """Return quantiles of the distributions at some nodes of the tree of orders.
+
+        Each node stands for a reading given the readings at its ancestors.
 
         Args:
             nodes: (K,) indexes of the nodes in the tree.
@@ -223,6 +233,7 @@ class _TreeOutput:
             (Q, A, K) quantiles of each of the A records, in normalised units.
         """
         conditional = self.conditional[:, torch.from_numpy(nodes)]
+        # The compiled kernels compute the same quantiles faster.
         if self.kernels is None:
             quantiles = conditional.quantiles(probabilities)
         else:
@@ -230,32 +241,38 @@ class _TreeOutput:
         return np.asarray(quantiles.double().cpu().numpy())
 
     def compute_surprise(self, nodes: Ints) -> Floats:
-        """Return how improbable the values at some nodes are given their ancestors.
+        """Return how improbable the values at some nodes of the tree are, given the readings at their ancestors.
 
         Args:
             nodes: (K,) indexes of the nodes in the tree.
 
         Returns:
-            (A, K) −ln of the highest-density p-values, the probabilities of a value at most as likely as the observed.
+            (A, K) −ln of the highest-density p-value (probability of a value at most as likely as the observed one) for
+            each of A records, in nats; larger is more improbable.
         """
         index = torch.from_numpy(nodes)
         return -_compute_log_p_value(self.conditional[:, index], self.values[:, index], self.kernels)
 
     def sum_without_each_item(self) -> Floats:
-        """Return the surprisal that each record would have without one of its items, for every item.
+        """Return how large the surprisal of each record would be without one of its n items, for every item.
 
-        The surprisal of a record is the sum of −ln p over its readings in some order. An item is a reading that the
-        tree has at the end of an order. Without the last term, the sum over this order is the surprisal of the record
-        without the item. If several orders end with the item, the result is their mean.
+        The surprisal of a record is the sum of −ln p over its readings, each given the readings before it in some
+        order. Items are readings that are last in an order of the tree, in one order or in two. In this order, no other
+        reading depends on the item, so the sum without the last term is the surprisal without the item. If two orders
+        end with the item, the mean of both is returned.
 
         Returns:
-            (A, n) surprisal of each of A records without item i, in nats, for i from 0 to n − 1.
+            (A, n) surprisal in nats: entry [a, i] is that of record a without item i.
         """
-        num_paths = len(self.tree.paths) - self.tree.num_extra
-        paths, leaves = self.tree.paths[:num_paths], self.tree.leaves[:num_paths]
-        totals = np.where(paths >= 0, self.surprisal[:, paths], 0.0).sum(-1)
-        sums = totals - self.surprisal[:, leaves]
-        return np.asarray(sums.reshape(len(sums), -1, self.tree.num_items).mean(1))
+        # The last orders of the tree end with extra readings, which are no items.
+        num_orders = len(self.tree.paths) - self.tree.num_extra
+        paths, last_nodes = self.tree.paths[:num_orders], self.tree.leaves[:num_orders]
+        is_node = paths >= 0  # short orders are padded with −1
+        totals = np.where(is_node, self.surprisal[:, paths], 0.0).sum(-1)  # (A, num_orders)
+        totals_without_last = totals - self.surprisal[:, last_nodes]
+        # Orders 0 … n − 1 end with items 0 … n − 1, and so do the next n orders if there are two per item.
+        by_item = totals_without_last.reshape(len(totals), -1, self.tree.num_items)
+        return np.asarray(by_item.mean(1))
 
 
 def explain_records(
@@ -271,8 +288,9 @@ def explain_records(
 ) -> list[Explanation]:
     """Explain why A records have raised alerts.
 
-    An explanation lists the readings of a record except those of context features, the most suspicious first. It also
-    names the suspects: a small set of readings whose replacement by expected values would have avoided the alert.
+    An explanation lists the readings of a record, the most suspicious first. Readings of context features, which are
+    not scored, are left out. It also names the suspects: a small set of readings whose replacement by expected values
+    would have avoided the alert.
 
     Args:
         model: The network, in evaluation mode.
@@ -288,10 +306,11 @@ def explain_records(
             there are no suspects.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
         is_decision_point: (A, L) whether the record can raise an alert after this reading. In a tie group (readings
-            with the same event time), that is true for the last reading only. None if it is true for all readings.
+            with the same event time, which are scored together), this is true for the last reading only. None if it is
+            true for all readings.
 
     Returns:
-        One explanation per record, empty if the record has only context features or if the effort is "off".
+        One explanation per record. It is empty if the record has only context features or if the effort is "off".
     """
     explanations = [Explanation((), None)] * len(codes)
     if effort == "off":
@@ -321,24 +340,29 @@ def explain_records(
 
 
 def _group_similar_records(schema: Schema, codes: Ints) -> Iterator[Ints]:
-    """Group records that can be computed together, because they have equally many readings and context features.
+    """Divide records into groups that can be computed together: with equally many readings and context features.
 
     Args:
         schema: Describes the features.
-        codes: (A, L) feature codes of A records with at most L readings, −1 as padding at the end.
+        codes: (A, L) feature codes (indexes in the schema) of A records with at most L readings, −1 as padding at the
+            end.
 
     Yields:
-        Rows of the records of one group, from 0 to A − 1. The size of a group is bounded, so that one forward pass has
-        at most `MAX_READINGS_PER_PASS` readings. Records with context features only are left out.
+        The row numbers of the records of one group, from 0 to A − 1. The size of a group is bounded, so that one
+        forward pass has at most `MAX_READINGS_PER_PASS` readings, unless a single record needs more. Records with
+        context features only are left out, because they are not scored.
     """
     is_reading = codes >= 0
-    num_readings = is_reading.sum(1)
-    num_context = (is_reading & schema.is_context[np.maximum(codes, 0)]).sum(1)
-    for readings, context in np.unique(np.stack([num_readings, num_context]), axis=1).T.tolist():
-        if readings == context:
+    readings_by_record = is_reading.sum(1)
+    context_by_record = (is_reading & schema.is_context[np.maximum(codes, 0)]).sum(1)
+    distinct_counts = np.unique(np.stack([readings_by_record, context_by_record]), axis=1)
+    for num_readings, num_context in distinct_counts.T.tolist():
+        if num_readings == num_context:
             continue
-        rows = np.flatnonzero((num_readings == readings) & (num_context == context))
-        num_nodes = 2 * readings * max(1, readings.bit_length())  # upper bound of the nodes of a mirrored tree
+        rows = np.flatnonzero((readings_by_record == num_readings) & (context_by_record == num_context))
+        # Many orders of a record's readings are computed in one pass, as a tree in which orders that begin alike share
+        # nodes. This is an upper bound of the number of nodes, each of which costs as much as a reading.
+        num_nodes = 2 * num_readings * max(1, num_readings.bit_length())
         batch_size = max(1, MAX_READINGS_PER_PASS // num_nodes)
         for start in range(0, len(rows), batch_size):
             yield rows[start : start + batch_size]
@@ -349,21 +373,32 @@ def _score_on_arrival(model: DEformer, codes: Ints, raw_values: Floats, kernels:
 
     Args:
         model: The network.
-        codes: (A, m) feature codes (indexes in the schema) in order of arrival, without padding.
+        codes: (A, m) feature codes (indexes in the schema) of A records with m readings each, in order of arrival.
         raw_values: (A, m) values in raw units, or label codes.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
 
     Returns:
-        Findings in which only the surprise, the expected range and the likeliest label are computed.
+        Findings in which only `surprise`, `expected` and `likeliest_label` are computed.
     """
     num_records, num_readings = codes.shape
-    # A tree with a single order, the order of arrival: all readings are given and none is a candidate.
+    # A tree with a single order, the order of arrival: all readings are given and none may become a suspect.
+    arrival_tree = build_order_tree(num_given=num_readings, num_items=0)
     positions = np.broadcast_to(np.arange(num_readings), codes.shape)
-    values = model.schema.normalise(codes, raw_values)
-    group = _RecordGroup(model.schema, codes, raw_values, values, codes >= 0, positions, positions[:, :0], [], kernels)
+    group = _RecordGroup(
+        schema=model.schema,
+        codes=codes,
+        raw_values=raw_values,
+        values=model.schema.normalise(codes, raw_values),
+        is_decision_point=np.ones(codes.shape, bool),  # not used here
+        given_positions=positions,
+        candidate_positions=positions[:, :0],
+        record_ids=[],  # not used here
+        kernels=kernels,
+    )
+    output = _compute_tree(model, group, positions, arrival_tree)
     findings = _Findings.empty(num_records, num_readings)
-    output = _compute_tree(model, group, positions, build_order_tree(num_readings, 0))
-    _store_expected_ranges(model, findings, np.arange(num_records), positions, output, np.arange(num_readings))
+    all_rows, all_nodes = np.arange(num_records), np.arange(num_readings)
+    _store_expected_ranges(model, findings, all_rows, positions, output, all_nodes)
     return findings
 
 
@@ -375,10 +410,10 @@ def _choose_candidates(
     record_ids: list[str],
     kernels: CpuKernels | None,
 ) -> _RecordGroup:
-    """Choose the candidates of A records: the readings that may become suspects, that is explain the alert.
+    """Choose the candidates of A records: the readings to which the alert can be attributed.
 
-    Readings of context features are never candidates. If a record has more than `MAX_CANDIDATES` other readings, the
-    candidates are those that were most improbable given the earlier ones.
+    Readings of context features are never candidates, because they are not scored. If a record has more than
+    `MAX_CANDIDATES` other readings, the candidates are those that were most improbable given the earlier ones.
 
     Args:
         model: The network.
@@ -407,15 +442,15 @@ def _choose_candidates(
     num_given = num_readings - num_candidates
     random_order = np.stack([_make_rng(record_id).permutation(num_candidates) for record_id in record_ids])
     return _RecordGroup(
-        model.schema,
-        codes,
-        raw_values,
-        model.schema.normalise(codes, raw_values),
-        is_decision_point,
-        positions[:, :num_given],
-        np.take_along_axis(positions[:, num_given:], random_order, 1),
-        record_ids,
-        kernels,
+        schema=model.schema,
+        codes=codes,
+        raw_values=raw_values,
+        values=model.schema.normalise(codes, raw_values),
+        is_decision_point=is_decision_point,
+        given_positions=positions[:, :num_given],
+        candidate_positions=np.take_along_axis(positions[:, num_given:], random_order, 1),
+        record_ids=record_ids,
+        kernels=kernels,
     )
 
 
@@ -426,38 +461,49 @@ def _make_rng(record_id: str) -> np.random.Generator:
 
 
 def _compute_tree(model: DEformer, group: _RecordGroup, positions: Ints, tree: OrderTree) -> _TreeOutput:
-    """Run the network on a tree of orders (a trie of several orders of a record's readings) for each of A records.
+    """Compute many orders of the readings of each of A records in one forward pass of the network.
+
+    The orders are a tree: a trie in which orders that begin alike share nodes. Each of its T nodes stands for a reading
+    given the readings at its ancestors.
 
     Args:
         model: The network.
         group: The A records.
-        positions: (A, W) positions, in the order of arrival of each record, of the readings that the tree numbers
-            0 … W − 1.
-        tree: The tree, which orders W readings.
+        positions: (A, W) column w is for the reading that the tree numbers w: its position in the order of arrival of
+            the record, from 0.
+        tree: The orders of W readings, which are the same for all records.
+
+    Returns:
+        The distribution at each node of each record, and the surprisal (−ln p) of the observed value under it.
     """
+    # (A, W): the readings in the numbering of the tree.
     codes = np.take_along_axis(group.codes, positions, 1)
     values = to_tensor(np.take_along_axis(group.values, positions, 1), model)
     with torch.inference_mode():
         conditional = compute_tree_conditionals(model, tree, to_tensor(codes, model), values, group.kernels)
-        node_values = values[:, torch.from_numpy(tree.reading_index).to(model.device)]
+        node_values = values[:, torch.from_numpy(tree.reading_index).to(model.device)]  # (A, T)
         surprisal = -conditional.log_prob(node_values).double().cpu().numpy()
     node_codes = codes[:, tree.reading_index]
+    # Context features condition the others but are not scored, so they add nothing to sums of surprisals.
     surprisal = np.where(model.schema.is_context[node_codes], 0.0, surprisal)
     return _TreeOutput(tree, group.kernels, positions, node_codes, node_values, conditional, surprisal)
 
 
 def _find_suspects(model: DEformer, group: _RecordGroup, alert_rule: AlertRule) -> _Findings:
-    """Find the suspects of A records, and compute all results that the findings hold for their readings.
+    """Find the suspects of A records, and compute the complete findings for their readings.
 
     Suspects are a small set of readings whose replacement by expected values avoids the alert; the other readings are
-    trusted. First, single readings are tried, those first whose removal makes the record most probable. If none avoids
-    the alert, further suspects are added one by one, up to `MAX_SUSPECTS`. Each time the reading is added whose removal
-    leaves the smallest surprisal (sum of −ln p) of the trusted readings.
+    trusted. First, single readings are tried, beginning with the one whose removal makes the record most probable. If
+    none avoids the alert, further suspects are added one by one, up to `MAX_SUSPECTS`. The next suspect is always the
+    reading whose removal leaves the smallest surprisal (sum of −ln p) of the trusted readings.
 
     Args:
         model: The network.
         group: The A records with their candidates (readings that may become suspects).
         alert_rule: Decides whether a record with replaced readings still raises an alert.
+
+    Returns:
+        The findings. If no set of suspects avoids the alert of a record, they hold the largest set that was tried.
     """
     num_records, num_candidates = group.candidate_positions.shape
     num_given = group.given_positions.shape[1]
@@ -506,29 +552,32 @@ def _try_single_suspects(
 ) -> tuple[Ints, Bools]:
     """Find for each of A records a single reading whose replacement by its expected value avoids the alert.
 
-    The candidate is tested first whose removal makes the record most probable. Only for records that still raise an
-    alert, the next `NUM_SINGLE_SUSPECTS` − 1 candidates are tested too. If none of them avoids the alert, the first one
-    is returned.
+    The first reading to test is the candidate whose removal makes the record most probable. Only for records that still
+    raise an alert, the next `NUM_SINGLE_SUSPECTS` − 1 candidates are tested too. If none of them avoids the alert, the
+    first one is returned.
 
     Args:
         model: The network.
-        group: The A records with n candidates (readings that may become suspects) each.
-        output: The network's output for a tree of orders in which each candidate is last.
+        group: The A records with n candidates (readings to which the alert can be attributed) each.
+        output: The network's output for orders of the readings, in which each candidate is last once or twice.
         alert_rule: Decides whether a record with a replaced reading still raises an alert.
 
     Returns:
-        (A, 1) position of each record's suspect in the order of arrival; and (A,) whether replacing it avoids the
+        (A, 1) position of the found reading in each record's order of arrival; and (A,) whether replacing it avoids the
         alert.
     """
-    replacements = _compute_replacements(model, output, output.tree.leaves[: output.tree.num_items])
-    # (A, k) indexes into the candidates; the one whose removal leaves the smallest surprisal is first.
+    # (A, n): the expected value of each candidate given all other readings, taken from an order that ends with it.
+    last_nodes = output.tree.leaves[: output.tree.num_items]
+    replacements = _compute_replacements(model, output, last_nodes)
+    # (A, k) indexes into the candidates; the one whose removal leaves the smallest surprisal (−ln p) is first.
     ranked = np.argsort(output.sum_without_each_item(), 1)[:, :NUM_SINGLE_SUSPECTS]
-    is_silenced = np.zeros(ranked.shape, bool)
+    avoids_alert = np.zeros(ranked.shape, bool)
+    # One pass tests the first candidate of all records, a second pass the next ones of records that still need them.
     for columns in (slice(0, 1), slice(1, NUM_SINGLE_SUSPECTS)):
-        rows = np.flatnonzero(~is_silenced.any(1))
+        rows = np.flatnonzero(~avoids_alert.any(1))
         single_sets = ranked[rows, columns, None]  # (rows, columns, 1): sets of one candidate each
         if single_sets.size:
-            is_silenced[rows, columns] = _test_replacements(
+            avoids_alert[rows, columns] = _test_replacements(
                 model,
                 group.select(rows),
                 group.candidate_positions[rows],
@@ -536,16 +585,17 @@ def _try_single_suspects(
                 single_sets,
                 alert_rule,
             )
-    best = np.take_along_axis(ranked, is_silenced.argmax(1)[:, None], 1)  # the first column if none avoids the alert
-    return np.take_along_axis(group.candidate_positions, best, 1), np.asarray(is_silenced.any(1))
+    first_column = avoids_alert.argmax(1)[:, None]  # 0 if no candidate avoids the alert
+    found = np.take_along_axis(ranked, first_column, 1)
+    return np.take_along_axis(group.candidate_positions, found, 1), np.asarray(avoids_alert.any(1))
 
 
 def _remove_from_rows(positions: Ints, removed: Ints) -> Ints:
-    """Return positions of readings without those that are removed, row by row, in the same order.
+    """Return the positions of readings without the removed ones, row by row, in the same order.
 
     Args:
-        positions: (A, n) distinct positions in each of A rows.
-        removed: (A, k) positions to remove from each row; all of them occur there.
+        positions: (A, n) different positions in each of A rows.
+        removed: (A, k) k of these positions to remove from each row.
 
     Returns:
         (A, n − k) the other positions of each row.
@@ -555,48 +605,52 @@ def _remove_from_rows(positions: Ints, removed: Ints) -> Ints:
 
 
 def _store_attributions(findings: _Findings, group: _RecordGroup, output: _TreeOutput) -> None:
-    """Store how much each reading contributes to the surprisal of its record, the sum of −ln p over its readings.
+    """Store in the findings how much each reading contributes to the surprisal of its record.
 
-    The attribution of a reading is its mean surprisal over the orders of the tree. For the candidates (readings that
-    may become suspects), the surprisal given all other readings and the relief are stored as well. The relief is the
-    surprisal of the record minus that of the record without the reading.
+    The surprisal of a reading is −ln p of its value given the readings before it in some order. The surprisal of a
+    record is the sum over its readings. Three contributions are stored:
+
+    - `attribution`: the mean surprisal of the reading over all orders.
+    - `leave_one_out`, only of candidates (readings that may become suspects): the surprisal given all other readings.
+    - `relief`, only of candidates: the surprisal of the record minus the surprisal of the record without the reading.
 
     Args:
-        findings: The results for A records, which are changed.
+        findings: The results for A records with W readings each, in which the contributions are stored.
         group: The A records with n candidates each.
-        output: The network's output for a tree of P orders of all W readings. In two of them each candidate is last.
+        output: The network's output for P orders of all W readings. Each candidate is last in two of them.
     """
     tree, candidates = output.tree, group.candidate_positions
-    path_surprisal = output.surprisal[:, tree.paths]  # (A, P, W): the terms of each order from first to last
-    # (P, W): the depth at which each order has reading 0, 1, …, with which the terms are sorted by reading.
+    terms_by_depth = output.surprisal[:, tree.paths]  # (A, P, W): the terms of each order from first to last
+    # (P, W): the depth at which each order has reading 0, 1, …, so that the terms can be sorted by reading.
     depth_by_reading = np.argsort(tree.reading_index[tree.paths], 1)
-    attribution = np.take_along_axis(path_surprisal, depth_by_reading[None], 2).mean(1)
-    np.put_along_axis(findings.attribution, output.positions, attribution, 1)
-    # (A, orders per candidate, n): the last term of an order is the surprisal given all other readings.
+    terms_by_reading = np.take_along_axis(terms_by_depth, depth_by_reading[None], 2)
+    np.put_along_axis(findings.attribution, output.positions, terms_by_reading.mean(1), 1)
+    # (A, 2, n): the last term of an order is the surprisal given all other readings.
     last_terms = output.surprisal[:, tree.leaves].reshape(len(candidates), -1, tree.num_items)
     np.put_along_axis(findings.leave_one_out, candidates, last_terms.mean(1), 1)
-    record_surprisal = path_surprisal.sum(-1).mean(1, keepdims=True)
-    np.put_along_axis(findings.relief, candidates, record_surprisal - output.sum_without_each_item(), 1)
+    record_surprisal = terms_by_depth.sum(-1).mean(1, keepdims=True)  # (A, 1): the mean over the orders
+    relief = record_surprisal - output.sum_without_each_item()
+    np.put_along_axis(findings.relief, candidates, relief, 1)
 
 
 def _store_expected_ranges(
     model: DEformer, findings: _Findings, rows: Ints, positions: Ints, output: _TreeOutput, nodes: Ints
 ) -> None:
-    """Store how improbable K readings of each record are, and which values were expected instead.
+    """Store in the findings how improbable K readings of each record are, and which values were expected instead.
 
-    These are the surprise, the expected range and the likeliest label in `_Findings`. They are conditioned on the
-    ancestors of the reading's node in a tree of orders.
+    The attributes `surprise`, `expected` and `likeliest_label` are stored. The output comes from a tree of orders of
+    the readings: each node stands for a reading given the readings at its ancestors.
 
     Args:
         model: The network.
-        findings: The results, which are changed.
-        rows: (A,) rows of the findings that belong to the A records of the output.
-        positions: (A, K) positions of the readings in the order of arrival of their records.
+        findings: The findings to change.
+        rows: (A,) the row of the findings for each of the A records of the output.
+        positions: (A, K) positions of the readings in the order of arrival of their records, from 0.
         output: The network's output at the nodes of the tree.
-        nodes: (K,) indexes of the nodes at which the tree has these readings.
+        nodes: (K,) the node of the tree from which the results of each reading are taken.
     """
     schema, codes = model.schema, output.codes[:, nodes]
-    cells = rows[:, None], positions
+    cells = rows[:, None], positions  # where the results of these readings are in the arrays of the findings
     findings.surprise[cells] = output.compute_surprise(nodes)
     quantiles = output.compute_quantiles(nodes, EXPECTED_QUANTILES)
     findings.expected[:, *cells] = schema.denormalise(codes, quantiles)
@@ -607,20 +661,21 @@ def _store_expected_ranges(
 def _compute_replacements(model: DEformer, output: _TreeOutput, nodes: Ints) -> Floats:
     """Return the expected values by which readings are replaced, to test whether that avoids the alert.
 
-    A continuous reading is replaced by its conditional median, rounded to the sensor's resolution; a discrete one by
-    its most probable label. Both are conditioned on the ancestors of the reading's node in a tree of orders.
+    A continuous reading is replaced by its conditional median, rounded to the resolution of the sensor; a discrete one
+    by its most probable label. The output comes from a tree of orders of the readings: each node stands for a reading
+    given the readings at its ancestors.
 
     Args:
         model: The network.
         output: The network's output at the nodes of the tree, for A records.
-        nodes: (K,) indexes of the nodes at which the tree has the readings.
+        nodes: (K,) indexes of the nodes whose readings are replaced.
 
     Returns:
         (A, K) values in raw units, or label codes.
     """
     schema, codes = model.schema, output.codes[:, nodes]
-    median = schema.denormalise(codes, output.compute_quantiles(nodes, (0.5,))[0])
-    number = round_to_quantum(schema, codes, median)
+    normalised_median = output.compute_quantiles(nodes, (0.5,))[0]
+    number = round_to_quantum(schema, codes, schema.denormalise(codes, normalised_median))
     label = find_likeliest_labels(schema, codes, output.conditional[:, torch.from_numpy(nodes)])
     return np.where(schema.is_discrete[codes], label, number)
 
@@ -635,10 +690,11 @@ def _test_replacements(
 
     Args:
         model: The network.
-        group: The A records.
+        group: The A records with m readings each.
         positions: (A, K) positions, in the order of arrival, of readings that may be replaced.
         replacements: (A, K) the values that replace them, in raw units or label codes.
-        sets: (A, C, k) for each record C sets of k readings, as indexes into the K readings.
+        sets: (A, C, k) for each record C sets of k readings. A reading is given by its column in `positions`, from 0 to
+            K − 1.
         alert_rule: Decides whether a record with a given anomaly score raises an alert.
 
     Returns:
@@ -648,26 +704,28 @@ def _test_replacements(
     # (A, C, m): one copy of each record for each set, in which the readings of the set are replaced.
     raw_values = np.repeat(group.raw_values[:, None], num_sets, 1)
     record = np.arange(num_records)[:, None, None]
-    np.put_along_axis(raw_values, positions[record, sets], replacements[record, sets], 2)
+    replaced_positions, new_values = positions[record, sets], replacements[record, sets]  # (A, C, k) each
+    np.put_along_axis(raw_values, replaced_positions, new_values, 2)
     # (A · C, m): all copies are scored as records of their own.
     flat_raw_values = raw_values.reshape(num_records * num_sets, -1)
     codes = np.repeat(group.codes, num_sets, 0)
-    statistics = _compute_max_statistics(
+    anomaly_scores = _compute_max_statistics(
         model,
         group.kernels,
         codes,
         group.schema.normalise(codes, flat_raw_values),
         np.repeat(group.is_decision_point, num_sets, 0),
     )
-    return ~alert_rule(statistics.reshape(num_records, num_sets), group.record_ids)
+    return ~alert_rule(anomaly_scores.reshape(num_records, num_sets), group.record_ids)
 
 
 def _compute_max_statistics(
     model: DEformer, kernels: CpuKernels | None, codes: Ints, values: Floats, is_decision_point: Bools
 ) -> Floats:
-    """Return the largest prefix statistic of each of R records, (R,); larger is more anomalous.
+    """Return the final anomaly score of each of R records, (R,); larger is more anomalous.
 
-    A prefix statistic is the anomaly score of a record after its first k readings; the maximum is over all k.
+    It is the largest prefix statistic of the record. A prefix statistic combines the p-values of the first k readings;
+    the maximum is over all k after which the record can raise an alert.
 
     Args:
         model: The network.
@@ -678,15 +736,16 @@ def _compute_max_statistics(
     """
     compute_conditionals = model.conditionals if kernels is None else kernels.conditionals_of_records
     with torch.inference_mode():
-        x = to_tensor(values, model)
-        log_p = _compute_log_p_value(compute_conditionals(to_tensor(codes, model), x), x, kernels)
+        value_tensor = to_tensor(values, model)
+        conditional = compute_conditionals(to_tensor(codes, model), value_tensor)
+        log_p_value = _compute_log_p_value(conditional, value_tensor, kernels)
     is_scored = ~model.schema.is_context[codes]
-    _, state = advance_prefix_state(PrefixState.initial(len(codes)), log_p, is_scored, is_decision_point)
+    _, state = advance_prefix_state(PrefixState.initial(len(codes)), log_p_value, is_scored, is_decision_point)
     return state.max_statistic
 
 
 def _compute_log_p_value(conditional: Conditional, values: torch.Tensor, kernels: CpuKernels | None) -> Floats:
-    """Return ln of the highest-density p-values of values, the probabilities of a value that is at most as likely.
+    """Return ln of the highest-density p-value of each value: the probability of a value that is at most as likely.
 
     Args:
         conditional: Distributions of any shape.
@@ -696,6 +755,7 @@ def _compute_log_p_value(conditional: Conditional, values: torch.Tensor, kernels
     Returns:
         Natural logarithms of the same shape.
     """
+    # Both compute −ln p of the values and its moments, from which p-values of continuous features are computed.
     surprisal = conditional.compute_surprisal(values) if kernels is None else kernels.surprisal(conditional, values)
     log_p_value = conditional.compute_score_terms(values, surprisal).log_p_value
     return np.asarray(log_p_value.double().cpu().numpy())
@@ -704,7 +764,11 @@ def _compute_log_p_value(conditional: Conditional, values: torch.Tensor, kernels
 def _build_explanation(
     schema: Schema, findings: _Findings, row: int, codes: Ints, raw_values: Floats, unseen_labels: Mapping[int, str]
 ) -> Explanation:
-    """Return the explanation of the alert of one record: its readings, the most suspicious first, and its suspects.
+    """Return the explanation of the alert of one record: a list of its readings, the most suspicious first.
+
+    Suspects are the readings of the record to which the alert is attributed. They are marked in the list. The
+    explanation also names their features in `silenced_by`, if the alert would not have been raised with expected values
+    of the suspects.
 
     Args:
         schema: Describes the features.
@@ -715,44 +779,49 @@ def _build_explanation(
         unseen_labels: Texts of labels that the model does not have, by position in the order of arrival, from 0.
 
     Returns:
-        The explanation. It lists no reading of a context feature. It names suspects only if replacing them avoids the
-        alert.
+        The explanation, without the readings of context features, which are not scored.
     """
     contributions = []
     for position in np.flatnonzero(~schema.is_context[codes]).tolist():
         feature, cell = schema.features[codes[position]], (row, position)
         contributions.append(
             Contribution(
-                feature.name,
-                _format_value(feature, float(raw_values[position]), unseen_labels.get(position)),
-                float(findings.surprise[cell]),
-                _make_expected_range(feature, findings.expected[:, *cell], int(findings.likeliest_label[cell])),
-                _none_if_nan(findings.attribution[cell]),
-                _none_if_nan(findings.leave_one_out[cell]),
-                _none_if_nan(findings.relief[cell]),
-                bool(findings.is_suspect[cell]),
+                feature=feature.name,
+                value=_format_value(feature, float(raw_values[position]), unseen_labels.get(position)),
+                surprise=float(findings.surprise[cell]),
+                expected=_make_expected_range(
+                    feature, findings.expected[:, *cell], int(findings.likeliest_label[cell])
+                ),
+                attribution=_none_if_nan(findings.attribution[cell]),
+                leave_one_out=_none_if_nan(findings.leave_one_out[cell]),
+                relief=_none_if_nan(findings.relief[cell]),
+                suspect=bool(findings.is_suspect[cell]),
             )
         )
     contributions.sort(key=_make_sort_key)
     suspects = tuple(contribution.feature for contribution in contributions if contribution.suspect)
-    return Explanation(tuple(contributions), suspects if findings.is_silenced[row] else None)
+    # If no set of suspects avoids the alert, the marked ones are only the largest set that was tried.
+    silenced_by = suspects if findings.is_silenced[row] else None
+    return Explanation(tuple(contributions), silenced_by)
 
 
 def _make_sort_key(contribution: Contribution) -> tuple[bool, bool, float]:
     """Return a sort key by which the most suspicious reading comes first.
 
-    Suspects (readings whose replacement may avoid the alert) precede all others. Readings that could not become
-    suspects are last. Otherwise the larger sum of surprise and relief comes first. The surprise is −ln of the reading's
-    p-value given the readings that are not suspects; it is large for a second fault. The relief is the decrease of the
-    record's −ln p without the reading; it is large for either of two readings that contradict each other.
+    Suspects (readings to which the alert is attributed) precede all others. Readings that were not considered as
+    suspects come last. Within each of these classes, readings are ordered by the sum of surprise and relief, the
+    largest first. The surprise is −ln of the reading's p-value given the readings that are not suspects. It is large
+    for a second fault. The relief is the decrease of the record's −ln p if the reading is left out. It is large for
+    either of two readings that contradict each other.
     """
-    is_candidate = contribution.relief is not None
-    total = contribution.surprise + (contribution.relief or 0.0)
-    return not contribution.suspect, not is_candidate, -total
+    is_candidate = contribution.relief is not None  # the relief is computed for readings that may become suspects
+    suspicion = contribution.surprise + (contribution.relief or 0.0)
+    # In ascending order, False precedes True.
+    return not contribution.suspect, not is_candidate, -suspicion
 
 
 def _none_if_nan(value: np.float64) -> float | None:
-    """Return the number, or None for NaN, which stands for a result that was not computed."""
+    """Return the number as a float, or None for NaN, which stands for a result that was not computed."""
     return None if np.isnan(value) else float(value)
 
 
@@ -765,8 +834,9 @@ def _make_expected_range(feature: Feature, quantiles: Floats, label_code: int) -
         label_code: Code of the most probable label, which is used if the feature is discrete.
     """
     if feature.kind == "continuous":
-        return ExpectedRange(*(float(quantile) for quantile in quantiles))
-    return ExpectedRange(None, feature.labels[label_code], None)
+        low, median, high = quantiles.tolist()
+        return ExpectedRange(low, median, high)
+    return ExpectedRange(low=None, median=feature.labels[label_code], high=None)
 
 
 def _format_value(feature: Feature, value: float, unseen_label: str | None) -> float | str | None:
@@ -776,8 +846,9 @@ def _format_value(feature: Feature, value: float, unseen_label: str | None) -> f
         feature: The feature of the reading.
         value: The value in raw units, or the code of the label. A code beyond the feature's labels stands for a label
             that the model does not have.
-        unseen_label: The text of such a label, if any.
+        unseen_label: The text of such a label, if it is known; the result is None if it is needed but not known.
     """
     if feature.kind == "continuous":
         return value
-    return feature.labels[int(value)] if value < len(feature.labels) else unseen_label
+    has_model_label = value < len(feature.labels)
+    return feature.labels[int(value)] if has_model_label else unseen_label
