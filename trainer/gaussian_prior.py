@@ -104,7 +104,7 @@ class Mixture:
     def compute_log_densities(self, x: Floats) -> Floats:
         """Return ln(weight · density) of each record under each of the K components.
 
-        The logarithm of the sum over the components is the log-density of the record.
+        The log-density of a record is the log-sum-exp of its row of the result.
 
         Args:
             x: (N, D) records with D features, without missing values.
@@ -113,11 +113,13 @@ class Mixture:
             (N, K) log-densities in nats.
         """
         K, D = self.means.shape
-        cholesky_factors = np.linalg.cholesky(self.covariances)
+        cholesky_factors = np.linalg.cholesky(self.covariances)  # (K, D, D)
         inverse_factors = np.linalg.inv(cholesky_factors)
-        # Whitened records have uncorrelated features of variance 1. One matrix product serves all components.
+        # Whitening multiplies a record by the inverse Cholesky factor, so that its features are uncorrelated and have
+        # variance 1. One matrix product whitens the records for all components.
         whitened_means = (inverse_factors @ self.means[:, :, None]).reshape(K * D)
-        whitened = x @ inverse_factors.reshape(K * D, D).T - whitened_means
+        whitened = x @ inverse_factors.reshape(K * D, D).T - whitened_means  # (N, K · D)
+        # ln of a Gaussian density: −½ |whitened|² − ½ ln det covariance − ½ D ln 2π.
         half_log_determinants = np.log(np.diagonal(cholesky_factors, axis1=1, axis2=2)).sum(1)
         log_normalizers = half_log_determinants + 0.5 * D * np.log(2 * np.pi)
         squared_distances = (whitened * whitened).reshape(-1, K, D).sum(2)
@@ -129,7 +131,7 @@ class Mixture:
 class Shrinkage:
     """How far the covariances of a mixture's components are moved towards a common one, against overfitting.
 
-    The common covariance is that of the records around the means of their components.
+    The common covariance is that of all records, each relative to the mean of its component.
 
     Attributes:
         strength: Weight of the common covariance in each component, as a number of records.
@@ -144,6 +146,9 @@ class Shrinkage:
 @dataclass(frozen=True, slots=True)
 class CrossFittedPriors:
     """The Gaussian prior of a model and the variants of it that are used in training.
+
+    The Gaussian prior is a mixture of Gaussians whose conditionals are inputs of the network. The training records are
+    divided into folds. In training, each record gets the conditionals of the variant that was fitted without its fold.
 
     Attributes:
         full: The prior that was fitted to all training records. The trained model uses it.
@@ -173,6 +178,9 @@ class CrossFittedPriors:
                 longest record; −1 as padding.
             values: (B, L) values in normalised units, arbitrary at padding.
             rows: (B,) row numbers of the records in the table.
+
+        Returns:
+            The conditionals of all readings of the B records.
         """
         folds = torch.from_numpy(self.fold_by_row[rows]).to(features.device)
         with torch.no_grad():
@@ -196,7 +204,8 @@ def fit_priors(
             is used.
 
     Returns:
-        The prior. None if `max_components` is 0, or if there are no continuous features or more than `MAX_FEATURES`.
+        The prior, with one variant for each of `NUM_FOLDS` parts of the records, fitted without the part. None if
+        `max_components` is 0, or if there are no continuous features or more than `MAX_FEATURES`.
     """
     linear_codes = np.flatnonzero(data.schema.is_linear)
     rng = np.random.default_rng([seed, FIT_SEED])
@@ -207,14 +216,15 @@ def fit_priors(
     if max_components < 1 or not 0 < len(linear_codes) <= MAX_FEATURES:
         return None
     values, _ = read_rows(data, rows)
+    # Readings of a sensor with a limited resolution get uniform noise of the width of its step, as in training.
     noisy, _ = Noise.from_schema(data.schema).apply(values, create_generator(seed, FIT_SEED))
     x = noisy[:, linear_codes].double().numpy()
     is_missing = np.isnan(x)
-    x = _impute_from_columns(x, is_missing, rng)
+    x = _impute_from_columns(x, is_missing, rng)  # a first rough imputation
     folds = fold_by_row[rows]
 
     def impute(mixture: Mixture, draw: int) -> Floats:
-        """Return the records with missing readings drawn at random from a mixture, given the observed readings.
+        """Return the records `x` with missing readings drawn at random from a mixture, given the observed readings.
 
         Args:
             mixture: The mixture.
@@ -288,7 +298,7 @@ class _CandidateMixture:
 def _select_mixture(
     x: Floats, folds: Ints, max_components: int, seed: int, is_time_short: Callable[[], bool]
 ) -> _CandidateMixture:
-    """Return the mixture with the smallest cross-validated −ln p, with the best number of components.
+    """Return the mixture with the best number of components, which is that with the smallest cross-validated −ln p.
 
     A value that many readings share, such as the zeros of a flow meter while a pump is off, should have a component of
     its own. Clustering seldom finds it. If there is such a value, the mixture is also fitted beginning with a
@@ -296,13 +306,14 @@ def _select_mixture(
 
     Args:
         x: (N, D) records with D features, without missing values.
-        folds: (N,) fold of each record.
+        folds: (N,) fold of each record, from 0 to `NUM_FOLDS` − 1.
         max_components: Largest number of components.
         seed: Seed of the clustering.
         is_time_short: If it returns True, no further mixture is tried.
     """
     plain = _increase_components(x, folds, max_components, seed, is_time_short, separates_repeated=False)
-    if not _mark_repeated_values(x).shape[1] or is_time_short():
+    num_features_with_repeated_value = _mark_repeated_values(x).shape[1]
+    if not num_features_with_repeated_value or is_time_short():
         return plain
     separated = _increase_components(x, folds, max_components, seed, is_time_short, separates_repeated=True)
     return min((plain, separated), key=lambda candidate: candidate.nll)
@@ -313,12 +324,13 @@ def _increase_components(
 ) -> _CandidateMixture:
     """Increase the number of components until two numbers in a row bring no improvement, and return the best mixture.
 
+    Components are the Gaussians of the mixture. Their covariances are moved towards a common one (see `Shrinkage`).
     `Shrinkage.diagonal_share` is selected with one component. Each larger number of components is tried with the best
     `Shrinkage.strength` so far and with a tenth of it, because strong shrinkage makes narrow clusters too wide.
 
     Args:
         x: (N, D) records with D features, without missing values.
-        folds: (N,) fold of each record.
+        folds: (N,) fold of each record, from 0 to `NUM_FOLDS` − 1.
         max_components: Largest number of components.
         seed: Seed of the clustering that initialises each mixture.
         is_time_short: If it returns True, no larger number is tried.
@@ -330,7 +342,7 @@ def _increase_components(
         for share in DIAGONAL_SHARES
     )
     best = min(single_gaussians, key=lambda candidate: candidate.nll)
-    num_failures = 0
+    num_failures = 0  # how many larger numbers in a row have brought no improvement
     for num_components in COMPONENT_COUNTS:
         is_too_large = num_components > max_components or num_components * MIN_ROWS_PER_COMPONENT > len(x)
         if num_failures == 2 or is_too_large or is_time_short():
@@ -355,12 +367,15 @@ def _cross_validate(
 
     Args:
         x: (N, D) records with D features, without missing values.
-        folds: (N,) fold of each record.
-        num_components: Number of components of the mixture.
+        folds: (N,) fold of each record, from 0 to `NUM_FOLDS` − 1.
+        num_components: Number of components (Gaussians) of the mixture.
         shrinkage: How far covariances are moved towards a common one.
         seed: Seed of the clustering that initialises the mixture.
         separates_repeated: Whether the clustering separates repeated values (a value that many readings of a feature
             share) from others.
+
+    Returns:
+        The mixture, its variants without each fold, and the cross-validated −ln p of a record.
     """
     memberships = _initialize_memberships(x, num_components, seed, separates_repeated)
     full = _run_expectation_maximization(x, memberships, shrinkage, MAX_ROUNDS)
@@ -374,7 +389,7 @@ def compute_cross_validated_nll(x: Floats, folds: Ints, by_fold: list[Mixture]) 
 
     Args:
         x: (N, D) records with D features, without missing values.
-        folds: (N,) fold of each record.
+        folds: (N,) fold of each record, from 0 to `NUM_FOLDS` − 1.
         by_fold: For each fold, the mixture fitted without the records of the fold.
     """
     log_likelihoods = []
@@ -399,16 +414,18 @@ def _mark_repeated_values(x: Floats) -> Floats:
     indicators = []
     for column in x.T:
         ordered, width = np.sort(column), REPEATED_WIDTH * column.std()
-        # For each reading, count the readings between it and it + width. The largest count marks the repeated value.
+        # Count the readings in the interval [r, r + width] of each reading r. The interval with the largest count
+        # contains the repeated value.
         counts = np.searchsorted(ordered, ordered + width, "right") - np.arange(len(x))
         lowest = ordered[counts.argmax()]
+        # If the interval contains all readings, the feature is constant and needs no indicator.
         if REPEATED_SHARE * len(x) <= counts.max() < len(x):
             indicators.append((column >= lowest) & (column <= lowest + width))
     return np.array(indicators, np.float64).reshape(-1, len(x)).T
 
 
 def _initialize_memberships(x: Floats, num_components: int, seed: int, separates_repeated: bool) -> Floats:
-    """Assign each record to one of K components by k-means clustering, as the start of expectation-maximisation.
+    """Assign each record to one of K components (Gaussians) by k-means, as the start of expectation-maximisation.
 
     The centres are initialised by k-means++ (Arthur and Vassilvitskii, SODA 2007).
 
@@ -426,21 +443,23 @@ def _initialize_memberships(x: Floats, num_components: int, seed: int, separates
     x = x / (x.std(0) + 1e-9)  # all features get the same weight
     if separates_repeated:
         indicators = _mark_repeated_values(x)
+        # REPEATED_DISTANCE is the standard deviation of these features; that of the others is 1.
         x = np.concatenate([x, REPEATED_DISTANCE * indicators / (indicators.std(0) + 1e-9)], 1)
-    centres = x[rng.integers(len(x), size=1)]
+    centres = x[rng.integers(len(x), size=1)]  # the first centre is a random record
     while len(centres) < num_components:
         # k-means++: the next centre is a record, chosen in proportion to its squared distance to the nearest centre.
         weights = _compute_squared_distances(x, centres).min(1)
-        weights = weights if weights.sum() > 0 else np.ones(len(x))
+        weights = weights if weights.sum() > 0 else np.ones(len(x))  # all distances are 0 if the records are equal
         next_index = rng.choice(len(x), 1, p=weights / weights.sum())
         centres = np.concatenate([centres, x[next_index]])
-    for _ in range(10):
+    for _ in range(10):  # rounds of k-means
         nearest = _compute_squared_distances(x, centres).argmin(1)
+        # Each centre moves to the mean of its records. A centre without records stays.
         centres = np.stack(
             [x[nearest == k].mean(0) if (nearest == k).any() else centre for k, centre in enumerate(centres)]
         )
     nearest = _compute_squared_distances(x, centres).argmin(1)
-    return np.asarray(np.eye(num_components)[nearest])
+    return np.asarray(np.eye(num_components)[nearest])  # one-hot rows
 
 
 def _compute_squared_distances(x: Floats, centres: Floats) -> Floats:
@@ -468,14 +487,15 @@ def _run_expectation_maximization(x: Floats, memberships: Floats, shrinkage: Shr
         shrinkage: How far covariances are moved towards a common one.
         max_rounds: Largest number of rounds. There are fewer if the likelihood hardly increases.
     """
-    previous_mean = -np.inf
+    previous_mean = -np.inf  # mean log-likelihood after the previous round
     for _ in range(max_rounds):
-        mixture = _maximize(x, memberships, shrinkage)
-        log_densities = mixture.compute_log_densities(x)
+        mixture = _maximize(x, memberships, shrinkage)  # M step
+        log_densities = mixture.compute_log_densities(x)  # (N, K)
         log_likelihoods = np.logaddexp.reduce(log_densities, 1)
         if log_likelihoods.mean() < previous_mean + MIN_ROUND_GAIN:
             break
         previous_mean = float(log_likelihoods.mean())
+        # E step: the share of a component is its density divided by the density of the mixture.
         memberships = np.exp(log_densities - log_likelihoods[:, None])
     return mixture
 
@@ -490,6 +510,7 @@ def _refit(x: Floats, initial: Mixture, shrinkage: Shrinkage) -> Mixture:
         initial: The mixture that was fitted to all records.
         shrinkage: How far covariances are moved towards a common one.
     """
+    # E step: the share of each record that belongs to each component.
     log_densities = initial.compute_log_densities(x)
     memberships = np.exp(log_densities - np.logaddexp.reduce(log_densities, 1)[:, None])
     return _run_expectation_maximization(x, memberships, shrinkage, MAX_REFIT_ROUNDS)
@@ -511,8 +532,10 @@ def _maximize(x: Floats, memberships: Floats, shrinkage: Shrinkage) -> Mixture:
     scatter = second_moments - sizes[:, None, None] * _compute_outer_products(means)
     # The common covariance contains a tenth of a record with the variances of all data, so that it is never singular.
     common = (scatter.sum(0) + 0.1 * np.diag(x.var(0) + 1e-9)) / (N + 1.0)
+    # Multiply the correlations by 1 − diagonal_share. The variances stay the same.
     diagonal = np.diag(np.diag(common))
     common = common + shrinkage.diagonal_share * (diagonal - common)
+    # Each component's covariance counts as `size` records, the common one as `strength` records.
     strength = shrinkage.strength
     covariances = (scatter + strength * common) / (sizes + strength)[:, None, None] + RIDGE**2 * np.eye(D)
     weights = (sizes + 1.0) / (sizes.sum() + K)  # one additional record in each component keeps its weight positive
@@ -532,13 +555,16 @@ def _compute_outer_products(vectors: Floats) -> Floats:
 
 
 def extract_mixture(prior: GaussianPrior) -> Mixture:
-    """Return the first variant of a prior (the only one in a trained model) as a mixture of float64 arrays."""
+    """Return the mixture of Gaussians of a trained model's prior as float64 arrays.
+
+    A trained model's prior has only one variant (mixture), the one at index 0.
+    """
     tensors = (prior.log_weights[0], prior.means[0], prior.covariances[0])
     return Mixture(*(tensor.double().cpu().numpy() for tensor in tensors))
 
 
 def build_prior(schema: Schema, mixtures: list[Mixture]) -> GaussianPrior:
-    """Return a prior that computes conditionals from mixtures, with one variant for each mixture.
+    """Return a Gaussian prior with one variant for each of the given mixtures, from which it computes conditionals.
 
     Args:
         schema: The features of the model.
