@@ -243,8 +243,8 @@ class Engine:
         to_score = accepted
         timed_out: list[int] = []
         if self.records.holds_ties:
-            # Some of the accepted readings wait for others with the same event time. The readings to score are those
-            # of tie groups that are decided now, and some of these arrived in earlier batches.
+            # Some of the accepted readings wait for others with the same event time (a tie group). The readings to
+            # score are those of groups that get no further reading; some of these arrived in earlier batches.
             has_ended_or_new = {*ending, *accepted.record_indices.tolist()}
             timed_out = self._select_tie_timeouts(now, has_ended_or_new, restoring_partitions)
             no_longer_waiting = np.array(ending + timed_out, np.int64)
@@ -294,8 +294,8 @@ class Engine:
         ending = list(accepted.close_reasons)
         to_score = accepted
         if self.records.holds_ties:
-            # Of the accepted readings, only those whose tie group is decided now are scored. Groups end where they
-            # ended in the previous run.
+            # Readings with the same event time (a tie group) wait for each other. Only groups that get no further
+            # reading are scored now. A timeout ends a group where it has ended it in the previous run.
             _, to_score = decide_tie_groups(
                 self.records, batch, accepted, np.array(ending, np.int64), self._get_timeout_places
             )

@@ -103,18 +103,18 @@ ID_BYTES = 200
 
 
 class Partition:
-    """The open records, the closed ids and the watermarks of one Kafka partition.
+    """The open records, the ids of closed records, and the watermarks (latest event times) of one Kafka partition.
 
-    They follow from the partition's own log and from recorded decisions (such as time-outs). Other partitions have no
+    They follow from the partition's own log and from recorded decisions (such as timeouts). Other partitions have no
     influence, so a partition can be restored on another consumer.
 
     Args:
-        max_closed_ids: Largest number of closed ids to keep, and of devices whose watermark is kept.
+        max_closed_ids: Largest number of ids of closed records to keep, and of devices whose watermark is kept.
 
     Attributes:
         record_index_by_id: By record id, the row of each open record in the record table. The order of the mapping is
             the order in which the records were opened.
-        closed_ids: Ids of the records that were closed last.
+        closed_ids: Ids of the records that were closed last, so that late events of these records are rejected.
         watermarks: The latest event time of each device. They decide when a window closes (a record that collects the
             readings of one device within an interval of time).
     """
@@ -142,9 +142,12 @@ class Partition:
         """
         watermark, ended_windows = self.watermarks.advance(device, time)
         ended_indices = [self.close(window) for window in ended_windows]
-        is_late = deadline <= watermark or (record_id not in self.record_index_by_id and record_id in self.closed_ids)
+        # A window can also be closed before its deadline, for example because all its features were observed.
+        is_closed_early = record_id not in self.record_index_by_id and record_id in self.closed_ids
+        is_late = deadline <= watermark or is_closed_early
         if not is_late:
             self.watermarks.open_window(device, record_id, deadline)
+        # `close` returns None for windows without an open record.
         return is_late, [record_index for record_index in ended_indices if record_index is not None]
 
     def close(self, record_id: str) -> int | None:
@@ -155,6 +158,7 @@ class Partition:
         """
         record_index = self.record_index_by_id.pop(record_id, None)
         self.watermarks.close_window(record_id)
+        # An id must not be added twice. The id of an open record is never among the closed ids.
         if record_index is not None or record_id not in self.closed_ids:
             self.closed_ids.add(record_id)
         return record_index
@@ -168,9 +172,9 @@ class AcceptedReadings:
         event_indices: (M,) index of each reading's event in the batch.
         record_indices: (M,) row, in the record table, of each reading's record.
         seq: (M,) position of each reading in its record, from 0.
-        close_reasons: The records that ended with this batch, by row: each is complete, or its window is over. They are
-            in the order in which they ended. Their ids are closed already, but their rows stay readable until
-            `RecordTable.release`.
+        close_reasons: By row in the record table, why each record that this batch has ended is closed: it is complete,
+            or its window (interval of time) is over. The records are in the order in which they ended. Their ids are
+            closed already, but their rows stay readable until `RecordTable.release`.
         missing_event_indices: (D,) index in the batch of each of D accepted events that declare a feature as missing
             ("will not be observed").
         missing_record_indices: (D,) row, in the record table, of the record of each of these events.
@@ -199,20 +203,21 @@ class RecordTable:
 
     Args:
         schema: The features that records have.
-        max_closed_ids: Largest number of closed ids that are kept per partition, and of devices whose watermark (latest
-            event time) is kept.
+        max_closed_ids: Largest number of ids of closed records that are kept per partition, and of devices whose
+            watermark (latest event time) is kept.
         holds_ties: Whether a tie group (readings of one record with the same event time) is scored together. Its
             readings then wait until the group is decided, which means that no further reading of it is expected.
 
     Attributes:
         partitions: The `Partition` of each partition number.
-        num_misrouted: How many opened records had an id that was open in another partition, too. Only one of
-            `MISROUTED_CHECK_INTERVAL` opened records is checked.
+        num_misrouted: How many opened records had an id that was open in another partition, too. This shows that a
+            producer sends the readings of one record to several partitions. Only one of `MISROUTED_CHECK_INTERVAL`
+            opened records is checked.
         misrouted_example: Record id, partition number and number of the other partition for the latest misrouted
             record; None if there is none.
         record_ids: Id of the record in each row, a list.
-        unseen_labels: By row and position of the reading in its record: the text of a label that the model does not
-            have.
+        unseen_labels: By row, then by position of the reading in its record: the text of a label that the model does
+            not have.
         log: The accepted readings.
         is_open: Whether the row holds an open record.
         partition_ids: Partition number of the record.
@@ -223,8 +228,8 @@ class RecordTable:
         num_declared_missing: Number of features that an event has declared as "will not be observed".
         observed_mask: (capacity, bytes) bit set of features that were observed or declared missing. Feature f is bit
             f % 8, counted from the least significant, of byte f // 8.
-        num_pending: How many readings at the end of the record wait for the decision of their tie group. They are not
-            scored yet.
+        num_pending: How many readings at the end of the record wait for further readings of their tie group. They are
+            not scored yet.
         tie_time: Event time of the record's last tie group, `NO_TIME` if there is none.
         running: Running statistics of the record's scores, of dtype `RUNNING_DTYPE`. Kernels update them in place.
         alert_seq: Position in the record of the reading that raised the first alert, -1 if there is none.
@@ -243,9 +248,11 @@ class RecordTable:
         self.log = ReadingLog(len(schema), holds_ties)
         self._num_opened = 0
         self._num_late_tie_groups = 0
-        self._free_indices: list[int] = []
+        self._free_indices: list[int] = []  # rows without a record
+        # Open records, and those with readings that wait for their tie group, by the time of their last event.
         self._idle_queue = IdleQueue(self._is_latest_event, self._partitions_of, self._open_order_of)
         self._pending_queue = IdleQueue(self._is_latest_pending, self._partitions_of, self._open_order_of)
+        # The arrays of the table, at first without rows. `_grow` enlarges those that `_add_array` has registered.
         self._array_names: list[str] = []
         self.is_open: Bools = self._add_array("is_open", np.bool_)
         self.partition_ids: NDArray[np.int32] = self._add_array("partition_ids", np.int32)
@@ -254,12 +261,14 @@ class RecordTable:
         self.last_accepted_at: Ints = self._add_array("last_accepted_at", np.int64)
         self.num_readings: Ints = self._add_array("num_readings", np.int64)
         self.num_declared_missing: Ints = self._add_array("num_declared_missing", np.int64)
-        self.observed_mask: NDArray[np.uint8] = self._add_array("observed_mask", np.uint8, (-(-len(schema) // 8),))
+        bytes_per_mask = -(-len(schema) // 8)  # one bit per feature, rounded up to bytes
+        self.observed_mask: NDArray[np.uint8] = self._add_array("observed_mask", np.uint8, (bytes_per_mask,))
         self.num_pending: Ints = self._add_array("num_pending", np.int64)
         self.tie_time: Ints = self._add_array("tie_time", np.int64)
         self.running: NDArray[np.void] = self._add_array("running", RUNNING_DTYPE)
         self.alert_seq: NDArray[np.int32] = self._add_array("alert_seq", np.int32)
         self.alert_alpha: Floats = self._add_array("alert_alpha", np.float64)
+        # Bytes of a record without its readings, for `num_bytes`.
         arrays = [getattr(self, name) for name in self._array_names]
         row_widths = [array.dtype.itemsize * int(np.prod(array.shape[1:])) for array in arrays]
         self._row_bytes: int = sum(row_widths) + self.log.row_bytes + ID_BYTES
@@ -294,7 +303,7 @@ class RecordTable:
         return (self.capacity - len(self._free_indices)) * self._row_bytes + self.log.num_bytes
 
     def bytes_of(self, record_indices: Ints) -> Ints:
-        """Return how many bytes each of R records occupies with its row, id and readings, (R,).
+        """Return, for each of R records, the bytes of its row, its id and its readings, (R,).
 
         Args:
             record_indices: (R,) rows of the records.
@@ -303,7 +312,7 @@ class RecordTable:
         return num_bytes
 
     def partition(self, partition_id: int) -> Partition:
-        """Return the `Partition` of this number, and create an empty one if the number is new."""
+        """Return the `Partition` with this number, and create an empty one if the number is new."""
         partition = self.partitions.get(partition_id)
         if partition is None:
             partition = self.partitions[partition_id] = Partition(self.max_closed_ids)
@@ -312,7 +321,7 @@ class RecordTable:
     # Opening and closing records
 
     def allocate(self, record_id: str, partition_id: int, partition: Partition) -> int:
-        """Return a free row for a new record and register the record's id.
+        """Return a free row of the table for a new record, and register the record's id as open.
 
         The caller must then pass the row to `initialize`: so far only its `observed_mask` is correct (all zero). The
         two steps are separate, because a batch opens many records one by one and initializes them at once.
@@ -328,12 +337,13 @@ class RecordTable:
         self.record_ids[record_index] = record_id
         partition.record_index_by_id[record_id] = record_index
         self._num_opened += 1
+        # Only some records are checked, because the check searches all partitions.
         if self._num_opened % MISROUTED_CHECK_INTERVAL == 0 and len(self.partitions) > 1:
             self._check_misrouted(record_id, partition_id)
         return record_index
 
     def _grow(self) -> None:
-        """Double the number of rows, at least to `MIN_CAPACITY`. New rows are free and filled with zeros."""
+        """Double the number of rows, to at least `MIN_CAPACITY`. New rows are free and filled with zeros."""
         old_capacity = self.capacity
         new_capacity = max(MIN_CAPACITY, 2 * old_capacity)
         for name in self._array_names:
@@ -343,6 +353,7 @@ class RecordTable:
             setattr(self, name, larger)
         self.log.resize(new_capacity)
         self.record_ids.extend([""] * (new_capacity - old_capacity))
+        # In descending order, because `allocate` takes the last free row first: rows are used from the lowest on.
         self._free_indices.extend(range(new_capacity - 1, old_capacity - 1, -1))
 
     def _check_misrouted(self, record_id: str, partition_id: int) -> None:
@@ -365,13 +376,14 @@ class RecordTable:
         """Set the rows of R new records to the state before their first reading.
 
         Args:
-            record_indices: (R,) rows from the last R calls of `allocate`, in the order of the calls. The order of
-                opening (`open_order`) is derived from it.
+            record_indices: (R,) rows from the last R calls of `allocate`, in the order of the calls. In this order,
+                `open_order` numbers the records.
             partition_ids: (R,) partition number of each record.
             model_version: Number of the model version that scores the records: one for all, or (R,).
         """
         self.is_open[record_indices] = True
         self.partition_ids[record_indices] = partition_ids
+        # `allocate` counted the records in `_num_opened`, so the last R numbers below it belong to these records.
         self.open_order[record_indices] = np.arange(self._num_opened - len(record_indices), self._num_opened)
         self.model_version[record_indices] = model_version
         self.num_readings[record_indices] = 0
@@ -409,18 +421,22 @@ class RecordTable:
             num_readings=self.num_readings[rows].astype(np.int32),
             is_complete=self.is_complete(rows),
             log_likelihood=self.running["log_likelihood"][rows],
-            anomaly_score=self.running["excess"][rows],
+            anomaly_score=self.running["excess"][rows],  # the sum of centered NLLs
             p_value=self.running["p_value"][rows],
             alert_seq=self.alert_seq[rows],
             alert_alpha=self.alert_alpha[rows],
-            score=self.running["peak"][rows],
+            score=self.running["peak"][rows],  # the largest anomaly score over the first 1, 2, … readings
         )
 
     def close_ids(self, partition_id: int, record_ids: Iterable[str]) -> list[int]:
         """Close record ids of one partition, whether or not they have an open record.
 
         A consumer that replays a log uses this for records that the previous run closed by a decision (such as a
-        time-out). Their events are then rejected as they were before.
+        timeout). Their later events are then rejected, as they were in the previous run.
+
+        Args:
+            partition_id: Number of the partition.
+            record_ids: Ids of the records.
 
         Returns:
             The rows of those records that were open.
@@ -431,9 +447,9 @@ class RecordTable:
         return closed_indices
 
     def release(self, record_indices: Collection[int]) -> None:
-        """Free the rows of closed records, and the memory of their readings, for new records."""
+        """Make the rows of closed records, and the memory of their readings, available to new records."""
         rows = np.fromiter(record_indices, np.int64, len(record_indices))
-        self.observed_mask[rows] = 0
+        self.observed_mask[rows] = 0  # `allocate` returns rows with an empty mask
         self.log.free(rows)
         self._free_indices.extend(record_indices)
         if self.unseen_labels:
@@ -446,24 +462,25 @@ class RecordTable:
             self.partitions.pop(partition_id, None)
 
     def empty_copy(self, schema: Schema, holds_ties: bool) -> RecordTable:
-        """Return a table without records for another model.
+        """Return a table without records, for another model.
 
-        The counts of misrouted records and of late tie groups are copied, since they describe the input.
+        The counts of misrouted records (with an id that is open in two partitions) and of late tie groups are copied,
+        because they describe the input and not the model.
 
         Args:
             schema: The features of the other model.
             holds_ties: Whether the new table scores tie groups (readings of one record with the same event time)
                 together.
         """
-        records = RecordTable(schema, self.max_closed_ids, holds_ties)
-        records.num_misrouted, records.misrouted_example = self.num_misrouted, self.misrouted_example
-        records._num_late_tie_groups = self._num_late_tie_groups
-        return records
+        table = RecordTable(schema, self.max_closed_ids, holds_ties)
+        table.num_misrouted, table.misrouted_example = self.num_misrouted, self.misrouted_example
+        table._num_late_tie_groups = self._num_late_tie_groups
+        return table
 
     # Reading the table
 
     def ingest(self, batch: EventBatch, now: int, model_version: int = 0) -> tuple[AcceptedReadings, list[Rejection]]:
-        """Enter a batch of events into the table, and return the accepted readings and the rejections.
+        """Store the readings of a batch of events, and return the accepted readings and the rejections.
 
         Args:
             batch: Events in the order of arrival.
@@ -478,14 +495,16 @@ class RecordTable:
         Args:
             record_indices: (R,) rows of the records.
         """
-        num_known = self.num_readings[record_indices] + self.num_declared_missing[record_indices]
-        is_complete: Bools = num_known == len(self.schema)
+        # A record has at most one reading or declaration of each feature.
+        num_observed_or_missing = self.num_readings[record_indices] + self.num_declared_missing[record_indices]
+        is_complete: Bools = num_observed_or_missing == len(self.schema)
         return is_complete
 
     def readings_of(self, record_index: int) -> tuple[Ints, Floats]:
-        """Return the feature codes and the raw values of one record's L readings in the order of its log, each (L,).
+        """Return the feature codes and the raw values of one record's L readings, each (L,), as copies.
 
-        The arrays are copies.
+        The readings are in the order in which the record stores them: by arrival, except that readings with the same
+        event time may be sorted.
         """
         return self.log.gather(np.int64(record_index), np.arange(int(self.num_readings[record_index])))
 
@@ -499,15 +518,17 @@ class RecordTable:
             (A,) index into `record_indices` of each feature's record, and (A,) feature codes. They are ordered by the
             index and then by the code.
         """
+        # Only records with a declaration are examined; their bit sets become one boolean per record and feature.
         with_missing = np.flatnonzero(self.num_declared_missing[record_indices] > 0)
         rows = record_indices[with_missing]
         mask = np.unpackbits(self.observed_mask[rows], axis=1, count=len(self.schema), bitorder="little")
         # The mask holds observed and missing features. Those with a reading are observed; the others are missing.
         is_missing = mask.astype(np.bool_)
-        record, place = ragged_indices(self.num_readings[rows])
-        is_missing[record, self.log.gather_features(rows[record], place)] = False
-        record, code = np.nonzero(is_missing)
-        return with_missing[record], code
+        record_of_reading, place = ragged_indices(self.num_readings[rows])
+        observed_codes = self.log.gather_features(rows[record_of_reading], place)
+        is_missing[record_of_reading, observed_codes] = False
+        record_of_feature, code = np.nonzero(is_missing)
+        return with_missing[record_of_feature], code
 
     def indices_of_partitions(self, partition_ids: Iterable[int] | None = None) -> list[int]:
         """Return the rows of open records, ordered by partition and then by when they were opened.
@@ -519,7 +540,7 @@ class RecordTable:
         if partition_ids is not None:
             is_member = is_member & np.isin(self.partition_ids, list(partition_ids))
         rows = np.flatnonzero(is_member)
-        order = np.lexsort((self.open_order[rows], self.partition_ids[rows]))
+        order = np.lexsort((self.open_order[rows], self.partition_ids[rows]))  # the last key is the primary one
         record_indices: list[int] = rows[order].tolist()
         return record_indices
 
@@ -540,45 +561,49 @@ class RecordTable:
         return self.open_order[record_indices]
 
     def _is_latest_event(self, record_indices: Ints, times: Ints) -> Bools:
-        """Return for each of E queue entries whether its record is open and has no event after the entry's time, (E,).
+        """Return, for each of E entries of a queue, whether its record is open and has no later event, (E,).
+
+        The queue orders records by the time of their last event. Each accepted event adds an entry with a record and a
+        time, so older entries of the record are outdated.
 
         Args:
-            record_indices: (E,) rows of the records.
-            times: (E,) when an event of each record was accepted, microseconds.
+            record_indices: (E,) row of each entry's record.
+            times: (E,) time of each entry, at which an event of the record was accepted, microseconds since 1970.
         """
         is_latest: Bools = self.is_open[record_indices] & (self.last_accepted_at[record_indices] == times)
         return is_latest
 
     def _is_latest_pending(self, record_indices: Ints, times: Ints) -> Bools:
-        """Return for each of E queue entries whether it is current and its record has pending readings, (E,).
+        """Return, for each of E entries of a queue, whether it is current and its record has pending readings, (E,).
 
-        Pending readings wait for the decision of their tie group (readings of one record with the same event time).
+        Pending readings wait for others of the same record with the same event time (a tie group). An entry is current
+        if its record is open and has no later event.
 
         Args:
-            record_indices: (E,) rows of the records.
-            times: (E,) when an event of each record was accepted, microseconds. An entry is current if its record is
-                open and has no later event.
+            record_indices: (E,) row of each entry's record.
+            times: (E,) time of each entry, at which an event of the record was accepted, microseconds since 1970.
         """
-        is_latest: Bools = self._is_latest_event(record_indices, times) & (self.num_pending[record_indices] > 0)
+        has_pending = self.num_pending[record_indices] > 0
+        is_latest: Bools = self._is_latest_event(record_indices, times) & has_pending
         return is_latest
 
     def select_idle(
         self, until: int, excluded_partitions: Collection[int] = (), pending_only: bool = False
     ) -> tuple[list[int], int | None]:
-        """Return the open records that have been idle since a time, in order to close them or decide their tie groups.
+        """Return the open records that have been idle since a time, to close them or to score their waiting readings.
 
         Args:
             until: Records are selected if their last event was accepted at or before this time, in microseconds since
                 1970.
             excluded_partitions: Partitions whose records are not selected. They are being restored: their history is
                 still being read, so their records must not be closed.
-            pending_only: Select only records with readings that wait for the decision of their tie group (readings of
-                one record with the same event time).
+            pending_only: Select only records with readings that wait for others of the same record with the same event
+                time (a tie group).
 
         Returns:
-            The rows of the selected records, ordered by the time of their last event, then by partition and order of
-            opening. Then the earliest time of a last event among the records that are not selected, None if there is
-            none. The caller need not look again before that record times out.
+            First the rows of the selected records, ordered by the time of their last event, then by partition and order
+            of opening. Second the earliest time of a last event among the records that are not selected; None if there
+            is no such record. The caller need not search again before that record has been idle for too long.
         """
         queue = self._pending_queue if pending_only else self._idle_queue
         selected = queue.select_until(until, excluded_partitions)
@@ -594,24 +619,26 @@ class RecordTable:
         """Return the records to close if the table exceeds its limits: those that have been idle for longest.
 
         Args:
-            num_records: At least this many records are selected.
+            num_records: At least this number of records is selected.
             excluded_partitions: Partitions whose records are not selected. They are being restored: their history is
                 still being read, so their records must not be closed.
-            num_bytes: Closing the selected records frees at least this many bytes.
+            num_bytes: Closing the selected records frees at least this number of bytes.
             skipped: Rows that are not selected and do not count, because they are being closed already.
 
         Returns:
             The rows of the fewest records that suffice, ordered by the time of their last event, then by partition and
             order of opening. If all eligible records do not suffice, all of them.
         """
-        # A record frees at least `_row_bytes`. Records with readings free more, so this estimate may be too large.
+        # Each record frees at least `_row_bytes`, so this number of records suffices (rounded up).
         num_candidates = max(num_records, -(-num_bytes // self._row_bytes), 1)
         while True:
+            # Skipped records may be among the longest idle ones, so as many more are requested.
             num_requested = num_candidates + len(skipped)
             candidates = self._idle_queue.select_first(num_requested, excluded_partitions)
             has_all_records = len(candidates) < num_requested
             if skipped:
                 candidates = candidates[~np.isin(candidates, list(skipped))]
+            # The first k candidates free `freed_bytes[k - 1]`. The fewest that suffice for `num_bytes` are selected.
             freed_bytes = np.cumsum(self.bytes_of(candidates))
             num_for_bytes = int(np.searchsorted(freed_bytes, num_bytes)) + 1 if num_bytes > 0 else 0
             num_selected = max(num_records, num_for_bytes)
@@ -623,7 +650,7 @@ class RecordTable:
     # Changing what is known about a record
 
     def touch(self, record_indices: Ints, now: int) -> None:
-        """Store that events of R records were accepted now, which restarts the time-outs of these records.
+        """Store that events of R records were accepted now, which restarts the timeouts of these records.
 
         Args:
             record_indices: (R,) rows of the records.
@@ -632,12 +659,12 @@ class RecordTable:
         self.last_accepted_at[record_indices] = now
         self._idle_queue.push(record_indices, now)
         if self.holds_ties:
-            # The time-out of a tie group restarts with every event of its record, even one without a reading (an event
+            # The timeout of a tie group restarts with every event of its record, even one without a reading (an event
             # that declares a feature as missing).
             self._pending_queue.push(record_indices[self.num_pending[record_indices] > 0], now)
 
     def reset_scores(self, record_indices: Ints) -> None:
-        """Set the running statistics of the records in these rows to those before their first reading."""
+        """Set the running statistics of the records in these rows to their values before the first reading."""
         self.running[record_indices] = INITIAL_RUNNING
 
     def set_p_values(self, record_indices: Ints, p_values: Floats) -> None:
@@ -654,8 +681,8 @@ class RecordTable:
 
         Args:
             record_index: Row of the record.
-            alert: Position of the alerting reading, which is stored for the first alert only; and the alpha of the
-                alert. The table keeps the strictest alpha.
+            alert: The position of the reading that raised the alert, and the alpha (false-alarm rate). The table keeps
+                the position of the first alert and the strictest alpha of all alerts.
         """
         if self.alert_seq[record_index] < 0:
             self.alert_seq[record_index] = alert.seq
@@ -666,31 +693,36 @@ class RecordTable:
 
         Args:
             record_indices: (R,) rows of the records.
-            num_pending: (R,) how many readings at the end of each record wait for the decision of the group.
-            tie_time: (R,) event time of the group, microseconds since 1970.
+            num_pending: (R,) how many readings at the end of each record wait for further readings of the group.
+            tie_time: (R,) event time of the group, microseconds since 1970; `NO_TIME` if there is no group.
         """
         self.num_pending[record_indices] = num_pending
         self.tie_time[record_indices] = tie_time
+        # The queue orders records with waiting readings by their last event, to find those whose wait is too long.
         waiting = record_indices[num_pending > 0]
         self._pending_queue.push(waiting, self.last_accepted_at[waiting])
 
     def clear_pending(self, record_indices: Ints) -> None:
-        """Store that no reading in these rows waits for its tie group any more, because the groups are decided."""
+        """Store that the records in these rows have no reading that waits for its tie group.
+
+        A tie group is the readings of one record with the same event time. No further reading of it is expected, so its
+        readings are scored.
+        """
         self.num_pending[record_indices] = 0
 
     def add_late_tie_groups(self, num_groups: int) -> None:
         """Add to the number of late tie groups, which a metric reports.
 
-        A tie group (readings of one record with the same event time) is late if it began after another group of the
-        same record and time had been decided.
+        A tie group (readings of one record with the same event time) is late if its time is not after that of the group
+        before it in the record.
         """
         self._num_late_tie_groups += num_groups
 
     def pop_late_tie_groups(self) -> int:
         """Return the number of late tie groups since the last call, and set it to 0.
 
-        A tie group (readings of one record with the same event time) is late if it began after another group of the
-        same record and time had been decided.
+        A tie group (readings of one record with the same event time) is late if its time is not after that of the group
+        before it in the record.
         """
         num_groups, self._num_late_tie_groups = self._num_late_tie_groups, 0
         return num_groups
@@ -706,17 +738,18 @@ class RecordTable:
         self.unseen_labels.setdefault(record_index, {})[place] = text
 
     def reorder_readings(self, record_indices: Ints, places: Ints, order: Ints) -> None:
-        """Rearrange M readings within their records, such as a tie group that is stored in canonical order.
+        """Rearrange M readings within their records, so that readings with the same event time have a fixed order.
 
         Args:
             record_indices: (M,) row of each reading's record.
-            places: (M,) position of each reading in its record.
+            places: (M,) position of each reading in its record, from 0.
             order: (M,) permutation of the M readings: reading `order[i]` moves to the position of reading i. Both must
                 be of the same record.
         """
         features, values = self.log.gather(record_indices, places)
         self.log.write(record_indices, places, features[order], values[order])
-        # Texts of unseen labels move with their readings. All are removed before any is stored, so none is overwritten.
+        # Texts of unseen labels (labels that the model does not have) move with their readings. All are removed before
+        # any is stored, so none is overwritten.
         moved = np.flatnonzero(order != np.arange(len(order)))
         text_by_target = {}
         for target, origin in zip(moved.tolist(), order[moved].tolist(), strict=True):
@@ -764,11 +797,14 @@ class RecordTable:
         record, place = ragged_indices(num_readings)
         self.log.write(record_indices[record], place, features, values)
         if self.holds_ties:
+            # Each reading is a group of its own, until `restore_ties` stores the tie groups.
             self.log.mark_tied(record_indices[record], place, np.zeros(len(record), np.bool_))
-        is_known = np.zeros((len(record_indices), len(self.schema)), np.bool_)
-        is_known[record, features] = True
-        is_known[ragged_indices(num_declared_missing)[0], missing_features] = True
-        self.observed_mask[record_indices] = np.packbits(is_known, axis=1, bitorder="little")
+        # One boolean per record and feature, then packed to the bit set of `observed_mask`.
+        is_observed_or_missing = np.zeros((len(record_indices), len(self.schema)), np.bool_)
+        is_observed_or_missing[record, features] = True
+        record_of_missing, _ = ragged_indices(num_declared_missing)
+        is_observed_or_missing[record_of_missing, missing_features] = True
+        self.observed_mask[record_indices] = np.packbits(is_observed_or_missing, axis=1, bitorder="little")
         for name in RUNNING_DTYPE.names or ():
             self.running[name][record_indices] = running[name]
         self.alert_seq[record_indices] = alert_seq
@@ -780,14 +816,14 @@ class RecordTable:
     ) -> None:
         """Store which readings of R restored records form tie groups (readings of one record with the same event time).
 
-        Call it after `restore_records`, with T, the total number of readings of these records.
+        It must be called after `restore_records`. The records have T readings in total.
 
         Args:
             record_indices: (R,) rows of the records.
             is_tied: (T,) for each reading, one record after the other: whether it belongs to the same tie group as the
                 reading before it.
-            num_pending: (R,) how many readings at the end of each record wait for the decision of their tie group.
-            tie_time: (R,) event time of each record's last tie group, microseconds since 1970.
+            num_pending: (R,) how many readings at the end of each record wait for further readings of their tie group.
+            tie_time: (R,) event time of each record's last tie group, microseconds since 1970; `NO_TIME` if none.
         """
         record, place = ragged_indices(self.num_readings[record_indices])
         self.log.mark_tied(record_indices[record], place, is_tied)
@@ -797,12 +833,12 @@ class RecordTable:
 def ingest(
     records: RecordTable, batch: EventBatch, now: int, model_version: int
 ) -> tuple[AcceptedReadings, list[Rejection]]:
-    """Enter a batch of events into a record table.
+    """Store the readings of a batch of events in a record table, and open the records that are new.
 
     An event whose record id is neither open nor closed opens a record. An event is rejected if its record is closed, or
     if its record has the feature already. If no event is rejected or belongs to a window (a record that collects the
-    readings of one device within an interval of time), the batch is entered by array operations. Otherwise it is
-    entered event by event, which is slower and has the same result.
+    readings of one device within an interval of time), the batch is processed by array operations. Otherwise it is
+    processed event by event, which is slower and has the same result.
 
     Args:
         records: The table.
@@ -815,6 +851,7 @@ def ingest(
     """
     if not len(batch):
         return AcceptedReadings.empty(), []
+    # The row of each event's record. None if an event belongs to a window or would be rejected.
     owners = _open_owners(records, batch, model_version) if batch.windows is None else None
     if owners is None:
         return _ingest_sequential(records, batch, now, model_version)
@@ -822,14 +859,17 @@ def ingest(
 
 
 def _open_owners(records: RecordTable, batch: EventBatch, model_version: int) -> Ints | None:
-    """Return the owner of each of N events (the row of its record in the table), (N,), and open new records.
+    """Find the record of each of N events, and open the records that are new.
 
-    If any event of the batch would be rejected, nothing is changed and None is returned.
+    If any event of the batch would be rejected, nothing is changed.
 
     Args:
         records: The table.
         batch: The N events.
         model_version: Number of the model version that scores the records that are opened.
+
+    Returns:
+        (N,) the owner of each event, which is the row of its record in the table; None if an event would be rejected.
     """
     num_features, capacity = len(records.schema), records.capacity
     # Events from one row of an input table are of one record, so ids are looked up once per input row.
@@ -876,7 +916,7 @@ def _open_owners(records: RecordTable, batch: EventBatch, model_version: int) ->
 def _mask_bits(
     records: RecordTable, record_indices: Ints, features: NDArray[np.int32]
 ) -> tuple[Ints, NDArray[np.uint8]]:
-    """Return where `observed_mask` stores that M records have M features.
+    """Return the byte and the bit in which `observed_mask` stores whether a record has a feature, for M such pairs.
 
     The mask is a bit set: feature f is bit f % 8 of byte f // 8 in the row of its record.
 
@@ -888,12 +928,16 @@ def _mask_bits(
     Returns:
         (M,) index of the byte in the flattened mask; and (M,) a number in which only the feature's bit is 1.
     """
-    byte = record_indices * records.observed_mask.shape[1] + (features >> 3)
-    return byte, np.left_shift(1, features & 7).astype(np.uint8)
+    bytes_per_row = records.observed_mask.shape[1]
+    byte = record_indices * bytes_per_row + (features >> 3)  # features // 8
+    bit = np.left_shift(1, features & 7).astype(np.uint8)  # 2 ** (features % 8)
+    return byte, bit
 
 
 def _ingest_vectorized(records: RecordTable, batch: EventBatch, owners: Ints, now: int) -> AcceptedReadings:
-    """Enter N events by array operations, if none of them is rejected or belongs to a window.
+    """Store the readings of N events by array operations, if none of them is rejected or belongs to a window.
+
+    A window is a record that collects the readings of one device within an interval of time.
 
     Args:
         records: The record table, in which all records of the events are open.
@@ -946,7 +990,7 @@ def _ingest_vectorized(records: RecordTable, batch: EventBatch, owners: Ints, no
 def _ingest_sequential(
     records: RecordTable, batch: EventBatch, now: int, model_version: int
 ) -> tuple[AcceptedReadings, list[Rejection]]:
-    """Enter events one by one, because some are rejected or belong to windows.
+    """Store the readings of events one by one, because some are rejected or belong to windows.
 
     A window is a record that collects the readings of one device within an interval of time.
 
@@ -1048,12 +1092,14 @@ def _store_accepted(
     """
     touched = np.array(list(new_counts), np.int64)
     counts = np.array(list(new_counts.values()), np.int64)
+    # Reserve memory for old and new readings together, then write the new ones.
     records.log.reserve(touched, records.num_readings[touched], counts)
     features, values = batch.features[accepted.event_indices], batch.values[accepted.event_indices]
     records.log.write(accepted.record_indices, accepted.seq, features, values)
+    # Counts each declaration, also if a record has several.
     np.add.at(records.num_declared_missing, accepted.missing_record_indices, 1)
     records.num_readings[touched] = counts
-    records.touch(touched, now)
+    records.touch(touched, now)  # restarts their timeouts
     records.is_open[list(accepted.close_reasons)] = False
 
 
@@ -1064,7 +1110,7 @@ def _reject(records: RecordTable, batch: EventBatch, event_index: int, reason: R
         records: The record table.
         batch: The batch of events.
         event_index: Index of the event in the batch.
-        reason: LATE (its record is closed) or DUPLICATE (its record has the feature already).
+        reason: `LATE` (the event's record is closed) or `DUPLICATE` (its record has the feature already).
     """
     feature = records.schema.names[batch.features[event_index]]
     cause = "its record is closed" if reason is RejectionReason.LATE else "the record has this feature already"
