@@ -400,7 +400,8 @@ def read(directory: Path, device: str = "cpu", compiled: bool = True) -> Artifac
     model, calibration = _build_model(manifest, weights, directory)
     model = model.to(torch_device).eval()
     if compiled and is_supported(model):
-        model.kernel_library = build.load_kernels(model.config.precision == "bfloat16")
+        has_low_precision = model.config.precision == "bfloat16"
+        model.kernel_library = build.load_kernels(has_low_precision)
     return Artifact(model, calibration, manifest["fingerprint"], manifest, directory)
 
 
