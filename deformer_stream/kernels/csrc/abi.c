@@ -1,7 +1,8 @@
-/* Functions that describe this library to Python, which compares them with its own structures, and the entry point of
- * threads. */
+/* Functions that describe this library to Python, which compares the description with its own declarations; and the
+ * function with which each thread begins. */
 #include "abi.h"
 
+/* Return the version of the interface between Python and this library. */
 int64_t abi_version(void) { return ABI_VERSION; }
 
 /* Return the size in bytes of the structure with this name, or -1 if there is none. */
@@ -33,12 +34,13 @@ double constant_value(const char *name) {
 /* Return how many factors of a matrix product are packed side by side: 2 for pairs of bfloat16, else 1. */
 int64_t dot_width(void) { return DOT_WIDTH; }
 
-/* Return the size in bytes of a number in the KV cache. */
+/* Return the size in bytes of a number in the KV cache: 4 for float32, 2 for bfloat16. */
 int64_t kv_item_bytes(void) { return sizeof(kv_t); }
 
 /* Execute a thread's share of the work: call the function of the team, unless enough threads have called it before.
  *
- * Each thread calls this once. `calls_left` is the number of units of work, so no thread starts without work. */
+ * Each thread calls this once. `calls_left` begins with the number of units of work, because a further thread would
+ * allocate its scratch memory and then find no unit. */
 void run_one_thread(ThreadTeam *team) {
     int64_t calls_left = __atomic_sub_fetch(&team->calls_left, 1, __ATOMIC_RELAXED);
     if (calls_left >= 0 && team->function(team->task) < 0) __atomic_store_n(&team->failed, 1, __ATOMIC_RELAXED);

@@ -1,8 +1,9 @@
 /* The structures and constants that Python shares with the compiled kernels.
  *
- * `kernels/abi.py` declares the same structures. When it loads a library, it compares ABI_VERSION, the size of every
- * structure and every constant (through the functions of abi.c), and refuses a library that differs. Every field is
- * eight bytes long: a pointer, an int64_t or a double. Raise ABI_VERSION if the meaning of a field changes but no size.
+ * `kernels/abi.py` declares the same structures in Python. When a library is loaded, it compares ABI_VERSION, the size
+ * of every structure and every constant (through the functions of abi.c). A library that differs is refused. Every
+ * field is eight bytes long: a pointer, an int64_t or a double. Raise ABI_VERSION if the meaning of a field changes,
+ * but no size.
  *
  * Letters in shapes: d is the width of a token, F the number of features of the schema, R the number of records of a
  * batch, M the number of their new readings, and Z the number of new readings that are scored.
@@ -20,13 +21,13 @@
 #define MAX_HEADS 64                 /* largest number of attention heads of a layer */
 #define PRIOR_LANES 8                /* components of the Gaussian prior in a vector of doubles */
 #define MAX_CONDITIONING_VALUE 20.0f /* normalised values are clipped to +- this before they enter the network */
-#define LINEAR_LIMIT 8.0f            /* a larger distance of the raw value enters logarithmically */
+#define LINEAR_LIMIT 8.0f            /* normalised values beyond +- this grow as the logarithm of the raw distance */
 #define MAX_LOG_SCALE_CHANGE 5.0f    /* the network changes scales of the prior by at most a factor e^5 */
 enum { ACTIVATION_GELU = 0, ACTIVATION_RELU = 1 };
 
 /* The vectors that the KV cache stores for a reading after its row of the Cholesky factor, one float per component of
- * the Gaussian prior: 1 / pivot (the diagonal entry of the factor), whitened residual, index of the feature in the
- * prior (or -1), and the log-likelihood of all readings so far. The latter are doubles, which take two vectors. */
+ * the Gaussian prior (gaussian_prior.h explains the terms): 1 / pivot, whitened residual, index of the feature in the
+ * prior (or -1), and the log-likelihood of all readings so far, in doubles, which take two vectors. */
 enum { ROW_INVERSE_PIVOT, ROW_RESIDUAL, ROW_FEATURE, ROW_LIKELIHOOD, ROW_EXTRA_VECTORS = ROW_LIKELIHOOD + 2 };
 
 /* The weights of one Transformer layer. */
@@ -70,7 +71,8 @@ typedef struct {
     const double *means;                       /* (D, padded) */
     const double *covariances;                 /* (D, D, padded) */
     const int64_t *row_page, *row_place;       /* (largest number of readings) where the row of the Cholesky factor of
-                                                * a record's k-th reading is: column of the page table; first vector */
+                                                * a record's reading k is: column of the page table that lists its page;
+                                                * index of its first vector in the page */
     const int64_t *column_by_code;             /* (F) index of the feature among the D features of the prior, or -1 */
 } Prior;
 

@@ -1,10 +1,12 @@
 /* Exact conditionals of the Gaussian prior, a mixture of Gaussians over the continuous features.
  *
  * A conditional is the distribution of a reading's value given the values before it: for each component the mean, the
- * scale, and the posterior weight. Each reading extends the Cholesky factor L of the covariance matrix of its record's
- * readings by one row. The rows stay in the KV cache, so a new reading costs one triangular solve. Vectors hold one
- * number per component. Letters: D is the number of features of the prior, C (or "padded") that of its components,
- * rounded up to whole vectors, and k the number of readings before the new one. */
+ * scale, and the posterior weight. They follow from the Cholesky factor L of the covariance matrix of a record's
+ * readings, in arrival order. Each reading adds one row to L. The rows stay in the KV cache, so a new reading costs one
+ * triangular solve. All of this is done for each component; a vector holds one number per component.
+ *
+ * Letters: D is the number of features of the prior, C (or "padded") that of its components, rounded up to whole
+ * vectors, and k the number of readings before the new one. The diagonal entry of a row of L is its pivot. */
 #ifndef GAUSSIAN_PRIOR_H
 #define GAUSSIAN_PRIOR_H
 #include "token_encoder.h"
@@ -12,6 +14,7 @@
 typedef double f64x8 __attribute__((vector_size(64)));
 typedef float f32x8 __attribute__((vector_size(32)));
 
+/* Read or write eight doubles at an address of any alignment. */
 INLINE f64x8 load8(const double *p) { f64x8 v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store8(double *p, f64x8 v) { memcpy(p, &v, sizeof v); }
 
@@ -32,7 +35,7 @@ INLINE f64x8 store8_floats(float *p, f64x8 v) {
     return __builtin_convertvector(stored, f64x8);
 }
 
-/* Return the address of the row of a record's k-th reading: k vectors of the factor, then ROW_EXTRA_VECTORS more.
+/* Return the address of the row of a record's reading k (from 0): k vectors of L, then ROW_EXTRA_VECTORS more.
  *
  * pages: the record's row of the page table. */
 INLINE float *factor_row(const Prior *prior, const Batch *batch, const int64_t *pages, int64_t k) {
@@ -40,11 +43,12 @@ INLINE float *factor_row(const Prior *prior, const Batch *batch, const int64_t *
     return (float *)page + prior->row_place[k] * prior->padded_components;
 }
 
-/* Solve L w = c by forward substitution, where c are the covariances of the new reading with the k earlier ones, and
- * store w as the new row of the factor.
+/* Solve L w = c by forward substitution, where c are the covariances of the new reading with the k earlier ones. The
+ * solution w is the new row of L, without its pivot.
  *
  * covariance: (D, padded) covariances of the new feature with all features. new_row: output, w as floats. w: output,
- * (k, padded), the same as doubles. The sum over j has four parts, so that additions do not wait for each other. */
+ * (k, padded), the same as doubles. The sum over j has four parts, so that additions do not wait for each other. An
+ * earlier reading whose feature the prior lacks has no covariance with others, so its entry of w is 0. */
 static void solve_factor(const Prior *prior, const Batch *batch, const int64_t *pages, int64_t k,
                          const double *covariance, float *new_row, double *w) {
     int64_t C = prior->padded_components;
@@ -54,7 +58,7 @@ static void solve_factor(const Prior *prior, const Batch *batch, const int64_t *
         for (int64_t b = 0; b < C; b += PRIOR_LANES) {
             f64x8 s[4] = {{0}, {0}, {0}, {0}};
             int64_t j = 0;
-            if (feature >= 0) {
+            if (feature >= 0) { /* s[0] becomes c_i minus the sum of L_ij w_j over j < i */
                 for (; j + 4 <= i; j += 4)
                     for (int64_t u = 0; u < 4; u++)
                         s[u] += load8_floats(row + (j + u) * C + b) * load8(w + (j + u) * C + b);
@@ -62,12 +66,13 @@ static void solve_factor(const Prior *prior, const Batch *batch, const int64_t *
                 s[0] = load8(covariance + feature * C + b) - ((s[0] + s[1]) + (s[2] + s[3]));
             }
             f64x8 solved = s[0] * load8_floats(extra + ROW_INVERSE_PIVOT * C + b);
+            /* Later sums use the rounded number, too, so that L is an exact factor of a slightly different matrix. */
             store8(w + i * C + b, store8_floats(new_row + i * C + b, solved));
         }
     }
 }
 
-/* Subtract a constant from the logarithms of C weights, so that the weights sum to one. */
+/* Subtract a constant from the logarithms of C weights, so that the weights sum to one, and write them to `out`. */
 static void normalise_log_weights(int64_t C, const double *log_weights, float *out) {
     double largest = -INFINITY, total = 0;
     for (int64_t c = 0; c < C; c++) largest = log_weights[c] > largest ? log_weights[c] : largest;
@@ -75,11 +80,16 @@ static void normalise_log_weights(int64_t C, const double *log_weights, float *o
     for (int64_t c = 0; c < C; c++) out[c] = (float)(log_weights[c] - largest - log(total));
 }
 
-/* Extend the Cholesky factor by a reading, and compute the prior's conditional of its value.
+/* Add the row of a reading to the Cholesky factor L, and compute the prior's conditional of its value.
  *
  * m: index of the reading in the batch. k: its index in the record. query: index of the conditional among the outputs,
- * negative if it is not wanted. w: scratch, (k, padded). A feature that the prior lacks gets a row of zeros, and leaves
- * the posterior weights unchanged. */
+ * negative if it is not requested. w: scratch, (k, padded). A feature that the prior lacks gets a row of zeros, and
+ * leaves the posterior weights unchanged.
+ *
+ * For each component, let w be the new row of L, v the variance of the feature, and r_i the whitened residuals of the
+ * earlier readings: (value - conditional mean) / conditional scale. Then the conditional mean is the feature's mean
+ * plus the sum of w_i r_i, and the conditional variance is v minus the sum of w_i^2. Its root, the scale, is also the
+ * pivot. The log-likelihood of the readings so far gives the posterior weights. */
 static void add_reading(const Prior *prior, const Batch *batch, const int64_t *pages, int64_t k, int64_t m,
                         int64_t query, double *w) {
     int64_t C = prior->padded_components, feature = prior->column_by_code[batch->features[m]];
@@ -87,6 +97,7 @@ static void add_reading(const Prior *prior, const Batch *batch, const int64_t *p
     float *log_weights = batch->prior_log_weights + query * C;
     float *means = batch->prior_means + query * C, *scales = batch->prior_scales + query * C;
     const double *covariance = prior->covariances + (feature < 0 ? 0 : feature) * prior->num_features * C;
+    /* An extreme value must not distort the conditionals of the readings after it. */
     double value = fmin(fmax(batch->values[m], -MAX_CONDITIONING_VALUE), MAX_CONDITIONING_VALUE);
     double likelihood_before[C], likelihood[C];
     if (feature < 0) memset(w, 0, k * C * sizeof *w), memset(row, 0, k * C * sizeof *row);
@@ -112,7 +123,7 @@ static void add_reading(const Prior *prior, const Batch *batch, const int64_t *p
             if (feature >= 0) {
                 residual = (value - mean[c - b]) / scale;
                 likelihood[c] -= 0.5 * residual * residual + log(scale);
-            } else scale = 1;
+            } else scale = 1; /* with the pivot 1 and the residual 0, the row has no effect on later readings */
             if (query >= 0) {
                 means[c] = feature < 0 ? 0 : (float)mean[c - b];
                 scales[c] = (float)scale;
@@ -123,12 +134,12 @@ static void add_reading(const Prior *prior, const Batch *batch, const int64_t *p
         }
     }
     memcpy(extra + ROW_LIKELIHOOD * C, likelihood, sizeof likelihood);
-    /* ln of the posterior weights given the readings before this one, up to a constant */
+    /* The posterior weights given the readings before this one: ln(prior weight) + log-likelihood, up to a constant. */
     for (int64_t c = 0; c < C; c++) likelihood_before[c] += prior->log_weights[c];
     if (query >= 0) normalise_log_weights(C, likelihood_before, log_weights);
 }
 
-/* Prefetch the cached rows of a record, so that they are in the processor's cache when the record is computed. */
+/* Prefetch the cached rows of L of a record, so that they are in the processor's cache when the record is computed. */
 static void prefetch_rows(const Prior *prior, const Batch *batch, int64_t record) {
     const int64_t *pages = batch->page_table + record * batch->page_table_columns;
     for (int64_t k = 0; k < batch->num_cached[record]; k++) {
@@ -146,6 +157,7 @@ static void compute_prior(const Prior *prior, const Batch *batch, int64_t from, 
         const int64_t *pages = batch->page_table + r * batch->page_table_columns;
         if (r + 1 < to) prefetch_rows(prior, batch, r + 1);
         for (int64_t m = batch->offsets[r]; m < batch->offsets[r + 1]; m++) {
+            /* Readings before the first scored one extend the factor, but need no conditional. */
             int64_t query = batch->query_offsets[r] + m - query_place(batch, r, 0);
             int64_t k = batch->depths ? batch->depths[m] : batch->num_cached[r] + m - batch->offsets[r];
             add_reading(prior, batch, pages, k, m, query < batch->query_offsets[r] ? -1 : query, w);
@@ -154,7 +166,8 @@ static void compute_prior(const Prior *prior, const Batch *batch, int64_t from, 
 }
 
 /* Convert the prior's conditionals to inputs of the network, for the scored readings of the records from `from` to
- * before `to`. Numbers are clipped and scaled to the order of magnitude of 1.
+ * before `to`. Numbers are clipped and scaled to the order of magnitude of 1, as in the method
+ * `PriorConditional.to_network_input` of model/gaussian_prior.py.
  *
  * inputs: (scored readings, 3, components) output: log weights, means, log scales; 0 if the prior lacks the feature. */
 static void scale_prior_inputs(const Prior *prior, const Batch *batch, int64_t from, int64_t to, float *inputs) {

@@ -1,5 +1,6 @@
 /* Matrix products of a few rows with packed weights, in float32 or bfloat16, and conversions of their factors.
  *
+ * A product multiplies the rows of a matrix by weights; the columns of the result are the outputs of a linear map.
  * Weights are packed in blocks of 32 columns: (columns / 32, inputs / DOT_WIDTH, 32, DOT_WIDTH). Each sum adds the
  * inputs in one fixed order. The result of a row is thus the same to the last bit, whatever other rows are computed.
  *
@@ -19,7 +20,8 @@ typedef uint16_t factor_t;
 typedef float factor_t;
 #endif
 
-/* ROWS: rows of a tile, chosen so that a tile's sums stay in the processor's vector registers. */
+/* ROWS: rows of a tile (a part of a product's result that is computed at once). There are as many as fit, with their
+ * sums, into the processor's vector registers. */
 #ifdef __AVX512F__
 #define ROWS 12 /* 24 vectors of sums and 2 of weights, of 32 registers */
 #else
@@ -33,7 +35,8 @@ typedef float tile_vector __attribute__((vector_size(4 * REGISTER_FLOATS)));
 #endif
 #define COLUMNS 32 /* columns of a tile */
 
-/* kv_t: a number in the KV cache. KV_WIDTH: how many neighbouring numbers of a key lie side by side in a page. */
+/* kv_t: a number in the KV cache. KV_WIDTH: how many neighbouring numbers of a key lie side by side in a page of the
+ * cache. They are followed by those of the next token's key. */
 #ifdef BFLOAT16_FACTORS
 typedef uint16_t kv_t;
 #define KV_WIDTH 2
@@ -42,7 +45,7 @@ INLINE i32x16 to_bfloat16(f32x16 v) {
 #ifdef __AVX512BF16__
     return __builtin_convertvector((u16x16)_mm512_cvtneps_pbh((__m512)v), i32x16);
 #else
-    i32x16 bits = (i32x16)v;
+    i32x16 bits = (i32x16)v; /* rounded half to even, by an addition before the lower half is removed */
     return ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & 0xffff;
 #endif
 }
@@ -81,7 +84,8 @@ INLINE f32x16 load_factors(const factor_t *p) {
 
 /* Write two vectors as 32 numbers of the KV cache (store_kv_pair), or read them (load_kv_pair).
  *
- * In bfloat16 their numbers alternate, so that one shift or one mask separates them when they are read. */
+ * In bfloat16 the numbers of the two vectors alternate, so that one shift or one mask separates them when they are
+ * read. */
 INLINE void store_kv_pair(kv_t *p, f32x16 low, f32x16 high) {
 #ifdef BFLOAT16_FACTORS
     i32x16 both = to_bfloat16(low) | to_bfloat16(high) << 16;
@@ -100,7 +104,9 @@ INLINE void load_kv_pair(const kv_t *p, f32x16 *low, f32x16 *high) {
 #endif
 }
 
-/* Return total + a b, where a is one factor (or pair of factors) that multiplies all lanes of b. */
+/* Return total + a b, where a is one factor that multiplies each of sixteen factors b.
+ *
+ * If DOT_WIDTH is 2, a is a pair of factors and b sixteen pairs. Both products of two pairs are added. */
 INLINE f32x16 multiply_add(f32x16 total, const factor_t *a, const factor_t *b) {
 #if DOT_WIDTH == 2
     int32_t both;
@@ -138,8 +144,8 @@ static void *allocate_zeroed(size_t bytes) {
 
 /* Compute one tile of a product: ROWS rows of a matrix times 32 columns of packed weights.
  *
- * a: ROWS rows of `inputs` factors, `stride` factors apart. weights: (inputs / DOT_WIDTH, 32, DOT_WIDTH). sums: output,
- * two vectors of 16 columns for each row. */
+ * a: ROWS rows of `inputs` factors; a row begins `stride` factors after the one before it. weights: (inputs /
+ * DOT_WIDTH, 32, DOT_WIDTH). sums: output, two vectors of 16 columns for each row. */
 INLINE void gemm_tile(const factor_t *a, size_t stride, size_t inputs, const factor_t *weights, f32x16 sums[ROWS][2]) {
 #ifdef __AVX512F__
     f32x16 c[ROWS][2];
@@ -152,7 +158,7 @@ INLINE void gemm_tile(const factor_t *a, size_t stride, size_t inputs, const fac
         }
     }
     for (int r = 0; r < ROWS; r++) sums[r][0] = c[r][0], sums[r][1] = c[r][1];
-#else /* f32x16 is wider than the processor's registers here: the compiler would keep the sums in memory */
+#else /* f32x16 is wider than the processor's registers here, and the compiler would store such sums in memory */
     enum { PARTS = COLUMNS / REGISTER_FLOATS };
     tile_vector c[ROWS][PARTS], w;
     for (int r = 0; r < ROWS; r++)
@@ -171,8 +177,9 @@ INLINE void gemm_tile(const factor_t *a, size_t stride, size_t inputs, const fac
 
 /* Return the standard normal distribution function Phi(x).
  *
- * In bfloat16 a minimax polynomial of (Phi(x) - 1/2) / x in x^2 on |x| <= 4.2 is exact enough: the error of x Phi(x) is
- * 8e-5, and the result is rounded afterwards. In float32 it is Abramowitz and Stegun 7.1.26 (error 1.5e-7). */
+ * In float32 this is formula 7.1.26 of Abramowitz and Stegun (error 1.5e-7). In bfloat16 a polynomial is exact enough:
+ * the minimax polynomial q of (Phi(x) - 1/2) / x in s = x^2 on |x| <= 4.2. The error of x Phi(x) is 8e-5 then, and the
+ * result is rounded afterwards. */
 INLINE f32x16 normal_cdf_for_gelu(f32x16 x) {
 #ifdef BFLOAT16_FACTORS
     f32x16 u = vector_max(vector_min(x, splat(4.2f)), splat(-4.2f)), s = u * u;
@@ -185,7 +192,7 @@ INLINE f32x16 normal_cdf_for_gelu(f32x16 x) {
     q = q * s + 0.398465895f;
     return u * q + 0.5f;
 #else
-    f32x16 size = (f32x16)((i32x16)x & 0x7fffffff);
+    f32x16 size = (f32x16)((i32x16)x & 0x7fffffff); /* |x| */
     f32x16 t = 1.0f / (1.0f + 0.23164190f * size);
     f32x16 p = splat(0.5307027145f) * t - 0.7265760135f;
     p = p * t + 0.7107068705f;
@@ -195,20 +202,22 @@ INLINE f32x16 normal_cdf_for_gelu(f32x16 x) {
     return select_lanes(x > 0, 1.0f - tail, tail);
 #endif
 }
+
+/* Return the activation function GELU, x Phi(x). */
 INLINE f32x16 gelu(f32x16 x) { return x * normal_cdf_for_gelu(x); }
 
-/* A list of pages of the KV cache whose keys and values the next attention will read, and the progress of prefetching.
+/* The pages of the KV cache that the next attention will read, and how far they are prefetched.
  *
  * Each tile of a matrix product prefetches a few cache lines, so that they are loaded while the processor computes. */
 typedef struct {
     const char **pages;            /* (num_pages) */
     size_t num_pages;
-    size_t offset, bytes;          /* where the keys and values of one layer begin in a page, and how long they are */
-    size_t page_index, line;       /* the next line to request */
-    size_t lines_per_tile;         /* how many lines each tile of a product requests */
+    size_t offset, bytes;          /* where the keys and values of one layer begin in a page; their size in bytes */
+    size_t page_index, line;       /* the next cache line to prefetch: index in `pages`, byte after `offset` */
+    size_t lines_per_tile;         /* how many lines each tile of a product prefetches */
 } PagePrefetch;
 
-/* Prefetch the next `lines_per_tile` cache lines of the listed pages. */
+/* Prefetch the next `lines_per_tile` cache lines (of 64 bytes) of the listed pages. */
 INLINE void prefetch_some(PagePrefetch *p) {
     for (size_t n = 0; n < p->lines_per_tile && p->page_index < p->num_pages; n++) {
         __builtin_prefetch(p->pages[p->page_index] + p->offset + p->line, 0, 2);
@@ -219,7 +228,8 @@ INLINE void prefetch_some(PagePrefetch *p) {
 /* What `gemm` does with its result: overwrite, add, or overwrite with an activation of the result. */
 enum { STORE, ADD, STORE_GELU, STORE_RELU };
 
-/* The rows of a product: their number, and the distances between rows of the factor and of the result. */
+/* The rows of a product: their number, and how many numbers lie between the beginnings of two rows, in the matrix that
+ * is multiplied and in the result. */
 typedef struct {
     size_t count, factor_stride, out_stride;
 } Rows;
@@ -227,8 +237,8 @@ typedef struct {
 /* Compute a W + bias for packed weights W, and store it according to `kind`, a compile-time constant.
  *
  * STORE: out (float) = result. ADD: out (float) += result. STORE_GELU, STORE_RELU: out (factor_t) = activation(result).
- * a: (rows, inputs), of which whole tiles are read: memory must extend to the next multiple of ROWS. bias: (columns).
- * prefetch: the pages of which each tile prefetches a part. */
+ * a: (rows, inputs) the matrix to multiply. Whole tiles of it are read, so its memory must extend to the next multiple
+ * of ROWS rows. bias: (columns). prefetch: the pages of which each tile prefetches a part. */
 INLINE void gemm(int kind, const factor_t *a, Rows rows, size_t inputs, const factor_t *weights, const float *bias,
                  size_t columns, void *out, PagePrefetch *prefetch) {
     for (size_t n = 0; n < columns; n += COLUMNS, weights += COLUMNS * inputs)
@@ -236,7 +246,7 @@ INLINE void gemm(int kind, const factor_t *a, Rows rows, size_t inputs, const fa
             f32x16 sums[ROWS][2];
             prefetch_some(prefetch);
             gemm_tile(a + m * rows.factor_stride, rows.factor_stride, inputs, weights, sums);
-            size_t num_rows = min_size(rows.count - m, ROWS);
+            size_t num_rows = min_size(rows.count - m, ROWS); /* the last tile may have fewer rows */
             for (size_t r = 0; r < num_rows; r++)
                 for (int half = 0; half < 2; half++) {
                     size_t column = n + half * LANES, place = (m + r) * rows.out_stride + column;

@@ -5,8 +5,8 @@
 
 /* Compute 32 outputs of a linear map, from number `column` on, for `num_rows` (a compile-time constant) inputs.
  *
- * x, out: the first row of inputs and of outputs; rows are `stride` and `out_stride` floats apart. is_added: whether to
- * add the result to `out` instead of overwriting it. */
+ * x, out: the first row of inputs and of outputs. A row begins `stride` floats (of inputs) or `out_stride` floats (of
+ * outputs) after the one before it. is_added: whether to add the result to `out` instead of overwriting it. */
 INLINE void apply_map_tile(const LinearMap *map, const float *x, size_t stride, size_t num_rows, int is_added,
                            size_t column, float *out, size_t out_stride) {
     const float *weights = map->weights + column * map->inputs;
@@ -30,9 +30,9 @@ INLINE void apply_map_tile(const LinearMap *map, const float *x, size_t stride, 
 
 /* Compute out = x W + bias, or out += x W + bias if `is_added`.
  *
- * x: (num_rows, inputs), rows `stride` floats apart. out: (num_rows, columns), rows `out_stride` floats apart. Each sum
- * has one fixed order, so the result of a row does not depend on the other rows. Rows are computed by ROWS, then by
- * four, then one by one. */
+ * x: (num_rows, inputs); a row begins `stride` floats after the one before it. out: (num_rows, columns), with the
+ * distance `out_stride`. Each sum has one fixed order, so the result of a row does not depend on the other rows. ROWS
+ * rows are computed at once as long as there are so many, then four at once, then single rows. */
 static void apply_map(const LinearMap *map, const float *x, size_t stride, size_t num_rows, int is_added, float *out,
                       size_t out_stride) {
     for (size_t n = 0; n < (size_t)map->columns; n += COLUMNS) {

@@ -6,33 +6,33 @@
 #define MASS_LIMIT 12.0f     /* the mass of a component farther than this many scales from its mean is neglected */
 #define BISECTION_STEPS 30   /* each step halves the interval in which a quantile lies */
 
-/* Take the next READINGS_PER_STEP readings from the shared counter; return the index of the first of them. */
+/* Advance the counter that all threads share by READINGS_PER_STEP readings, and return the index of the first one. */
 INLINE int64_t take_readings(int64_t *next_reading) {
     return __atomic_fetch_add(next_reading, READINGS_PER_STEP, __ATOMIC_RELAXED);
 }
 
-/* Compute surprisals until no reading of the task is left; each thread calls this once. Returns 0, or -1 if memory
+/* Compute surprisals until no reading of the task is left; each thread calls this once. Return 0, or -1 if memory
  * cannot be allocated. */
 int64_t compute_surprisals(const SurprisalTask *task) {
     size_t n = task->num_components, C = round_up(n, LANES);
-    float *w = malloc(SURPRISAL_ROWS * C * sizeof *w);
-    if (!w) return -1;
+    float *mixture = malloc(SURPRISAL_ROWS * C * sizeof *mixture);
+    if (!mixture) return -1;
     for (int64_t from; (from = take_readings(task->next_reading)) < task->num_readings;)
         for (int64_t m = from; m < from + READINGS_PER_STEP && m < task->num_readings; m++) {
-            memcpy(w, task->log_weights + m * n, n * sizeof *w);
-            memcpy(w + C, task->means + m * n, n * sizeof *w);
-            memcpy(w + 2 * C, task->scales + m * n, n * sizeof *w);
-            Surprisal s = compute_surprisal(w, n, task->values[m]);
+            memcpy(mixture, task->log_weights + m * n, n * sizeof *mixture);
+            memcpy(mixture + C, task->means + m * n, n * sizeof *mixture);
+            memcpy(mixture + 2 * C, task->scales + m * n, n * sizeof *mixture);
+            Surprisal s = compute_surprisal(mixture, n, task->values[m]);
             task->surprisal[m] = s.value, task->minimum[m] = s.minimum;
             task->mean[m] = s.mean, task->variance[m] = s.variance;
         }
-    free(w);
+    free(mixture);
     return 0;
 }
 
-/* Return the standard normal distribution function (Abramowitz and Stegun 7.1.26, error 1e-7). */
+/* Return the standard normal distribution function of z (formula 7.1.26 of Abramowitz and Stegun, error 1e-7). */
 INLINE f32x16 normal_cdf(f32x16 z) {
-    f32x16 x = vector_max(z, -z) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * x);
+    f32x16 x = vector_max(z, -z) * 0.70710678f /* |z| / sqrt(2) */, t = 1.0f / (1.0f + 0.3275911f * x);
     f32x16 p = -0.7265760135f + t * 0.5307027145f;
     p = 0.7107068705f + t * p;
     p = -0.142248368f + t * p;
@@ -43,38 +43,41 @@ INLINE f32x16 normal_cdf(f32x16 z) {
 
 /* Return the value below which a mixture has the probability `level`, by bisection between low and high.
  *
- * w: (3, C) means, inverse scales and weights of the components; C is their number, rounded up to whole vectors. */
-static float find_quantile(const float *w, size_t C, float low, float high, float level) {
+ * mixture: (3, C) rows with means, inverse scales and weights of the components. C is their number, rounded up to whole
+ * vectors. */
+static float find_quantile(const float *mixture, size_t C, float low, float high, float level) {
+    const float *means = mixture, *inverse_scales = mixture + C, *weights = mixture + 2 * C;
     for (int i = 0; i < BISECTION_STEPS; i++) {
         float middle = 0.5f * (low + high);
         f32x16 below = splat(0);
         for (size_t j = 0; j < C; j += LANES)
-            below += load(w + 2 * C + j) * normal_cdf((middle - load(w + j)) * load(w + C + j));
+            below += load(weights + j) * normal_cdf((middle - load(means + j)) * load(inverse_scales + j));
         if (reduce_sum(below) < level) low = middle;
         else high = middle;
     }
     return 0.5f * (low + high);
 }
 
-/* Compute quantiles until no reading of the task is left; each thread calls this once. Returns 0, or -1 if memory
- * cannot be allocated. */
+/* Compute quantiles until no reading of the task is left; each thread calls this once. Return 0, or -1 if memory cannot
+ * be allocated. */
 int64_t compute_quantiles(const QuantileTask *task) {
     size_t n = task->num_components, C = round_up(n, LANES);
-    float *w = malloc(3 * C * sizeof *w);
-    if (!w) return -1;
+    float *mixture = malloc(3 * C * sizeof *mixture);
+    if (!mixture) return -1;
+    float *means = mixture, *inverse_scales = mixture + C, *weights = mixture + 2 * C;
     for (int64_t from; (from = take_readings(task->next_reading)) < task->num_readings;)
         for (int64_t m = from; m < from + READINGS_PER_STEP && m < task->num_readings; m++) {
-            float low = INFINITY, high = -INFINITY;
-            for (size_t j = 0; j < C; j++) { /* the padding of C repeats the first component with no weight */
+            float low = INFINITY, high = -INFINITY; /* bounds of all quantiles */
+            for (size_t j = 0; j < C; j++) {        /* the padding up to C repeats the first component, with weight 0 */
                 size_t at = m * n + (j < n ? j : 0);
                 float mean = task->means[at], scale = task->scales[at];
                 low = fminf(low, mean - MASS_LIMIT * scale), high = fmaxf(high, mean + MASS_LIMIT * scale);
-                w[j] = mean, w[C + j] = 1.0f / scale;
-                w[2 * C + j] = j < n ? expf(task->log_weights[at]) : 0.0f;
+                means[j] = mean, inverse_scales[j] = 1.0f / scale;
+                weights[j] = j < n ? expf(task->log_weights[at]) : 0.0f;
             }
             for (int64_t q = 0; q < task->num_levels; q++)
-                task->quantiles[q * task->num_readings + m] = find_quantile(w, C, low, high, task->levels[q]);
+                task->quantiles[q * task->num_readings + m] = find_quantile(mixture, C, low, high, task->levels[q]);
         }
-    free(w);
+    free(mixture);
     return 0;
 }

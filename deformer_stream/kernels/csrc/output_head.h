@@ -8,10 +8,13 @@
 #include "gaussian_prior.h"
 #include "surprisal.h"
 
-/* Return ln(1 + e^x). */
+/* Return ln(1 + e^x).
+ *
+ * With y = e^x, 1 + y would lose the digits of a small y. There, ln(1 + y) = 2 atanh(s) with s = y / (y + 2) is used.
+ * For x > 20, the result is x to the last digit. */
 INLINE f32x16 softplus(f32x16 x) {
     f32x16 y = exponential(vector_min(x, splat(20.0f))), s = y / (y + 2.0f), t = s * s;
-    f32x16 p = log_ratio_series(t); /* ln(1 + y) = 2 atanh(s), with y = e^x; used for small y */
+    f32x16 p = log_ratio_series(t);
     return select_lanes(x > 20.0f, x, select_lanes(y < 0.4f, p * s, logarithm(1.0f + y)));
 }
 
@@ -32,47 +35,51 @@ static float log_sum_exp(const float *x, size_t n) {
  * centered NLL.
  *
  * s: surprisal (-ln p) of the value, and minimum, mean and variance of the surprisal of values drawn from the mixture.
- * The p-value is the probability that a drawn value has a surprisal at least as large. It is computed from a shifted
- * Gamma distribution with that minimum, mean and variance (model/distributions.py gives the reasons). */
+ * The p-value is the probability that a drawn value has a surprisal at least as large. It is computed from a Gamma
+ * distribution, shifted by the minimum, with this mean and variance. Its parameters are limited as in
+ * model/distributions.py, which gives the reasons. */
 static void score_continuous(Surprisal s, float *out, size_t stride) {
     float minimum = fminf(s.minimum, s.value), gap = fmaxf(s.mean - minimum, 0.1f);
-    float theta = fminf(fmaxf(s.variance / gap, 1), 100), shape = fminf(fmaxf(gap / theta, 0.01f), 50);
+    float scale = fminf(fmaxf(s.variance / gap, 1), 100), shape = fminf(fmaxf(gap / scale, 0.01f), 50);
     out[0] = -s.value;
-    out[stride] = (float)log_gamma_sf(shape, (s.value - minimum) / theta, 1e-9);
+    out[stride] = (float)log_gamma_sf(shape, (s.value - minimum) / scale, 1e-9);
     out[2 * stride] = s.value - s.mean;
 }
 
-/* Compute the mixture of a continuous reading from the network's own components and those of the prior.
+/* Compute the mixture of a continuous reading: J components of the network, then K of the Gaussian prior.
  *
- * outputs: outputs of mixture_map for the reading. adjustments: outputs of adjust_map, the changes of the prior's log
- * weights, means and log scales. prior_...: the prior's conditional. w: output, (3, C), normalised log weights, means
- * and scales; C is the number of components, rounded up to whole vectors. */
+ * outputs: outputs of mixture_map for the reading: J log weights, J numbers from which scales are computed, J means.
+ * adjustments: outputs of adjust_map, the changes of the prior's K log weights, means and log scales. prior_...: the
+ * prior's conditional. mixture: output, (3, C) rows with normalised log weights, means and scales; C is the number of
+ * components, rounded up to whole vectors. */
 static void build_mixture(const Head *head, float scale_floor, const float *outputs, const float *adjustments,
-                          const float *prior_log_weights, const float *prior_means, const float *prior_scales, float *w,
-                          size_t C) {
-    size_t J = head->num_components, K = head->num_prior_components; /* of the network, of the prior */
-    memcpy(w, outputs, J * sizeof *w);
-    memcpy(w + C, outputs + 2 * J, J * sizeof *w);
+                          const float *prior_log_weights, const float *prior_means, const float *prior_scales,
+                          float *mixture, size_t C) {
+    size_t J = head->num_components, K = head->num_prior_components;
+    float *log_weights = mixture, *means = mixture + C, *scales = mixture + 2 * C;
+    memcpy(log_weights, outputs, J * sizeof *mixture);
+    memcpy(means, outputs + 2 * J, J * sizeof *mixture);
     for (size_t j = 0; j < J; j += LANES) {
-        float part[LANES];
+        float part[LANES]; /* the last vector has numbers after the first J, which must not be stored */
         store(part, scale_floor + softplus(load(outputs + J + j)));
-        memcpy(w + 2 * C + j, part, min_size(J - j, LANES) * sizeof *w);
+        memcpy(scales + j, part, min_size(J - j, LANES) * sizeof *mixture);
     }
     for (size_t k = 0; k < K; k++) {
         float widening = expf(fminf(fmaxf(adjustments[2 * K + k], -MAX_LOG_SCALE_CHANGE), MAX_LOG_SCALE_CHANGE));
         float scale = prior_scales[k] * widening;
-        w[J + k] = prior_log_weights[k] + adjustments[k];
-        w[C + J + k] = prior_means[k] + prior_scales[k] * adjustments[K + k];
-        w[2 * C + J + k] = sqrtf(scale * scale + scale_floor * scale_floor / 3.0f);
+        log_weights[J + k] = prior_log_weights[k] + adjustments[k];
+        means[J + k] = prior_means[k] + prior_scales[k] * adjustments[K + k];
+        scales[J + k] = sqrtf(scale * scale + scale_floor * scale_floor / 3.0f);
     }
-    float total = log_sum_exp(w, J + K);
-    for (size_t j = 0; j < J + K; j++) w[j] -= total;
+    float total = log_sum_exp(log_weights, J + K);
+    for (size_t j = 0; j < J + K; j++) log_weights[j] -= total;
 }
 
 /* Compute the score terms of a label: out[0] = ln p, out[stride] = ln of the p-value, out[2 stride] = centered NLL.
  *
  * The p-value is the probability of all labels that are at most as likely. logits: (labels of the feature). value: the
- * label code. log_mass: scratch, (labels + 1), for ln p of each label and of all labels that training has not seen. */
+ * label code. log_mass: scratch, (labels + 1), for ln p of each label, and at the end of all labels together that
+ * training has not seen. relative_tail: the p-value divided by p, so that a small p does not underflow. */
 static void score_label(const Head *head, int64_t feature, const float *logits, float value, float *log_mass,
                         float *out, size_t stride) {
     int64_t count = head->label_counts[feature];
@@ -81,6 +88,7 @@ static void score_label(const Head *head, int64_t feature, const float *logits, 
     log_mass[count] = head->unseen_log_mass[2 * feature + 1];
     float own = log_mass[label_code(value, count)];
     for (int64_t k = 0; k <= count; k++) {
+        /* The tolerance makes labels count as equally likely if rounding alone distinguishes them. */
         if (log_mass[k] <= own + 1e-6f) relative_tail += expf(log_mass[k] - own);
         entropy -= expf(log_mass[k]) * log_mass[k];
     }
@@ -107,13 +115,14 @@ static void score_queries(const Head *head, const Prior *prior, const Batch *bat
     size_t columns = head->mixture_map->columns, stride = batch->query_offsets[batch->num_records];
     size_t adjust_columns = head->adjust_map ? head->adjust_map->columns : 0;
     float *outputs = scratch, *adjustments = outputs + ROWS_TOGETHER * columns + LANES;
-    float *w = adjustments + ROWS_TOGETHER * adjust_columns, *log_mass = w + SURPRISAL_ROWS * C;
-    int64_t record = from, r = 0;
+    float *mixture = adjustments + ROWS_TOGETHER * adjust_columns, *log_mass = mixture + SURPRISAL_ROWS * C;
+    int64_t record = from, r = 0; /* the next scored reading is number r of this record */
     for (size_t at = 0; at < num_queries; at++) {
         size_t row = at % ROWS_TOGETHER, num_rows = min_size(num_queries - at, ROWS_TOGETHER);
         if (!row) apply_map(head->mixture_map, x + at * d, d, num_rows, 0, outputs, columns);
         if (!row && adjust_columns)
             apply_map(head->adjust_map, x + at * d, d, num_rows, 0, adjustments, adjust_columns);
+        /* Go on to the next record with scored readings. */
         for (; r == batch->query_offsets[record + 1] - batch->query_offsets[record]; r = 0) record++;
         int64_t m = query_place(batch, record, r++), feature = batch->features[m];
         size_t query = batch->query_offsets[from] + at;
@@ -127,8 +136,8 @@ static void score_queries(const Head *head, const Prior *prior, const Batch *bat
         size_t at_prior = prior ? query * prior->padded_components : 0;
         build_mixture(head, head->scale_floor[feature], own, adjustments + row * adjust_columns,
                       batch->prior_log_weights + at_prior, batch->prior_means + at_prior,
-                      batch->prior_scales + at_prior, w, C);
-        score_continuous(compute_surprisal(w, components, batch->values[m]), out, stride);
+                      batch->prior_scales + at_prior, mixture, C);
+        score_continuous(compute_surprisal(mixture, components, batch->values[m]), out, stride);
     }
 }
 #endif

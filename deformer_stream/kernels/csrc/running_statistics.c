@@ -5,17 +5,18 @@
 
 #define TOLERANCE 1e-15 /* relative error of Fisher's statistic */
 
-/* Return Sidak's statistic -ln(1 - (1 - p)^count) of the smallest of `count` p-values.
+/* Return Sidak's statistic -ln(1 - (1 - p)^count), where p is the smallest of `count` p-values. min_log_p: ln(p).
  *
- * If p is tiny, 1 - (1 - p)^count would lose its digits, and is approximated by count p. */
+ * 1 - (1 - p)^count is the probability that the smallest of so many uniform p-values is at most p. If p is tiny, this
+ * expression would lose its digits, and is approximated by count p. */
 static double sidak(int64_t count, double min_log_p) {
     if (min_log_p < -25) return -min_log_p - log(count);
     return -log(-expm1(count * log1p(-exp(fmin(min_log_p, -1e-12)))));
 }
 
-/* Return Fisher's statistic of `count` p-values: -ln of the probability that their -ln p have a larger sum.
+/* Return Fisher's statistic of `count` p-values. neg_log_p_sum: the sum of their -ln p.
  *
- * For uniform p-values, the sum has a Gamma(count, 1) distribution. */
+ * It is -ln of the probability that uniform p-values have a larger sum, which has a Gamma(count, 1) distribution. */
 static double fisher(int64_t count, double neg_log_p_sum) { return -log_gamma_sf(count, neg_log_p_sum, TOLERANCE); }
 
 /* Update the running statistics of R records with their new readings; AdvanceTask (abi.h) describes all arrays. */
@@ -26,13 +27,14 @@ void advance_statistics(const AdvanceTask *task) {
         for (int64_t m = task->offsets[i]; m < task->offsets[i + 1]; m++) {
             double log_prob = task->score_terms[m], log_p_value = task->score_terms[M + m];
             double centered_nll = task->score_terms[2 * M + m];
-            int is_scored = !task->is_scored || task->is_scored[m];
+            int is_scored = !task->is_scored || task->is_scored[m]; /* else a reading that conditions others only */
             if (is_scored) {
-                double log_p = task->p_value_exponent * fmin(log_p_value, 0);
+                double log_p = task->p_value_exponent * fmin(log_p_value, 0); /* rounding can make a p-value > 1 */
                 state.num_scored++;
                 state.neg_log_p_sum -= log_p, state.min_log_p = fmin(state.min_log_p, log_p);
                 state.log_likelihood += log_prob, state.centered_nll += centered_nll;
             }
+            /* Not after readings that are followed by others with the same event time, whose order means nothing. */
             if (state.num_scored && (!task->is_decided || task->is_decided[m])) {
                 double statistic = fmax(fisher(state.num_scored, state.neg_log_p_sum),
                                         sidak(state.num_scored, state.min_log_p));

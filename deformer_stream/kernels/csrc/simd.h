@@ -13,7 +13,7 @@
 #include <immintrin.h>
 #endif
 
-#define LANES 16 /* floats of a vector */
+#define LANES 16 /* floats of a vector; a lane is the place of one of them */
 #define INLINE static inline __attribute__((always_inline))
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
@@ -30,8 +30,8 @@ INLINE size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
 INLINE f32x16 load(const float *p) { f32x16 v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store(float *p, f32x16 v) { memcpy(p, &v, sizeof v); }
 
-/* Return a vector with x in every lane. */
-INLINE f32x16 splat(float x) { return x - (f32x16){0}; }
+/* Return a vector with x in every lane. The compiler extends x to a vector if it is combined with one. */
+INLINE f32x16 splat(float x) { return x - (f32x16){0}; } /* x + 0 would turn -0 into 0 */
 
 /* Return a vector with the numbers 0 to 15, to compare a lane's position with a length. */
 INLINE f32x16 lane_numbers(void) { return (f32x16){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
@@ -69,7 +69,8 @@ INLINE float reduce_max(f32x16 v) {
 
 /* Return e^x for x <= 88, with a relative error of 2e-7; below -87 the result is e^-87.
  *
- * e^x = 2^n e^r with |r| <= ln(2) / 2; e^r is a minimax polynomial. */
+ * e^x = 2^n e^r, where n is x / ln(2) rounded to an integer, and r = x - n ln(2), so that |r| <= ln(2) / 2. e^r is
+ * computed as a minimax polynomial p. */
 INLINE f32x16 exponential(f32x16 x) {
     x = vector_max(x, splat(-87.0f));
 #ifdef __AVX512F__
@@ -78,6 +79,7 @@ INLINE f32x16 exponential(f32x16 x) {
     const f32x16 magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
     f32x16 shifted = x * 1.44269504f + magic, n = shifted - magic;
 #endif
+    /* ln(2) is the difference of the two constants. The product with the first one, which has few bits, is exact. */
     f32x16 r = x - n * 0.693359375f + n * 2.12194440e-4f;
     f32x16 p = splat(0.00829027207f) * r + 0.0418981596f;
     p = p * r + 0.166676381f;
@@ -87,11 +89,12 @@ INLINE f32x16 exponential(f32x16 x) {
 #ifdef __AVX512F__
     return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
+    /* The last bits of `shifted` are the integer n. Adding n to the exponent bits of p multiplies p by 2^n. */
     return (f32x16)((i32x16)p + (((i32x16)shifted - (i32x16)magic) << 23));
 #endif
 }
 
-/* Return 2 atanh(s) / s as a polynomial in t = s^2, for |s| <= 0.18: the series of ln((1 + s) / (1 - s)) / s. */
+/* Return 2 atanh(s) / s = ln((1 + s) / (1 - s)) / s for |s| <= 0.18: the first terms of its series in t = s^2. */
 INLINE f32x16 log_ratio_series(f32x16 t) {
     f32x16 p = splat(2.0f / 9) * t + 2.0f / 7;
     p = p * t + 2.0f / 5;
@@ -101,8 +104,10 @@ INLINE f32x16 log_ratio_series(f32x16 t) {
 
 /* Return the natural logarithm of positive normal numbers.
  *
- * x = m 2^e with m in [sqrt(1/2), sqrt(2)), and ln(m) = 2 atanh((m - 1) / (m + 1)). */
+ * x = m 2^exponent with m in [sqrt(1/2), sqrt(2)), so ln(x) = ln(m) + exponent ln(2). With s = (m - 1) / (m + 1),
+ * ln(m) = 2 atanh(s). */
 INLINE f32x16 logarithm(f32x16 x) {
+    /* 0x3f3504f3 are the bits of sqrt(1/2). Without them, the upper bits of x are the exponent, the lower ones m. */
     i32x16 bits = (i32x16)x - 0x3f3504f3;
     i32x16 exponent = bits >> 23;
     f32x16 m = (f32x16)((bits & 0x7fffff) + 0x3f3504f3);

@@ -1,7 +1,7 @@
 /* The surprisal -ln p of a value under a mixture of Gaussians, and the moments of -ln p(V) for V drawn from it.
  *
- * The moments are computed by Gauss-Hermite quadrature with three nodes (values V) per component. C is the number of
- * components, rounded up to whole vectors. */
+ * The moments are computed by Gauss-Hermite quadrature with three nodes (values V) per component: its mean, and its
+ * mean plus or minus sqrt(3) scales. C is the number of components, rounded up to whole vectors. */
 #ifndef SURPRISAL_H
 #define SURPRISAL_H
 #include "simd.h"
@@ -15,81 +15,90 @@ typedef struct {
     float value, minimum, mean, variance;
 } Surprisal;
 
-/* Return -ln p(value).
+/* Return -ln p(value), where p is the density of a mixture.
  *
- * w: (4, C) for each component: ln of the density at its mean times its weight, mean, inverse scale, weight. */
-static float surprisal_at(const float *w, size_t C, float value) {
+ * mixture: (3, C) rows with the components' log peaks (ln of the component's weight times its density at its mean),
+ * means and inverse scales. The density is summed relative to its largest term, e^peak, to avoid underflow. */
+static float surprisal_at(const float *mixture, size_t C, float value) {
+    const float *log_peaks = mixture, *means = mixture + C, *inverse_scales = mixture + 2 * C;
     f32x16 largest = splat(-INFINITY), total = splat(0);
     for (size_t j = 0; j < C; j += LANES) {
-        f32x16 z = (value - load(w + C + j)) * load(w + 2 * C + j);
-        largest = vector_max(largest, load(w + j) - 0.5f * z * z);
+        f32x16 z = (value - load(means + j)) * load(inverse_scales + j);
+        largest = vector_max(largest, load(log_peaks + j) - 0.5f * z * z);
     }
     float peak = reduce_max(largest);
     for (size_t j = 0; j < C; j += LANES) {
-        f32x16 z = (value - load(w + C + j)) * load(w + 2 * C + j);
-        total += exponential(load(w + j) - 0.5f * z * z - peak);
+        f32x16 z = (value - load(means + j)) * load(inverse_scales + j);
+        total += exponential(load(log_peaks + j) - 0.5f * z * z - peak);
     }
     return -peak - logarithm(splat(reduce_sum(total)))[0];
 }
 
-/* Compute -ln p at the three Gauss-Hermite nodes of each component: out (3, C). w: as in `surprisal_at`.
+/* Compute -ln p at the three Gauss-Hermite nodes of each component: out (3, C).
  *
- * The density at a node is summed relative to that of the node's own component, to avoid overflow. Nodes whose density
- * is e^80 times smaller than the highest peak have practically no weight in the moments. */
-static void surprisal_at_nodes(const float *w, size_t C, size_t num_components, float *out) {
-    static const float node[3] = {-1.7320508f, 0, 1.7320508f};
+ * mixture: (3, C) rows as in `surprisal_at`. The density at a node is summed relative to that of the node's own
+ * component (log_own), to avoid overflow. log_own is at least the highest peak minus 80: nodes with a smaller density
+ * have practically no weight in the moments. */
+static void surprisal_at_nodes(const float *mixture, size_t C, size_t num_components, float *out) {
+    static const float node[3] = {-1.7320508f, 0, 1.7320508f}; /* in scales from the component's mean */
+    const float *log_peaks = mixture, *means = mixture + C, *inverse_scales = mixture + 2 * C;
     float highest = -INFINITY;
-    for (size_t j = 0; j < num_components; j++) highest = w[j] > highest ? w[j] : highest;
+    for (size_t j = 0; j < num_components; j++) highest = log_peaks[j] > highest ? log_peaks[j] : highest;
+    /* Nodes are numbered like `out`: n = C * (index in `node`) + component. */
     for (size_t from = 0; from < 3 * C; from += NODE_VECTORS * LANES) {
-        f32x16 x[NODE_VECTORS], own[NODE_VECTORS], s[NODE_VECTORS];
+        f32x16 x[NODE_VECTORS], log_own[NODE_VECTORS], sums[NODE_VECTORS];
         for (int v = 0; v < NODE_VECTORS; v++) {
-            size_t n = from + v * LANES < 3 * C ? from + v * LANES : 0, j = n % C;
-            x[v] = load(w + C + j) + node[n / C] / load(w + 2 * C + j);
-            own[v] = vector_max(load(w + j) - 0.5f * node[n / C] * node[n / C], splat(highest - 80.0f));
-            s[v] = splat(0);
+            size_t n = from + v * LANES < 3 * C ? from + v * LANES : 0, j = n % C; /* 0: not used after the last node */
+            x[v] = load(means + j) + node[n / C] / load(inverse_scales + j);
+            log_own[v] = vector_max(load(log_peaks + j) - 0.5f * node[n / C] * node[n / C], splat(highest - 80.0f));
+            sums[v] = splat(0);
         }
         for (size_t j = 0; j < num_components; j++)
             for (int v = 0; v < NODE_VECTORS; v++) {
-                f32x16 z = (x[v] - w[C + j]) * w[2 * C + j];
-                s[v] += exponential(w[j] - own[v] - 0.5f * z * z);
+                f32x16 z = (x[v] - means[j]) * inverse_scales[j];
+                sums[v] += exponential(log_peaks[j] - log_own[v] - 0.5f * z * z);
             }
         for (int v = 0; v < NODE_VECTORS; v++)
             if (from + v * LANES < 3 * C)
-                store(out + from + v * LANES, -own[v] - logarithm(vector_max(s[v], splat(1e-37f))));
+                store(out + from + v * LANES, -log_own[v] - logarithm(vector_max(sums[v], splat(1e-37f))));
     }
 }
 
 /* Return the surprisal of a value under a mixture, and the moments of the surprisal.
  *
- * w: (SURPRISAL_ROWS, C), C being the number of components rounded up to whole vectors. Its first three rows hold log
- * weights, means and scales; the other rows are scratch. All rows are overwritten. The padding of C repeats the first
- * component with no weight. */
-static Surprisal compute_surprisal(float *w, size_t num_components, float value) {
+ * mixture: (SURPRISAL_ROWS, C), where C is the number of components rounded up to whole vectors. Its first three rows
+ * hold log weights, means and scales; the other rows are scratch memory. All rows are overwritten: in place of log
+ * weights and scales they then hold log peaks and inverse scales, as `surprisal_at` needs them. The padding up to C
+ * repeats the first component, with the weight 0. */
+static Surprisal compute_surprisal(float *mixture, size_t num_components, float value) {
     size_t C = round_up(num_components, LANES);
-    float *at_nodes = w + 4 * C;
+    float *log_weights = mixture, *log_peaks = mixture; /* the same row, before and after the conversion */
+    float *scales = mixture + 2 * C, *inverse_scales = scales;
+    float *weights = mixture + 3 * C, *at_nodes = mixture + 4 * C;
     for (size_t row = 0; row < 3; row++)
-        for (size_t j = num_components; j < C; j++) w[row * C + j] = w[row * C];
+        for (size_t j = num_components; j < C; j++) mixture[row * C + j] = mixture[row * C];
     for (size_t j = 0; j < C; j += LANES) {
-        f32x16 scale = load(w + 2 * C + j), log_weight = load(w + j);
-        store(w + 3 * C + j, exponential(log_weight));
-        store(w + j, log_weight - logarithm(scale) - LOG_SQRT_2PI);
-        store(w + 2 * C + j, 1.0f / scale);
+        f32x16 scale = load(scales + j), log_weight = load(log_weights + j);
+        store(weights + j, exponential(log_weight));
+        store(log_peaks + j, log_weight - logarithm(scale) - LOG_SQRT_2PI);
+        store(inverse_scales + j, 1.0f / scale);
     }
-    surprisal_at_nodes(w, C, num_components, at_nodes);
-    for (size_t j = num_components; j < C; j++) w[j] = -INFINITY, w[3 * C + j] = 0;
+    surprisal_at_nodes(mixture, C, num_components, at_nodes);
+    for (size_t j = num_components; j < C; j++) log_peaks[j] = -INFINITY, weights[j] = 0;
     f32x16 minimum = splat(INFINITY), mean_sums = splat(0), variance = splat(0);
     for (size_t n = 0; n < 3 * C; n += LANES) {
         /* weight of the component times the quadrature weight of the node: 1/6, 2/3, 1/6 */
-        f32x16 share = load(w + 3 * C + n % C) * (n / C == 1 ? 2.0f / 3 : 1.0f / 6);
+        f32x16 share = load(weights + n % C) * (n / C == 1 ? 2.0f / 3 : 1.0f / 6);
         minimum = vector_min(minimum, load(at_nodes + n));
         mean_sums += share * load(at_nodes + n);
     }
     float mean = reduce_sum(mean_sums);
     for (size_t n = 0; n < 3 * C; n += LANES) {
-        f32x16 share = load(w + 3 * C + n % C) * (n / C == 1 ? 2.0f / 3 : 1.0f / 6);
+        f32x16 share = load(weights + n % C) * (n / C == 1 ? 2.0f / 3 : 1.0f / 6);
         f32x16 deviation = load(at_nodes + n) - mean;
         variance += share * deviation * deviation;
     }
-    return (Surprisal){surprisal_at(w, C, value), -reduce_max(-minimum), mean, reduce_sum(variance)};
+    /* -reduce_max(-v) is the minimum of all lanes */
+    return (Surprisal){surprisal_at(mixture, C, value), -reduce_max(-minimum), mean, reduce_sum(variance)};
 }
 #endif

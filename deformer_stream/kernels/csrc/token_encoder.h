@@ -6,18 +6,22 @@
 
 #define ROWS_TOGETHER 96 /* readings to which a linear map is applied at once: few enough for the processor's cache */
 
-/* Return the index of a record's i-th scored reading among all new readings of the batch. */
+/* Return the index of a record's i-th scored reading among all new readings of the batch.
+ *
+ * The last new readings of each record are scored, the ones before them are only written to the KV cache. */
 INLINE int64_t query_place(const Batch *batch, int64_t record, int64_t i) {
     int64_t num_queries = batch->query_offsets[record + 1] - batch->query_offsets[record];
     return batch->offsets[record + 1] - num_queries + i;
 }
 
-/* Return the label code of a value; labels that training has not seen have the code `num_labels`. */
+/* Return the label code of a discrete feature's value. Labels that training has not seen have the code `num_labels`. */
 INLINE int64_t label_code(float value, int64_t num_labels) {
     return value > 0 ? (value < num_labels ? (int64_t)value : num_labels) : 0;
 }
 
-/* Compute the output of the first map of an observation token, before ReLU: out (width). */
+/* Compute the output of the first linear map of an observation token, before ReLU: out (width).
+ *
+ * It is the sum of a term of the feature and a term of the label, the value, or sine and cosine of a cyclic value. */
 static void encode_reading(const TokenEncoder *e, int64_t feature, float value, float *out) {
     size_t width = e->width;
     const float *feature_share = e->feature_share + feature * width;
@@ -30,29 +34,32 @@ static void encode_reading(const TokenEncoder *e, int64_t feature, float value, 
     } else if (angle_per_unit != 0) { /* a value on a cycle: undo the logarithmic compression beyond LINEAR_LIMIT */
         float size = fabsf(number), far = copysignf(LINEAR_LIMIT + expm1f(size - LINEAR_LIMIT), number);
         float angle = e->cycle[2 * feature] + angle_per_unit * (size > LINEAR_LIMIT ? far : number);
-        float y = sinf(angle), x = cosf(angle);
-        const float *sine = e->value_share + width, *cosine = sine + width;
+        float sine = sinf(angle), cosine = cosf(angle);
+        const float *sine_share = e->value_share + width, *cosine_share = sine_share + width;
         for (size_t i = 0; i < width; i += LANES)
-            store(out + i, load(feature_share + i) + y * load(sine + i) + x * load(cosine + i));
+            store(out + i, load(feature_share + i) + sine * load(sine_share + i) + cosine * load(cosine_share + i));
     } else
         for (size_t i = 0; i < width; i += LANES)
             store(out + i, load(feature_share + i) + number * load(e->value_share + i));
 }
 
-/* Return the largest number of outputs of a map except the last, whose output is the token. */
+/* Return the largest number of outputs of a linear map, except for the last one, whose output is the token. */
 static size_t widest_layer(const TokenEncoder *e) {
     size_t widest = e->width;
     for (int64_t m = 0; m + 1 < e->num_maps; m++) widest = max_size(widest, e->maps[m].columns);
     return widest;
 }
 
-/* Compute the observation tokens of `count` readings: u (count, d). scratch: (2, ROWS_TOGETHER, `widest_layer`). */
+/* Compute the observation tokens of `count` readings: u (count, d).
+ *
+ * The readings go through the linear maps in groups of ROWS_TOGETHER. scratch: (2, ROWS_TOGETHER, `widest_layer`)
+ * floats for the input and the output of a map, which are exchanged after each map. */
 static void encode_observations(const TokenEncoder *e, size_t d, const int64_t *features, const float *values,
                                 size_t count, float *scratch, float *u) {
     for (size_t from = 0; from < count; from += ROWS_TOGETHER, u += ROWS_TOGETHER * d) {
         size_t num_rows = min_size(count - from, ROWS_TOGETHER), width = e->width;
         float *input = scratch, *output = scratch + ROWS_TOGETHER * widest_layer(e);
-        float *first = e->num_maps ? input : u;
+        float *first = e->num_maps ? input : u; /* output of the first map, which is the token if no map follows */
         for (size_t r = 0; r < num_rows; r++)
             encode_reading(e, features[from + r], values[from + r], first + r * width);
         for (int64_t m = 0; m < e->num_maps; m++) {
@@ -60,15 +67,16 @@ static void encode_observations(const TokenEncoder *e, size_t d, const int64_t *
             for (size_t i = 0; i < num_rows * width; i += LANES)
                 store(input + i, vector_max(load(input + i), splat(0))); /* ReLU */
             apply_map(e->maps + m, input, width, num_rows, 0, is_last ? u : output, e->maps[m].columns);
-            float *spare = input;
-            input = output, output = spare, width = e->maps[m].columns;
+            float *previous_input = input;
+            input = output, output = previous_input, width = e->maps[m].columns;
         }
     }
 }
 
 /* Compute the query tokens of the scored readings of the records from `from` to before `to`: z (scored readings, d).
  *
- * prior_inputs: (scored readings, inputs of prior_map) the prior's conditionals as network inputs, or NULL. */
+ * A query token is the embedding of its feature, plus a linear map of the Gaussian prior's conditional. prior_inputs:
+ * (scored readings, inputs of prior_map) these conditionals as `scale_prior_inputs` computes them, or NULL. */
 static void encode_queries(const TokenEncoder *e, size_t d, const Batch *batch, int64_t from, int64_t to,
                            const float *prior_inputs, float *z) {
     float *out = z;

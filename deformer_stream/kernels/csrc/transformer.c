@@ -2,7 +2,8 @@
  *
  * A scored reading has two tokens: the query token z (which feature is next) and the observation token u (feature and
  * value). A reading that was scored before and is only written to the cache again has u alone. In the last layer only
- * outputs at z are used, so u needs neither attention nor the feed-forward part there.
+ * outputs at z are used, so u needs neither attention nor the feed-forward part there. A model caches either u alone or
+ * both tokens of a reading (tokens_per_reading is 1 or 2).
  *
  * A unit of work consists of a few records, whose tokens go through the layers together. Units are independent: each
  * thread takes the next unit when it has finished one. The order of each sum does not depend on the rest of the unit.
@@ -26,7 +27,7 @@ typedef struct {
     float *weights;         /* (2, heads, max_tokens) attention weights of one reading */
     float *floats;          /* scratch of the encoder and of the head */
     double *prior_rows;     /* (most readings of a record, padded components) */
-    const kv_t **pages;     /* (max_tokens / KV_PAGE_TOKENS + 1) keys and values of one record and layer */
+    const kv_t **pages;     /* (max_tokens / KV_PAGE_TOKENS + 1) for each page of a record, where one layer begins */
     size_t max_tokens;      /* most tokens of a record, rounded up to whole pages */
     PagePrefetch prefetch;
 } Scratch;
@@ -39,7 +40,8 @@ INLINE char *page_address(const Batch *batch, int64_t record, int64_t column) {
     return batch->page_pool + batch->page_table[record * batch->page_table_columns + column] * batch->page_bytes;
 }
 
-/* Return 1 / standard deviation of d numbers, and write their mean to `mean`. */
+/* Return 1 / standard deviation of d numbers, and write their mean to `mean`. As in PyTorch, 1e-5 is added to the
+ * variance, so that equal numbers cause no division by 0. */
 INLINE float inverse_deviation(const float *x, size_t d, float *mean) {
     f32x16 total = splat(0), squares = splat(0);
     for (size_t i = 0; i < d; i += LANES) total += load(x + i);
@@ -51,7 +53,7 @@ INLINE float inverse_deviation(const float *x, size_t d, float *mean) {
     return 1.0f / sqrtf(reduce_sum(squares) / d + 1e-5f);
 }
 
-/* Apply layer normalisation to a token x, (d), and write the result as floats, as factors, or both.
+/* Apply layer normalisation to a token x, (d), and write the result as floats, as factors of the next product, or both.
  *
  * One of the two outputs may be NULL. floats may be x itself. */
 static void layer_norm(const float *x, size_t d, const float *weight, const float *bias, float *floats,
@@ -64,14 +66,15 @@ static void layer_norm(const float *x, size_t d, const float *weight, const floa
     }
 }
 
-/* Write the key and the value of a token into a page. qkv: (3 d) its query, key and value. place: its index in the
- * page. */
+/* Write the key and the value of a token into a page, in the layout that the beginning of this file describes.
+ *
+ * qkv: (3 d) the token's query, key and value. place: the index of the token in the page. */
 static void write_key_value(const float *qkv, size_t d, kv_t *page, size_t place) {
     kv_t key[LANES];
     for (size_t i = 0; i < d; i += LANES) {
         store_kv(key, load(qkv + d + i));
         for (size_t j = 0; j < LANES; j += KV_WIDTH) {
-            kv_t *column = page + ((i + j) / KV_WIDTH * KV_PAGE_TOKENS + place) * KV_WIDTH;
+            kv_t *column = page + ((i + j) / KV_WIDTH * KV_PAGE_TOKENS + place) * KV_WIDTH; /* numbers i + j and on */
             memcpy(column, key + j, sizeof(kv_t) * KV_WIDTH);
         }
     }
@@ -80,22 +83,23 @@ static void write_key_value(const float *qkv, size_t d, kv_t *page, size_t place
         store_kv_pair(row + i, load(qkv + 2 * d + i), load(qkv + 2 * d + i + LANES));
 }
 
-/* The attention of one reading's queries (z, u, or both) over the tokens in its record's pages. */
+/* The attention of one reading over the tokens in its record's pages. It has one or two queries: those of the tokens z,
+ * u, or both in this order. */
 typedef struct {
     size_t d, num_heads, d_head;
-    const float *const *qkv;  /* (queries) rows of 3 d */
-    const kv_t *const *pages; /* keys and values of the record in this layer */
+    const float *const *qkv;  /* (queries) for each query, the 3 d numbers of its token: query, key and value */
+    const kv_t *const *pages; /* for each page of the record, the keys and values of this layer */
     const size_t *num_seen;   /* (queries) how many tokens of the pages each query sees; never fewer for the second */
     int sees_itself;          /* whether the first query also sees its own token, which is in no page */
-    factor_t *query;          /* (2, d) scratch */
-    float *weights;           /* (2, heads, max_tokens) scratch */
-    size_t max_tokens;
+    factor_t *query;          /* (2, d) scratch: the scaled queries */
+    float *weights;           /* (2, heads, max_tokens) scratch: attention scores, later attention weights */
+    size_t max_tokens;        /* row length of `weights` */
 } Attention;
 
 /* Compute the attention scores (query times key) of one head for all tokens in the pages, and write them to a->weights.
  *
- * Scores of tokens that a query does not see are -infinity. queries: how many queries there are, 1 or 2, a compile-time
- * constant. largest: output, a vector for each query, whose largest lane is the largest score. */
+ * Scores of tokens that a query does not see are -infinity. queries: the number of queries, 1 or 2, a compile-time
+ * constant. largest: output, for each query a vector whose largest lane is the largest score. */
 INLINE void score_keys(int queries, const Attention *a, size_t head, size_t num_pages, f32x16 largest[2]) {
     for (int q = 0; q < queries; q++) largest[q] = splat(-INFINITY);
     for (size_t p = 0; p < num_pages; p++) {
@@ -119,7 +123,9 @@ INLINE void score_keys(int queries, const Attention *a, size_t head, size_t num_
     }
 }
 
-/* Return one head's attention score of the first query for its own key, which is rounded like the keys in pages. */
+/* Return one head's attention score of the first query for the key of its own token.
+ *
+ * The key is rounded like the keys in pages, so that it does not matter for the score where a key comes from. */
 INLINE float score_own_key(const Attention *a, size_t head) {
     factor_t key[LANES];
     f32x16 product = splat(0);
@@ -130,8 +136,9 @@ INLINE float score_own_key(const Attention *a, size_t head) {
     return reduce_sum(product);
 }
 
-/* Replace the scores of one query and head by e^(score - peak), and return the sum. Tokens that the query does not see
- * get 0. */
+/* Replace the attention scores of one query and head by e^(score - peak), and return the sum of the results.
+ *
+ * peak: the largest score, which is subtracted so that nothing overflows. Tokens that the query does not see get 0. */
 INLINE float exponentiate(float *scores, size_t num_pages, size_t num_seen, float peak) {
     f32x16 total = splat(0);
     for (size_t p = 0; p < num_pages; p++) {
@@ -144,17 +151,19 @@ INLINE float exponentiate(float *scores, size_t num_pages, size_t num_seen, floa
     return reduce_sum(total);
 }
 
-/* Sum the values in the pages, weighted by a->weights, into VALUE_VECTORS vectors of each query's output.
+/* Sum the values in the pages, weighted by a->weights, for VALUE_VECTORS vectors of each query's output: out.
  *
- * from: the index among d of the first number of these vectors. */
+ * queries: the number of queries, 1 or 2. from: the index of the first number of these vectors among the d numbers of a
+ * value, which are those of all heads, one head after the other. */
 INLINE void sum_values(int queries, const Attention *a, size_t from, f32x16 out[2][VALUE_VECTORS]) {
-    const float *w[2][VALUE_VECTORS];
+    const float *w[2][VALUE_VECTORS]; /* the weights of the head to which each vector belongs */
     f32x16 c[2][VALUE_VECTORS];
     for (int q = 0; q < queries; q++)
         for (int v = 0; v < VALUE_VECTORS; v++) {
             c[q][v] = splat(0);
             w[q][v] = a->weights + (q * a->num_heads + (from + v * LANES) / a->d_head) * a->max_tokens;
         }
+    /* The last query sees the most tokens; the weights of tokens that the first one does not see are 0. */
     for (size_t t = 0, num_tokens = a->num_seen[queries - 1]; t < num_tokens; t++) {
         const kv_t *values = a->pages[t / KV_PAGE_TOKENS] + KV_PAGE_TOKENS * a->d;
         const kv_t *row = values + t % KV_PAGE_TOKENS * a->d + from;
@@ -168,8 +177,10 @@ INLINE void sum_values(int queries, const Attention *a, size_t from, f32x16 out[
         for (int v = 0; v < VALUE_VECTORS; v++) out[q][v] = c[q][v];
 }
 
-/* Compute the attention of one reading's queries. queries: their number, 1 or 2, a compile-time constant. out: for each
- * query the d factors of its output. */
+/* Compute the attention of one reading's queries: softmax of the scores, then the weighted sum of the values.
+ *
+ * queries: the number of queries, 1 or 2, a compile-time constant. out: for each query the d numbers of its output, as
+ * factors of the next product. The sum of a softmax (norm) divides the output instead of each weight. */
 INLINE void attend(int queries, const Attention *a, factor_t *const *out) {
     size_t d = a->d, num_pages = pages_of(a->num_seen[queries - 1]);
     float query_scale = 1.0f / sqrtf((float)a->d_head);
@@ -190,7 +201,7 @@ INLINE void attend(int queries, const Attention *a, factor_t *const *out) {
             norm[q][h] = exponentiate(scores, num_pages, a->num_seen[q], peak);
         }
     }
-    for (size_t h = 0; h < a->num_heads; h += LANES) {
+    for (size_t h = 0; h < a->num_heads; h += LANES) { /* from here on, norm is 1 / sum */
         if (a->sees_itself) {
             f32x16 e = exponential(load(own_weight + h));
             store(own_weight + h, e);
@@ -217,12 +228,14 @@ INLINE void attend(int queries, const Attention *a, factor_t *const *out) {
 
 /* Call `attend` for one query (attend_one) or for two (attend_both), so that it is compiled once for each.
  *
- * The structure is passed by value, so that its fields can stay in registers: the compiler must assume that a write
- * through a pointer changes whatever other pointers refer to. */
+ * The structure is passed by value, so that its fields can stay in registers. For a structure behind a pointer, the
+ * compiler would have to assume that each write to another array can change the fields. */
 static void attend_one(Attention a, factor_t *const *out) { attend(1, &a, out); }
 static void attend_both(Attention a, factor_t *const *out) { attend(2, &a, out); }
 
-/* Return the number of readings that a record's pages hold after its new readings have been written. */
+/* Return the number of readings that a record's pages hold after its new readings have been written.
+ *
+ * A reading with a depth k is written as reading number k, so the largest depth determines the number. */
 static size_t final_length(const Batch *batch, int64_t record) {
     size_t longest = 0, count = batch->offsets[record + 1] - batch->offsets[record];
     if (!batch->depths) return batch->num_cached[record] + count;
@@ -233,7 +246,8 @@ static size_t final_length(const Batch *batch, int64_t record) {
 /* Compute the attention of one record's new readings in a layer, and write their keys and values into its pages.
  *
  * z: (scored readings, 3 d) query, key and value of each query token. u: (new readings, 3 d) those of each observation
- * token. attended_z, attended_u: outputs, (scored readings, d) and (new readings, d). */
+ * token. attended_z, attended_u: outputs, (scored readings, d) and (new readings, d). The readings are processed in
+ * their order, so that each of them finds the keys and values of the earlier ones in the pages. */
 static void attend_record(const Network *net, const Batch *batch, int64_t record, size_t layer, const float *z,
                           const float *u, Scratch *s, factor_t *attended_z, factor_t *attended_u) {
     size_t d = net->d, begin = batch->offsets[record], count = batch->offsets[record + 1] - begin;
@@ -247,6 +261,7 @@ static void attend_record(const Network *net, const Batch *batch, int64_t record
         size_t num_seen[2] = {are_both_cached ? 2 * depth + 1 : depth, are_both_cached ? 2 * depth + 2 : depth + 1};
         const float *rows[2] = {z, u};
         factor_t *out[2] = {attended_z, attended_u};
+        /* Write u as the last token that it sees itself, and z before it if both are cached. */
         for (size_t t = num_seen[1] - net->tokens_per_reading; t < num_seen[1]; t++) {
             kv_t *page = (kv_t *)s->pages[t / KV_PAGE_TOKENS];
             write_key_value(t + 1 < num_seen[1] ? z : u, d, page, t % KV_PAGE_TOKENS);
@@ -256,7 +271,7 @@ static void attend_record(const Network *net, const Batch *batch, int64_t record
             .num_seen = num_seen, .sees_itself = !are_both_cached, .query = s->query, .weights = s->weights,
             .max_tokens = s->max_tokens,
         };
-        if (r < num_unscored) {
+        if (r < num_unscored) { /* the reading has no z: u is the only query */
             a.qkv = rows + 1, a.num_seen = num_seen + 1, a.sees_itself = 0;
             if (!is_last) attend_one(a, out + 1);
             continue;
@@ -269,7 +284,9 @@ static void attend_record(const Network *net, const Batch *batch, int64_t record
 
 /* Apply the rest of a layer after attention: the output map, the feed-forward part, and both residual connections.
  *
- * x: (num_rows, d) tokens, updated. attended: (num_rows, d) outputs of attention, overwritten. */
+ * x: (num_rows, d) tokens, updated. attended: (num_rows, d) outputs of attention, overwritten. Only FEEDFORWARD_ROWS
+ * tokens are computed at once, so that their hidden layer stays in the processor's cache. A pre-norm model normalises
+ * the input of the feed-forward part. Other models normalise the tokens after each of the two residual connections. */
 static void finish_layer(const Network *net, const Layer *layer, float *x, factor_t *attended, size_t num_rows,
                          Scratch *s) {
     size_t d = net->d, wide = net->feedforward;
@@ -303,7 +320,8 @@ static void list_pages(const Network *net, const Batch *batch, int64_t from, int
 
 /* Start to prefetch the keys and values of a layer in the listed pages.
  *
- * num_tiles: the number of tiles of matrix products until they are needed, each of which prefetches an equal part. */
+ * num_tiles: the number of tiles of matrix products that are computed before the keys and values are needed. Each of
+ * them prefetches an equal part. Nothing is prefetched after the last layer. */
 static void start_prefetch(const Network *net, size_t layer, size_t num_tiles, PagePrefetch *p) {
     p->bytes = 2 * KV_PAGE_TOKENS * net->d * sizeof(kv_t);
     p->offset = layer * p->bytes;
@@ -330,7 +348,7 @@ static void run_unit(const Network *net, const Batch *batch, int64_t from, int64
     int64_t begin = batch->offsets[from], first_query = batch->query_offsets[from];
     size_t d = net->d, wide = net->feedforward, num_queries = batch->query_offsets[to] - first_query;
     size_t num_rows = num_queries + batch->offsets[to] - begin, tiles = (num_rows + ROWS - 1) / ROWS;
-    float *x = s->x;
+    float *x = s->x; /* (num_rows, d) all tokens: first z of the scored readings, then u of all readings */
     encode_unit(net, batch, from, to, s);
     list_pages(net, batch, from, to, &s->prefetch);
     start_prefetch(net, 0, tiles * 3 * d / COLUMNS, &s->prefetch);
@@ -342,6 +360,7 @@ static void run_unit(const Network *net, const Batch *batch, int64_t from, int64
         /* After the last attention only the query tokens z are used, so there the observation tokens have no query. */
         size_t num_attending = l + 1 == (size_t)net->num_layers ? num_queries : num_rows;
         Rows query_rows = {num_attending, d, 3 * d}, all_rows = {num_rows, d, 3 * d};
+        /* Queries of the tokens that attend, then keys and values of all tokens. */
         gemm(STORE, s->a, query_rows, d, layer->qkv, layer->qkv_bias, d, s->qkv, &s->prefetch);
         gemm(STORE, s->a, all_rows, d, layer->qkv + d * d, layer->qkv_bias + d, 2 * d, s->qkv + d, &s->prefetch);
         for (int64_t i = from; i < to; i++) {
@@ -363,8 +382,8 @@ static void run_unit(const Network *net, const Batch *batch, int64_t from, int64
 
 /* Return the first record of a unit of work, by bisection.
  *
- * Unit i has the tokens from i tokens_per_unit on, counted over the batch, and the records whose first token is one of
- * them. */
+ * The tokens of the batch are numbered from 0, record after record. Unit i has the records whose first token has a
+ * number from i * tokens_per_unit to before (i + 1) * tokens_per_unit, so a record is never split. */
 static int64_t first_record(const Batch *batch, int64_t unit) {
     int64_t low = 0, high = batch->num_records;
     while (low < high) {
@@ -375,7 +394,7 @@ static int64_t first_record(const Batch *batch, int64_t unit) {
     return low;
 }
 
-/* Allocate a thread's scratch memory, enough for the largest unit. Returns 1, or 0 if there is not enough memory. */
+/* Allocate a thread's scratch memory, enough for the largest unit. Return 1, or 0 if there is not enough memory. */
 static int allocate_scratch(const Network *net, const Batch *batch, int64_t num_units, Scratch *s) {
     size_t num_rows = 0, longest = 0, num_pages = 0, d = net->d;
     for (int64_t unit = 0; unit < num_units; unit++) {
@@ -410,7 +429,7 @@ static void free_scratch(Scratch *s) {
     free(s->prior_rows), free(s->pages), free(s->prefetch.pages);
 }
 
-/* Score units of the batch until none is left; each thread calls this once. Returns 0, or -1 if memory cannot be
+/* Score units of the batch until none is left; each thread calls this once. Return 0, or -1 if memory cannot be
  * allocated. */
 int64_t score_batch(const Batch *batch) {
     const Network *net = batch->network;
