@@ -18,7 +18,7 @@ from deformer_stream.errors import InputError
 _DELTA_LOG = "_delta_log"
 _FIRST_DELTA_COMMIT = f"{0:020}.json"  # a commit file is named after the version, with 20 digits
 _ICEBERG_METADATA = "metadata"
-_REMEDY = (
+_EXPORT_CURRENT_VERSION = (
     "all files in the folder would be read, so write the current version to plain Parquet files and give their folder"
 )
 
@@ -81,19 +81,19 @@ def _check_delta_log(log_folder: Path) -> None:
     if not (log_folder / _FIRST_DELTA_COMMIT).is_file():
         raise InputError(
             f"{table}: this Delta Lake table may hold files of older versions "
-            f"(the first commit of its log is missing): {_REMEDY}"
+            f"(the first commit of its log is missing): {_EXPORT_CURRENT_VERSION}"
         )
     for commit_file in sorted(log_folder.glob("*.json")):
         for action in _read_json_lines(commit_file, table):  # each line adds a file, removes one, or changes a setting
             if "remove" in action:
                 raise InputError(
                     f"{table}: this Delta Lake table may hold files of older versions "
-                    f"(the commit {commit_file.name} removed a file from it): {_REMEDY}"
+                    f"(the commit {commit_file.name} removed a file from it): {_EXPORT_CURRENT_VERSION}"
                 )
             if (action.get("add") or {}).get("deletionVector"):
                 raise InputError(
                     f"{table}: this Delta Lake table may hold files of older versions "
-                    f"(the commit {commit_file.name} deleted rows of a file): {_REMEDY}"
+                    f"(the commit {commit_file.name} deleted rows of a file): {_EXPORT_CURRENT_VERSION}"
                 )
 
 
@@ -116,7 +116,7 @@ def _check_iceberg_metadata(metadata_file: Path) -> None:
             if operation != "append":
                 raise InputError(
                     f"{table}: this Iceberg table may hold files of older versions "
-                    f"({metadata_file.name} lists a snapshot with the operation {operation!r}): {_REMEDY}"
+                    f"({metadata_file.name} lists a snapshot with the operation {operation!r}): {_EXPORT_CURRENT_VERSION}"
                 )
 
 
@@ -140,5 +140,5 @@ def _read_json_lines(path: Path, table: Path, is_one_document: bool = False) -> 
     except (OSError, orjson.JSONDecodeError) as error:
         kind = "Iceberg" if is_one_document else "Delta Lake"
         raise InputError(
-            f"{table}: this {kind} table may hold files of older versions ({path.name} cannot be read): {_REMEDY}"
+            f"{table}: this {kind} table may hold files of older versions ({path.name} cannot be read): {_EXPORT_CURRENT_VERSION}"
         ) from error

@@ -91,7 +91,9 @@ def address_of(value: Any, kind: Kind, name: str) -> int | None:
         return None
     if isinstance(value, np.ndarray):
         if value.dtype != kind:
-            raise TypeError(f"{name} has dtype {value.dtype}, but the compiled kernels need {kind}: convert the array")
+            raise TypeError(
+                f"the array {name} has dtype {value.dtype}, but the compiled kernels need {kind}: convert it with astype"
+            )
         if not value.flags.c_contiguous:
             raise TypeError(
                 f"the array {name} is not contiguous, but the compiled kernels need contiguous memory: convert it with "
@@ -104,7 +106,9 @@ def address_of(value: Any, kind: Kind, name: str) -> int | None:
             f"numpy.asarray"
         )
     if value.dtype not in _TORCH_DTYPES.get(kind, ()):
-        raise TypeError(f"{name} has dtype {value.dtype}, but the compiled kernels need {kind}: convert the tensor")
+        raise TypeError(
+            f"the tensor {name} has dtype {value.dtype}, but the compiled kernels need {kind}: convert it with Tensor.to"
+        )
     if not value.is_contiguous():
         raise TypeError(
             f"the tensor {name} is not contiguous, but the compiled kernels need contiguous memory: convert it with "
