@@ -76,7 +76,7 @@ class Recipe:
         batch: Number of records in one batch.
         learning_rate: The largest learning rate of the schedule.
         epochs: Number of passes over the training records.
-        weight_decay: Decoupled weight decay of weight matrices. Vectors have none.
+        weight_decay: Decoupled weight decay (as in AdamW) of weight matrices. Vectors have none.
         warmup: Number of steps in which the learning rate rises.
         clip: Largest norm of the gradient. Longer gradients are scaled to this norm.
         smoothing: Standard deviation of Gaussian noise that is added to measurements, in normalised units. Without it,
@@ -86,15 +86,15 @@ class Recipe:
             predict after an unseen label.
         arrival_share: Share (0 to 1) of the samples in their logged order of arrival, if the table has one. The others
             have random orders. Logged orders train the model on the orders that it will score (Shih et al., 2022).
-        averaging: Share (0 to 1) of the steps so far, the latest ones, that the average of the weights covers.
+        averaging: The final weights are an average over the latest steps. It covers this share (0 to 1) of all steps.
         patience: Number of validations without improvement after which training stops. By default it never stops early,
             because a falling learning rate improves the model most at the end.
         accumulate: Number of batches whose gradients are added for one step. The step is that of one batch this many
             times as large, but needs less memory.
-        training_precision: Precision of the layers' matrix products. "auto" selects bfloat16 if the processor or GPU is
-            faster with it.
-        optimizer: "adamw"; "muon" for the matrices of the layers, with AdamW for other weights; or "adam" with a
-            constant learning rate, as in the paper.
+        training_precision: Precision of the matrix products in the Transformer layers. "auto" selects bfloat16 if the
+            processor or GPU is faster with it.
+        optimizer: "adamw"; "muon" for the matrices of the Transformer layers, with AdamW for other weights; or "adam"
+            with a constant learning rate, as in the paper.
     """
 
     batch: int
@@ -162,6 +162,8 @@ class Interrupted(Exception):  # noqa: N818 - not an error: the run was stopped 
 class TrainingRun:
     """The training of one model, which can be interrupted and continued.
 
+    The order of calls is: create the run, `restore` to continue from a checkpoint, `run`.
+
     Args:
         data: The prepared table.
         model: The model to train, on the device for training.
@@ -169,7 +171,7 @@ class TrainingRun:
         seed: Seed of orders, noise and batches.
         folder: An existing folder for checkpoints.
         budget: The time that training may take.
-        identity: Options and fingerprint of the data, by name. A checkpoint can only be continued if they are the same.
+        identity: Options and fingerprint of the data, by name. A checkpoint can only be restored if they are the same.
         priors: The Gaussian prior (mixture fitted before training) with the variants that are used in training. None if
             the model has no prior.
         ranks: The processes that train together.
@@ -191,30 +193,34 @@ class TrainingRun:
         self.folder, self.budget, self.identity = folder, budget, identity
         self.priors, self.ranks = priors, ranks
         self.train_rows = data.select_rows(Split.TRAIN)
+        # The order is random, because a time limit may reduce the validation records to the first ones.
         shuffled_rows = np.random.default_rng([seed, 0x7A1]).permutation(data.select_rows(Split.VALIDATION))
         self.validation_rows = shuffled_rows[:VALIDATION_ROWS]
         self.validation_batch_size = BATCH_SIZE
+        # Number of records of one step, in all processes together.
         self.batch_size = min(recipe.batch * recipe.accumulate * ranks.world_size, len(self.train_rows))
         self.steps_per_epoch = len(self.train_rows) // self.batch_size
         self.steps = max(1, recipe.epochs * self.steps_per_epoch)
         self.noise = Noise.from_schema(data.schema, recipe.smoothing, recipe.forget)
         self.num_scored_features = int((~data.schema.is_context).sum())
         self.averaged_model = copy.deepcopy(model).eval().requires_grad_(False)
+        # The averaged weights with the smallest validation loss; before the first validation the initial weights.
         self.best_weights = {name: p.clone() for name, p in self.averaged_model.named_parameters()}
         self.parameters: list[Tensor] = list(model.parameters())
         self.averaged_parameters: list[Tensor] = list(self.averaged_model.parameters())
         self.optimizers = _create_optimizers(model, recipe)
-        self.is_low_precision = low_precision(recipe.training_precision, model.device)
-        self.step = 0
+        self.is_low_precision = should_use_bfloat16(recipe.training_precision, model.device)
+        self.step = 0  # number of steps that are done
         self.validations_since_best = 0
-        self.best_validation = math.inf
+        self.best_validation = math.inf  # smallest validation loss, in nats
         self.history: list[dict[str, float]] = []
         self.next_validation_progress = 1.0 / EVALUATIONS
-        self.losses: list[float] = []
+        self.losses: list[float] = []  # mean −ln p of a record in each step since the last validation
         self.has_measured_costs = False
+        # An epoch and its permutation of the training records.
         self._epoch_permutation: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
-        self._validated_at = -math.inf
-        self._validation_seconds = 0.0
+        self._validated_at = -math.inf  # clock at the end of the last validation
+        self._validation_seconds = 0.0  # duration of the last validation
 
     @property
     def progress(self) -> float:
@@ -271,14 +277,15 @@ class TrainingRun:
         return TrainingResult(self.averaged_model, self.history, self.step, num_epochs, stopped_early)
 
     def _is_too_late(self, step_seconds: float) -> bool:
-        """Return whether another step would end after the time for training by more than half of its duration.
+        """Return whether more than half of another step would lie after the time for training.
 
         Args:
             step_seconds: Seconds that the last step took.
         """
         if self.budget.limit is None:
             return False
-        return self.budget.elapsed + 0.5 * step_seconds > self.budget.limit - self.budget.reserve
+        training_ends_at = self.budget.limit - self.budget.reserve  # the rest is reserved for the work after training
+        return self.budget.elapsed + 0.5 * step_seconds > training_ends_at
 
     def _reserve_time(self, costs: Costs, limit: float) -> None:
         """Reserve time for the last validation and the work after training, and limit the validation records.
@@ -290,6 +297,7 @@ class TrainingRun:
             limit: The time limit in seconds.
         """
         self.has_measured_costs = True
+        # `costs.record` is the time of one record in one order of its readings.
         seconds_per_record = max(VALIDATION_ORDERS * costs.record, 1e-9)
         num_affordable = VALIDATION_SHARE * limit / EVALUATIONS / seconds_per_record
         self.validation_rows = self.validation_rows[: max(MIN_VALIDATION_ROWS, int(num_affordable))]
@@ -299,15 +307,16 @@ class TrainingRun:
 
     def get_status(self) -> TrainingStatus:
         """Return the state of the training for a progress display."""
-        last = self.history[-1] if self.history else {"train": math.nan, "validation": math.nan}
-        train_nll = fmean(self.losses) if self.losses else last["train"]
+        last_validation = self.history[-1] if self.history else {"train": math.nan, "validation": math.nan}
+        # `losses` contains the steps since the last validation, so it is empty directly after a validation.
+        train_nll = fmean(self.losses) if self.losses else last_validation["train"]
         epoch = self.step // self.steps_per_epoch
-        return TrainingStatus(self.step, self.steps, epoch, self.progress, train_nll, last["validation"])
+        return TrainingStatus(self.step, self.steps, epoch, self.progress, train_nll, last_validation["validation"])
 
     def measure_step_seconds(self, num_records: int) -> float:
-        """Return the seconds of a forward and backward pass of the first `num_records` training records.
+        """Return the measured seconds of a forward and backward pass of the first `num_records` training records.
 
-        No weight is changed.
+        They show which batch size a time limit allows. No weight is changed.
         """
         rows = self.train_rows[:num_records]
         samples = draw_samples(self.data, rows, self.noise, self.recipe.arrival_share, create_generator(self.seed))
@@ -328,11 +337,12 @@ class TrainingRun:
         if self._epoch_permutation[0] != epoch:
             rng = np.random.default_rng([self.seed, 0xE90C, epoch])
             self._epoch_permutation = epoch, rng.permutation(self.train_rows)
+        _, shuffled_rows = self._epoch_permutation
         first = batch_index * self.batch_size
-        return np.sort(self._epoch_permutation[1][first : first + self.batch_size])
+        return np.sort(shuffled_rows[first : first + self.batch_size])  # ascending rows are read faster from disk
 
     def _train_step(self) -> None:
-        """Compute the gradient of one batch, and update the weights and their average.
+        """Compute the gradient of one batch, and update the weights and their running average.
 
         Raises:
             ConfigError: The gradient is not finite, so training has diverged.
@@ -341,17 +351,19 @@ class TrainingRun:
         generator = create_generator(self.seed, 0x57E9, self.step)
         samples = draw_samples(self.data, rows, self.noise, self.recipe.arrival_share, generator)
         self.model.zero_grad(set_to_none=True)
-        loss = torch.zeros((), device=self.model.device)
+        loss = torch.zeros((), device=self.model.device)  # mean over the batch of −ln p / number of scored features
+        # All processes drew the same batch. Each computes the gradients of its own slices, one after the other.
         for part in self.ranks.select_slices(len(rows), self.recipe.accumulate):
             if self.model.config.dropout:  # dropout uses PyTorch's global generator, which must depend on the step
                 torch.manual_seed(create_generator(self.seed, 0x57E9, self.step, part.start).initial_seed())
             loss += self._accumulate_gradients(samples[part], rows[part], len(rows))
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        self.ranks.sum_in_place([loss, *gradients])
+        self.ranks.sum_in_place([loss, *gradients])  # over all processes
         norm = float(torch.nn.utils.get_total_norm(gradients))
         if not math.isfinite(norm):
             raise ConfigError(
-                f"training diverged at step {self.step}: the gradient is not finite; lower learning_rate in --config"
+                f"training diverged at step {self.step}: the gradient is not finite; "
+                "set a smaller learning_rate in the file that --config names"
             )
         if norm > self.recipe.clip:
             torch._foreach_mul_(gradients, self.recipe.clip / norm)
@@ -364,8 +376,8 @@ class TrainingRun:
         """Set the learning rate of this step and let the optimizers update the weights from their gradients."""
         learning_rate = self._compute_learning_rate()
         for optimizer in self.optimizers:
+            is_muon = isinstance(optimizer, torch.optim.Muon)
             for group in optimizer.param_groups:
-                is_muon = isinstance(optimizer, torch.optim.Muon)
                 group["lr"] = learning_rate * MUON_RATE_FACTOR if is_muon else learning_rate
             optimizer.step()
 
@@ -378,16 +390,19 @@ class TrainingRun:
             num_records: Number of records in the complete batch, by which the loss is divided.
 
         Returns:
-            A scalar: the part's share of the batch's loss. The sum over all parts is the mean loss of a record.
+            A scalar: the part's share of the batch's loss. The sum over all parts is the mean over the batch's records
+            of −ln p / number of scored features.
         """
         device = self.model.device
         features, columns = order_readings(samples.values, samples.keys)
+        # (B, L) like `features`, where L is the number of readings of the longest record.
         values, is_hidden = gather_values(samples.values, columns), samples.is_hidden.gather(1, columns)
         features, values, is_hidden = (move_to_device(tensor, device) for tensor in (features, values, is_hidden))
         conditionals = None if self.priors is None else self.priors.compute_conditionals(features, values, rows)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.is_low_precision):
             log_p = self.model.log_prob(features, values, conditionals)
-        log_p = log_p.masked_fill(is_hidden, 0.0)  # hidden labels (replaced by an unseen one) are not to be predicted
+        # A hidden label was replaced by the code of an unseen label, which the network should not learn to predict.
+        log_p = log_p.masked_fill(is_hidden, 0.0)
         loss = -log_p.sum() / num_records / self.num_scored_features
         torch.autograd.backward(loss)
         return loss.detach()
@@ -395,8 +410,9 @@ class TrainingRun:
     def _compute_learning_rate(self) -> float:
         """Return the learning rate of this step.
 
-        It rises linearly for `recipe.warmup` steps, but at most for 8% of the schedule. It is multiplied by a factor
-        that falls along half a cosine from 1 to 0.01. With "adam", the paper's optimizer, it is constant.
+        It is `recipe.learning_rate` times two factors. The first rises linearly to 1 in `recipe.warmup` steps, but at
+        most in 8% of the schedule. The second falls along half a cosine from 1 to 0.01. With "adam", the paper's
+        optimizer, both are omitted.
         """
         if self.recipe.optimizer == "adam":
             return self.recipe.learning_rate
@@ -407,9 +423,9 @@ class TrainingRun:
     def _update_average(self) -> None:
         """Update the running average of the weights after a step.
 
-        The average always covers about the last `recipe.averaging` share of all steps, so it becomes longer in the
-        course of training. In step t, the old average has the factor β = (1 − 1/t)^(γ + 1), where γ = 1 / averaging
-        (equation 121 of Karras et al., arXiv 2312.02696). The new weights have the factor 1 − β.
+        The average always covers about the last `recipe.averaging` share of the steps so far. So the number of steps
+        that it covers grows in the course of training. In step t, the old average has the factor β = (1 − 1/t)^(γ + 1),
+        where γ = 1 / averaging (equation 121 of Karras et al., arXiv 2312.02696). The new weights have the factor 1 − β.
         """
         gamma = 1.0 / self.recipe.averaging
         old_weight = (1.0 - 1.0 / self.step) ** (gamma + 1.0)  # β
@@ -420,7 +436,7 @@ class TrainingRun:
         """Return whether to validate after this step.
 
         There are `EVALUATIONS` validations at equal distances in the schedule. Under a time limit, a validation is
-        postponed until training has taken eight times as long as the last validation.
+        postponed until training since the last one has taken more than eight times as long as that validation.
         """
         if self.progress < self.next_validation_progress:
             return False
@@ -493,6 +509,7 @@ class TrainingRun:
         elapsed = self.budget.elapsed  # read in all processes, because they share the first one's clock
         if not self.ranks.is_first:
             return
+        # All tensors are stored in one dictionary, under names whose prefixes say what they belong to.
         tensors: dict[str, Tensor] = {f"model.{name}": p for name, p in self.model.named_parameters()}
         tensors |= {f"average.{name}": p for name, p in self.averaged_model.named_parameters()}
         tensors |= {f"best.{name}": p for name, p in self.best_weights.items()}
@@ -519,7 +536,7 @@ class TrainingRun:
         """Set weights, optimizers and progress to those of the checkpoint in the folder, so that `run` continues it.
 
         Args:
-            state: The JSON state of the checkpoint, from `checkpoint.load_state`.
+            state: The JSON state of the checkpoint, which `checkpoint.load_state` returned.
 
         Raises:
             ConfigError: The checkpoint was written with other data or options.
@@ -545,6 +562,7 @@ class TrainingRun:
                     parameter.copy_(tensors[prefix + name])
         self.best_weights = {name: tensors[f"best.{name}"].to(self.model.device) for name in self.best_weights}
         for i, optimizer in enumerate(self.optimizers):
+            # Names are "optimizer.<i>.<index of the parameter>.<name of the moment>".
             moments_by_parameter: dict[int, dict[str, Tensor]] = {}
             for name, tensor in tensors.items():
                 if name.startswith(f"optimizer.{i}."):
@@ -554,8 +572,8 @@ class TrainingRun:
             optimizer.load_state_dict({"state": moments_by_parameter, "param_groups": groups})
 
 
-def low_precision(requested: Precision, device: torch.device) -> bool:
-    """Return whether to compute the layers' matrix products in bfloat16 instead of float32.
+def should_use_bfloat16(requested: Precision, device: torch.device) -> bool:
+    """Return whether to compute the matrix products of the Transformer layers in bfloat16 instead of float32.
 
     Args:
         requested: The precision that the user has chosen. "auto" selects bfloat16 on a GPU and on a CPU with AMX
@@ -570,9 +588,9 @@ def low_precision(requested: Precision, device: torch.device) -> bool:
 def _create_optimizers(model: DEformer, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """Return the optimizers of a model. Each weight is updated by exactly one of them.
 
-    With "muon", the weight matrices of the layers are updated by Muon (K. Jordan and others, 2024), whose update of a
-    matrix is orthogonal. The learning rate is scaled by the size of the matrix as in arXiv 2502.16982. AdamW updates
-    all other weights. Weight decay applies to matrices only.
+    With "muon", the weight matrices of the Transformer layers are updated by Muon (K. Jordan and others, 2024), whose
+    update of a matrix is orthogonal. The learning rate is scaled by the size of the matrix as in arXiv 2502.16982.
+    AdamW updates all other weights. Weight decay applies to matrices only.
 
     Args:
         model: The model to train.
@@ -583,6 +601,7 @@ def _create_optimizers(model: DEformer, recipe: Recipe) -> list[torch.optim.Opti
     optimizers: list[torch.optim.Optimizer] = []
     others = list(model.parameters())
     if recipe.optimizer == "muon":
+        # `model.blocks` are the Transformer layers.
         layer_matrices = {name: p for name, p in model.blocks.named_parameters() if p.dim() == 2}
         matrix_ids = {id(p) for p in layer_matrices.values()}
         others = [p for p in others if id(p) not in matrix_ids]
@@ -595,18 +614,18 @@ def _create_optimizers(model: DEformer, recipe: Recipe) -> list[torch.optim.Opti
 
 
 def _create_muon(matrix_by_name: dict[str, nn.Parameter], recipe: Recipe) -> torch.optim.Muon:
-    """Return PyTorch's Muon for the matrices of the layers.
+    """Return PyTorch's optimizer Muon for the weight matrices of the Transformer layers.
 
-    The joint matrix of queries, keys and values is updated as three matrices, because orthogonalising it as a whole
-    trains clearly worse (held-out NLL of binarised MNIST after a short run: 133 nats against less than 127). The
-    optimizer gets parameters that share memory with the three parts; a hook gives them the gradients of the parts.
+    The joint matrix of queries, keys and values is updated as three matrices, because orthogonalising its update as a
+    whole trains clearly worse (held-out NLL of binarised MNIST after a short run: 133 nats against less than 127). The
+    optimizer gets parameters that share memory with the three parts. Before each step, a hook sets their gradients.
 
     Args:
-        matrix_by_name: The matrices, by name within the layers.
+        matrix_by_name: The matrices, by their parameter names, such as those that end in "qkv.weight".
         recipe: Learning rate and weight decay.
     """
     parameters: list[nn.Parameter] = []
-    parts_by_matrix: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
+    parts_by_matrix: list[tuple[nn.Parameter, list[nn.Parameter]]] = []  # (joint matrix, its three parts)
     for name, matrix in matrix_by_name.items():
         if name.endswith("qkv.weight"):
             parts = [nn.Parameter(part) for part in matrix.data.chunk(3)]
@@ -623,6 +642,7 @@ def _create_muon(matrix_by_name: dict[str, nn.Parameter], recipe: Recipe) -> tor
     )
 
     def share_gradients(*_: Any) -> None:
+        """Set the gradient of each part to the part of the joint matrix's gradient, or to None if there is none."""
         for matrix, parts in parts_by_matrix:
             gradients = [None] * len(parts) if matrix.grad is None else matrix.grad.chunk(len(parts))
             for part, gradient in zip(parts, gradients, strict=True):
@@ -638,7 +658,7 @@ def _deterministic_algorithms(device: torch.device) -> Iterator[None]:
 
     On a GPU nothing is changed, because deterministic algorithms would be slower there.
     """
-    settings: Any = torch.utils.deterministic
+    settings: Any = torch.utils.deterministic  # a module whose attributes are settings
     was_enabled, filled_memory = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True)

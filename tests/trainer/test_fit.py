@@ -18,7 +18,7 @@ from trainer import checkpoint
 from trainer.budget import Costs, TimeBudget
 from trainer.data import PreparedTable, Split
 from trainer.evaluate import evaluate_held_out
-from trainer.fit import Interrupted, Recipe, TrainingResult, TrainingRun, low_precision
+from trainer.fit import Interrupted, Recipe, TrainingResult, TrainingRun, should_use_bfloat16
 from trainer.sampling import Noise, create_generator, draw_random_keys, gather_values, order_readings
 from trainer.settings import Optimizer
 
@@ -110,10 +110,10 @@ def test_automatic_precision_is_bfloat16_only_on_cpus_with_amx(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     cpu = torch.device("cpu")
-    assert low_precision("auto", cpu) is is_low
-    assert low_precision("bfloat16", cpu)
-    assert not low_precision("float32", cpu)
-    assert low_precision("auto", torch.device("cuda"))
+    assert should_use_bfloat16("auto", cpu) is is_low
+    assert should_use_bfloat16("bfloat16", cpu)
+    assert not should_use_bfloat16("float32", cpu)
+    assert should_use_bfloat16("auto", torch.device("cuda"))
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw", "adam"])
@@ -181,7 +181,7 @@ def test_diverging_training_is_reported(data: PreparedTable, tmp_path: Path) -> 
     fit = start(data, tmp_path)
     with torch.no_grad():
         next(fit.model.parameters()).fill_(torch.nan)
-    with pytest.raises(ConfigError, match="lower learning_rate"):
+    with pytest.raises(ConfigError, match="set a smaller learning_rate"):
         fit.run()
 
 
