@@ -116,7 +116,8 @@ def _check_iceberg_metadata(metadata_file: Path) -> None:
             if operation != "append":
                 raise InputError(
                     f"{table}: this Iceberg table may hold files of older versions "
-                    f"({metadata_file.name} lists a snapshot with the operation {operation!r}): {_EXPORT_CURRENT_VERSION}"
+                    f"({metadata_file.name} lists a snapshot with the operation {operation!r}): "
+                    f"{_EXPORT_CURRENT_VERSION}"
                 )
 
 
@@ -140,5 +141,6 @@ def _read_json_lines(path: Path, table: Path, is_one_document: bool = False) -> 
     except (OSError, orjson.JSONDecodeError) as error:
         kind = "Iceberg" if is_one_document else "Delta Lake"
         raise InputError(
-            f"{table}: this {kind} table may hold files of older versions ({path.name} cannot be read): {_EXPORT_CURRENT_VERSION}"
+            f"{table}: this {kind} table may hold files of older versions ({path.name} cannot be read): "
+            f"{_EXPORT_CURRENT_VERSION}"
         ) from error

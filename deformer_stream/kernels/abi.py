@@ -92,7 +92,8 @@ def address_of(value: Any, kind: Kind, name: str) -> int | None:
     if isinstance(value, np.ndarray):
         if value.dtype != kind:
             raise TypeError(
-                f"the array {name} has dtype {value.dtype}, but the compiled kernels need {kind}: convert it with astype"
+                f"the array {name} has dtype {value.dtype}, but the compiled kernels need {kind}: "
+                f"convert it with astype"
             )
         if not value.flags.c_contiguous:
             raise TypeError(
@@ -107,7 +108,8 @@ def address_of(value: Any, kind: Kind, name: str) -> int | None:
         )
     if value.dtype not in _TORCH_DTYPES.get(kind, ()):
         raise TypeError(
-            f"the tensor {name} has dtype {value.dtype}, but the compiled kernels need {kind}: convert it with Tensor.to"
+            f"the tensor {name} has dtype {value.dtype}, but the compiled kernels need {kind}: "
+            f"convert it with Tensor.to"
         )
     if not value.is_contiguous():
         raise TypeError(
