@@ -25,12 +25,13 @@ Offsets = dict[TopicPartition, OffsetAndMetadata]
 
 
 class CommitRequest(NamedTuple):
-    """What a commit should make durable.
+    """What a commit makes durable, in addition to the messages that sinks have put into the delivery.
 
     Attributes:
-        positions: Offset of the next event to read, by partition.
-        states: State to save, by partition number.
-        confirm_unchanged: Whether offsets that have not changed are committed too.
+        positions: For each partition, the offset of the next event to read.
+        states: The state to save, by partition number.
+        confirm_unchanged: Whether to commit also offsets that are the same as at the last commit. The broker refuses
+            them if this process was replaced in the group.
     """
 
     positions: dict[TopicPartition, int]
@@ -39,13 +40,14 @@ class CommitRequest(NamedTuple):
 
 
 class CommitPayload(NamedTuple):
-    """A commit request, encoded as messages of the state topic.
+    """What a commit makes durable, with the states encoded as messages of the state topic.
 
     Attributes:
-        request: The request.
-        messages: Messages of the state topic.
-        references: For each partition, the messages that hold its state once the commit has taken effect.
-        snapshot_starts: For each new snapshot, its partition and the index of its first message in `messages`.
+        request: The request that is encoded.
+        messages: The messages for the state topic.
+        references: For each partition, where its state is stored once the commit has taken effect.
+        snapshot_starts: For each new snapshot (complete state), its partition and the index of its first message in
+            `messages`. The reference must state the offset that this message gets.
     """
 
     request: CommitRequest
@@ -55,19 +57,21 @@ class CommitPayload(NamedTuple):
 
 
 class CommitManager:
-    """The commit in progress and its attempts.
+    """The commit in progress: it makes attempts until one takes effect, and finds out whether a failed one did.
 
-    Methods that send requests raise the client's errors; `recover` raises ours too.
+    The order of calls is `begin`, then `send` (or `begin_sending`, then `send`) and `mark_committed`. After a failed
+    attempt, `recover` comes first. Methods that send requests raise exceptions of kafka-python; `recover` raises also
+    `DeformerError`.
 
     Args:
         consumer: The consumer whose offsets are committed.
-        delivery: Sends messages with a commit, or None to commit offsets only.
-        state: Encodes saved state, or None to save none.
+        delivery: Buffers outgoing messages and sends them with a commit. None commits offsets only.
+        state: The state topic, or None to save no state.
 
     Attributes:
-        reference_by_partition: For each partition, the messages of the state topic that hold its saved state.
-        has_commit: Whether there is a commit that is not known to have taken effect.
-        confirmed_at: `time.monotonic()` of the last commit that included offsets.
+        reference_by_partition: For each partition, where its saved state is stored in the state topic.
+        has_commit: Whether a commit was begun that is not known to have taken effect.
+        confirmed_at: `time.monotonic()` of the last successful commit that included offsets.
     """
 
     def __init__(self, consumer: KafkaConsumer, delivery: Delivery | None, state: StateTopic | None) -> None:
@@ -75,17 +79,17 @@ class CommitManager:
         self.reference_by_partition: dict[TopicPartition, StateReference] = {}
         self._committed_positions: dict[TopicPartition, int] = {}
         self.has_commit = False
-        self._request = CommitRequest({}, {}, False)
+        self._request = CommitRequest({}, {}, False)  # of the commit in progress
         self._payload = CommitPayload(self._request, [], {}, [])  # of the last attempt
-        self._attempt: CommitAttempt | None = None  # an attempt that may have taken effect
+        self._attempt: CommitAttempt | None = None  # sent, but not known to have succeeded or failed
         self._run_id, self._num_attempts = uuid.uuid4().hex[:12], 0  # together a unique name of each attempt
         self.confirmed_at = time.monotonic()
 
     @property
     def has_failed(self) -> bool:
-        """Whether `recover` must run before another attempt.
+        """Whether the last attempt failed or its outcome is unknown, so that `recover` must run before the next one.
 
-        Without transactions it need not, because messages may then be sent twice.
+        Without transactions an unknown outcome does not matter, because messages may be sent twice.
         """
         delivery = self._delivery
         if delivery is None:
@@ -95,12 +99,12 @@ class CommitManager:
 
     @property
     def is_in_background(self) -> bool:
-        """Whether an attempt runs in the background."""
+        """Whether `begin_sending` has started an attempt in the background that `send` has not waited for yet."""
         return self._delivery is not None and self._delivery.is_in_background
 
     @property
     def is_finished(self) -> bool:
-        """Whether the attempt in the background has ended, successfully or not."""
+        """Whether the attempt in the background has ended, successfully or not, so that `send` returns at once."""
         return self._delivery is not None and self._delivery.is_finished
 
     def begin(
@@ -109,12 +113,14 @@ class CommitManager:
         states: Mapping[int, PartitionState],
         confirm_unchanged: bool = False,
     ) -> None:
-        """Begin a commit with all messages that are in the delivery.
+        """Begin a commit, without sending anything: fix what it will make durable.
+
+        It includes the messages that sinks have put into the delivery until now. Later ones belong to the next commit.
 
         Args:
-            positions: Offset of the next event to read, by partition.
-            states: State to save, by partition number.
-            confirm_unchanged: Whether offsets that have not changed are committed too.
+            positions: For each partition, the offset of the next event to read.
+            states: The state to save, by partition number.
+            confirm_unchanged: Whether to commit also offsets that are the same as at the last commit.
         """
         self.has_commit = True
         self._request = CommitRequest(dict(positions), dict(states), confirm_unchanged)
@@ -122,14 +128,15 @@ class CommitManager:
             self._delivery.seal_pending()
 
     def begin_sending(self, group: Any, on_committed: Callable[[], None]) -> bool:
-        """Start the first attempt in the background.
+        """Start the first attempt in the background, if it is a transaction.
 
         Args:
-            group: The consumer group, as the client describes it.
-            on_committed: Called in the background after the attempt has taken effect.
+            group: The consumer group, as `KafkaConsumer.group_metadata` describes it.
+            on_committed: A function that a background thread calls after the attempt has taken effect.
 
         Returns:
-            Whether an attempt was started; False if there is nothing to send in a transaction.
+            Whether an attempt was started. False without transactions, without anything to send, or after a failed
+            attempt; the caller must then use `send`.
         """
         delivery = self._delivery
         if delivery is None or not delivery.is_transactional or delivery.has_failed or self._attempt is not None:
@@ -142,13 +149,22 @@ class CommitManager:
         return True
 
     def _make_offsets_function(self, payload: CommitPayload) -> Callable[[Callable[[], list[int]]], Offsets]:
-        """Return the function that computes the offsets to commit, for `Delivery.transaction`.
+        """Return a function that computes the offsets to commit, for `Delivery.transaction`.
 
-        The function waits for the offsets of the state messages only if a new snapshot needs them.
+        The metadata of a committed offset state where the saved state is stored. So for a new snapshot, the function
+        waits until its messages are written.
+
+        Args:
+            payload: What the transaction makes durable.
+
+        Returns:
+            A function whose argument is a function that waits for the offsets of the state messages and returns them.
         """
 
         def compute_offsets(wait_for_message_offsets: Callable[[], list[int]]) -> Offsets:
-            attempt = self._plan_attempt(payload, wait_for_message_offsets() if payload.snapshot_starts else [])
+            """Return the offsets to commit, and store them as the present attempt."""
+            message_offsets = wait_for_message_offsets() if payload.snapshot_starts else []
+            attempt = self._plan_attempt(payload, message_offsets)
             if payload is self._payload:  # otherwise a later attempt has replaced this one
                 self._attempt = attempt
             return dict(attempt.offsets)
@@ -156,14 +172,18 @@ class CommitManager:
         return compute_offsets
 
     def send(self, group: Any, timeout: float | None = None) -> Offsets | None:
-        """Make one attempt as far as the delivery is concerned, or wait for the attempt in the background.
+        """Make one attempt, or wait for the attempt in the background.
+
+        A transaction sends the messages and commits the offsets. Without one, the messages are sent, and the caller
+        must commit the offsets.
 
         Args:
-            group: The consumer group, as the client describes it.
-            timeout: Seconds to wait, or None for the default.
+            group: The consumer group, as `KafkaConsumer.group_metadata` describes it. It is not used if an attempt is
+                in the background.
+            timeout: Maximum time to wait in seconds, or None for the default.
 
         Returns:
-            The offsets that the consumer must still commit, or None if the transaction has committed them.
+            The offsets that the caller must commit, or None if the transaction has committed them.
         """
         delivery = self._delivery
         if delivery is not None and self.is_in_background:
@@ -174,7 +194,7 @@ class CommitManager:
             transaction = delivery.transaction(payload.messages, self._make_offsets_function(payload), group)
             if timeout is None:
                 delivery.commit(transaction)
-            else:
+            else:  # only a background thread can be left behind after the timeout
                 delivery.begin(transaction)
                 delivery.end(timeout)
             return None
@@ -183,7 +203,10 @@ class CommitManager:
         return self._attempt.offsets
 
     def renew_producer(self) -> None:
-        """End the transaction that a failed attempt has left open, because it blocks readers of committed messages."""
+        """Replace the producer of a failed attempt, which ends its transaction.
+
+        An open transaction would hide later messages from consumers that read only committed messages.
+        """
         if self._delivery is not None and self._delivery.has_failed:
             self._delivery.renew_producer()
 
@@ -194,17 +217,20 @@ class CommitManager:
             self._check_outcome(self._attempt)
 
     def mark_committed(self) -> None:
-        """Record that the last attempt, and with it the commit, has taken effect."""
+        """Record that the last attempt has taken effect, which completes the commit."""
         if self._attempt is not None:
             self._apply_effect(self._attempt)
         self.has_commit = False
 
     def give_up(self) -> None:
-        """Abandon the commit; its messages are sent with the next one."""
+        """Stop making attempts for this commit; its messages are sent with the next one."""
         self.has_commit = False
 
     def remove_partitions(self, partitions: Iterable[TopicPartition]) -> None:
-        """Remove partitions that have moved to another process from the commit in progress."""
+        """Remove partitions that have moved to another process from the commit in progress.
+
+        Messages that these partitions have caused are dropped, because the other process sends them again.
+        """
         for tp in partitions:
             self.reference_by_partition.pop(tp, None)
             self._committed_positions.pop(tp, None)
@@ -216,7 +242,11 @@ class CommitManager:
             self._delivery.drop_partitions(tp.partition for tp in partitions)
 
     def _encode_request(self) -> CommitPayload:
-        """Return the request in progress as messages of the state topic, under a new commit name."""
+        """Encode the states of the commit in progress as messages of the state topic.
+
+        Each attempt gets a new name, which its messages carry. So messages of a failed attempt are never mistaken for
+        those of the attempt that took effect.
+        """
         self._num_attempts += 1
         commit_name = f"{self._run_id}-{self._num_attempts}"
         references = dict(self.reference_by_partition)
@@ -231,37 +261,47 @@ class CommitManager:
                     tp.partition, position, state, references.get(tp), commit_name
                 )
                 messages += state_messages
+        # Partitions without new state get the name too, because `_check_outcome` recognises the attempt by it.
         references = {tp: replace(reference, commit=commit_name) for tp, reference in references.items()}
+        # A copy, because `remove_partitions` changes the request while an attempt is in the background.
         request = self._request._replace(positions=dict(self._request.positions))
         self._payload = CommitPayload(request, messages, references, snapshot_starts)
         return self._payload
 
     def _plan_attempt(self, payload: CommitPayload, message_offsets: list[int]) -> CommitAttempt:
-        """Return what is to be committed, given the offsets of the state messages.
+        """Return the offsets to commit, with metadata that state where each partition's state is stored.
 
         Args:
-            payload: The encoded request.
-            message_offsets: Offsets of the state messages. They may be empty if the payload has no new snapshot.
+            payload: What the attempt makes durable.
+            message_offsets: The offset in the state topic of each message of the payload. It may be empty if the
+                payload has no new snapshot.
         """
         (positions, states, confirm_unchanged), references = payload.request, payload.references
         for tp, message_index in payload.snapshot_starts:
             references[tp] = replace(references[tp], first_offset=message_offsets[message_index])
+        unknown_leader_epoch = -1
         offsets = {
-            tp: OffsetAndMetadata(position, references[tp].to_metadata() if tp in references else "", -1)
+            tp: OffsetAndMetadata(
+                position, references[tp].to_metadata() if tp in references else "", unknown_leader_epoch
+            )
             for tp, position in positions.items()
             if confirm_unchanged or self._committed_positions.get(tp) != position or tp.partition in states
         }
         return CommitAttempt(offsets, references, states)
 
     def _check_outcome(self, attempt: CommitAttempt) -> None:
-        """Check whether an attempt whose response was lost took effect, by the metadata of the committed offsets."""
+        """Find out whether an attempt whose response was lost took effect, and if so, record it.
+
+        The metadata of the committed offsets name the attempt that committed them. All offsets of an attempt take
+        effect together, so one partition with the attempt's metadata is enough.
+        """
         for tp in attempt.offsets.keys() & attempt.references.keys():
             committed = self._consumer.committed(tp, metadata=True, timeout_ms=DELIVERY_SECONDS * 1000)
             if committed is not None and committed.metadata == attempt.references[tp].to_metadata():
                 return self._apply_effect(attempt)
 
     def _apply_effect(self, attempt: CommitAttempt) -> None:
-        """Record the committed offsets and states after an attempt has taken effect."""
+        """Record the committed offsets and states of an attempt that has taken effect, and drop its messages."""
         self._attempt = None
         if attempt.offsets:
             self.confirmed_at = time.monotonic()
@@ -270,12 +310,12 @@ class CommitManager:
             self._committed_positions[tp] = attempt.offsets[tp].offset
             if tp in attempt.references:
                 self.reference_by_partition[tp] = attempt.references[tp]
-        if self._request.states is attempt.states:
+        if self._request.states is attempt.states:  # they are saved, so another attempt must not save them again
             self._request = self._request._replace(states={})
         if self._delivery is not None:
             self._delivery.mark_committed()
 
 
 def _needs_transaction(delivery: Delivery, payload: CommitPayload) -> bool:
-    """Return whether there is anything to send in a transaction."""
-    return delivery.is_transactional and (delivery.has_unsent or bool(payload.messages))
+    """Return whether the delivery uses transactions and the commit has any message to send."""
+    return delivery.is_transactional and (delivery.has_uncommitted_messages or bool(payload.messages))

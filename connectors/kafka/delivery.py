@@ -41,17 +41,21 @@ Producer = TypeVar("Producer")
 
 
 class Delivery:
-    """The outgoing messages of a consumer.
+    """A buffer of outgoing messages with the producer that sends them when the consumer commits.
+
+    With a transactional id, messages and consumed offsets are committed in one transaction ("exactly-once"). Without
+    one, messages are sent before the offsets are committed ("at-least-once").
 
     Args:
         bootstrap_servers: Comma-separated host:port pairs.
-        security: Arguments of the client for encryption and login.
-        max_bytes_by_topic: Maximum size of a message in bytes, by topic.
-        transactional_id: Identifies the producer to the broker, for one process at a time; None sends without
-            transactions.
+        security: kafka-python's keyword arguments for encryption and login; None for a plain connection without login.
+        max_bytes_by_topic: For each topic that messages are sent to, the largest message that it accepts, in bytes.
+        transactional_id: Identifies the producer to the broker; of several processes with the same id, only the latest
+            may write. None sends without transactions.
 
     Attributes:
-        has_failed: Whether the last attempt failed. Whether it took effect is unknown until `renew_producer` returns.
+        has_failed: Whether the last attempt to send failed, so that `renew_producer` must be called. Until it returns,
+            the failed transaction may still take effect.
 
     Raises:
         Unavailable: No broker responds.
@@ -68,9 +72,10 @@ class Delivery:
         self._servers, self._security = bootstrap_servers, security
         self.max_bytes_by_topic = max_bytes_by_topic
         self._transactional_id = transactional_id
-        self._pending: list[OutgoingMessage] = []  # written by sinks since the last commit began
-        self._sealed: list[OutgoingMessage] = []  # to be sent by the next attempt
-        self._sent: list[OutgoingMessage] = []  # sent by an attempt, not yet committed
+        # A message moves from one list to the next, and is removed from the last one when it is committed.
+        self._pending: list[OutgoingMessage] = []  # put by sinks since the last commit began
+        self._sealed: list[OutgoingMessage] = []  # part of the commit in progress; the next attempt sends it
+        self._sent: list[OutgoingMessage] = []  # sent by an attempt, not known to be committed
         self._producer: KafkaProducer | Transactions | None = None
         self._background_call: _BackgroundCall[None] | None = None
         self.has_failed = False
@@ -84,38 +89,41 @@ class Delivery:
     def put(self, message: OutgoingMessage) -> None:
         """Add a message to the buffer; raise `ConfigError` if it is too large for its topic."""
         if estimate_size(message) > self.max_bytes_by_topic[message.topic]:
+            # Raise the same error as if the broker had refused the message, which would end the producer.
             with translate_errors(self._servers, f"writing to topic {message.topic!r}"):
                 raise errors.MessageSizeTooLargeError()
         self._pending.append(message)
 
     def drop_partitions(self, partitions: Iterable[int]) -> None:
-        """Drop the messages that were caused by partitions which have moved to another process."""
+        """Drop the messages whose events came from the given partitions, which have moved to another process."""
         dropped = set(partitions)
         for messages in (self._sent, self._sealed, self._pending):
             messages[:] = [message for message in messages if message.source_partition not in dropped]
 
     def seal_pending(self) -> None:
-        """Fix what the next attempt sends: everything put until now. Later messages go with the attempt after it."""
+        """Add all messages that were put until now to the commit in progress; later ones belong to the next commit."""
         self._sealed += self._pending
         self._pending.clear()
 
     @property
-    def has_unsent(self) -> bool:
-        """Whether any message is sealed or sent and not yet committed."""
+    def has_uncommitted_messages(self) -> bool:
+        """Whether the commit in progress has messages, sent or not."""
         return bool(self._sent or self._sealed)
 
     def send(self, state_messages: Sequence[OutgoingMessage], timeout: float | None = None) -> list[int]:
-        """Send all sealed messages and then the state, without a transaction, and wait for the acknowledgements.
+        """Send the messages of the commit in progress and then the state, without a transaction.
+
+        The method returns when the brokers have acknowledged all messages.
 
         Args:
-            state_messages: Messages of the state topic.
-            timeout: Seconds to wait, or None for the default.
+            state_messages: Messages for the state topic.
+            timeout: Maximum time to wait in seconds, or None for the default.
 
         Returns:
-            The offsets of the state messages.
+            The offsets that the state messages got.
 
         Raises:
-            KafkaError: The client's error.
+            KafkaError: A message could not be sent, or the brokers did not acknowledge it in time.
         """
         messages = self._collect_messages(state_messages)
         if not messages:
@@ -123,7 +131,8 @@ class Delivery:
         producer = self._require_producer(KafkaProducer)
         call = _BackgroundCall(lambda: _send_all(producer, messages))
         offsets = self._record_failure(lambda: call.result(timeout))
-        return offsets[len(messages) - len(state_messages) :]
+        first_state_message = len(messages) - len(state_messages)
+        return offsets[first_state_message:]
 
     def transaction(
         self,
@@ -132,85 +141,96 @@ class Delivery:
         group: Any,
         on_committed: Callable[[], None] = lambda: None,
     ) -> Callable[[], None]:
-        """Return a function that commits a transaction with all sealed messages and then the state.
+        """Return a function that sends the messages of the commit in progress, and the state, in a transaction.
 
-        Pass the function to `commit` or `begin`.
+        Nothing is sent before the function is called; pass it to `commit` or `begin`.
 
         Args:
-            state_messages: Messages of the state topic.
-            compute_offsets: Returns the offsets to commit. Its argument is a function that waits for the offsets of the
-                state messages and returns them.
-            group: The consumer group.
-            on_committed: Called by the same thread after the transaction is committed.
+            state_messages: Messages for the state topic.
+            compute_offsets: A function that returns the consumed offsets to commit. It is called with another function,
+                which waits for the offsets of the state messages and returns them.
+            group: The consumer group, as `KafkaConsumer.group_metadata` describes it.
+            on_committed: A function that the same thread calls after the transaction is committed.
         """
         messages, transactions = self._collect_messages(state_messages), self._require_producer(Transactions)
         first_state_message = len(messages) - len(state_messages)
 
+        def compute_offsets_from_all(wait_for_offsets: Callable[[], list[int]]) -> Offsets:
+            """Call `compute_offsets` with the offsets of the state messages only."""
+            return compute_offsets(lambda: wait_for_offsets()[first_state_message:])
+
         def run() -> None:
-            transactions.commit(
-                messages,
-                lambda wait_for_offsets: compute_offsets(lambda: wait_for_offsets()[first_state_message:]),
-                group,
-            )
+            """Commit the transaction."""
+            transactions.commit(messages, compute_offsets_from_all, group)
             on_committed()
 
         return run
 
     def commit(self, transaction: Callable[[], None]) -> None:
-        """Commit a transaction and return when it is committed; raise the client's errors."""
+        """Commit a transaction and return when it is committed.
+
+        Args:
+            transaction: A function that `transaction` has returned.
+
+        Raises:
+            KafkaError: The transaction failed.
+        """
         self._record_failure(transaction)
 
     def begin(self, transaction: Callable[[], None]) -> None:
         """Commit a transaction in a background thread; `end` waits for it and raises its errors.
 
         If there is nothing else to do meanwhile, `commit` is faster, because it needs no switch between threads.
+
+        Args:
+            transaction: A function that `transaction` has returned.
         """
         self._background_call = _BackgroundCall(transaction)
 
     @property
     def is_in_background(self) -> bool:
-        """Whether `begin` was called and `end` was not."""
+        """Whether `begin` has started a transaction that `end` has not waited for yet."""
         return self._background_call is not None
 
     @property
     def is_finished(self) -> bool:
-        """Whether the background attempt has ended, successfully or not, so that `end` returns at once."""
+        """Whether the transaction in the background has ended, successfully or not, so that `end` returns at once."""
         return self._background_call is not None and self._background_call.is_finished
 
     def end(self, timeout: float | None = None) -> None:
-        """Wait for the background attempt and raise its error, if any.
+        """Wait for the transaction in the background, if any, and raise its error if it failed.
 
         Args:
-            timeout: Seconds to wait, or None for the default.
+            timeout: Maximum time to wait in seconds, or None for the default.
         """
         call, self._background_call = self._background_call, None
         if call is not None:
             self._record_failure(lambda: call.result(timeout))
 
     def mark_committed(self) -> None:
-        """Remove the messages of the last attempt, which are committed."""
+        """Remove the messages that the last attempt has sent, because they are committed."""
         self._sent.clear()
 
     def renew_producer(self) -> None:
-        """Create a producer, at start or in place of one that has failed.
+        """Create the producer, at start or in place of one that has failed.
 
-        When the method returns, the broker has ended the transaction that failed.
+        Before the method returns, the broker has ended the failed producer's open transaction.
         """
-        self._abandon_producer()
+        self._discard_producer()
         self._background_call = None
         is_transactional = self._transactional_id is not None
         self._producer = self._open_transactions() if is_transactional else self._create_producer()
         self.has_failed = False
 
     def _create_producer(self) -> KafkaProducer:
-        """Return a producer for at-least-once delivery."""
+        """Return a producer without transactions."""
         sizes = self.max_bytes_by_topic.values()
         return create_producer(
             self._servers, self._security, max_request_size=max(sizes), batch_size=min(BATCH_BYTES, *sizes)
         )
 
     def _open_transactions(self) -> Transactions:
-        """Return a producer for exactly-once delivery, after the broker has fenced its predecessor."""
+        """Return a transactional producer. An earlier one with the same transactional id can no longer write."""
         transactions = connect(
             Transactions,
             self._servers,
@@ -234,34 +254,44 @@ class Delivery:
             with translate_errors(self._servers, "closing the producer"):
                 self._producer.close(timeout=CONNECT_SECONDS)
                 self._producer = None
-        self._abandon_producer()
+        self._discard_producer()
 
-    def _abandon_producer(self) -> None:
-        """Discard a producer that may have failed, without waiting for messages that it still holds.
+    def _discard_producer(self) -> None:
+        """Close a producer that may have failed, without waiting for messages that it still holds.
 
         `KafkaProducer.close` would wait for them, and leave its thread running if that fails.
         """
         if isinstance(self._producer, Transactions):
             self._producer.close()
         elif self._producer is not None:
-            self._producer._sender.force_close()
+            self._producer._sender.force_close()  # drops its messages, so that `close` in the thread ends soon
             threading.Thread(target=_close_producer, args=(self._producer,), daemon=True).start()
         self._producer = None
 
-    def _require_producer(self, kind: type[Producer]) -> Producer:
-        """Return the producer, or raise KafkaConnectionError if it has failed and must be renewed."""
-        if not isinstance(self._producer, kind) or self.has_failed:
-            raise errors.KafkaConnectionError("the producer has failed and is being replaced")
+    def _require_producer(self, producer_type: type[Producer]) -> Producer:
+        """Return the producer.
+
+        Args:
+            producer_type: The class that it must have: `Transactions` or `KafkaProducer`.
+
+        Raises:
+            KafkaConnectionError: There is no producer of this class, or it has failed, so that `renew_producer` must be
+                called first.
+        """
+        if not isinstance(self._producer, producer_type) or self.has_failed:
+            raise errors.KafkaConnectionError(
+                "the Kafka producer has failed and must be replaced before it sends again"
+            )
         return self._producer
 
     def _collect_messages(self, state_messages: Sequence[OutgoingMessage]) -> list[OutgoingMessage]:
-        """Return what the next attempt sends: messages of a failed attempt, those sealed since, and the state."""
+        """Return what the next attempt sends: messages of failed attempts, new ones of this commit, and the state."""
         self._sent += self._sealed
         self._sealed.clear()
         return [*self._sent, *state_messages]
 
     def _record_failure(self, call: Callable[[], Result]) -> Result:
-        """Return the result of a call to the producer; if it raises, mark the producer as failed."""
+        """Call a function that uses the producer, and return its result; if it raises, set `has_failed`."""
         try:
             return call()
         except BaseException:
@@ -270,7 +300,7 @@ class Delivery:
 
 
 def _send_all(producer: KafkaProducer, messages: Sequence[OutgoingMessage]) -> list[int]:
-    """Send messages, wait for the acknowledgements, and return the offsets."""
+    """Send messages, wait until the brokers have acknowledged them, and return their offsets in the same order."""
     futures = [
         producer.send(
             message.topic,
@@ -289,16 +319,16 @@ def _send_all(producer: KafkaProducer, messages: Sequence[OutgoingMessage]) -> l
 
 
 def _close_producer(producer: KafkaProducer) -> None:
-    """Close a producer whose messages have failed, and ignore errors."""
+    """Close a producer that has failed, and ignore errors, because nothing depends on its messages any more."""
     with suppress(errors.KafkaError):
         producer.close(timeout=FLUSH_SECONDS)
 
 
 class _BackgroundCall(Generic[Result]):
-    """A function call in a thread of its own. A call that does not return in time is abandoned.
+    """A function call in a thread of its own, for whose result others wait with a timeout.
 
     Args:
-        call: The function; the thread starts at once.
+        call: The function to call. The thread is started by the constructor.
     """
 
     def __init__(self, call: Callable[[], Result]) -> None:
@@ -306,6 +336,7 @@ class _BackgroundCall(Generic[Result]):
         self._errors: list[BaseException] = []  # the exception, if the call has raised one
 
         def run() -> None:
+            """Call the function and store its result or its exception."""
             try:
                 self._results.append(call())
             except BaseException as error:  # raised again by `result`
@@ -316,21 +347,24 @@ class _BackgroundCall(Generic[Result]):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the call has returned or raised."""
+        """Whether the call has ended: it has returned or raised."""
         return not self._thread.is_alive()
 
     def result(self, timeout: float | None) -> Result:
-        """Wait for the call and return its result.
+        """Wait for the end of the call and return its result.
 
         Args:
-            timeout: Seconds to wait, or None for the default.
+            timeout: Maximum time to wait in seconds, or None for the default, after which kafka-python itself has
+                stopped every attempt to send.
 
         Raises:
-            BaseException: What the call raised, or KafkaTimeoutError if it has not returned in time.
+            KafkaTimeoutError: The call has not ended in time. Its thread continues, but its result is lost.
+            BaseException: The exception that the call raised.
         """
-        self._thread.join(FLUSH_SECONDS + DELIVERY_SECONDS if timeout is None else max(0.0, timeout))
+        default_timeout = FLUSH_SECONDS + DELIVERY_SECONDS
+        self._thread.join(default_timeout if timeout is None else max(0.0, timeout))
         if self._errors:
             raise self._errors[0]
         if not self._results:
-            raise errors.KafkaTimeoutError("the broker did not respond in time")
+            raise errors.KafkaTimeoutError("the Kafka broker did not respond in time: check that it is running")
         return self._results[0]
