@@ -240,7 +240,8 @@ class ArrowDecoder:
         except UnicodeDecodeError:
             raise RejectionError(
                 RejectionReason.MISSING_FIELD,
-                f"{self._id_column!r} is missing, and the message key, which replaces a missing one, is not UTF-8 text",
+                f"{self._id_column!r} is missing, and the message key, which replaces a missing field, is not UTF-8 "
+                "text",
             ) from None
 
     def _decode_wide(self, data: LongRows, columns: Columns, broker_time: int) -> tuple[EventBatch, list[Rejection]]:

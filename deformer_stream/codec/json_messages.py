@@ -81,9 +81,9 @@ class DocumentReader:
         schema: The features of the model.
         field_names: The names of the fields of an event.
         max_readings: Maximum number of readings in one document. A document with more is rejected.
-        window_assigner: Assigns events without a record id to time windows of their device. None if record ids are
-            required.
-        future_time_limit: The rule for times in the future, or None to accept all times.
+        window_assigner: Assigns each event that names a device but no record to a time window of the device. The window
+            is then the record. None if each event must name its record.
+        future_time_limit: Rejects times that lie too far in the future; None accepts all times.
     """
 
     def __init__(
@@ -107,15 +107,17 @@ class DocumentReader:
 
         Args:
             message_index: The index of the message in its poll, which the rejections state.
-            document: The fields of the event.
+            document: The fields of a parsed message.
             key: The message key, or None. It replaces a missing record id or device.
-            broker_time: The time of an event that states none, in microseconds since 1970, or `NO_TIME`.
+            broker_time: The broker's timestamp of the message, microseconds since 1970 or `NO_TIME`. It is the time of
+                the readings if the document states none.
 
         Returns:
             The accepted readings, and one rejection per reason.
         """
         try:
-            # An event belongs to a record that it names, or to the window of its device that contains its time.
+            # The readings belong to the record that the document names, or else to the window of its device that
+            # contains its time. In a window, the time slot (part of the window) helps to select the feature.
             if self._window_assigner is None or document.get(self._field_names.record) is not None:
                 record_id, device = self._read_id(document, self._field_names.record, key), ""
                 time, time_slot = self._read_time(document, broker_time), NO_TIME_SLOT
@@ -124,12 +126,12 @@ class DocumentReader:
                 time = self._read_time(document, broker_time)
                 record_id = self._window_assigner.assign(self._field_names, device, time)
                 time_slot = find_time_slot(self._schema, time)
-            values = self._list_values(document)
+            unchecked_readings = self._list_values(document)
         except RejectionError as error:
             return [], [Rejection(message_index, error.reason, error.detail)]
         readings: list[Reading] = []
         rejections: list[Rejection] = []
-        for feature, value in values:
+        for feature, value in unchecked_readings:
             try:
                 code, number, unseen_label = self._read_value(feature, value, time_slot)
                 readings.append((record_id, code, number, unseen_label, time, device))
@@ -138,18 +140,18 @@ class DocumentReader:
         return readings, Rejection.merge_by_message(rejections)
 
     def _read_id(self, document: Mapping[str, object], field_name: str, key: bytes | None) -> str:
-        """Return the record id or the device name of an event.
+        """Return the record id or the device name that a parsed message states.
 
-        If the field is missing or null, the message key replaces it, because producers key readings by record or
+        If the field is missing or null, the message key replaces it, because producers key messages by record or by
         device.
 
         Args:
-            document: The fields of the event.
+            document: The fields of the message.
             field_name: The name of the field with the record id or the device name.
             key: The message key, or None.
 
         Raises:
-            RejectionError: If there is no id, or if it is not text of acceptable length.
+            RejectionError: If there is no id, or if it is neither text nor a whole number, empty, or too long.
         """
         text = document.get(field_name)
         if text is None and key:
@@ -158,30 +160,38 @@ class DocumentReader:
             except UnicodeDecodeError:
                 raise RejectionError(
                     RejectionReason.MISSING_FIELD,
-                    f"{field_name!r} is missing, and the message key, which could replace it, is not UTF-8 text",
+                    f"the field {field_name!r} is missing, and the message key, which replaces a missing field, is not "
+                    "UTF-8 text",
                 ) from None
-        if type(text) is int:
+        if text is None:
+            raise RejectionError(
+                RejectionReason.MISSING_FIELD,
+                f"the field {field_name!r} is missing, and the message has no key that could replace it",
+            )
+        if text == "":
+            raise RejectionError(RejectionReason.MISSING_FIELD, f"the field {field_name!r} is empty")
+        if type(text) is int:  # an id may be a whole number; `isinstance` would also accept booleans
             text = str(text)
-        if text is None or text == "":
-            problem = "empty" if text == "" else "missing"
-            raise RejectionError(RejectionReason.MISSING_FIELD, f"{field_name!r} is {problem}")
         if not isinstance(text, str):
             raise RejectionError(
-                RejectionReason.WRONG_TYPE, f"{field_name!r} is {_name_json_type(text)}; text is expected"
+                RejectionReason.WRONG_TYPE, f"the field {field_name!r} is {_name_json_type(text)}; text is expected"
             )
         if len(text) > MAX_TEXT_CHARS:
             raise RejectionError(
                 RejectionReason.TOO_LARGE,
-                f"{field_name!r} has {len(text)} characters; at most {MAX_TEXT_CHARS} are accepted",
+                f"the field {field_name!r} has {len(text)} characters; at most {MAX_TEXT_CHARS} are accepted",
             )
         return text
 
     def _read_time(self, document: Mapping[str, object], broker_time: int) -> int:
-        """Return the event's own time in microseconds since 1970, or the broker's timestamp if the event states none.
+        """Return the time that a parsed message states, or the broker's timestamp if it states none.
 
         Args:
-            document: The fields of the event.
-            broker_time: The broker's timestamp in microseconds since 1970, or `NO_TIME`.
+            document: The fields of the message.
+            broker_time: The broker's timestamp of the message, microseconds since 1970 or `NO_TIME`.
+
+        Returns:
+            Microseconds since 1970, or `NO_TIME` if there is no time at all.
 
         Raises:
             RejectionError: If the time is malformed, outside the years 1 to 9999, or too far in the future.
@@ -194,7 +204,7 @@ class DocumentReader:
         elif isinstance(time, bool) or not isinstance(time, int | float):
             raise RejectionError(
                 RejectionReason.WRONG_TYPE,
-                f"time is {_name_json_type(time)}; epoch seconds or RFC 3339 text is expected",
+                f"the time is {_name_json_type(time)}; epoch seconds (seconds since 1970) or RFC 3339 text is expected",
             )
         else:
             micros = seconds_to_micros(time)
@@ -203,11 +213,14 @@ class DocumentReader:
         return micros
 
     def _list_values(self, document: Mapping[str, object]) -> list[tuple[object, object]]:
-        """Return (feature name, value) of each reading of an event, in the order of the document and not yet validated.
+        """Return the readings of a parsed message, which are not validated yet.
 
         Args:
-            document: The fields of the event. One reading has the fields `feature` and `value`. Several readings are an
-                object in the field `values`, with the feature names as keys.
+            document: The fields of the message. A single reading is in the fields `feature` and `value`. Several
+                readings are an object in the field `values`, with the feature names as keys.
+
+        Returns:
+            (feature name, value) of each reading, in the order of the document.
 
         Raises:
             RejectionError: If the fields for one reading or for several readings are missing, mixed or malformed.
@@ -217,22 +230,25 @@ class DocumentReader:
         if values is None:
             if feature is None:
                 raise RejectionError(
-                    RejectionReason.MISSING_FIELD, f"{names.feature!r} and {names.values!r} are both missing"
+                    RejectionReason.MISSING_FIELD,
+                    f"the fields {names.feature!r} and {names.values!r} are both missing; send one of them",
                 )
             if names.value not in document:
-                raise RejectionError(RejectionReason.MISSING_FIELD, f"{names.value!r} is missing")
+                raise RejectionError(RejectionReason.MISSING_FIELD, f"the field {names.value!r} is missing")
             return [(feature, document[names.value])]
         if feature is not None:
             raise RejectionError(
-                RejectionReason.WRONG_TYPE, f"both {names.feature!r} and {names.values!r} are present; send one of them"
+                RejectionReason.WRONG_TYPE,
+                f"the fields {names.feature!r} and {names.values!r} are both present; send one of them",
             )
         if not isinstance(values, dict):
             raise RejectionError(
-                RejectionReason.WRONG_TYPE, f"{names.values!r} is {_name_json_type(values)}; an object is expected"
+                RejectionReason.WRONG_TYPE,
+                f"the field {names.values!r} is {_name_json_type(values)}; an object is expected",
             )
         if not values:
             raise RejectionError(
-                RejectionReason.MISSING_FIELD, f"{names.values!r} is empty; at least one reading is expected"
+                RejectionReason.MISSING_FIELD, f"the field {names.values!r} is empty; at least one reading is expected"
             )
         if len(values) > self._max_readings:
             raise RejectionError(
@@ -247,11 +263,13 @@ class DocumentReader:
         Args:
             name: The feature name of the reading, not yet validated.
             value: The value of the reading; None declares that no reading will follow for this feature.
-            time_slot: The time slot (part of a window) of the event, or `NO_TIME_SLOT`.
+            time_slot: The time slot (part of a window) of the reading; `NO_TIME_SLOT` if the name alone determines the
+                feature.
 
         Returns:
-            The feature code. The number of a continuous feature or the label code of a discrete one, NaN for None. The
-            text of a label that training never saw, else None.
+            (feature code, number, unseen label). The feature code is the index of the feature in the schema. The number
+            is the value of a continuous feature or the label code of a discrete one; NaN if the value is None. The
+            unseen label is the text of a label that did not occur in training, else None.
 
         Raises:
             RejectionError: If the feature is unknown, or if the value does not fit it.
@@ -259,7 +277,7 @@ class DocumentReader:
         if not isinstance(name, str):
             raise RejectionError(
                 RejectionReason.WRONG_TYPE,
-                f"{self._field_names.feature!r} is {_name_json_type(name)}; text is expected",
+                f"the field {self._field_names.feature!r} is {_name_json_type(name)}; text is expected",
             )
         code = find_feature_code(self._schema, name, time_slot)
         if code is None:
@@ -272,14 +290,14 @@ class DocumentReader:
         feature = self._schema.features[code]
         if feature.kind == "discrete":
             if isinstance(value, dict | list):
-                raise _wrong_value_error(name, value, "a label")
+                raise _wrong_value_error(name, value, expected="label")
             return code, *encode_label(format_label(value), self._schema.code_by_label[code], name)
-        if isinstance(value, str) and feature.period == SECONDS_PER_DAY:
+        if isinstance(value, str) and feature.period == SECONDS_PER_DAY:  # the feature's values are times of day
             seconds = parse_time_of_day(value)
             if seconds is not None:
                 return code, seconds, None
         if not is_number:
-            raise _wrong_value_error(name, value, "a number")
+            raise _wrong_value_error(name, value, expected="number")
         return code, float(cast("float", value)), None
 
 
@@ -289,11 +307,11 @@ class MessageDecoder:
     Args:
         schema: The features of the model.
         field_names: The names of the fields of an event.
-        max_bytes: Maximum size of a message.
-        max_readings: Maximum number of readings in one JSON message.
-        window_assigner: Assigns events without a record id to time windows of their device. None if record ids are
-            required.
-        future_time_limit: The rule for times in the future, or None to accept all times.
+        max_bytes: Maximum size of a message in bytes; a larger one is rejected.
+        max_readings: Maximum number of readings in one JSON message; one with more is rejected.
+        window_assigner: Assigns each event that names a device but no record to a time window of the device. The window
+            is then the record. None if each event must name its record.
+        future_time_limit: Rejects times that lie too far in the future; None accepts all times.
         table_decoder: Decodes messages that are Arrow streams; without it they are rejected.
     """
 
@@ -319,14 +337,17 @@ class MessageDecoder:
         }
 
     def decode(self, data: Messages) -> tuple[EventBatch, list[Rejection]]:
-        """Return the events of N messages in their order, and the rejections.
+        """Return the events (decoded readings) of the messages in their order, and the rejections.
 
         The first part of the loop is the fast path for the common message: one number of a known feature, with a text
         record id, and with a numeric time or none. It takes less than a microsecond per message. Any other message,
         valid or not, is decoded by `_decode_other`.
 
         Args:
-            data: The N messages.
+            data: The messages of one poll.
+
+        Returns:
+            The events, and one rejection per message and reason.
         """
         events = _EventColumns()
         rejections: list[Rejection] = []
@@ -360,12 +381,13 @@ class MessageDecoder:
         return events.to_batch(data, self._window_assigner), rejections
 
     def decode_document(self, document: Mapping[str, object]) -> tuple[EventBatch, list[Rejection]]:
-        """Decode one event that is a Python mapping instead of JSON bytes.
+        """Decode a message that is a Python mapping instead of JSON bytes.
 
-        The rules are those of JSON messages. The event has message index 0, no key, no broker timestamp, partition 0.
+        The rules are those of JSON messages. It has message index 0, no key, no broker timestamp and partition 0.
 
         Args:
-            document: The fields of the event. Values must have the types that `json.loads` returns.
+            document: The fields of the message: one reading, or several readings of one record. Values must have the
+                types that `json.loads` returns.
 
         Returns:
             The accepted readings as events, and one rejection per reason.
@@ -397,7 +419,7 @@ class MessageDecoder:
 
         Args:
             message_index: The index of the message in its poll.
-            payload: The value of the message; None for a tombstone.
+            payload: The value of the message; None for a tombstone (a Kafka message without a value).
             key: The message key, or None.
             broker_time: The broker's timestamp in microseconds since 1970, or `NO_TIME`.
             events: The events of the poll so far, to which the message's events are appended.
@@ -439,7 +461,7 @@ class MessageDecoder:
             document = _parse_lenient(payload, str(error))
         if not isinstance(document, dict):
             raise RejectionError(
-                RejectionReason.NOT_JSON, f"{_name_json_type(document)} where a JSON object is expected"
+                RejectionReason.NOT_JSON, f"the message is {_name_json_type(document)}; a JSON object is expected"
             )
         return document
 
@@ -475,15 +497,15 @@ def _make_event_parser(field_names: FieldNames) -> Callable[[Any], Any]:
 
 
 class _EventColumns:
-    """The columns of an `EventBatch` under construction, as lists that grow by one element per event.
+    """The columns of an `EventBatch` under construction, as lists that grow by one element per event (reading).
 
     Attributes:
         record_ids: The record id of each event.
-        features: The feature code of each event.
+        features: The feature code (index of the feature in the schema) of each event.
         values: The number or the label code of each event, NaN for a feature that will not be observed.
         times: The time of each event, microseconds since 1970 or `NO_TIME`.
         message_indices: The index of each event's message in the poll.
-        unseen_labels: By event index, the text of a label that training never saw.
+        unseen_labels: By event index, the text of a label that did not occur in training. Other events have no entry.
         devices: By event index, the device of an event that names a device instead of a record.
     """
 
@@ -536,8 +558,7 @@ class _EventColumns:
 
         Args:
             data: The messages of the poll, from which the partitions of the events are read; None sets partition 0.
-            window_assigner: Computes the deadlines at which the windows of events with a device close. None if record
-                ids are required.
+            window_assigner: Computes when the windows of events with a device close. None if no event has a device.
         """
         message_indices, times = np.asarray(self.message_indices, np.int32), np.asarray(self.times, np.int64)
         if data is None:
@@ -561,14 +582,14 @@ class _EventColumns:
 
 
 def _wrong_value_error(name: str, value: object, expected: str) -> RejectionError:
-    """Return the exception for a reading whose JSON type does not fit its feature.
+    """Return the exception for a reading whose value has a JSON type that does not fit its feature.
 
     Args:
         name: The feature name.
         value: The parsed JSON value, whose type the message states.
-        expected: The type that the feature requires, with an article, such as "a number".
+        expected: What the feature requires: "number" or "label".
     """
-    detail = f"feature {quote(name)}: the value is {_name_json_type(value)}; {expected} is expected"
+    detail = f"feature {quote(name)}: the value is {_name_json_type(value)}; a {expected} is expected"
     return RejectionError(RejectionReason.WRONG_TYPE, detail)
 
 

@@ -179,6 +179,9 @@ def encode_decisions(decisions: Decisions) -> bytes:
 def decode_decisions(data: bytes, description: str = "the saved decisions") -> Decisions:
     """Return the decisions that were encoded as `data`.
 
+    Decisions are what a run decided about a partition since its last snapshot and what the partition's messages do not
+    determine, such as records closed by a time-out.
+
     Args:
         data: The result of `encode_decisions`.
         description: What the error message calls the data, such as "saved decisions of partition 3 at offset 17".
@@ -215,7 +218,11 @@ def check_state(snapshot: bytes, decisions: Iterable[bytes]) -> None:
 
 
 def _decode_snapshot(data: bytes) -> Snapshot:
-    """Return the snapshot that was encoded as `data`. Raises `_InvalidStateError` if the data is not valid."""
+    """Return the snapshot (complete state of a partition) that was encoded as `data`.
+
+    Raises:
+        _InvalidStateError: If the data is not valid.
+    """
     columns = _decode(SNAPSHOT, data, _SNAPSHOT_COLUMNS | _DRIFT_COLUMNS | _TIE_COLUMNS)
     # Format version 1 does not state at which alpha (false-alarm rate) a record has alerted. Such a record raises no
     # further alert, so that none is repeated.
@@ -231,7 +238,11 @@ def _decode_snapshot(data: bytes) -> Snapshot:
 
 
 def _decode_decisions(data: bytes) -> Decisions:
-    """Return the decisions that were encoded as `data`. Raises `_InvalidStateError` if the data is not valid."""
+    """Return the decisions (what messages do not determine, such as time-outs) that were encoded as `data`.
+
+    Raises:
+        _InvalidStateError: If the data is not valid.
+    """
     columns = _decode(DECISIONS, data, _DECISION_COLUMNS | _TIE_DECISION_COLUMNS)
     # For each record with alerts: its id, the position of the reading that raised the first alert, and the strictest
     # alpha (false-alarm rate). Format version 1 has no alphas; such a record raises no further alert.
@@ -289,7 +300,8 @@ def _decode_tie_timeouts(record_ids: list[str], num_readings: NDArray[np.int32])
 def _drift_to_columns(drift: DriftState | None) -> dict[str, Column]:
     """Return the state of a drift monitor as the columns `_DRIFT_COLUMNS`.
 
-    A drift monitor collects evidence that the records of a partition differ from the calibration records.
+    A drift monitor collects evidence that the records of a partition differ from the calibration records (the normal
+    records with which p-values are computed).
 
     Args:
         drift: The state. None if there is no monitor; then all columns are empty.
@@ -316,7 +328,8 @@ def _drift_to_columns(drift: DriftState | None) -> dict[str, Column]:
 def _pop_drift(columns: dict[str, Any]) -> DriftState | None:
     """Remove the columns of the drift monitor and return its state.
 
-    A drift monitor collects evidence that the records of a partition differ from the calibration records.
+    A drift monitor collects evidence that the records of a partition differ from the calibration records (the normal
+    records with which p-values are computed).
 
     Args:
         columns: The decoded columns by name. The columns `_DRIFT_COLUMNS` are removed.
@@ -418,7 +431,7 @@ def _decode(kind: bytes, data: bytes, types: Mapping[str, pa.DataType]) -> dict[
     _require(magic == MAGIC, "the data was written by another program")
     if not 1 <= version <= FORMAT_VERSION:
         raise _InvalidStateError(
-            f"its format version is {version}, and this release reads versions 1 to {FORMAT_VERSION}"
+            f"the format version is {version}, and this release reads versions 1 to {FORMAT_VERSION}"
         )
     _require(data_kind == kind, f"the data is of another kind; expected: {_KIND_NAMES[kind]}")
     newer_columns = {
