@@ -65,8 +65,8 @@ class ModelVersion:
         fingerprint: A hash that identifies the model with its calibration.
         schema: Describes the features of the model.
         kernels: The compiled CPU kernels, None if PyTorch runs the model.
-        cache_shape: The properties that another model version must share to use the same KV cache (cached keys and
-            values of the readings of open records).
+        cache_shape: The properties of the network that determine the layout of its KV cache (keys and values of the
+            readings of open records). Model versions with equal properties can use the same cache.
     """
 
     def __init__(self, model: DEformer, calibration: Calibration, fingerprint: str) -> None:
@@ -92,8 +92,9 @@ class ModelVersion:
         """Score M readings that are stored in the table, and update the running statistics of their records.
 
         The readings of one record must be in the order in which the table stores them, and all of its earlier readings
-        must be scored already. A reading for which the network returns a number that is not finite is not scored: like
-        a context feature, it leaves the statistics of its record unchanged.
+        must be scored already. Two kinds of readings are not scored and leave the statistics of their record unchanged:
+        those of context features (which only condition the others), and those for which the network returns a number
+        that is not finite.
 
         Args:
             records: The table of open records, which holds their readings.
@@ -103,12 +104,12 @@ class ModelVersion:
             alphas: The false-alarm rates at which alerts are raised, descending.
 
         Returns:
-            Three results. First (4, M) rows of scores: the log-likelihood of each reading (NaN if it is not scored),
-            its running sum over the record, the running anomaly score of the record, and its p-value. Second (M,) the
-            number of alphas that the p-value of the record has reached with this reading for the first time. Third the
-            number of records whose KV cache had to be computed again.
+            Three results. First (4, M) scores in four rows: the log-likelihood of each reading (NaN if it is not
+            scored), its running sum over the record, the running anomaly score of the record, and the p-value of the
+            record. Second (M,) the number of alphas that the p-value has reached with this reading for the first time.
+            Third the number of records whose keys and values were missing in the cache and were computed again.
         """
-        # Sort by record, with records that have ended first: their pages are free for the others afterwards.
+        # Sort by record, with closed records first: the others can use their pages (blocks of the cache) afterwards.
         sort_key = record_index + records.capacity * records.is_open[record_index]
         order = sort_key.argsort(kind="stable")
         sorted_record_index, sorted_seq = record_index[order], seq[order]
@@ -117,36 +118,40 @@ class ModelVersion:
         first, num_new = boundaries[:-1], boundaries[1:] - boundaries[:-1]
         # All readings before a record's first new one are scored, so their number is the position of that reading.
         distinct_index, num_scored_before = sorted_record_index[first], sorted_seq[first]
+        # Whether a reading is in the same tie group (readings with the same event time) as the one before it.
         is_tied = records.log.is_tied(sorted_record_index, sorted_seq) if records.holds_ties else None
         terms, num_rebuilt = self._compute_score_terms(
             records, cache, distinct_index, num_scored_before, num_new, is_tied
         )
-        # A reading is the last of its tie group if the next reading does not belong to the same group.
+        # A reading is the last of its tie group if the next reading is not in the same group.
         is_group_end = None if is_tied is None else ~np.append(is_tied[1:], False)
-        # Back from the sorted order to the given one.
-        columns, num_crossed = np.empty((4, len(seq))), np.empty(len(seq), np.int64)
-        columns[:, order], num_crossed[order] = self._update_statistics(
+        # Assigning to `order` restores the given order.
+        score_rows, num_crossed = np.empty((4, len(seq))), np.empty(len(seq), np.int64)
+        score_rows[:, order], num_crossed[order] = self._update_statistics(
             records, distinct_index, boundaries, sorted_seq, terms, alphas, is_group_end
         )
-        return columns, num_crossed, num_rebuilt
+        return score_rows, num_crossed, num_rebuilt
 
     def rank_records(self, records: RecordTable, record_index: Ints) -> Floats:
         """Return a score by which R closed records are ranked, (R,); larger is more anomalous.
 
-        It is the centered NLL of the record (negative log-likelihood minus its expected value under the model). If the
-        model has a ranking, that one combines it with the distance of the record to exemplars from training.
+        It is the sum of centered NLLs (negative log-likelihood minus its expected value) over the readings of the
+        record. If the model has exemplars (stored training records), the sum is combined with the distance of the
+        record to the nearest exemplars (`deformer_stream.model.ranking`).
 
         Args:
             records: The table of records, in which the readings of these records are still available.
             record_index: (R,) row of each record in the table.
         """
         ranking = self.model.ranking
-        centered_nll = records.running["excess"][record_index]  # snapshots store the field under this name
+        # Snapshots store the sum of centered NLLs under the name "excess".
+        centered_nll = records.running["excess"][record_index]
         if ranking is None or not len(record_index):
             return centered_nll
-        num_readings = records.num_readings[record_index]
-        codes, values = records.log.gather_padded(record_index, num_readings)
-        return ranking.score(codes, self.schema.normalise(np.maximum(codes, 0), values), centered_nll)
+        codes, values = records.log.gather_padded(record_index, records.num_readings[record_index])
+        # Padding has the code −1, for which there are no units; `score` ignores its values.
+        normalised_values = self.schema.normalise(np.maximum(codes, 0), values)
+        return ranking.score(codes, normalised_values, centered_nll)
 
     def _compute_score_terms(
         self,
@@ -163,21 +168,21 @@ class ModelVersion:
             records: The table of open records, which holds their readings.
             cache: The KV cache of the records (keys and values of their earlier readings). If it does not hold exactly
                 the earlier readings of a record, they are computed again.
-            record_index: (R,) row of each record in the table, with records that have ended first.
+            record_index: (R,) row of each record in the table, with records that are closed already first.
             num_scored_before: (R,) number of readings of each record that are scored already.
             num_new: (R,) number of readings of each record to score.
             is_tied: (M,) whether a reading is in the same tie group (readings of one record with the same event time)
                 as the reading before it; None without tie groups.
 
         Returns:
-            (3, M) score terms, one record after the other, in three rows: ln p of the value, ln of the highest-density
-            p-value (probability of a value at most as likely), and centered NLL (−ln p minus its expected value). And
-            the number of records whose KV cache had to be computed again.
+            First (3, M) score terms in three rows, one record after the other: ln p of the value; ln of its p-value
+            (probability of a value at most as likely); and centered NLL (−ln p minus its expected value). Second the
+            number of records whose keys and values were missing in the cache and were computed again.
         """
         terms = np.empty((3, int(num_new.sum())))
         first = np.cumsum(num_new) - num_new  # index of the first reading of each record among the M readings
-        num_rebuilt, num_ended = 0, len(record_index) - int(records.is_open[record_index].sum())
-        for pass_records in _split_into_passes(cache, record_index, num_scored_before, num_new, num_ended):
+        num_rebuilt, num_closed = 0, len(record_index) - int(records.is_open[record_index].sum())
+        for pass_records in _split_into_passes(cache, record_index, num_scored_before, num_new, num_closed):
             index, num_before = record_index[pass_records], num_scored_before[pass_records]
             cache.mark_in_use(index)
             num_cached = cache.num_cached_readings[index]
@@ -202,8 +207,8 @@ class ModelVersion:
                     records, index[row], num_before[row] + offset, is_tied[span], terms[:, span], score_branches
                 )
             if pass_records.stop < len(record_index):
-                # Records that have ended need no cache any more; the next passes can use their pages.
-                cache.free(record_index[pass_records.start : min(pass_records.stop, num_ended)])
+                # Closed records need no cache any more; the next passes can use their pages.
+                cache.free(record_index[pass_records.start : min(pass_records.stop, num_closed)])
         return terms, num_rebuilt
 
     def _score_ragged(
@@ -227,23 +232,23 @@ class ModelVersion:
             num_cached: (R,) number of each record's first readings that the cache holds.
             num_scored_before: (R,) number of each record's first readings that are scored already.
             num_new: (R,) number of the readings of each record to score, M in total.
-            out: (3, M) array that receives the results, one record after the other. Its rows are ln p of the value, ln
-                of the highest-density p-value, and centered NLL (−ln p minus its expected value).
+            out: (3, M) array that receives the results in three rows, one record after the other: ln p of the value; ln
+                of its p-value (probability of a value at most as likely); and centered NLL (−ln p minus its expected
+                value).
         """
-        # Readings that are scored already but not cached any more are processed as well, to fill the cache.
-        num_processed = num_scored_before + num_new - num_cached
+        # Readings that are scored already but not cached any more are processed as well, only to fill the cache.
+        num_prefill_only = num_scored_before - num_cached
+        num_processed = num_prefill_only + num_new
         cache.allocate_all(record_index, num_processed)
+        # For each reading to process: the index of its record, and its position after the cached ones.
         row, offset = ragged_indices(num_processed)
         codes, raw_values = records.log.gather(record_index[row], num_cached[row] + offset)
-        values = self.schema.normalise(codes, raw_values).astype(np.float32)
-        first = np.concatenate([[0], np.cumsum(num_processed)])
-        num_prefill_only = num_scored_before - num_cached
         ragged_batch = RaggedBatch(
             codes,
-            values,
-            first,
-            num_cached,
-            cache.page_table[record_index],
+            self.schema.normalise(codes, raw_values).astype(np.float32),
+            offsets=np.concatenate([[0], np.cumsum(num_processed)]),
+            num_cached=num_cached,
+            page_table=cache.page_table[record_index],
             num_prefill_only=num_prefill_only if num_prefill_only.any() else None,
         )
         out[:] = kernels.score(cache, ragged_batch)
@@ -270,19 +275,21 @@ class ModelVersion:
             num_cached: (R,) number of each record's first readings that the cache holds.
             num_scored_before: (R,) number of each record's first readings that are scored already.
             num_new: (R,) number of the readings of each record to score, M in total.
-            out: (3, M) array that receives the results, one record after the other. Its rows are ln p of the value, ln
-                of the highest-density p-value, and centered NLL (−ln p minus its expected value).
+            out: (3, M) array that receives the results in three rows, one record after the other: ln p of the value; ln
+                of its p-value (probability of a value at most as likely); and centered NLL (−ln p minus its expected
+                value).
         """
-        first = np.cumsum(num_new) - num_new
+        first = np.cumsum(num_new) - num_new  # index in `out` of the first new reading of each record
         num_prefill_only = num_scored_before - num_cached  # readings that are only added to the cache
-        for rows in _group_by_length(num_prefill_only + num_new, num_cached):
+        for group in _group_by_length(num_prefill_only + num_new, num_cached):
             is_new, padded_terms = self._score_padded(
-                records, cache, record_index[rows], num_cached[rows], num_scored_before[rows], num_new[rows]
+                records, cache, record_index[group], num_cached[group], num_scored_before[group], num_new[group]
             )
+            # Copy the terms of new readings from the padded batch, which has a row per record of the group, to `out`.
+            # In a row, the new readings follow those that are only added to the cache.
             row, column = np.nonzero(is_new)
-            # In the padded batch, a record's new readings follow those that are only added to the cache.
-            offset = column - num_prefill_only[rows][row]
-            out[:, first[rows][row] + offset] = padded_terms[:, is_new]
+            offset = column - num_prefill_only[group][row]
+            out[:, first[group][row] + offset] = padded_terms[:, is_new]
 
     def _score_padded(
         self,
@@ -295,8 +302,8 @@ class ModelVersion:
     ) -> tuple[Bools, Floats]:
         """Score the new readings of R records by PyTorch in one padded batch, and add them to the cache.
 
-        All readings that the cache does not hold go through the network: L for the record that has most of them, fewer
-        and padding for the others.
+        All readings that the cache does not hold go through the network: the new ones, and earlier ones that are not
+        cached any more. L is the largest number of these readings of a record; the others are padded.
 
         Args:
             records: The table of open records, which holds their readings.
@@ -308,24 +315,28 @@ class ModelVersion:
 
         Returns:
             (R, L) whether an entry is a new reading, not padding and not a reading that was scored before; and
-            (3, R, L) ln p of the value, ln of the highest-density p-value, and centered NLL (−ln p minus its expected
-            value).
+            (3, R, L) score terms: ln p of the value; ln of its p-value (probability of a value at most as likely); and
+            centered NLL (−ln p minus its expected value).
         """
-        num_processed = num_scored_before + num_new - num_cached
+        num_prefill_only = num_scored_before - num_cached  # readings that are only added to the cache
+        num_processed = num_prefill_only + num_new
         column = np.arange(int(num_processed.max()))
-        is_valid = column < num_processed[:, None]
-        places = np.where(is_valid, num_cached[:, None] + column, 0)  # padding reads the first reading, and is masked
+        is_reading = column < num_processed[:, None]
+        places = np.where(is_reading, num_cached[:, None] + column, 0)  # padding reads the first reading, and is masked
         codes, raw_values = records.log.gather(record_index[:, None], places)
+        features, values = np.where(is_reading, codes, -1), self.schema.normalise(codes, raw_values)
+        # A runner belongs to one cache. On a GPU it captures passes and replays them, which is faster.
         if self._graph_runner is None or self._graph_runner.cache is not cache:
             self._graph_runner = CudaGraphs(self.model, cache)
+        # The cache holds a fixed number of tokens per reading: find the earlier ones, and allocate memory for new ones.
         pages, num_tokens = cache.locate_tokens(record_index)
         num_tokens_computed = len(column) * cache.tokens_per_reading  # per record, padding included
         token_places, num_kept = cache.allocate_tokens(record_index, num_processed, num_tokens_computed)
-        features, values = np.where(is_valid, codes, -1), self.schema.normalise(codes, raw_values)
         terms = self._graph_runner(ForwardInputs(features, values, pages, num_tokens, token_places))
         # Readings for which the cache has no memory are not kept. They are computed again with the next new reading.
         cache.num_cached_readings[record_index] += num_kept
-        return is_valid & (column >= (num_scored_before - num_cached)[:, None]), terms
+        is_new = is_reading & (column >= num_prefill_only[:, None])
+        return is_new, terms
 
     def _score_branches(
         self,
@@ -337,11 +348,11 @@ class ModelVersion:
         codes: Ints,
         raw_values: Floats,
     ) -> Floats:
-        """Score B branches, which are tie groups of open records in another order, without changing the cache.
+        """Score tie groups in other orders than the stored one, without changing the cache.
 
         A tie group consists of the readings of one record with the same event time, so their order has no meaning. Its
-        scores are averaged over several orders; a branch is one of them. The parameters after `cache` are those of
-        `engine.ties.ScoreBranches`.
+        scores are averaged over several orders. A branch is a group in one of these orders; there are B branches. The
+        parameters after `cache` are those of `engine.ties.ScoreBranches`.
 
         Args:
             records: The table of open records.
@@ -353,11 +364,11 @@ class ModelVersion:
             raw_values: (T,) values of the readings in raw units, or label codes.
 
         Returns:
-            (3, T) ln p of the value, ln of the highest-density p-value, and centered NLL (−ln p minus its expected
-            value) of each reading.
+            (3, T) score terms of the readings: ln p of the value; ln of its p-value (probability of a value at most as
+            likely); and centered NLL (−ln p minus its expected value).
         """
         terms = np.empty((3, len(codes)))
-        first = np.cumsum(length) - length
+        first = np.cumsum(length) - length  # index of the first reading of each branch
         values = self.schema.normalise(codes, raw_values)
         if self.kernels is not None and isinstance(cache, CpuKVCache):
             if self._branch_cache is None:
@@ -403,42 +414,55 @@ class ModelVersion:
         alphas: Floats,
         is_group_end: Bools | None,
     ) -> tuple[Floats, Ints]:
-        """Add M scored readings to the running statistics of their R records, one record after the other.
+        """Add M readings to the running statistics of their R records, and compute p-values and alerts.
+
+        The readings are given one record after the other. The running statistics of a record are sums and extremes over
+        its scored readings, from which its anomaly score is computed.
 
         Args:
-            records: The table of open records, whose running statistics and alert columns are updated.
+            records: The table of open records. Their running statistics, and the alphas at which they have alerted, are
+                updated.
             record_index: (R,) row of each record in the table.
             boundaries: (R + 1,) index of the first reading of each record among the M readings, followed by M.
             seq: (M,) position of each reading in its record, from 0.
-            terms: (3, M) ln p of the value, ln of the highest-density p-value, and centered NLL (−ln p minus its
-                expected value) of each reading.
+            terms: (3, M) score terms of the readings: ln p of the value; ln of its p-value (probability of a value at
+                most as likely); and centered NLL (−ln p minus its expected value).
             alphas: The false-alarm rates at which alerts are raised, descending.
             is_group_end: (M,) whether a reading is the last one of its tie group (readings of one record with the same
                 event time); only such a reading can lower the p-value. None without tie groups.
 
         Returns:
-            (4, M) rows of scores: the log-likelihood of each reading (NaN if it is not scored), its running sum over
-            the record, the running anomaly score of the record, and its p-value. And (M,) the number of alphas that the
-            p-value of the record has reached with this reading for the first time.
+            First (4, M) scores in four rows: the log-likelihood of each reading (NaN if it is not scored), its running
+            sum over the record, the running anomaly score of the record, and the p-value of the record. Second (M,) the
+            number of alphas that the p-value has reached with this reading for the first time.
         """
-        num_new, is_context = boundaries[1:] - boundaries[:-1], self.schema.is_context
+        num_new = boundaries[1:] - boundaries[:-1]
+        index_by_reading = record_index.repeat(num_new)
+        # Readings of context features, which only condition the others, and those with a term that is not finite are
+        # not scored. None if all are scored.
         is_scored: Bools | None = None
+        is_context = self.schema.is_context
         if is_context.any():
-            is_scored = ~is_context[records.log.gather_features(record_index.repeat(num_new), seq)]
+            is_scored = ~is_context[records.log.gather_features(index_by_reading, seq)]
         is_finite: Bools = np.all(np.isfinite(terms), axis=0)
         if not is_finite.all():
             is_scored = is_finite if is_scored is None else is_scored & is_finite
-        columns = np.empty((4, len(seq)))
+        score_rows = np.empty((4, len(seq)))
+        # Compute rows 0 to 2: log-likelihoods, their running sums, and running anomaly scores.
         if self.kernels is not None:
-            arrays = record_index, boundaries, terms, is_scored, is_group_end, columns
+            arrays = record_index, boundaries, terms, is_scored, is_group_end, score_rows
             self.kernels.advance(records.running, *arrays, P_VALUE_EXPONENT)
         else:
-            _advance_running(records.running, record_index, boundaries, terms, is_scored, is_group_end, columns)
-        columns[3] = self.calibration.compute_p_values(
-            columns[2], lambda: [records.record_ids[index] for index in record_index.tolist()], num_new
+            _advance_running(records.running, record_index, boundaries, terms, is_scored, is_group_end, score_rows)
+        anomaly_scores = score_rows[2]
+        # The record ids are only needed if groups of records have calibrations of their own.
+        p_values = self.calibration.compute_p_values(
+            anomaly_scores, lambda: [records.record_ids[index] for index in record_index.tolist()], num_new
         )
-        records.set_p_values(record_index, columns[3, boundaries[1:] - 1])  # the p-value after the last reading
-        return columns, _count_crossed_alphas(records, record_index.repeat(num_new), seq, columns[3], alphas)
+        score_rows[3] = p_values
+        last_reading = boundaries[1:] - 1
+        records.set_p_values(record_index, p_values[last_reading])
+        return score_rows, _count_crossed_alphas(records, index_by_reading, seq, p_values, alphas)
 
 
 def _advance_running(
@@ -448,28 +472,29 @@ def _advance_running(
     terms: Floats,
     is_scored: Bools | None,
     is_group_end: Bools | None,
-    columns: Floats,
+    score_rows: Floats,
 ) -> None:
-    """Add M scored readings to the running statistics of their R records, one record after the other.
+    """Add M readings to the running statistics of their R records. The readings are one record after the other.
 
-    This is the NumPy version of `CpuKernels.advance`, for models that PyTorch runs.
+    The running statistics of a record are sums and extremes over its scored readings. This is the NumPy version of
+    `CpuKernels.advance`, for models that PyTorch runs.
 
     Args:
-        running: The running statistics of all records in the table (`RUNNING_DTYPE`). The rows of the R records are
-            updated, except for the p-value.
+        running: The running statistics of all records in the table of open records (`RUNNING_DTYPE`). Those of the R
+            records are updated, except for the p-value.
         record_index: (R,) row of each record in the table.
         boundaries: (R + 1,) index of the first reading of each record among the M readings, followed by M.
-        terms: (3, M) ln p of the value, ln of the highest-density p-value, and centered NLL (−ln p minus its expected
-            value) of each reading.
-        is_scored: (M,) false for readings that leave the statistics unchanged, such as those of context features; None
-            if all are scored.
-        is_group_end: (M,) false for readings of a tie group (readings with the same event time) except its last, which
-            do not update the anomaly score; None without tie groups.
-        columns: (4, M) array whose first three rows receive, for each reading, ln p (NaN if it is not scored), the sum
-            of ln p over the record so far, and the running anomaly score of the record.
+        terms: (3, M) score terms of the readings: ln p of the value; ln of its p-value (probability of a value at most
+            as likely); and centered NLL (−ln p minus its expected value).
+        is_scored: (M,) false for readings that leave the statistics unchanged, such as those of context features (which
+            only condition the others); None if all are scored.
+        is_group_end: (M,) true for the last reading of a tie group (readings of one record with the same event time).
+            The others do not update the anomaly score. None without tie groups.
+        score_rows: (4, M) array whose first three rows receive, for each reading, ln p (NaN if it is not scored), the
+            sum of ln p over the record so far, and the running anomaly score of the record.
     """
     first, num_new = boundaries[:-1], boundaries[1:] - boundaries[:-1]
-    columns[0] = terms[0] if is_scored is None else np.where(is_scored, terms[0], np.nan)
+    score_rows[0] = terms[0] if is_scored is None else np.where(is_scored, terms[0], np.nan)
     # Records with similar numbers of readings are processed together, padded to the longest of them.
     for rows in _group_by_length(num_new, np.zeros_like(num_new)):
         running_before = running[record_index[rows]]
@@ -489,7 +514,7 @@ def _advance_running(
         # Sums run in arrival order, so that any division of the readings into batches gives the same bits.
         log_likelihood = compute_running_sums(running_before["log_likelihood"], log_p)
         centered_sum = compute_running_sums(running_before["excess"], centered_nll)
-        columns[1:3, reading[is_valid]] = np.stack([log_likelihood, score])[:, is_valid]
+        score_rows[1:3, reading[is_valid]] = np.stack([log_likelihood, score])[:, is_valid]
         # Padding adds nothing, so the last column holds the sums after each record's last reading.
         last_by_field = {
             "scored": state.num_scored,
@@ -506,10 +531,11 @@ def _advance_running(
 def _count_crossed_alphas(
     records: RecordTable, record_index: Ints, seq: Ints, p_values: Floats, alphas: Floats
 ) -> Ints:
-    """Return how many alphas the p-value of each record reaches for the first time, and mark these records as alerted.
+    """Return how many alphas the p-value reaches for the first time at each of M readings, and store these alerts.
 
     Args:
-        records: The table of open records, which stores the smallest alpha at which each record has alerted.
+        records: The table of open records. It stores the smallest alpha at which each record has alerted, and is
+            updated.
         record_index: (M,) the row of the table that belongs to the record of each reading. The readings of one record
             are in their order in the record.
         seq: (M,) position of each reading in its record, from 0.
@@ -521,51 +547,54 @@ def _count_crossed_alphas(
     """
     num_crossed = np.zeros(len(seq), np.int64)
     if not len(alphas) or p_values.min(initial=1.0) > alphas[0]:
-        return num_crossed
+        return num_crossed  # the usual case: no p-value has reached the largest alpha
+    # Alphas are descending, so a p-value reaches the first ones. A record has alerted at those that are not smaller
+    # than its `alert_alpha`, which is larger than all alphas before its first alert.
     num_reached = (p_values[:, None] <= alphas).sum(1)
     num_alerted_before = (alphas >= records.alert_alpha[record_index, None]).sum(1)
     for i in (num_reached > num_alerted_before).nonzero()[0].tolist():
         index = record_index[i]
-        # Counted again, because an earlier iteration may have marked the same record.
+        # Counted again, because an earlier iteration may have stored an alert of the same record.
         num_alerted = (alphas >= records.alert_alpha[index]).sum()
         num_new = int(num_reached[i] - num_alerted)
         if num_new > 0:
             num_crossed[i] = num_new
-            records.mark_alerted(int(index), AlertState(int(seq[i]), float(alphas[num_reached[i] - 1])))
+            smallest_reached = float(alphas[num_reached[i] - 1])
+            records.mark_alerted(int(index), AlertState(int(seq[i]), smallest_reached))
     return num_crossed
 
 
 def _split_into_passes(
-    cache: Cache, record_index: Ints, num_scored_before: Ints, num_new: Ints, num_ended: int
+    cache: Cache, record_index: Ints, num_scored_before: Ints, num_new: Ints, num_closed: int
 ) -> Iterator[slice]:
     """Divide R records into consecutive slices, each of which goes through the network in one pass.
 
-    The cached keys and values of a slice fit into the cache together. A slice has at most `MAX_READINGS_PER_PASS`
-    readings to process, unless it is a single record. If all records together need memory of the cache that was never
-    used before, records that have ended get slices of their own; the others can then use their pages (fixed-size blocks
-    of the cache).
+    The keys and values of all readings of a slice fit into the cache together. A slice has at most
+    `MAX_READINGS_PER_PASS` readings to process, unless it is a single record. Closed records need no cache after their
+    pass. They get slices of their own if the cache would otherwise use memory that was never in use; the open records
+    can then use their pages (fixed-size blocks of the cache).
 
     Args:
-        cache: The KV cache of the records.
-        record_index: (R,) row of each record in the table, with records that have ended first.
+        cache: The KV cache of the records: the network's keys and values of their readings.
+        record_index: (R,) row of each record in the table of open records, with closed records first.
         num_scored_before: (R,) number of readings of each record that are scored already.
         num_new: (R,) number of readings of each record to score.
-        num_ended: Number of records that have ended.
+        num_closed: Number of closed records.
 
     Yields:
         Slices of the R records.
     """
     num_readings = num_scored_before + num_new
-    has_both = 0 < num_ended < len(record_index)
-    separates_ended = has_both and cache.needs_untouched_pages(record_index, num_readings)
-    first_end = num_ended if separates_ended else len(record_index)  # no slice may cross this index
+    has_both = 0 < num_closed < len(record_index)
+    separates_closed = has_both and cache.needs_untouched_pages(record_index, num_readings)
     # A quick sufficient condition: enough pages even if every record had the largest number of readings.
     fits_one_pass = (
         num_readings.sum() <= MAX_READINGS_PER_PASS and len(record_index) * cache.pages_per_record <= cache.num_pages
     )
-    if fits_one_pass and 0 < first_end == len(record_index):
+    if fits_one_pass and not separates_closed and len(record_index):
         yield slice(0, len(record_index))
         return
+    # Pages to allocate and readings to process, each summed over the records up to and including each one.
     page_sums = np.cumsum(cache.num_pages_for(num_readings))
     # If the cache does not hold a record's earlier readings, they are processed again.
     is_cached = cache.num_cached_readings[record_index] == num_scored_before
@@ -578,8 +607,8 @@ def _split_into_passes(
         end_by_pages = int(np.searchsorted(page_sums, max_pages, "right"))
         end_by_readings = int(np.searchsorted(reading_sums, max_readings, "right"))
         end = min(end_by_pages, end_by_readings)
-        if start < first_end:
-            end = min(end, first_end)
+        if separates_closed and start < num_closed:
+            end = min(end, num_closed)
         end = max(start + 1, end)  # a single record always fits the cache
         yield slice(start, end)
         start = end
@@ -598,44 +627,48 @@ def _group_by_length(num_processed: Ints, num_cached: Ints) -> Iterator[Ints]:
     Yields:
         Indexes of the records of one group, each from 0 to R − 1.
     """
-    if len(num_processed) * int((num_processed + num_cached).max(initial=0)) <= SMALL_PASS_READINGS:
+    max_readings = int((num_processed + num_cached).max(initial=0))
+    if len(num_processed) * max_readings <= SMALL_PASS_READINGS:
         yield np.arange(len(num_processed))  # one small pass, whatever its padding
         return
     # Add records from the shortest to the longest, and begin a new group if padding would become too much.
     order = np.argsort(num_processed, kind="stable")
     # For each distinct length: where its records start in `order`, and how many there are.
     lengths, starts, counts = np.unique(num_processed[order], return_index=True, return_counts=True)
-    group_start = num_readings = 0
+    group_start, group_readings = 0, 0  # start of the current group in `order`, and its readings without padding
     for length, start, count in zip(lengths.tolist(), starts.tolist(), counts.tolist(), strict=True):
-        padded_size = length * (start + count - group_start)  # of the group with all records of this length
-        if padded_size > MAX_PADDING_RATIO * (num_readings + length * count) + SMALL_PASS_READINGS:
+        # Sizes of the current group if all records of this length are added, with and without padding.
+        padded_size = length * (start + count - group_start)
+        actual_size = group_readings + length * count
+        if padded_size > MAX_PADDING_RATIO * actual_size + SMALL_PASS_READINGS:
             yield from _split_by_num_cached(order[group_start:start], num_processed, num_cached)
-            group_start, num_readings = start, 0
-        num_readings += length * count
+            group_start, group_readings = start, 0
+        group_readings += length * count
     yield from _split_by_num_cached(order[group_start:], num_processed, num_cached)
 
 
 def _split_by_num_cached(rows: Ints, num_processed: Ints, num_cached: Ints) -> Iterator[Ints]:
     """Divide a group of records into smaller groups that fit one padded pass, records with few cached readings first.
 
-    A pass of G records computes matrices with G rows and a column for each processed and each cached reading of the
-    longest record. About `MAX_READINGS_PER_PASS` such entries are the bound on a group.
+    A pass of G records computes matrices with G rows, and with a column for each reading that the longest record has in
+    the pass and in the cache. Such a matrix has at most about `MAX_READINGS_PER_PASS` entries.
 
     Args:
-        rows: Indexes of the records of the group, a subset of 0 … R − 1.
-        num_processed: (R,) number of readings of each record that go through the network.
+        rows: Indexes of the records of the group, some of 0 … R − 1.
+        num_processed: (R,) number of readings of each of R records that go through the network.
         num_cached: (R,) number of readings of each record that attention reads from the KV cache.
 
     Yields:
         Indexes of the records of one smaller group.
     """
     rows = rows[np.argsort(num_cached[rows], kind="stable")]
-    max_length = int(num_processed[rows].max())
+    max_processed = int(num_processed[rows].max())
     start = 0
     while start < len(rows):
-        # The exact bound needs the largest cached count of the group, which depends on the size. The smallest one is
-        # that of the first record. Records are sorted by this count, so the pass is seldom much larger.
-        min_num_cached = int(num_cached[rows[start]])
-        size = max(1, MAX_READINGS_PER_PASS // (max_length + min_num_cached))
+        # The exact number of columns needs the largest `num_cached` of the group, which depends on the group's size.
+        # The value of the first record is used instead. It is the smallest one, but seldom much smaller, because the
+        # records are sorted by it.
+        num_columns = max_processed + int(num_cached[rows[start]])
+        size = max(1, MAX_READINGS_PER_PASS // num_columns)
         yield rows[start : start + size]
         start += size
