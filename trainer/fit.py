@@ -425,7 +425,8 @@ class TrainingRun:
 
         The average always covers about the last `recipe.averaging` share of the steps so far. So the number of steps
         that it covers grows in the course of training. In step t, the old average has the factor β = (1 − 1/t)^(γ + 1),
-        where γ = 1 / averaging (equation 121 of Karras et al., arXiv 2312.02696). The new weights have the factor 1 − β.
+        and the new weights have the factor 1 − β. Here γ = 1 / averaging (equation 121 of Karras et al., arXiv
+        2312.02696).
         """
         gamma = 1.0 / self.recipe.averaging
         old_weight = (1.0 - 1.0 / self.step) ** (gamma + 1.0)  # β

@@ -106,7 +106,7 @@ class TrainingOutput:
         directory: The model directory that was written.
         fingerprint: The model's fingerprint: a hexadecimal digest that identifies it.
         data: The prepared table.
-        model: The trained model, with its exemplars for the ranking of complete records.
+        model: The trained model, with exemplars (stored training records) for the ranking of complete records.
         training_result: The result of the training loop.
         calibration: The calibration of the alert rule.
         held_out: The likelihood of records that were not used for training.
@@ -167,7 +167,8 @@ class _PlannedRun:
 
     Attributes:
         run: The training run.
-        costs: Measured costs of the phases after training. None without a time limit.
+        costs: Measured costs of the phases after training: calibration, ranking and held-out figures. None without a
+            time limit.
     """
 
     run: TrainingRun
@@ -269,6 +270,10 @@ def run_worker_rank(
 class _FinalPhases:
     """The phases after training: calibration, ranking and held-out figures, within the time that is left.
 
+    Calibration scores normal records for the alert rule. Ranking adds exemplars (stored training records) and typical
+    values of normal records to the model, by which complete records are ranked. Held-out figures are the likelihoods of
+    records that training has not used, for the report.
+
     Args:
         settings: All options of `deformer-train`.
         budget: The time that the job may take.
@@ -276,7 +281,7 @@ class _FinalPhases:
         on_message: Called with a line of text at the beginning of each phase, and for its progress.
 
     Attributes:
-        num_ranking_records: Number of records from which the typical values for the ranking were computed.
+        num_ranking_records: Number of records from which the typical values of normal records were computed.
     """
 
     def __init__(
@@ -291,41 +296,46 @@ class _FinalPhases:
         Args:
             model: The trained model.
             data: The prepared table, in which the records of `Split.CALIBRATION` are scored.
-            order: The arrival-order distribution from which the order of each record's readings is drawn.
+            order: The arrival-order distribution from which the order of each record's readings is drawn: "arrival"
+                (the logged order), "random" or "schema" (the order of the features).
             seed: Seed of the choice of records and of random orders.
         """
         rows = data.select_rows(Split.CALIBRATION)
-        if self.costs is None:
+        if self.costs is None:  # there is no time limit
             phase = self._start_phase("calibrating", len(rows), 0, 0.0)
             return score_calibration_records(model, data, rows, order, seed, should_continue=phase.should_continue)
         maximum = count_all_records(data)
         minimum = compute_min_counts(maximum)
         num_records = self._plan(maximum).calibration
         rows = _shuffle(rows, seed)[:num_records]
-        later_seconds = replace(minimum, calibration=0).estimate_seconds(self.costs)  # ranking and held-out figures
+        # The phase must end early enough for the later ones, ranking and held-out figures, with the fewest records.
+        later_seconds = replace(minimum, calibration=0).estimate_seconds(self.costs)
         phase = self._start_phase("calibrating", num_records, minimum.calibration, later_seconds, maximum.calibration)
         batch_size = choose_batch_size(self.costs.calibration, CALIBRATION_BATCH_SIZE)
         return score_calibration_records(model, data, rows, order, seed, batch_size, phase.should_continue)
 
     def add_ranking(self, model: DEformer, data: PreparedTable) -> DEformer:
-        """Add exemplars (stored training records) and typical values of normal records to the model, for its ranking.
+        """Add exemplars (stored training records) and typical values of normal records to the model.
 
-        As many records as the time permits are used for the typical values.
+        By comparison with them the model ranks complete records from normal to anomalous. As many records as the time
+        permits are used for the typical values.
 
         Returns:
-            The model that was passed.
+            The same model, which was changed in place.
         """
         max_exemplars, seed = choose_exemplars(self.settings), self.settings.seed
-        maximum = replace(count_all_records(data), calibration=0)
+        maximum = replace(count_all_records(data), calibration=0)  # calibration is finished
         self.num_ranking_records = maximum.ranking if max_exemplars else 0
-        if self.costs is None:
+        if self.costs is None:  # there is no time limit
             phase = self._start_phase("ranking", maximum.ranking, 0, 0.0)
             return add_ranking(model, data, max_exemplars, seed, should_continue=phase.should_continue)
         minimum = compute_min_counts(maximum)
         num_records = self._plan(maximum).ranking
-        later_seconds = replace(minimum, ranking=0).estimate_seconds(self.costs)  # held-out figures
+        # The phase must end early enough for the later one, held-out figures, with the fewest records.
+        later_seconds = replace(minimum, ranking=0).estimate_seconds(self.costs)
         phase = self._start_phase("ranking", num_records, minimum.ranking, later_seconds, maximum.ranking)
         self.num_ranking_records = min(self.num_ranking_records, num_records)
+        # A record is compared with the exemplars, and also scored like a calibration record.
         seconds_per_record = self.costs.ranking + self.costs.calibration
         batch_size = choose_batch_size(seconds_per_record, MAX_REFERENCE_RECORDS)
         return add_ranking(model, data, max_exemplars, seed, num_records, batch_size, phase.should_continue)
@@ -336,7 +346,7 @@ class _FinalPhases:
         As many records and orders of their readings as the time permits are used.
         """
         rows, seed = data.select_rows(Split.CALIBRATION), self.settings.seed
-        if self.costs is None:
+        if self.costs is None:  # there is no time limit
             sampled = sample_rows(rows, seed, HELD_OUT_ROWS)
             phase = self._start_phase("held-out figures", len(sampled), 0, 0.0)
             return evaluate_held_out(
@@ -357,10 +367,10 @@ class _FinalPhases:
         )
 
     def warn_if_unreachable(self, calibration: Calibration, data: PreparedTable) -> None:
-        """Send a message if one of `DEFAULT_ALPHAS` cannot be used, because the time limit was too short.
+        """Send a message for each of `DEFAULT_ALPHAS` that cannot be used, because the time limit was too short.
 
         An alert rule with false-alarm rate alpha needs about 1 / alpha calibration records. There is no message if the
-        table has fewer than that.
+        table itself has fewer than that.
         """
         num_available = len(data.select_rows(Split.CALIBRATION))
         for alpha, num_needed in calibration.find_unreachable_alphas(DEFAULT_ALPHAS).items():
@@ -389,19 +399,23 @@ class _FinalPhases:
             name: What the phase does, such as "calibrating".
             num_records: Number of records that it uses.
             min_records: Number of records that it uses even if the time is over.
-            later_seconds: Seconds that must be left for the phases after it.
+            later_seconds: Seconds that must be left at its end for the phases after it.
             num_available: Number of records that it would use without a time limit. None if there is no limit.
         """
         total = "" if num_available in (None, num_records) else f" of {num_available:,}"
         self.on_message(f"{name}: {num_records:,}{total} records")
         deadline, clock = math.inf, self.budget.clock
         if self.costs is not None:
-            deadline = clock() + self.budget.remaining - self.costs.fixed - later_seconds
+            limit_at = clock() + self.budget.remaining
+            deadline = limit_at - self.costs.fixed - later_seconds  # fixed: report, model files, end of the process
         return Phase(name, num_records, min_records, deadline, clock, self.on_message)
 
 
 def count_all_records(data: PreparedTable) -> RecordCounts:
-    """Return the numbers of records that the phases after training use without a time limit."""
+    """Return the numbers of records that the phases after training use if the time limit leaves enough time.
+
+    The phases are calibration, ranking and held-out figures.
+    """
     num_calibration = int((data.split == Split.CALIBRATION).sum())
     return RecordCounts(
         min(num_calibration, MAX_CALIBRATION_RECORDS),
@@ -433,7 +447,10 @@ def _train_model(
     """
 
     def compute_costs(model: DEformer) -> Costs:
-        """Return the seconds to reserve for the phases after training, and the seconds to validate a record."""
+        """Return the seconds to reserve for the phases after training, and the seconds to validate a record.
+
+        The model is not needed, because the costs were measured when the run was planned.
+        """
         if planned.costs is None or planned.run.budget.limit is None:
             return Costs(0.0, 0.0)
         after = _compute_reserve(planned.costs, planned.run.data, planned.run.budget.limit)
@@ -445,8 +462,9 @@ def _train_model(
 def _compute_reserve(costs: PhaseCosts, data: PreparedTable, limit: float) -> float:
     """Return the seconds to reserve for the phases after training: calibration, ranking and held-out figures.
 
-    They are the seconds for all records, but at most `AFTER_SHARE` of the time limit. If the smallest possible numbers
-    of records take longer than that, their time is reserved.
+    The phases would take some time with all records. This time is reserved, but at most `AFTER_SHARE` of the time
+    limit. If the phases take longer than that even with the smallest numbers of records, the time for these is
+    reserved.
 
     Args:
         costs: Measured costs of the phases.
@@ -454,9 +472,10 @@ def _compute_reserve(costs: PhaseCosts, data: PreparedTable, limit: float) -> fl
         limit: The time limit in seconds.
     """
     maximum = count_all_records(data)
-    seconds = min(maximum.estimate_seconds(costs), AFTER_SHARE * limit - costs.fixed)
+    max_seconds = maximum.estimate_seconds(costs)
     min_seconds = compute_min_counts(maximum).estimate_seconds(costs)
-    return costs.fixed + max(seconds, min_seconds)
+    allowed_seconds = AFTER_SHARE * limit - costs.fixed
+    return costs.fixed + max(min(max_seconds, allowed_seconds), min_seconds)
 
 
 def _prepare_run(
@@ -473,7 +492,7 @@ def _prepare_run(
     Args:
         tables: Parquet files and folders of Parquet files.
         settings: All options of `deformer-train`.
-        folder: An existing folder for the matrix of the table.
+        folder: An existing folder for the matrix of the table. Checkpoints are in the working folder of `--out`.
         budget: The time that the job may take.
         ranks: The processes that train together.
         on_prepared: Called once with the prepared table.
@@ -483,8 +502,8 @@ def _prepare_run(
         DeformerError: A file or an option cannot be used.
     """
     checkpoint_folder = _get_working_folder(settings.out)
-    state = _load_previous_run(checkpoint_folder, settings)
-    old_model = _read_old_model(settings)
+    state = _load_previous_run(checkpoint_folder, settings)  # None if no interrupted run is to be continued
+    old_model = _read_old_model(settings)  # None without --init-from
     data = prepare_table(tables, _create_data_options(settings, old_model), folder)
     data = drop_outliers(data, settings.contamination, settings.seed)
     on_prepared(data)
@@ -563,13 +582,14 @@ def _create_model(
         state: JSON state of the interrupted run that is continued, or None.
 
     Returns:
-        The model; and the prior with its variants for training, None if the model has no prior.
+        (model, priors). `priors` are the prior and its variants that are used in training, None if the model has no
+        prior.
     """
     # An interrupted run is continued with its own number of Gaussians, regardless of the time.
     max_gaussians = choose_gaussians(settings) if state is None else state["identity"]["gaussians"]
 
     def is_time_short() -> bool:
-        """Return whether fitting the prior must end."""
+        """Return whether the time for the prior is over, so that no larger number of Gaussians is tried."""
         return state is None and budget.is_share_used(PRIOR_SHARE)
 
     priors = gaussian_prior.fit_priors(data, max_gaussians, settings.seed, is_time_short)
@@ -592,10 +612,10 @@ def _measure_phase_costs(
     rows = data.select_rows(Split.CALIBRATION)
     order = choose_order(settings.order, data)
     calibration_seconds = measure_seconds_per_record(
-        lambda num_records: compute_statistics(model, data, rows[:num_records], order, 0), clock, len(rows)
+        lambda num_records: compute_statistics(model, data, rows[:num_records], order, seed=0), clock, len(rows)
     )
     held_out_seconds = measure_seconds_per_record(
-        lambda num_records: evaluate_held_out(model, data, rows[:num_records], 1, 0), clock, len(rows)
+        lambda num_records: evaluate_held_out(model, data, rows[:num_records], num_orders=1, seed=0), clock, len(rows)
     )
     ranking_seconds = measure_distance_seconds(model, data, choose_exemplars(settings), settings.seed, clock)
     return PhaseCosts(
@@ -629,11 +649,12 @@ def _choose_affordable_batch(run: TrainingRun, costs: PhaseCosts, on_message: Ca
     min_limit = budget.elapsed + seconds_per_record * recipe.accumulate + validation_seconds + min_final_seconds
     if min_limit > limit:
         on_message(
-            f"--max-time {limit:g}s is too short for this table on this machine: the least is about {min_limit:.0f} s; "
-            "training for one step and finishing as early as possible"
+            f"--max-time {limit:g}s is too short for this table on this machine, which needs at least about "
+            f"{min_limit:.0f} s; training for one step and finishing as early as possible"
         )
         return 1
     training_seconds = budget.remaining - _compute_reserve(costs, run.data, limit) - validation_seconds
+    # Number of records in each batch if MIN_STEPS steps of `accumulate` batches take all of this time.
     num_affordable = training_seconds / (MIN_STEPS * recipe.accumulate * max(seconds_per_record, 1e-9))
     if num_affordable >= recipe.batch:
         return recipe.batch
@@ -667,17 +688,19 @@ def _create_fold_run(
     fold_folder.mkdir(exist_ok=True)
     final_seconds = 0.0
     if final_phases.costs is not None:
+        # Calibration is part of each model's share of the time. Ranking and held-out figures follow the last model.
         minimum = replace(compute_min_counts(count_all_records(fold_data)), calibration=0)
         final_seconds = minimum.estimate_seconds(final_phases.costs) + final_phases.costs.fixed
-    num_remaining = (settings.folds or 1) + 1 - number
+    num_remaining = (settings.folds or 1) + 1 - number  # models that are not trained, including this one
     fold_budget = budget.create_equal_part(num_remaining, final_seconds)
+    # Another seed gives each model its own random numbers.
     fold_settings = settings.model_copy(update={"seed": settings.seed + number})
     return _create_run(fold_data, fold_settings, fold_folder, fold_budget, _read_old_model(settings))
 
 
 @contextmanager
 def _lock_working_folder(out: Path) -> Iterator[Path]:
-    """Create the working folder of a job and lock it while the context is open.
+    """Create the working folder of a job and lock it while the context is open, so that no other process uses it.
 
     The folder `DIR.training`, next to the model directory `DIR`, contains the matrix of the table and the checkpoint.
     It is deleted when the context closes, unless it contains the checkpoint of an interrupted run.
@@ -728,14 +751,14 @@ def _load_previous_run(folder: Path, settings: TrainConfig) -> dict[str, Any] | 
     state = checkpoint.load_state(folder)
     if state is not None and not settings.resume:
         raise ConfigError(
-            f"{folder} holds an interrupted run (step {state['step']} of {state['steps']}): "
+            f"{folder} contains an interrupted training run (step {state['step']} of {state['steps']}): "
             f"add --resume to continue it, or delete the folder to train from the beginning"
         )
     return state
 
 
 def _create_data_options(settings: TrainConfig, old_model: DEformer | None) -> DataOptions:
-    """Return the options that say how to read the training tables.
+    """Return the options for reading the training tables, converted from the options of the command line.
 
     Args:
         settings: All options of `deformer-train`.
@@ -753,6 +776,7 @@ def _create_data_options(settings: TrainConfig, old_model: DEformer | None) -> D
         discrete=split_names(settings.discrete),
         continuous=split_names(settings.continuous),
         cycle=parse_periods(settings.cycle),
+        # With --folds, the calibration records of the first model are one fold.
         calibration_share=1 / settings.folds if settings.folds else settings.calibration_share,
         seed=settings.seed,
         window=window,
@@ -776,8 +800,8 @@ def _read_old_model(settings: TrainConfig) -> DEformer | None:
     for name in ("gaussians", *SHAPE_HYPERPARAMETERS):
         if getattr(settings, name, None) is not None:
             raise ConfigError(
-                f"--init-from: {name} is that of the model in {settings.init_from} and cannot be changed; "
-                f"remove the setting {name}"
+                f"the setting {name} cannot be combined with --init-from, because the model in {settings.init_from} "
+                f"determines it; remove the setting {name}"
             )
     return model_store.read(settings.init_from).model.train()
 
@@ -791,8 +815,8 @@ def _adapt_model(old_model: DEformer, data: PreparedTable, seed: int) -> tuple[D
         seed: Seed of folds, noise and imputed readings.
 
     Returns:
-        The model, with additional weights for new features; and the adapted prior with its variants for training. The
-        prior is None if the old model has none.
+        (model, priors). The model has additional weights for new features. `priors` are the adapted prior (mixture of
+        Gaussians) and its variants that are used in training, None if the old model has no prior.
     """
     priors = None
     if old_model.gaussians is not None:
@@ -807,7 +831,8 @@ def _describe_identity(
 ) -> dict[str, Any]:
     """Return what must be unchanged when an interrupted run is continued: data, seed, hyperparameters and old model.
 
-    The keys are names for an error message, and the values can be written as JSON.
+    The keys are names for an error message. The values are as JSON would return them, so that they can be compared with
+    those of a checkpoint.
 
     Args:
         settings: All options of `deformer-train`.
@@ -819,9 +844,9 @@ def _describe_identity(
     if settings.init_from is not None:
         old_fingerprint = model_store.read_manifest(settings.init_from)["fingerprint"]
     identity = {"the model of --init-from": old_fingerprint, "the data's fingerprint": data.fingerprint}
-    identity |= {"seed": settings.seed, "max_time": settings.max_time}
+    identity |= {"seed": settings.seed, "max_time": settings.max_time}  # a time limit changes the schedule
     hyperparameters = asdict(config) | asdict(recipe)
-    return identity | {
+    return identity | {  # JSON has lists, but no tuples
         name: list(value) if isinstance(value, tuple) else value for name, value in hyperparameters.items()
     }
 

@@ -112,7 +112,7 @@ def test_incompatible_adaptation_is_rejected(tmp_path: Path, fleet: Path) -> Non
     with pytest.raises(ConfigError, match="x1 is a measurement in the old model, but text in the new table"):
         train([words], TrainConfig(out=tmp_path / "a", init_from=fleet))
     table = write(tmp_path / "table.parquet", columns)
-    with pytest.raises(ConfigError, match="d_model is that of the model"):
+    with pytest.raises(ConfigError, match="the setting d_model cannot be combined with --init-from"):
         train([table], TrainConfig(out=tmp_path / "b", init_from=fleet, d_model=32))
 
 
