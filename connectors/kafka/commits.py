@@ -280,6 +280,7 @@ class CommitManager:
         for tp, message_index in payload.snapshot_starts:
             references[tp] = replace(references[tp], first_offset=message_offsets[message_index])
         unknown_leader_epoch = -1
+        # An offset is committed if it has changed, if there is new state, or if the broker shall check the membership.
         offsets = {
             tp: OffsetAndMetadata(
                 position, references[tp].to_metadata() if tp in references else "", unknown_leader_epoch

@@ -111,12 +111,12 @@ class Delivery:
         return bool(self._sent or self._sealed)
 
     def send(self, state_messages: Sequence[OutgoingMessage], timeout: float | None = None) -> list[int]:
-        """Send the messages of the commit in progress and then the state, without a transaction.
+        """Send the messages of the commit in progress and then `state_messages`, without a transaction.
 
         The method returns when the brokers have acknowledged all messages.
 
         Args:
-            state_messages: Messages for the state topic.
+            state_messages: Messages for the topic that stores the state of open records.
             timeout: Maximum time to wait in seconds, or None for the default.
 
         Returns:
@@ -141,12 +141,12 @@ class Delivery:
         group: Any,
         on_committed: Callable[[], None] = lambda: None,
     ) -> Callable[[], None]:
-        """Return a function that sends the messages of the commit in progress, and the state, in a transaction.
+        """Return a function that commits a transaction: the messages of the commit in progress, and `state_messages`.
 
         Nothing is sent before the function is called; pass it to `commit` or `begin`.
 
         Args:
-            state_messages: Messages for the state topic.
+            state_messages: Messages for the topic that stores the state of open records.
             compute_offsets: A function that returns the consumed offsets to commit. It is called with another function,
                 which waits for the offsets of the state messages and returns them.
             group: The consumer group, as `KafkaConsumer.group_metadata` describes it.
@@ -285,7 +285,7 @@ class Delivery:
         return self._producer
 
     def _collect_messages(self, state_messages: Sequence[OutgoingMessage]) -> list[OutgoingMessage]:
-        """Return what the next attempt sends: messages of failed attempts, new ones of this commit, and the state."""
+        """Return what the next attempt sends: messages of failed attempts, those added since, and `state_messages`."""
         self._sent += self._sealed
         self._sealed.clear()
         return [*self._sent, *state_messages]

@@ -45,30 +45,34 @@ def _collect_no_state(partitions: frozenset[int]) -> Mapping[int, PartitionState
 
 
 class KafkaSource:
-    """A topic as an endless source of events, shared by the members of a consumer group.
+    """A Kafka topic as an endless source of events, whose partitions are shared by the members of a consumer group.
 
-    Only `commit` commits offsets. They are the offset of the next event to read. When a partition moves to another
-    member, the events of all polls but the last are committed with its state (see `poll`), the next `PollResult`
-    reports it, and it is never committed again. Partitions move one by one (cooperative assignment). Messages of
-    aborted transactions are skipped.
+    Offsets are committed by `commit` only, and when a partition moves to another member. In the latter case, the events
+    of all polls but the last are committed together with the partition's state. The next `PollResult` then lists the
+    partition as revoked. Partitions move one by one (cooperative assignment). Messages of aborted transactions are
+    skipped.
 
-    The object belongs to the thread that created it.
+    Only the thread that created the object may use it.
 
     Args:
         bootstrap_servers: Comma-separated host:port pairs.
-        topic: The events topic.
-        group: The consumer group.
-        start: Where a group without committed offsets begins.
-        security: Arguments of the client for encryption and login. They are never logged.
+        topic: The topic to consume.
+        group: Name of the consumer group.
+        start: Where a group without committed offsets begins: with the earliest event of each partition, or with the
+            first event that is sent after the start.
+        security: kafka-python's keyword arguments for encryption and login; None for a plain connection without login.
+            They are never logged.
         max_poll_records: Largest number of messages in one poll.
-        session_seconds: Seconds of silence after which the group gives this member's partitions to others.
-        delivery: Sends messages with a commit; give `delivery` and `state` together or neither.
-        state: Encodes saved state.
-        on_lost_state: What to do if the saved state is gone.
-        model: Fingerprint of the model; the members of a group must agree on it.
-        instance: A name of this process that stays the same over restarts, so that a restart moves no partitions.
-        patience: Seconds without a response after which the brokers count as unavailable.
-        fetch_limits: Limits on the size of messages and batches.
+        session_seconds: If the group receives no heartbeat of this member for so long, its partitions go to others.
+        delivery: Buffers outgoing messages and sends them with a commit. Give `delivery` and `state` together or
+            neither.
+        state: The topic that stores the state of open records.
+        on_lost_state: What to do if saved state, or events that it needs, are gone; see `LostState`.
+        model: Fingerprint (hash) of the model. A member whose model differs from the group's gets no partitions.
+        instance: A name of this process that stays the same over restarts, so that a restart moves no partitions. None
+            if there is no such name.
+        patience: Seconds without a response after which the brokers count as unavailable and an error is raised.
+        fetch_limits: Largest sizes of messages and batches, or None for the defaults.
 
     Raises:
         Unavailable: No broker responds, or the topic does not exist.
@@ -143,7 +147,7 @@ class KafkaSource:
 
     @property
     def model_fingerprint(self) -> str:
-        """The fingerprint that this member sends with the next rebalance."""
+        """The fingerprint of this member's model, which it sends to the group at the next rebalance."""
         return self._assignor.model
 
     @model_fingerprint.setter
@@ -161,10 +165,13 @@ class KafkaSource:
         return frozenset(tp.partition for tp in self._consumer.assignment())
 
     def poll(self, timeout: float) -> PollResult:
-        """Return the events that are available, after at most `timeout` seconds, in order within each partition.
+        """Return the events that are available, in order within each partition.
 
-        Calling it states that the effects of all earlier polls are written. A partition that is revoked during the call
-        is committed up to there. `PollResult.revoked_partitions` were revoked before `PollResult.data` arrived.
+        The call implies that the effects of all earlier polls are written to the sinks. So if a partition is revoked
+        during the call, the events of these polls are committed.
+
+        Args:
+            timeout: Maximum time to wait for events, in seconds.
 
         Raises:
             ConfigError: The group uses another model.
@@ -174,11 +181,12 @@ class KafkaSource:
         self._written_positions = dict(self._polled_positions)
         if self._must_end_commit():
             self.end_commit()
-        fetched = self._fetch(timeout)
+        fetched = self._fetch(timeout)  # partitions may be assigned, and revoked ones committed, during this call
         self._end_failed_transaction()
         self._assignor.check_admission()
         for tp, chunks in fetched.items():
-            self._polled_positions[tp] = int(chunks[-1].offsets[-1]) + 1
+            last_offset = int(chunks[-1].offsets[-1])
+            self._polled_positions[tp] = last_offset + 1
         revoked, self._revoked = tuple(sorted(self._revoked)), []
         restored = tuple(self._restore_assigned())
         with translate_errors(self._servers, f"reading topic {self.topic!r}"):
@@ -189,8 +197,9 @@ class KafkaSource:
     def _must_end_commit(self) -> bool:
         """Return whether the commit in progress must be ended before the next poll.
 
-        This is the case if its background attempt has finished, if it has none, if partitions wait to be restored, or
-        during a rebalance.
+        A commit in the background may continue during a poll, which saves time. It must be ended if its attempt has
+        finished, if partitions wait to be restored, or during a rebalance. A commit without background attempt must be
+        ended too.
         """
         commits = self._commits
         if commits.is_finished:
@@ -204,22 +213,33 @@ class KafkaSource:
         self._consumer._fetcher.prefetch()
 
     def _poll(self, timeout: float) -> dict[TopicPartition, list[MessageColumns]]:
-        """Poll the client for at most `timeout` seconds and return the messages by partition.
+        """Poll kafka-python's consumer for at most `timeout` seconds, and return the messages by partition.
 
-        If a rebalance callback of this class has raised an exception, that exception is raised instead of the client's
-        wrapper.
+        kafka-python wraps an exception that a rebalance callback has raised in a KafkaError. Here the original
+        exception is raised.
         """
         try:
             return dict(self._consumer.poll(timeout_ms=timeout * 1000))
         except errors.KafkaError as error:
-            if type(error) is errors.KafkaError and error.__cause__ is not None:
-                raise error.__cause__ from None  # the exception of the callback
+            original = error.__cause__
+            # Other errors of kafka-python are of subclasses.
+            if type(error) is errors.KafkaError and original is not None:
+                raise original from None
             raise
 
     def _fetch(self, timeout: float) -> dict[TopicPartition, list[MessageColumns]]:
-        """Poll the client and handle its errors.
+        """Poll kafka-python's consumer and handle its errors.
 
-        Partitions whose offset no longer exists are restored again. If the brokers do not respond, nothing is returned.
+        Partitions whose next offset no longer exists are restored again from their committed offset.
+
+        Args:
+            timeout: Maximum time to wait for messages, in seconds.
+
+        Returns:
+            The messages by partition; none if the poll failed and a later one may succeed.
+
+        Raises:
+            DeformerError: The error is permanent, or polls have failed for longer than `patience`.
         """
         try:
             fetched = self._poll(timeout)
@@ -230,6 +250,7 @@ class KafkaSource:
             (offset_by_partition,) = error.args
             offsets = {tp.partition: offset_by_partition[tp] for tp in offset_by_partition}
             log.get_logger("kafka").warning("offset_out_of_range", offsets=offsets)
+            # Treat the partitions as if they were revoked and assigned again.
             self._remove_partitions(offset_by_partition)
             self._on_assigned(offset_by_partition)
         except (errors.KafkaError, OSError) as error:
@@ -238,9 +259,10 @@ class KafkaSource:
         return {}
 
     def _end_failed_transaction(self) -> None:
-        """End the transaction that a failed commit of revoked partitions has left open, because it blocks readers.
+        """End the transaction that a failed commit of revoked partitions has left open.
 
-        If the broker does not respond, the next poll or commit tries again.
+        An open transaction hides later messages from consumers that read only committed messages. If the broker does
+        not respond, the next poll or commit tries again.
         """
         if self._commits.has_failed and not self._commits.has_commit:
             try:
@@ -249,10 +271,11 @@ class KafkaSource:
                 log.get_logger("kafka").debug("producer_renewal_failed", error=str(error))
 
     def _pop_caught_up(self) -> tuple[int, ...]:
-        """Return the partitions whose history (events before the committed offset) was read since the last call.
+        """Return the numbers of the partitions whose history was read to its end since the last call.
 
-        The position of the client counts, because transaction markers at the end of the history are never polled.
+        The history of a partition is the events before its committed offset, which are read again to restore its state.
         """
+        # kafka-python's position is compared, because it passes transaction markers, which no poll returns.
         caught_up = [tp for tp, end_offset in self._history_ends.items() if self._get_position(tp) >= end_offset]
         for tp in caught_up:
             del self._history_ends[tp]
@@ -260,9 +283,9 @@ class KafkaSource:
         return tuple(tp.partition for tp in caught_up)
 
     def _restore_assigned(self) -> Iterator[RestoredPartition]:
-        """Restore the assigned partitions one after another and yield their states.
+        """Restore the partitions that were assigned since the last call, and yield the saved state of each.
 
-        If the brokers do not respond, the next poll tries again.
+        If the brokers do not respond, the remaining partitions are restored by a later call.
 
         Raises:
             Unavailable: A partition could not be restored for longer than `patience`.
@@ -273,7 +296,7 @@ class KafkaSource:
             except Unavailable as error:
                 if time.monotonic() - self._assigned_at[tp] > self._patience:
                     raise
-                if str(error) != self._restore_error:
+                if str(error) != self._restore_error:  # log a repeated error once
                     self._restore_error = str(error)
                     log.get_logger("kafka").warning("restore_failed_retrying", partition=tp.partition, error=str(error))
                 return
@@ -281,33 +304,34 @@ class KafkaSource:
             self._restore_error = ""
 
     def _restore(self, tp: TopicPartition) -> RestoredPartition:
-        """Return the saved state of one partition, and let the consumer continue at the first event that it needs."""
+        """Return the saved state of one partition, and set the consumer to the first event that must be read for it."""
         with translate_errors(self._servers, f"restoring partition {tp.partition} of topic {self.topic!r}"):
             start = find_start(self._consumer, tp, self._start, self._state, self._on_lost_state)
             self._consumer.seek(tp, start.position)
             self._consumer.resume(tp)
         if start.reference is not None:
             self._commits.reference_by_partition[tp] = start.reference
-        self._history_ends[tp] = start.restored.committed_offset
+        self._history_ends[tp] = start.restored.committed_offset  # events before it only rebuild the state
         return start.restored
 
     def _get_position(self, tp: TopicPartition) -> int:
-        """Return the offset of the next event of a partition, or -1 if it is unknown."""
+        """Return the offset of the next event to read from a partition, or -1 if it is unknown."""
         position = self._consumer.position(tp, timeout_ms=0)
         return -1 if position is None else int(position)
 
     def commit(self, states: Mapping[int, PartitionState] = NO_STATE) -> None:
-        """Commit the offsets of all partitions, the given states, and what sinks have written; block until it is
-        done.
+        """Commit the offsets of all polled events, the given states, and what sinks have written.
 
-        During a rebalance the broker accepts no commits. The rebalance is then completed first, without accepting new
-        messages, and the partitions that remain are committed. The next poll reports the others.
+        The method returns when the commit has taken effect. During a rebalance the broker accepts no commits. The
+        rebalance is then completed first, without reading new messages, and the partitions that remain are committed.
+        The next poll lists the others as revoked.
 
         Args:
-            states: State to save, by partition number.
+            states: The state to save, by partition number.
 
         Raises:
             Unavailable: The commit has failed for longer than `patience`.
+            ConfigError: The broker refuses the commit.
         """
         self._prepare_commit(states)
         self.end_commit()
@@ -315,14 +339,15 @@ class KafkaSource:
     def begin_commit(
         self, states: Mapping[int, PartitionState] = NO_STATE, on_committed: Callable[[], None] = lambda: None
     ) -> None:
-        """Begin a commit, and if it is a transaction, return before it has ended.
+        """Begin a commit like `commit`, and return before it has ended if it can run in the background.
 
-        The next `poll` may be called meanwhile; what sinks write then belongs to the next commit. A failed attempt is
-        repeated by the next `poll` or commit.
+        `poll` may be called meanwhile. What sinks write in the meantime belongs to the next commit. If the attempt in
+        the background fails, the next `poll` or commit repeats it.
 
         Args:
-            states: State to save, by partition number.
-            on_committed: Called when the first attempt has taken effect, possibly from another thread.
+            states: The state to save, by partition number.
+            on_committed: A function that is called when the commit has taken effect, possibly by another thread. It is
+                not called if the attempt in the background failed and was repeated.
         """
         self._prepare_commit(states)
         group = self._get_membership()
@@ -331,21 +356,26 @@ class KafkaSource:
             on_committed()
 
     def _prepare_commit(self, states: Mapping[int, PartitionState]) -> None:
-        """Wait for the previous commit and begin the next one, without sending anything."""
+        """Wait for the end of the previous commit and prepare the next one, without sending anything.
+
+        Args:
+            states: The state to save, by partition number.
+        """
         self._written_positions = dict(self._polled_positions)
         self.end_commit()
+        # The broker refuses a commit of this process if another one uses the same instance name.
         confirm_unchanged = time.monotonic() - self._commits.confirmed_at > CONFIRM_SECONDS
         self._commits.begin(self._collect_positions(), states, confirm_unchanged)
 
     def end_commit(self) -> None:
-        """Wait until the commit that was begun, if any, has taken effect.
+        """Wait until the commit in progress, if any, has taken effect; repeat it after errors that may pass.
 
         Raises:
-            Unavailable: The commit has failed for longer than `patience`. It is then abandoned.
-            ConfigError: The broker refuses the commit. It is then abandoned.
+            Unavailable: The commit has failed for longer than `patience`. No further attempt is made.
+            ConfigError: The broker refuses the commit. No further attempt is made.
         """
         deadline = time.monotonic() + self._patience
-        logged_errors: set[str] = set()
+        logged_errors: set[str] = set()  # each kind of error is logged once per commit
         is_retry = False
         while self._commits.has_commit:
             try:
@@ -354,14 +384,15 @@ class KafkaSource:
                 self._try_to_commit()
             except (errors.KafkaError, OSError, Unavailable) as error:
                 translated = error if isinstance(error, Unavailable) else translate(error, self._servers, "committing")
-                if not isinstance(translated, Unavailable) or time.monotonic() > deadline:
+                is_permanent = not isinstance(translated, Unavailable)
+                if is_permanent or time.monotonic() > deadline:
                     self._commits.give_up()
                     raise translated from error
                 error_name = type(error).__name__
                 if error_name not in logged_errors:
                     log.get_logger("kafka").warning("commit_failed_retrying", error=error_name)
                     logged_errors.add(error_name)
-                if not isinstance(error, _REBALANCING):
+                if not isinstance(error, _REBALANCING):  # `_finish_rebalance` waits for the end of a rebalance
                     time.sleep(RETRY_SECONDS)
                 is_retry = True
 
@@ -369,8 +400,8 @@ class KafkaSource:
         """Make one attempt to commit, or wait for the attempt in the background.
 
         Raises:
-            KafkaError: The attempt failed; the error is one of the client.
-            Unavailable: The producer could not be renewed after a failed attempt.
+            KafkaError: The attempt failed.
+            Unavailable: The producer could not be replaced after a failed attempt.
         """
         group = None
         if not self._commits.is_in_background:
@@ -379,36 +410,50 @@ class KafkaSource:
                 raise errors.RebalanceInProgressError()
             self._commits.recover()
         offsets = self._commits.send(group)
-        if offsets is not None:
+        if offsets is not None:  # they were not committed in a transaction
             self._consumer.commit(offsets, timeout_ms=DELIVERY_SECONDS * 1000)
         self._commits.mark_committed()
 
     def _get_membership(self) -> ConsumerGroupMetadata | None:
-        """Return this process's membership in the group, or None during a rebalance."""
+        """Return the group's name with this member's id and generation, or None during a rebalance."""
         group = self._consumer.group_metadata()
-        return None if self._consumer.assignment() and group.state is not MemberState.STABLE else group
+        is_rebalancing = self._consumer.assignment() and group.state is not MemberState.STABLE
+        return None if is_rebalancing else group
 
     def _collect_positions(self) -> dict[TopicPartition, int]:
-        """Return the offset of the next event of each partition, except partitions that are still being restored."""
+        """Return the offset of the next event to read from each partition, except partitions that are being restored.
+
+        The offset of a partition that is being restored is before its committed offset and must not be committed.
+        """
         restored = [
             tp for tp in self._consumer.assignment() if tp not in self._history_ends and tp not in self._assigned_at
         ]
-        positions = {tp: self._get_position(tp) for tp in restored}
+        positions = {tp: self._get_position(tp) for tp in restored}  # -1 if unknown
         return {tp: position for tp, position in positions.items() if position >= 0}
 
     def _finish_rebalance(self) -> None:
-        """Let the client rejoin its group while all partitions are paused, so that no messages are delivered."""
+        """Poll kafka-python's consumer, which lets it rejoin its group, while all partitions are paused.
+
+        So no messages are returned, which the engine could not process during a commit.
+        """
         active = [tp for tp in self._consumer.assignment() if tp not in self._consumer.paused()]
         self._consumer.pause(*active)
         try:
             if self._poll(0.1):
-                raise InvariantViolated("a paused partition has delivered messages; this is a bug, please report it")
+                raise InvariantViolated(
+                    "kafka-python has returned messages of a paused partition; this is a bug, please report it"
+                )
         finally:
-            restored = self._consumer.assignment() - self._assigned_at.keys()  # `_restore` resumes the others
-            self._consumer.resume(*[tp for tp in active if tp in restored])
+            # Partitions that were assigned meanwhile stay paused until `_restore` resumes them.
+            resumable = self._consumer.assignment() - self._assigned_at.keys()
+            self._consumer.resume(*[tp for tp in active if tp in resumable])
 
     def get_lag(self) -> dict[tuple[str, int], int]:
-        """Return the number of unread messages by topic and partition, as far as it is known without a request."""
+        """Return the number of unread messages of each assigned partition, as far as it is known without a request.
+
+        Returns:
+            A mapping from (topic, partition number) to the number of messages.
+        """
         lag_by_partition = {}
         for tp in self._consumer.assignment():
             end_offset, position = self._consumer.highwater(tp), self._consumer.position(tp, timeout_ms=0)
@@ -417,38 +462,43 @@ class KafkaSource:
         return lag_by_partition
 
     def close(self) -> None:
-        """Leave the group without committing, so that its partitions move to other members at once.
+        """Close the consumer without committing.
 
-        A process with an instance name stays a member until its session times out, so that a restart moves no
-        partitions.
+        This process leaves the group, so that its partitions move to other members at once. With an instance name it
+        stays a member until its session times out, so that a restart moves no partitions.
         """
         self._is_closed = True
         with translate_errors(self._servers, "closing the consumer"):
             self._consumer.close(autocommit=False, timeout_ms=CONNECT_SECONDS * 1000)
 
-    # `RebalanceListener` calls the following methods on the client's thread, while the own thread waits.
+    # `RebalanceListener` calls the following methods in kafka-python's thread, while our thread waits inside a call.
 
     def _on_assigned(self, partitions: Iterable[TopicPartition]) -> None:
-        """Pause newly assigned partitions; `_restore` restores and resumes them."""
+        """Pause newly assigned partitions until the next `poll` has restored their state."""
         for tp in partitions:
-            self._consumer.seek(tp, 0)
+            self._consumer.seek(tp, 0)  # any position, so that kafka-python does not look for one
             self._consumer.pause(tp)
             self._assigned_at[tp] = time.monotonic()
         numbers = sorted(tp.partition for tp in partitions)
         log.get_logger("kafka").info("partitions_assigned", topic=self.topic, partitions=numbers)
 
     async def _on_revoked(self, partitions: Iterable[TopicPartition]) -> None:
-        """Commit revoked partitions with their state, so that the next owner continues there.
+        """Commit the offsets and the state of revoked partitions, so that the next owner continues there.
 
         Only events whose effects are written are committed. Nothing is committed while the source is being closed.
+
+        Args:
+            partitions: The partitions that this process must give up.
         """
-        leaving = {tp for tp in partitions if tp in self._written_positions and tp not in self._history_ends}
-        if leaving and not self._is_closed:
+        # `_history_ends` holds partitions whose state is not restored yet; nothing new can be committed for them.
+        committable = {tp for tp in partitions if tp in self._written_positions and tp not in self._history_ends}
+        if committable and not self._is_closed:
             deadline = time.monotonic() + self._session / 2  # no heartbeat is sent during this commit
             try:
-                if self._commits.has_commit:  # it is older than the state of the revoked partitions
+                # A commit in progress is older than the state of the revoked partitions, so it comes first.
+                if self._commits.has_commit:
                     await self._commit_within(deadline)
-                states = self.collect_state(frozenset(tp.partition for tp in leaving))
+                states = self.collect_state(frozenset(tp.partition for tp in committable))
                 positions = {
                     tp: offset for tp, offset in self._written_positions.items() if tp not in self._history_ends
                 }
@@ -463,21 +513,33 @@ class KafkaSource:
         self._remove_partitions(partitions)
 
     async def _commit_within(self, deadline: float) -> None:
-        """Make one attempt to commit before the deadline, without finding out how an earlier attempt ended."""
+        """Make one attempt to commit, or wait for the attempt in the background, until a deadline.
+
+        Args:
+            deadline: The deadline, as `time.monotonic()`.
+
+        Raises:
+            KafkaError: The attempt failed or took too long, or the outcome of an earlier attempt is unknown. There is
+                no time to find it out.
+        """
         if self._commits.has_failed:
-            raise errors.KafkaConnectionError("the previous commit has not ended")
+            raise errors.KafkaConnectionError("cannot commit, because the outcome of the previous commit is unknown")
         offsets = self._commits.send(self._consumer.group_metadata(), deadline - time.monotonic())
         if offsets is not None:
             await self._consumer.commit_async(offsets)
         self._commits.mark_committed()
 
     def _on_lost(self, partitions: Iterable[TopicPartition]) -> None:
-        """Remove all partitions after the group has continued without this member."""
+        """Remove partitions that other members own already, because the group has removed this member.
+
+        Args:
+            partitions: The partitions that this process owned.
+        """
         self._assignor.clear_assignment()
         self._remove_partitions(partitions)
 
     def _remove_partitions(self, partitions: Iterable[TopicPartition]) -> None:
-        """Remove partitions that now belong to another process."""
+        """Delete what is stored about partitions that now belong to another process, and list them as revoked."""
         for tp in partitions:
             for value_by_partition in (self._polled_positions, self._written_positions, self._history_ends):
                 value_by_partition.pop(tp, None)
