@@ -50,24 +50,26 @@ def seconds_to_micros(seconds: float) -> int:
         RejectionError: If the time is not finite, or lies outside the years 1 to 9999.
     """
     if not isfinite(seconds):
-        raise RejectionError(RejectionReason.NOT_FINITE, "time is not finite")
+        raise RejectionError(RejectionReason.NOT_FINITE, "the time is not finite; send seconds since 1970")
     if not MIN_SECOND <= seconds <= MAX_SECOND:
-        raise RejectionError(RejectionReason.WRONG_TYPE, f"time {seconds!r} {_explain_out_of_range(seconds)}")
+        likely_unit = _guess_unit(seconds)
+        hint = "" if likely_unit is None else f" (these look like {likely_unit})"
+        raise RejectionError(
+            RejectionReason.WRONG_TYPE,
+            f"the time {seconds!r} lies outside the years 1 to 9999; send seconds since 1970{hint}",
+        )
     return round(seconds * 1e6)
 
 
-def _explain_out_of_range(seconds: float) -> str:
-    """Return the second half of an error message about a time outside the years 1 to 9999.
+def _guess_unit(number: float) -> str | None:
+    """Return the unit that a sender probably used for a time instead of seconds, such as "milliseconds".
 
-    It names the unit that the sender probably used instead of seconds: the coarsest unit in which the number is a time
-    between 1970 and 2100.
+    This is the coarsest unit in which the number is a time between 1970 and 2100, or None if there is no such unit.
 
     Args:
-        seconds: The time as it was sent.
+        number: The time as it was sent, counted from 1970 in an unknown unit.
     """
-    likely_unit = next((unit for unit, per_second in _FINER_UNITS if 0 < seconds / per_second <= _YEAR_2100), None)
-    hint = "" if likely_unit is None else f", these look like {likely_unit}"
-    return f"lies outside the years 1 to 9999; send seconds since 1970{hint}"
+    return next((unit for unit, per_second in _FINER_UNITS if 0 < number / per_second <= _YEAR_2100), None)
 
 
 def parse_rfc3339(text: str) -> int:
@@ -80,15 +82,15 @@ def parse_rfc3339(text: str) -> int:
         moment = _parse_datetime(text.upper())
     except (ValueError, OverflowError):
         raise RejectionError(
-            RejectionReason.WRONG_TYPE, f"time {quote(text)} is not RFC 3339, such as 2020-03-09T10:34:33Z"
+            RejectionReason.WRONG_TYPE, f"the time {quote(text)} is not RFC 3339 text such as 2020-03-09T10:34:33Z"
         ) from None
     if moment.tzinfo is None:
         raise RejectionError(
-            RejectionReason.WRONG_TYPE, f"time {quote(text)} has no UTC offset; end it with Z or +hh:mm"
+            RejectionReason.WRONG_TYPE, f"the time {quote(text)} has no UTC offset; end it with Z or +hh:mm"
         )
     micros = (moment - EPOCH) // _MICROSECOND
     if not MIN_MICROS <= micros <= MAX_MICROS:
-        raise RejectionError(RejectionReason.WRONG_TYPE, f"time {quote(text)} lies outside the years 1 to 9999")
+        raise RejectionError(RejectionReason.WRONG_TYPE, f"the time {quote(text)} lies outside the years 1 to 9999")
     return micros
 
 
@@ -127,7 +129,7 @@ def drop_impossible_times(times: NDArray[np.int64]) -> NDArray[np.int64]:
     They must be checked, because a Kafka timestamp may come from a producer whose clock is wrong by any amount.
 
     Args:
-        times: (N,) microseconds since 1970, one per message.
+        times: (N,) timestamp of each message, microseconds since 1970 or `NO_TIME`.
 
     Returns:
         (N,) microseconds since 1970, or `NO_TIME`.
@@ -150,7 +152,7 @@ class FutureTimeLimit:
     max_micros: int
 
     def reference_times(self, broker_times: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the time with which the own times of each message's events are compared.
+        """Return for each message the time with which the times stated in it are compared.
 
         It is the broker's timestamp of the message, or the wall clock if there is none.
 
@@ -174,6 +176,6 @@ class FutureTimeLimit:
         if time - reference > self.max_micros:
             raise RejectionError(
                 RejectionReason.FUTURE,
-                f"time {format_rfc3339(time)} lies more than {self.max_micros / 1e6:g} s after "
-                f"{format_rfc3339(reference)}, the time at which the message arrived",
+                f"the time {format_rfc3339(time)} lies more than {self.max_micros / 1e6:g} s after "
+                f"{format_rfc3339(reference)}, when the message arrived; check the clock of the sender",
             )

@@ -62,7 +62,8 @@ class FieldNames:
 
         Args:
             columns: The columns of the table.
-            has_windows: Whether records are time windows, so that a device and a time may replace the record id.
+            has_windows: Whether records are time windows of devices. A device and a time can then replace the record
+                id.
 
         Returns:
             Column names. The first one identifies the record, by its id or by its device.
@@ -102,7 +103,10 @@ def is_utf8(data: bytes) -> bool:
 
 
 def find_time_slot(schema: Schema, time: int) -> int:
-    """Return the time slot (part of a window) that contains a time.
+    """Return the time slot that contains a time.
+
+    Time slots divide a window (the interval of time whose readings form a record) into equal parts. A sensor that
+    reports several times per window has one feature for each time slot.
 
     Args:
         schema: The features of the model.
@@ -112,11 +116,9 @@ def find_time_slot(schema: Schema, time: int) -> int:
         The index of the time slot in its window, or `NO_TIME_SLOT` if no sensor of the model reports several times per
         window.
     """
-    return (
-        schema.window.time_slot_index(time)
-        if schema.has_repeating_sensors and schema.window is not None
-        else NO_TIME_SLOT
-    )
+    if schema.window is None or not schema.has_repeating_sensors:
+        return NO_TIME_SLOT
+    return schema.window.time_slot_index(time)
 
 
 def find_feature_code(schema: Schema, name: str, time_slot: int) -> int | None:
@@ -124,39 +126,40 @@ def find_feature_code(schema: Schema, name: str, time_slot: int) -> int | None:
 
     Args:
         schema: The features of the model.
-        name: The feature name in the event. With a time slot it is the name of a sensor, which has one or more features
-            per time slot; without one it is the name of a feature.
-        time_slot: The time slot (part of a window) of the reading, or `NO_TIME_SLOT`.
+        name: The feature name in the event. With a time slot it is the name of a sensor, which may have one feature for
+            each time slot.
+        time_slot: The time slot (part of a window) of the reading, or `NO_TIME_SLOT` if the name alone determines the
+            feature.
 
     Returns:
-        The feature code, or None if the model does not have such a feature.
+        The feature code (index of the feature in the schema), or None if the model does not have such a feature.
     """
     if time_slot == NO_TIME_SLOT:
         return schema.code_by_name.get(name)
     slot_layout = schema.slot_layout_by_sensor.get(name)
     if slot_layout is None:
         return None
-    first_code, codes_per_slot = slot_layout
-    return first_code + codes_per_slot * time_slot
+    first_code, code_step = slot_layout  # the step is 0 if the sensor has one feature for all time slots, else 1
+    return first_code + code_step * time_slot
 
 
 def unknown_feature_error(schema: Schema, name: str, time_slot: int) -> RejectionError:
     """Return the exception for a feature name that the model does not have.
 
-    If the name is that of a sensor with one feature per time slot (part of a window), the message states how to name
-    one of these features.
+    If the name is that of a sensor with one feature for each time slot (part of a window), the message states how to
+    name one of these features.
 
     Args:
         schema: The features of the model.
-        name: The feature name in the event.
-        time_slot: The time slot of the reading, or `NO_TIME_SLOT` if the event names its record.
+        name: The unknown feature name.
+        time_slot: The time slot of the reading, or `NO_TIME_SLOT` if the event names its record instead of a device.
     """
     detail = f"feature {quote(name)} is unknown to the model"
     if time_slot == NO_TIME_SLOT and name in schema.slot_layout_by_sensor:
-        example = schema.names[schema.slot_layout_by_sensor[name][0]]
+        first_code, _ = schema.slot_layout_by_sensor[name]
         detail += (
             f", which has one feature per time slot of this sensor: send device and time instead of the record, or "
-            f"name the time slot, for example {quote(example)}"
+            f"name the time slot, for example {quote(schema.names[first_code])}"
         )
     return RejectionError(RejectionReason.UNKNOWN_FEATURE, detail)
 
@@ -167,16 +170,16 @@ def not_finite_error(name: str, value: object) -> RejectionError:
 
 
 def encode_label(text: str, code_by_label: dict[str, int], name: str) -> tuple[float, str | None]:
-    """Return the label code of a discrete value.
+    """Return the label code of a discrete value, and its text if the label did not occur in training.
 
     Args:
-        text: The label as canonical text (see `deformer_stream.model.schema.format_label`).
-        code_by_label: The codes of the labels that were seen in training.
+        text: The label as `deformer_stream.model.schema.format_label` writes it.
+        code_by_label: The codes of the labels that occurred in training: 0 to K − 1 for K labels.
         name: The feature name, for error messages.
 
     Returns:
-        For a label that was seen in training, its code and None. For an unseen label, the number of labels (the code of
-        all unseen labels) and the label's text.
+        For a label that occurred in training, its code and None. For any other label, K (the code that all unseen
+        labels share) and the label's text.
 
     Raises:
         RejectionError: If an unseen label is too long or cannot be encoded as UTF-8.

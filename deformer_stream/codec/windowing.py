@@ -65,7 +65,7 @@ class WindowAssigner:
         trained_window = schema.window
         if width is not None and trained_window is not None and width != trained_window.width:
             raise ConfigError(
-                f"--window {format_duration(width)}: the model was trained on windows of "
+                f"--window {format_duration(width)} contradicts the model, which was trained on windows of "
                 f"{format_duration(trained_window.width)}; omit the option, or train a model with this window"
             )
         width = width if trained_window is None else trained_window.width
@@ -89,37 +89,40 @@ class WindowAssigner:
         return None if start is None else f"{device}{WINDOW_SEPARATOR}{start}"
 
     def assign(self, field_names: FieldNames, device: str, time: int) -> str:
-        """Return the record id of an event that names its device and its time, and check that it is acceptable.
+        """Return the record id of an event that names its device and its time: the device and the start of the window.
 
         Args:
             field_names: The names of the event's fields, for error messages.
             device: The device name.
-            time: Microseconds since 1970, or `NO_TIME`.
+            time: The time of the event, microseconds since 1970, or `NO_TIME`.
 
         Raises:
-            RejectionError: If the event has no time, or if the record id would be impossible or too long.
+            RejectionError: If the event has no time, if its window starts before the year 1, or if the id is too long.
         """
         if time == NO_TIME:
             raise RejectionError(
                 RejectionReason.MISSING_FIELD,
-                f"{field_names.time!r} is missing; an event without a record id needs it to find its window",
+                f"{field_names.time!r} is missing; an event without a record id needs a time, which determines its "
+                "window",
             )
         record_id = self.make_record_id(device, time)
         if record_id is None:
-            raise RejectionError(RejectionReason.WRONG_TYPE, "the time lies in a window that starts before the year 1")
+            raise RejectionError(
+                RejectionReason.WRONG_TYPE, "the time lies in a window that starts before the year 1; send a later time"
+            )
         if len(record_id) > MAX_TEXT_CHARS:
             raise RejectionError(
                 RejectionReason.TOO_LARGE,
-                f"{field_names.device!r} gives a record id of {len(record_id)} characters; "
-                f"at most {MAX_TEXT_CHARS} are accepted",
+                f"the name in {field_names.device!r} is too long: the record id made of it and the start of the window "
+                f"has {len(record_id)} characters, and at most {MAX_TEXT_CHARS} are accepted",
             )
         return record_id
 
     def make_membership(self, devices: list[str], times: NDArray[np.int64]) -> WindowMembership:
-        """Return the device of each of N events and the deadline of its window, from which the engine closes windows.
+        """Return the device of each of N events and the deadline of its window, after which the window is closed.
 
-        The deadline is the end of the window plus the grace period. The window is closed when an event of the device
-        has this time or a later one.
+        The deadline is the end of the window plus the grace period for late readings. The engine closes the window when
+        an event of the device has this time or a later one.
 
         Args:
             devices: N device names, "" for an event that names its record explicitly.

@@ -78,7 +78,7 @@ def test_live_scores_equal_those_of_a_replay(cli: Run, trained: Path, odd: Path,
 
 def test_options_that_contradict_the_model_are_rejected(cli: Run, trained: Path, odd: Path) -> None:
     for words, said in (
-        (("--window", "30s"), "the model was trained on windows of 1m"),
+        (("--window", "30s"), "which was trained on windows of 1m"),
         (("--device-field", "record"), "--device-field and --record-field must differ"),
     ):
         ended = cli("replay", odd, "--model", trained, *words)

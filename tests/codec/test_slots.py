@@ -85,7 +85,9 @@ def test_windows_of_the_model_take_precedence() -> None:
     )
     assert WindowAssigner.from_options(PLAIN, 10 * SECOND, SECOND) == WindowAssigner(10 * SECOND, SECOND)
     assert WindowAssigner.from_options(PLAIN, None, 0) is None
-    with pytest.raises(ConfigError, match=r"--window 10s: the model was trained on windows of 1m; omit the option"):
+    with pytest.raises(
+        ConfigError, match=r"--window 10s contradicts the model, which was trained on windows of 1m; omit the option"
+    ):
         WindowAssigner.from_options(SCHEMA, 10 * SECOND, 0)
     with pytest.raises(ConfigError, match="--grace 2s needs --window"):
         WindowAssigner.from_options(PLAIN, None, 2 * SECOND)

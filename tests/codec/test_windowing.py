@@ -126,7 +126,7 @@ def decode_rejected(
         (make_event(["p"]), RejectionReason.WRONG_TYPE, "'device' is a list"),
         (make_event(True), RejectionReason.WRONG_TYPE, "'device' is a boolean"),
         (make_event("x" * 1025), RejectionReason.TOO_LARGE, "'device' has 1025 characters"),
-        (make_event("x" * (MAX_TEXT_CHARS - len(START))), RejectionReason.TOO_LARGE, "a record id of 1025 characters"),
+        (make_event("x" * (MAX_TEXT_CHARS - len(START))), RejectionReason.TOO_LARGE, "has 1025 characters"),
         (make_event(time=True), RejectionReason.WRONG_TYPE, "time is a boolean"),
         (make_event(time="noon"), RejectionReason.WRONG_TYPE, "not RFC 3339"),
         (make_event(time=float("nan")), RejectionReason.NOT_FINITE, "time"),
