@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.engine.events import Alert, EventBatch, Explanation, ScoredReadings
+from deformer_stream.engine.events import NO_TIME, Alert, EventBatch, Explanation, ScoredReadings
 from deformer_stream.engine.explain import ExplanationEffort, explain_records
 from deformer_stream.engine.records import AcceptedReadings, RecordTable
 from deformer_stream.engine.scoring import ModelVersion
@@ -86,7 +86,7 @@ class AlertBuilder:
         record_index, num_readings = readings.record_indices[alerting], readings.seq[alerting] + 1
         record_ids = [batch.record_ids[event] for event in readings.event_indices[alerting].tolist()]
         explanations = self._explain(record_index, num_readings, record_ids)
-        num_expected = self._count_expected_features(len(batch), readings, arrivals, alerting)
+        num_expected = self._count_expected_features(batch, readings, arrivals, alerting)
         alerts = []
         for i, reading in enumerate(alerting.tolist()):
             event = int(readings.event_indices[reading])
@@ -120,7 +120,7 @@ class AlertBuilder:
         return alerts
 
     def _count_expected_features(
-        self, batch_size: int, readings: AcceptedReadings, arrivals: AcceptedReadings, alerting: Ints
+        self, batch: EventBatch, readings: AcceptedReadings, arrivals: AcceptedReadings, alerting: Ints
     ) -> Ints:
         """Return how many features each of A alerting records was expected to have when its alert was raised, (A,).
 
@@ -129,7 +129,7 @@ class AlertBuilder:
         does not depend on how the input is divided into batches.
 
         Args:
-            batch_size: Number of events in the batch.
+            batch: The events.
             readings: The readings that have been scored now.
             arrivals: The readings and declarations that have been accepted from the batch. The readings can differ from
                 `readings`: those of one record with the same event time (a tie group) wait for each other.
@@ -139,21 +139,41 @@ class AlertBuilder:
         num_expected = len(self.records.schema) - self.records.num_declared_missing[record_index].astype(np.int64)
         if not len(arrivals.missing_event_indices):
             return num_expected
-        # The event of the batch that raises each alert: the event of the reading itself, if it has not waited.
-        raising_event = readings.event_indices[alerting]
-        if self.records.holds_ties:
-            # The last reading of a tie group waits for the next reading of its record, which shows that the group is
-            # complete. If the batch has no next reading, the end of the record or a timeout raises the alert, after
-            # all events of the batch (`batch_size`).
-            keys = zip(arrivals.record_indices.tolist(), arrivals.seq.tolist(), strict=True)
-            event_by_reading = dict(zip(keys, arrivals.event_indices.tolist(), strict=True))
-            next_readings = zip(record_index.tolist(), (readings.seq[alerting] + 1).tolist(), strict=True)
-            raising_event = np.array([event_by_reading.get(key, batch_size) for key in next_readings], np.int64)
+        raising_event = self._find_raising_events(batch, readings, arrivals, alerting)
         for i, (index, event) in enumerate(zip(record_index.tolist(), raising_event.tolist(), strict=True)):
             # `num_declared_missing` includes the declarations after the alert, so they are added again.
             is_later = (arrivals.missing_record_indices == index) & (arrivals.missing_event_indices > event)
             num_expected[i] += int(is_later.sum())
         return num_expected
+
+    def _find_raising_events(
+        self, batch: EventBatch, readings: AcceptedReadings, arrivals: AcceptedReadings, alerting: Ints
+    ) -> Ints:
+        """Return the index of the event in the batch that raises each of A alerts, (A,).
+
+        It is the event of the alerting reading itself, if this reading did not wait for others with the same event
+        time. Otherwise it is the next reading of the record, which shows that the tie group is complete. If the batch
+        has no next reading, the end of the record or a timeout raises the alert after all events of the batch. The
+        returned index is then the number of events in the batch.
+
+        Args:
+            batch: The events.
+            readings: The readings that have been scored now.
+            arrivals: The readings that have been accepted from the batch.
+            alerting: (A,) indexes into `readings` of the readings that raise alerts.
+        """
+        own_events = readings.event_indices[alerting]
+        if not self.records.holds_ties:
+            return own_events
+        keys = zip(arrivals.record_indices.tolist(), arrivals.seq.tolist(), strict=True)
+        event_by_reading = dict(zip(keys, arrivals.event_indices.tolist(), strict=True))
+        raising_events = own_events.copy()
+        record_and_seq = zip(readings.record_indices[alerting].tolist(), readings.seq[alerting].tolist(), strict=True)
+        for i, (record_index, seq) in enumerate(record_and_seq):
+            arrival = event_by_reading.get((record_index, seq))  # None if the reading is from an earlier batch
+            if arrival is None or batch.times[arrival] != NO_TIME:  # a reading without a time does not wait
+                raising_events[i] = event_by_reading.get((record_index, seq + 1), len(batch))
+        return raising_events
 
     def _explain(self, record_index: Ints, num_readings: Ints, record_ids: list[str]) -> list[tuple[str, Explanation]]:
         """Explain the alerts of A records, each with the model version that scores the record.

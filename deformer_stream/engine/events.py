@@ -261,7 +261,7 @@ class Contribution:
         attribution: Mean of -ln p(value | readings before it) over several orders of the readings. p is a density in
             normalised units. The attributions of all readings sum up to -ln p of the record.
         leave_one_out: -ln p(value | all other readings), with p in the same units.
-        relief: By how much the anomaly score of the record decreases without this reading.
+        relief: By how many nats the surprisal (−ln p) of the record decreases without this reading.
         suspect: Whether the alert is attributed to this reading. The suspects are the smallest known set of readings
             such that there is no alert if their values are replaced by expected ones. If no such set was found, they
             are the largest set that was tried.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 from typing import Literal
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deformer_stream.engine.engine import Engine
-from deformer_stream.engine.events import Alert, Contribution
+from deformer_stream.engine.events import NO_TIME, Alert, Contribution
 from tests.engine.restarts import ALPHA, SCHEMA, Event, make_batch, make_calibrated_model
 
 Level = tuple[str, float]
@@ -83,14 +83,19 @@ STREAM = [
 """Records that alert before some of their features are declared missing."""
 
 
+@pytest.mark.parametrize("is_timed", [True, False])
 @pytest.mark.parametrize("ties", ["arrival", "hold"])
-def test_alerts_do_not_depend_on_batch_boundaries(ties: Literal["arrival", "hold"]) -> None:
-    """All divisions of eight events into batches lead to the same alerts."""
-    expected = collect_alerts(STREAM, [1] * len(STREAM), ties, "fast")
+def test_alerts_do_not_depend_on_batch_boundaries(ties: Literal["arrival", "hold"], is_timed: bool) -> None:
+    """All divisions of eight events into batches lead to the same alerts.
+
+    Readings without an event time do not wait for others, whatever the tie policy.
+    """
+    stream = STREAM if is_timed else [replace(event, time=NO_TIME) for event in STREAM]
+    expected = collect_alerts(stream, [1] * len(stream), ties, "fast")
     assert {record for record, _ in expected} == {"a", "b"}
     for is_boundary in product([False, True], repeat=len(STREAM) - 1):
         boundaries = [0, *(i + 1 for i, cut in enumerate(is_boundary) if cut), len(STREAM)]
-        assert_same_alerts(collect_alerts(STREAM, np.diff(boundaries).tolist(), ties, "fast"), expected)
+        assert_same_alerts(collect_alerts(stream, np.diff(boundaries).tolist(), ties, "fast"), expected)
 
 
 def test_expected_features_are_those_when_the_reading_was_accepted() -> None:
@@ -132,6 +137,8 @@ def test_alerts_of_random_streams_do_not_depend_on_batch_boundaries(
 ) -> None:
     """Duplicates are among the events, so that some batches are entered event by event."""
     times = np.sort(np.random.default_rng(len(events)).integers(0, 4, len(events))).tolist()
+    if data.draw(st.booleans(), label="some readings have no event time"):
+        times = [NO_TIME if time == 1 else time for time in times]
     timed = [reading(e.name, e.feature, e.value, time) for e, time in zip(events, times, strict=True)]  # type: ignore[arg-type]
     whole = collect_alerts(timed, [len(timed)], ties, effort)
     is_boundary = data.draw(st.lists(st.booleans(), min_size=len(timed) - 1, max_size=len(timed) - 1))
