@@ -70,7 +70,7 @@ class TimeBudget:
         return self.limit is not None and self.elapsed > share * self.limit
 
     def compute_training_progress(self) -> float:
-        """Return the elapsed share of the time that ends when training must end; 0 without a limit.
+        """Return the elapsed time as a share of the time after which training must end; 0 without a limit.
 
         Training must end `reserve` seconds before the limit. The result exceeds 1 if it has not ended by then.
         """

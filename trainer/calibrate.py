@@ -183,7 +183,8 @@ def compute_statistics(
         model: The trained model, in evaluation mode.
         data: The prepared table.
         rows: (N,) row numbers of the records in the table.
-        order: The arrival-order distribution from which each record's order is drawn.
+        order: The arrival-order distribution from which each record's order is drawn: "arrival" (the logged order),
+            "random" or "schema" (the order of the features).
         seed: Seed of the random orders.
 
     Returns:
@@ -202,7 +203,8 @@ def calibrate(
         data: The prepared table.
         rows: (N,) row numbers of records that were used neither for training nor for early stopping. If there are more
             than `MAX_CALIBRATION_RECORDS`, a random sample is used.
-        order: The arrival-order distribution from which each record's order is drawn.
+        order: The arrival-order distribution from which each record's order is drawn: "arrival" (the logged order),
+            "random" or "schema" (the order of the features).
         seed: Seed of the sample and of the random orders.
         trim: Share (0 to 1) of the calibration records that may be anomalies. Those with the largest anomaly scores are
             removed.
@@ -222,7 +224,8 @@ def build_calibration(
     Args:
         scores: The scores of the calibration records.
         schema: The features.
-        order: The arrival-order distribution in which the records were scored.
+        order: The arrival-order distribution in which the records were scored: "arrival" (the logged order), "random" or
+            "schema" (the order of the features).
         trim: Share (0 to 1) of the records that may be anomalies. Those with the largest scores are removed.
         ties: "arrival" if readings of one record with the same time were scored one after the other, "hold" if they
             were scored together.

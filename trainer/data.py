@@ -521,7 +521,18 @@ def _encode_long_table(
     """Write the matrices of values and arrival ranks of a long table, whose rows are readings.
 
     If a record has several readings of one feature, the first one in the input is used, as in a stream. The number of
-    the others is stored in `tables.skipped_by_reason`. The arguments and the result are those of `encode_table`.
+    the others is stored in `tables.skipped_by_reason`.
+
+    Args:
+        tables: The input with N records, which `index_records` has numbered.
+        schema: The F features.
+        folder: An existing folder, in which the files of the matrices are created.
+        ties: "arrival" if readings of one record with the same time get different arrival ranks, "hold" if they get the
+            same rank.
+
+    Returns:
+        (values, ranks), both of shape (N, F). `values` are normalised numbers or label codes, NaN if missing. `ranks`
+        are the positions of the readings in their record's order of arrival, −1 if missing.
     """
     num_features = len(schema)
     shape = (tables.num_records, num_features)

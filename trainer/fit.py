@@ -75,7 +75,7 @@ class Recipe:
     Attributes:
         batch: Number of records in one batch.
         learning_rate: The largest learning rate of the schedule.
-        epochs: Number of passes over the training records.
+        epochs: Number of passes over the training records, from which the number of steps follows.
         weight_decay: Decoupled weight decay (as in AdamW) of weight matrices. Vectors have none.
         warmup: Number of steps in which the learning rate rises.
         clip: Largest norm of the gradient. Longer gradients are scaled to this norm.
@@ -240,6 +240,9 @@ class TrainingRun:
             on_status: Called after every step.
             measure_costs: Called with the model before the first step if there is a time limit. It returns the seconds
                 that validation and the work after training take.
+
+        Returns:
+            The trained model, with the history of the losses.
 
         Raises:
             Interrupted: `should_stop` returned True.

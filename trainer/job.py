@@ -198,6 +198,9 @@ def train(
         budget: The time that the job may take; by default `settings.max_time` from now.
         ranks: The processes that train together. This process must be the first; the others call `run_worker_rank`.
 
+    Returns:
+        The model, its calibration and its evaluation, which were also written to the model directory.
+
     Raises:
         DeformerError: A file or an option cannot be used.
         Interrupted: `should_stop` returned True.
@@ -441,6 +444,9 @@ def _train_model(
         should_stop: Called after every training step. If it returns True, a checkpoint is written and training stops.
         on_status: Called after every training step.
 
+    Returns:
+        The trained model, with the history of the losses.
+
     Raises:
         Interrupted: `should_stop` returned True.
         ConfigError: Training diverged.
@@ -492,11 +498,15 @@ def _prepare_run(
     Args:
         tables: Parquet files and folders of Parquet files.
         settings: All options of `deformer-train`.
-        folder: An existing folder for the matrix of the table. Checkpoints are in the working folder of `--out`.
+        folder: An existing folder for the matrix of the table's values. Checkpoints are in the working folder of
+            `--out`.
         budget: The time that the job may take.
         ranks: The processes that train together.
         on_prepared: Called once with the prepared table.
         on_message: Called with a line of text for the user.
+
+    Returns:
+        The run, with the measured costs of the phases after training (calibration, ranking, held-out figures).
 
     Raises:
         DeformerError: A file or an option cannot be used.
@@ -541,6 +551,9 @@ def _create_run(
         state: JSON state of the interrupted run that is continued. None to start from the beginning.
         ranks: The processes that train together.
         on_message: Called with a line of text for the user.
+
+    Returns:
+        The run, with the measured costs of the phases after training. The state is not restored yet.
     """
     device = ranks.choose_device(model_store.resolve_device(settings.device))
     recipe = choose_recipe(settings, int((data.split == Split.TRAIN).sum()))
@@ -608,6 +621,9 @@ def _measure_phase_costs(
         data: The prepared table.
         settings: All options of `deformer-train`.
         clock: A function that returns the current time in seconds.
+
+    Returns:
+        The seconds per record of each phase, increased by a safety factor.
     """
     rows = data.select_rows(Split.CALIBRATION)
     order = choose_order(settings.order, data)
@@ -683,6 +699,9 @@ def _create_fold_run(
         folder: The working folder of the job.
         budget: The time that the job may take. The models that remain share it equally.
         final_phases: The phases after training, for which time is reserved.
+
+    Returns:
+        The run, with the measured costs of the phases after training.
     """
     fold_folder = folder / f"fold-{number}"
     fold_folder.mkdir(exist_ok=True)
@@ -702,8 +721,8 @@ def _create_fold_run(
 def _lock_working_folder(out: Path) -> Iterator[Path]:
     """Create the working folder of a job and lock it while the context is open, so that no other process uses it.
 
-    The folder `DIR.training`, next to the model directory `DIR`, contains the matrix of the table and the checkpoint.
-    It is deleted when the context closes, unless it contains the checkpoint of an interrupted run.
+    The folder `DIR.training`, next to the model directory `DIR`, contains the matrix of the table's values and the
+    checkpoint. It is deleted when the context closes, unless it contains the checkpoint of an interrupted run.
 
     Args:
         out: The model directory (`--out`).

@@ -116,6 +116,9 @@ def draw_samples(
             instead of a random order. If `data.ties` is "hold", readings with the same time get a random order among
             themselves.
         generator: The source of random numbers.
+
+    Returns:
+        The values with noise and, as the order, a sort key for each reading.
     """
     values, arrival_ranks = read_rows(data, rows)
     values, is_hidden = noise.apply(values, generator)

@@ -180,6 +180,9 @@ def open_tables(
         window: The window of time (`--window`): all readings of a device in one window are a record. None if the input
             contains record ids, or if a row is a record.
 
+    Returns:
+        The files, the layout and the options. The records are not counted yet (see `index_records`).
+
     Raises:
         InputError: A file is unreadable or lacks a column, or the files have different columns.
         ConfigError: An option does not fit the columns.

@@ -1,7 +1,7 @@
 """Snapshots: the state of a Kafka partition as a value that can be stored, and its export and import.
 
 The state of a partition follows from its log and from a few decisions that the log alone cannot reproduce, such as
-time-outs (`deformer_stream.engine.events.Decisions`). A consumer that is assigned the partition imports the latest
+timeouts (`deformer_stream.engine.events.Decisions`). A consumer that is assigned the partition imports the latest
 snapshot, and then reads only the messages after it.
 
 A snapshot names the features and labels that its codes stand for (`Vocabulary`). Another model can therefore read it,
@@ -28,6 +28,8 @@ Ints = NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """The features and labels that the codes of a model stand for.
+
+    Snapshots contain codes. The vocabulary is stored with them, so that another model can read them.
 
     Attributes:
         names: Name of each feature. The index of a name is the feature code.
@@ -58,9 +60,10 @@ class TieGroups:
 
     Attributes:
         is_tied: (T,) whether a reading belongs to the same tie group as the reading before it in its record.
-        num_pending: (R,) int32 number of readings at the end of each record that wait for the decision of their tie
+        num_pending: (R,) int32 number of readings at the end of each record that wait for further readings of their tie
             group and are not scored yet.
-        tie_time: (R,) int64 event time of each record's last tie group, microseconds since 1970.
+        tie_time: (R,) int64 event time of each record's last tie group, microseconds since 1970; `NO_TIME` if there is
+            none.
     """
 
     is_tied: NDArray[np.bool_]
@@ -93,12 +96,14 @@ class Snapshot:
         absent: (A,) int16 feature codes of these A features, one record after the other.
         log_likelihood: (R,) float64 sum of ln p(value | earlier values) over the scored readings.
         scored: (R,) int32 number of scored readings.
-        total: (R,) float64 sum of -ln q over the scored readings. q is a reading's p-value raised to
-            `P_VALUE_EXPONENT`.
+        total: (R,) float64 sum of -ln q over the scored readings. q is a reading's p-value (probability of a value at
+            most as likely as the observed one) raised to `P_VALUE_EXPONENT`.
         least: (R,) float64 smallest ln q of a scored reading.
-        peak: (R,) float64 largest prefix statistic so far (anomaly score of the record after its first k readings).
-        excess: (R,) float64 sum of centered NLLs (negative log-likelihood minus the entropy of the conditional).
-        p_value: (R,) float64 current p-value of the record.
+        peak: (R,) float64 anomaly score of the record, larger is more anomalous. It is the largest prefix statistic so
+            far. The prefix statistic of the first k readings combines their p-values in one number.
+        excess: (R,) float64 sum of centered NLLs (negative log-likelihood of a value minus the entropy of its
+            conditional).
+        p_value: (R,) float64 current p-value of the record, computed from `peak`.
         alert_seq: (R,) int32 position of the reading that raised the first alert, -1 if there is none.
         alert_alpha: (R,) float64 strictest (smallest) alpha at which the record has alerted, `NO_ALERT` if none.
         unseen_record: (U,) int32 index into `ids` of the record of each of U readings with an unseen label.
@@ -107,10 +112,12 @@ class Snapshot:
         window_record: (W,) int32 index into `ids` of each of W open windows.
         window_device: Devices of the W windows.
         window_deadline: (W,) int64 event time at which each window closes, microseconds since 1970.
-        closed: Ids of closed records, the first closed one first. Late events of these records are rejected.
-        devices: D devices. The device whose event was processed last is the last one.
+        closed: Ids of closed records, the one that was closed first is the first. Late events of these records are
+            rejected.
+        devices: Names of D devices, ordered by when their last event was processed.
         marks: (D,) int64 watermark (latest event time) of each device, microseconds since 1970.
-        drift: State of the partition's drift monitor, None if there is none.
+        drift: The evidence that the partition's records no longer resemble the calibration records; None if there is
+            none.
         ties: Tie groups (readings of one record with the same event time, which are scored together). None if each
             reading is scored when it arrives.
     """
@@ -151,9 +158,10 @@ class Snapshot:
         return len(self.ids)
 
     def reading_positions(self) -> tuple[Ints, Ints]:
-        """Return two arrays with an element for each of the T readings, both (T,).
+        """Return the record and the position of each of the T readings of the snapshot.
 
-        The first is the index into `ids` of the reading's record. The second is the reading's position in that record.
+        Returns:
+            (T,) index into `ids` of each reading's record; and (T,) the reading's position in that record, from 0.
         """
         return ragged_indices(self.counts)
 
@@ -162,7 +170,7 @@ class Snapshot:
 
         Features are matched by name and kind, labels by their text. Readings of features that the other vocabulary
         does not have are dropped. If the reading that raised the first alert is dropped, `alert_seq` becomes the
-        position of the last remaining reading before it. The scores of the records are not changed.
+        position of the last remaining reading before it, or 0. The scores of the records are not changed.
 
         Args:
             vocabulary: The features and labels of the other model.
@@ -177,28 +185,32 @@ class Snapshot:
         features = new_codes[self.features]
         is_kept = features >= 0
         record, _ = self.reading_positions()
-        first_reading = np.cumsum(self.counts) - self.counts
-        # (T + 1,) kept readings before each reading, over all records. A difference of two entries counts the kept
-        # readings between them.
+        # (T + 1,) kept readings before each reading, over all records. The difference between an entry and that of the
+        # record's first reading counts kept readings of the record: the new position of a reading.
         num_kept_before = np.concatenate([[0], np.cumsum(is_kept)])
+        first_reading = np.cumsum(self.counts) - self.counts
+        # The new position of the alerting reading, or of the last kept one before it. `alert_seq` is −1 without alert.
         after_alert = np.clip(self.alert_seq + 1, 0, self.counts)
         num_kept_until_alert = num_kept_before[first_reading + after_alert] - num_kept_before[first_reading]
-        alert_seq = np.maximum(num_kept_until_alert - 1, 0)
+        alert_seq = np.where(self.alert_seq < 0, -1, np.maximum(num_kept_until_alert - 1, 0))
+        # Kept readings with a label that the other vocabulary does not have, and their new positions.
         unseen = np.array(sorted(reading for reading in text_by_reading if is_kept[reading]), np.int64)
-        new_place = num_kept_before[unseen] - num_kept_before[first_reading[record[unseen]]]
-        missing = new_codes[self.absent]
-        missing_record, _ = ragged_indices(self.absent_counts)
+        unseen_place = num_kept_before[unseen] - num_kept_before[first_reading[record[unseen]]]
+        # Features that were declared as "will not be observed", and their records.
+        absent = new_codes[self.absent]
+        absent_record, _ = ragged_indices(self.absent_counts)
+        is_absent_kept = absent >= 0
         snapshot = replace(
             self,
             vocabulary=vocabulary,
             counts=np.bincount(record[is_kept], minlength=len(self)).astype(np.int32),
             features=features[is_kept],
             values=values[is_kept],
-            absent_counts=np.bincount(missing_record[missing >= 0], minlength=len(self)).astype(np.int32),
-            absent=missing[missing >= 0],
-            alert_seq=np.where(self.alert_seq < 0, -1, alert_seq).astype(np.int32),
+            absent_counts=np.bincount(absent_record[is_absent_kept], minlength=len(self)).astype(np.int32),
+            absent=absent[is_absent_kept],
+            alert_seq=alert_seq.astype(np.int32),
             unseen_record=record[unseen].astype(np.int32),
-            unseen_place=new_place.astype(np.int32),
+            unseen_place=unseen_place.astype(np.int32),
             unseen_text=[text_by_reading[reading] for reading in unseen.tolist()],
             ties=None if self.ties is None else self._filter_ties(self.ties, is_kept),
         )
@@ -211,12 +223,15 @@ class Snapshot:
             ties: The tie groups of all T readings.
             is_kept: (T,) false for readings that are dropped.
         """
-        record, place = self.reading_positions()
         # Number the groups. A kept reading is tied to the kept reading before it if both have the same number.
         group = np.cumsum(~ties.is_tied)[is_kept]
-        is_pending = is_kept & (place >= (self.counts - ties.num_pending)[record])
+        is_tied = np.diff(group, prepend=-1) == 0
+        # The last readings of a record wait for further readings of their group: count those that are kept.
+        record, place = self.reading_positions()
+        num_not_pending = self.counts - ties.num_pending
+        is_pending = is_kept & (place >= num_not_pending[record])
         num_pending = np.bincount(record[is_pending], minlength=len(self)).astype(np.int32)
-        return TieGroups(np.diff(group, prepend=-1) == 0, num_pending, ties.tie_time)
+        return TieGroups(is_tied, num_pending, ties.tie_time)
 
     def _translate_labels(
         self, vocabulary: Vocabulary, new_codes: NDArray[np.int16]
@@ -232,23 +247,25 @@ class Snapshot:
             vocabulary does not have, by the index of its reading among the T readings.
         """
         values = self.values.copy()
-        # Texts of labels that the old vocabulary does not have either, by the index of the reading.
+        # Texts of labels that this vocabulary does not have either, by the index of the reading.
         first_reading = np.cumsum(self.counts) - self.counts
         unseen_readings = first_reading[self.unseen_record] + self.unseen_place
         old_text_by_reading = dict(zip(unseen_readings.tolist(), self.unseen_text, strict=True))
         text_by_reading: dict[int, str] = {}
-        for old_code, new_code in enumerate(new_codes.tolist()):
-            if new_code < 0 or self.vocabulary.kinds[old_code] != "discrete":
+        for old_feature, new_feature in enumerate(new_codes.tolist()):
+            if new_feature < 0 or self.vocabulary.kinds[old_feature] != "discrete":
                 continue
-            code_by_label = {label: code for code, label in enumerate(vocabulary.labels[new_code])}
-            unseen_code = len(code_by_label)  # the code of all labels that the other vocabulary does not have
-            old_labels = self.vocabulary.labels[old_code]
+            # The labels of this feature: a table from old to new code. Its last entry is for labels that are unseen in
+            # this vocabulary; in both vocabularies their code is the number of labels.
+            code_by_label = {label: code for code, label in enumerate(vocabulary.labels[new_feature])}
+            unseen_code = len(code_by_label)
+            old_labels = self.vocabulary.labels[old_feature]
             new_label_codes = np.array(
                 [*(code_by_label.get(label, unseen_code) for label in old_labels), unseen_code], np.float64
             )
-            readings = np.flatnonzero(self.features == old_code)
+            readings = np.flatnonzero(self.features == old_feature)
             values[readings] = new_label_codes[self.values[readings].astype(np.int64)]
-            # For the remaining readings use the text: an unseen label of the old vocabulary may be in the new one.
+            # For the remaining readings use the text: an unseen label of this vocabulary may be in the other one.
             for reading in readings[values[readings] == unseen_code].tolist():
                 old_label = int(self.values[reading])
                 text = old_labels[old_label] if old_label < len(old_labels) else old_text_by_reading.get(reading)
@@ -260,9 +277,9 @@ class Snapshot:
 
 
 def _map_feature_codes(old: Vocabulary, new: Vocabulary) -> NDArray[np.int16]:
-    """Return the code of each old feature in the new vocabulary, (F,) for F old features.
+    """Return the code in the new vocabulary of each of the old vocabulary's F features, (F,).
 
-    The code is -1 if the new vocabulary has no feature of the same name and kind.
+    The code is -1 if the new vocabulary has no feature of the same name and kind ("continuous" or "discrete").
     """
     code_by_feature = {feature: code for code, feature in enumerate(zip(new.names, new.kinds, strict=True))}
     old_features = zip(old.names, old.kinds, strict=True)
@@ -281,9 +298,11 @@ def export_state(
     Args:
         records: The record table.
         partition_id: Number of the partition. A partition without any event so far has an empty snapshot.
-        now: Current time, microseconds since 1970.
-        fingerprint_by_version: Fingerprint of each model, by the number of its model version in the record table.
-        drift: State of the partition's drift monitor, None if there is none.
+        now: Current time, microseconds since 1970. The snapshot stores how long each record has been idle.
+        fingerprint_by_version: Fingerprint (hash) of each model, by the number of its model version in the record
+            table.
+        drift: The evidence that the partition's records no longer resemble the calibration records; None if there is
+            none.
     """
     partition = records.partitions.get(partition_id) or Partition(records.max_closed_ids)
     ids = list(partition.record_index_by_id)
@@ -340,36 +359,37 @@ def export_state(
 
 
 def _collect_unseen_labels(records: RecordTable, rows: Ints) -> list[tuple[int, int, str]]:
-    """Return the labels in some records that the model does not have.
+    """Return the labels that occur in some records and that the model does not have.
 
     Args:
         records: The record table.
         rows: (R,) rows of the records in the table.
 
     Returns:
-        For each label: index of its record in `rows`, position of its reading in the record, and the text. The labels
-        are sorted in this order.
+        A tuple for each label: the index of its record in `rows`, the position of its reading in the record (from 0),
+        and the text. The tuples are sorted.
     """
-    position_by_row = np.full(records.capacity, -1, np.int64)
-    position_by_row[rows] = np.arange(len(rows))
+    # The index in `rows` of each row of the table, −1 for rows of other records.
+    index_by_row = np.full(records.capacity, -1, np.int64)
+    index_by_row[rows] = np.arange(len(rows))
     labels = [
-        (int(position_by_row[row]), place, text)
+        (int(index_by_row[row]), place, text)
         for row, text_by_place in records.unseen_labels.items()
         for place, text in text_by_place.items()
-        if position_by_row[row] >= 0
+        if index_by_row[row] >= 0
     ]
     return sorted(labels)
 
 
 def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, now: int, model_version: Ints) -> Ints:
-    """Enter the snapshot of a partition with R open records into a record table; the inverse of `export_state`.
+    """Load the snapshot of a partition with R open records into a record table; the inverse of `export_state`.
 
     Args:
         records: The record table, which must not have records of the partition yet.
         partition_id: Number of the partition.
         snapshot: State of the partition. Its codes must be those of the table's schema (see `Snapshot.translate`).
-        now: Current time, microseconds since 1970. A record that had been idle for some time when the snapshot was made
-            has been idle for the same time now, so time without a consumer does not count.
+        now: Current time, microseconds since 1970. Each record counts as idle for as long as when the snapshot was
+            made, so the time between the two runs does not count.
         model_version: (R,) number of the model version that scores each record from now on.
 
     Returns:
@@ -378,6 +398,7 @@ def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, no
     partition = records.partition(partition_id)
     rows = np.array([records.allocate(record_id, partition_id, partition) for record_id in snapshot.ids], np.int64)
     records.initialize(rows, np.full(len(rows), partition_id, np.int32), model_version)
+    # The fields of the running statistics have the same names in the snapshot.
     records.restore_records(
         rows,
         last_accepted_at=now - snapshot.age,

@@ -41,6 +41,13 @@ BAR_HEIGHT = 26
 LINE_HEIGHT = 17
 """Heights in SVG units (CSS pixels at scale 1) of the plotting area, of a bar of `draw_bars` and of a line of text."""
 
+MARGIN = 12
+RIGHT_MARGIN = 20
+"""Free space in SVG units: at the edges of a drawing, and to the right of a plotting area with two labelled axes."""
+
+MAX_LABEL_CHARACTERS = 30
+"""Length from which the label of a line or of a bar is shortened."""
+
 # Matplotlib draws with these colours. In the finished SVG each one is replaced by a CSS variable of the page.
 _INK, _SOFT, _LINE, _ALARM, _CARD = "#010101", "#020202", "#030303", "#040404", "#050505"
 _SERIES = ("#100000", "#110000", "#120000", "#130000", "#140000", "#150000")
@@ -61,7 +68,9 @@ _SVG = "{http://www.w3.org/2000/svg}"
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The layout of one of the two drawings of a chart. Sizes are in SVG units (CSS pixels at scale 1).
+    """The sizes of one of the two drawings of a chart (for wide and narrow screens), in SVG units.
+
+    An SVG unit is a CSS pixel if the page is not zoomed.
 
     Attributes:
         name: CSS class of the drawing, "wide" or "narrow".
@@ -74,7 +83,7 @@ class _Layout:
     font_size: float
 
     def text_width(self, text: str) -> float:
-        """Return an upper estimate of the width of a text in SVG units, independent of the fonts of this machine."""
+        """Return an upper estimate of the width of a text in SVG units, because the reader's fonts are not known."""
         return 0.6 * self.font_size * len(text)
 
 
@@ -116,19 +125,19 @@ def draw_lines(
     """Return a chart of one curve per series over common axes.
 
     Args:
-        series: For each curve its name as key, and its x values and y values as value, in drawing order. NaN interrupts
-            a curve.
+        series: The name of each curve as key, and the pair (x values, y values) as value, in drawing order. NaN
+            interrupts a curve.
         x_label: Name of the horizontal axis.
         y_label: Name of the vertical axis.
         title: Title above the chart.
         log_x: Whether the horizontal axis is logarithmic.
-        horizontal: y values that are marked by a labelled horizontal line, such as a threshold, by label.
-        vertical: x values that are marked by a labelled vertical line, by label.
-        x_unit: Unit in the tick labels of the horizontal axis; "%" shows shares (1 for all) as percentages.
-        y_unit: Unit in the tick labels of the vertical axis; "%" shows shares (1 for all) as percentages.
+        horizontal: Horizontal lines to add, such as a threshold: the label of each line as key, its y value as value.
+        vertical: Vertical lines to add: the label of each line as key, its x value as value.
+        x_unit: Unit shown after the numbers of the horizontal axis. With "%", the value 1 is shown as 100%.
+        y_unit: Unit shown after the numbers of the vertical axis. With "%", the value 1 is shown as 100%.
         include_zero: Whether the vertical axis always includes zero.
-        show_points: Whether each value is marked by a dot.
-        show_steps: Whether each y value holds until the next x value. Then a curve consists of steps instead of slopes.
+        show_points: Whether each point of a curve is marked by a dot.
+        show_steps: Whether to draw steps (each y value holds until the next x value) instead of straight connections.
 
     Raises:
         ValueError: If a curve has different numbers of x and y values.
@@ -139,43 +148,46 @@ def draw_lines(
             raise ValueError(
                 f"the curve {name!r} has {len(xs)} x values and {len(ys)} y values; the numbers must be equal"
             )
-    if log_x:
+    if log_x:  # numbers up to zero have no logarithm; NaN leaves these points out
         curves = {name: (np.where(xs > MIN_MAGNITUDE, xs, np.nan), ys) for name, (xs, ys) in curves.items()}
-    levels = {name: v for name, v in (horizontal or {}).items() if math.isfinite(v)}
-    marks = {name: v for name, v in (vertical or {}).items() if math.isfinite(v) and (v > MIN_MAGNITUDE or not log_x)}
+    horizontal_lines = {label: y for label, y in (horizontal or {}).items() if math.isfinite(y)}
+    vertical_lines = {
+        label: x for label, x in (vertical or {}).items() if math.isfinite(x) and (x > MIN_MAGNITUDE or not log_x)
+    }
     # For each curve, which of its points can be drawn.
     visible = [np.isfinite(xs) & np.isfinite(ys) for xs, ys in curves.values()]
     if not any(mask.any() for mask in visible):
         return _draw_empty(title)
     x_values = [xs[mask] for (xs, _), mask in zip(curves.values(), visible, strict=True)]
     y_values = [ys[mask] for (_, ys), mask in zip(curves.values(), visible, strict=True)]
-    all_x = np.concatenate([*x_values, list(marks.values())])
-    all_y = np.concatenate([*y_values, list(levels.values()), [0.0] if include_zero else []])
+    # The ranges of the axes follow from all numbers that must be visible.
+    all_x = np.concatenate([*x_values, list(vertical_lines.values())])
+    all_y = np.concatenate([*y_values, list(horizontal_lines.values()), [0.0] if include_zero else []])
 
     def draw(layout: _Layout) -> str:
-        """Return the chart as SVG in this layout."""
+        """Return the chart of curves as SVG, in the sizes of the layout (for wide or narrow screens)."""
         y_axis = _round_axis(all_y.min(), all_y.max(), y_unit)
-        left = _left_margin(y_axis, layout)
-        x_axis = _tight_axis(all_x.min(), all_x.max(), x_unit, layout, layout.width - left - 20, log_x)
-        figure, axes = _new_axes(layout, x_axis, y_axis, x_label, y_label, log_x, marks)
+        plot_width = layout.width - _left_margin(y_axis, layout) - RIGHT_MARGIN
+        x_axis = _tight_axis(all_x.min(), all_x.max(), x_unit, layout, plot_width, log_x)
+        figure, axes = _new_axes(layout, x_axis, y_axis, x_label, y_label, log_x, vertical_lines)
         for i, (xs, ys) in enumerate(curves.values()):
             axes.plot(
                 xs,
                 ys,
                 color=_color(i),
-                linestyle=(0, _dashes(i) or None),
+                linestyle=(0, _dashes(i) or None),  # offset and dashes; no dashes draw a solid line
                 linewidth=2.2,
                 drawstyle="steps-post" if show_steps else "default",
-                clip_on=False,
-                gid=f"curve-{i}",
+                clip_on=False,  # a curve along the edge of the plotting area keeps its full width
+                gid=f"curve-{i}",  # from it `_to_svg` derives the CSS class of the curve
             )
             if show_points or visible[i].sum() == 1:  # a curve through one point would be invisible
                 axes.plot(xs, ys, "o", color=_color(i), markersize=5, gid=f"points-{i}", clip_on=False)
-        _draw_levels(axes, levels, layout)
+        _draw_horizontal_lines(axes, horizontal_lines, layout)
         description = f"{title}: {y_label} against {x_label} for {', '.join(curves)}"
         return _to_svg(figure, description, salt=f"{title} {layout.name}")
 
-    return _assemble(title, draw, list(curves))
+    return _render_chart(title, draw, list(curves))
 
 
 def draw_bars(labels: Sequence[str], values: ArrayLike, title: str, x_label: str = "", *, unit: str = "") -> Markup:
@@ -186,7 +198,7 @@ def draw_bars(labels: Sequence[str], values: ArrayLike, title: str, x_label: str
         values: Value of each bar, which determines its length. A bar without a finite value is not drawn.
         title: Title above the chart.
         x_label: Name of the horizontal axis; no name if it is empty.
-        unit: Unit of the numbers; "%" shows shares (1 for all) as percentages.
+        unit: Unit shown after the numbers. With "%", the value 1 is shown as 100%.
 
     Raises:
         ValueError: If there is not one value for each label.
@@ -203,36 +215,40 @@ def draw_bars(labels: Sequence[str], values: ArrayLike, title: str, x_label: str
     numbers = [_with_unit(format_number(factor * v), unit) for v in lengths.tolist()]
 
     def draw(layout: _Layout) -> str:
-        """Return the chart as SVG in this layout."""
-        max_characters = 30 if layout.name == "wide" else 16
+        """Return the bar chart as SVG, in the sizes of the layout (for wide or narrow screens)."""
+        max_characters = MAX_LABEL_CHARACTERS if layout.name == "wide" else 16
         names = [_shorten(replace_illegal_characters(label), max_characters) for label in labels]
+        name_width = max(map(layout.text_width, names))
         number_width = max(map(layout.text_width, numbers)) + 8
-        left = min(24 + max(map(layout.text_width, names)) + (number_width if low < 0 else 0), 0.6 * layout.width)
-        right = min(12 + number_width, 0.25 * layout.width)
+        # The number of a bar is written at its end: to the left of a negative bar, to the right of any other bar.
+        left_number_width = number_width if low < 0 else 0
+        left = min(2 * MARGIN + name_width + left_number_width, 0.6 * layout.width)
+        right = min(MARGIN + number_width, 0.25 * layout.width)
         x_axis = _tight_axis(low, high, unit, layout, layout.width - left - right)
         bottom = 46 if x_label else 26
-        height = 12 + BAR_HEIGHT * len(labels) + bottom
+        height = MARGIN + BAR_HEIGHT * len(labels) + bottom
         figure = _new_figure(layout.width, height)
+        # Matplotlib measures the plotting area in fractions of the figure: left edge, lower edge, width, height.
         axes = figure.add_axes(
-            (left / layout.width, bottom / height, 1 - (left + right) / layout.width, 1 - (bottom + 12) / height)
+            (left / layout.width, bottom / height, 1 - (left + right) / layout.width, 1 - (bottom + MARGIN) / height)
         )
-        axes.set_ylim(len(labels) - 0.5, -0.5)
+        axes.set_ylim(len(labels) - 0.5, -0.5)  # bar i is at height i, the first bar at the top
         _style_axes(axes, layout, "x")
         _set_x_axis(axes, x_axis, x_label, layout)
         axes.spines[["bottom"]].set_visible(False)
         axes.axvline(0.0, color=_SOFT, linewidth=1)
-        axes.set_yticks([])
-        tooltips = {}
+        axes.set_yticks([])  # the loop below writes the names, each with a gid for its tooltip
+        tooltips = {}  # full text of each name by the gid of the name
         for i, (length, name, number) in enumerate(zip(lengths.tolist(), names, numbers, strict=True)):
             if math.isfinite(length):
                 axes.barh([i], [length], height=0.7, color=_SERIES[0])[0].set_gid(f"bar-{i}")
                 _annotate(axes, number, (length, i), (-6 if length < 0 else 6, 0), layout, _SOFT)
-            # Names end at a common position, 12 units plus the longest name from the left edge of the drawing.
-            name_at_left_edge = -left + 12 + max(map(layout.text_width, names))
+            # All names end at the same position, which is measured from the left edge of the plotting area.
+            end_of_name = -left + MARGIN + name_width
             axes.annotate(
                 name,
                 (0, i),
-                (name_at_left_edge, 0),
+                (end_of_name, 0),
                 xycoords=axes.get_yaxis_transform(),
                 textcoords="offset points",
                 horizontalalignment="right",
@@ -246,7 +262,7 @@ def draw_bars(labels: Sequence[str], values: ArrayLike, title: str, x_label: str
             tooltips[f"label-{i}"] = replace_illegal_characters(labels[i])
         return _to_svg(figure, f"{title}: bars for {len(lengths)} labels", f"{title} {layout.name}", tooltips)
 
-    return _assemble(title, draw)
+    return _render_chart(title, draw)
 
 
 def draw_histogram(
@@ -265,28 +281,30 @@ def draw_histogram(
         title: Title above the chart.
         x_label: Name of the horizontal axis.
         num_bins: Approximate number of bins; their edges are round numbers.
-        x_unit: Unit in the tick labels of the horizontal axis; "%" shows shares (1 for all) as percentages.
-        vertical: x values that are marked by a labelled vertical line, such as a threshold, by label.
+        x_unit: Unit shown after the numbers of the horizontal axis. With "%", the value 1 is shown as 100%.
+        vertical: Vertical lines to add, such as a threshold: the label of each line as key, its x value as value.
     """
     finite = _keep_finite(values)
     finite = finite[np.isfinite(finite)]
     if not len(finite):
         return _draw_empty(title)
-    marks = {name: v for name, v in (vertical or {}).items() if math.isfinite(v)}
+    vertical_lines = {label: x for label, x in (vertical or {}).items() if math.isfinite(x)}
     edges = _round_values(float(finite.min()), float(finite.max()), num_bins)
-    # Rounding must not exclude the smallest or the largest value from its bin.
+    # A rounded outer edge must not exclude the smallest or the largest value.
     edges[0], edges[-1] = min(edges[0], finite.min()), max(edges[-1], finite.max())
     counts, _ = np.histogram(finite, edges)
-    low, high = min(edges[0], *marks.values(), math.inf), max(edges[-1], *marks.values(), -math.inf)
+    shown_x = [edges[0], edges[-1], *vertical_lines.values()]
+    low, high = min(shown_x), max(shown_x)
 
     def draw(layout: _Layout) -> str:
-        """Return the chart as SVG in this layout."""
+        """Return the histogram as SVG, in the sizes of the layout (for wide or narrow screens)."""
         y_axis = _round_axis(0.0, float(counts.max()), "")
-        x_axis = _tight_axis(low, high, x_unit, layout, layout.width - _left_margin(y_axis, layout) - 20)
-        figure, axes = _new_axes(layout, x_axis, y_axis, x_label, "count", False, marks)
-        tooltips = {}
+        plot_width = layout.width - _left_margin(y_axis, layout) - RIGHT_MARGIN
+        x_axis = _tight_axis(low, high, x_unit, layout, plot_width)
+        figure, axes = _new_axes(layout, x_axis, y_axis, x_label, "count", False, vertical_lines)
+        tooltips = {}  # range and count of each bar by the gid of the bar
         for i, count in enumerate(counts.tolist()):
-            if count:
+            if count:  # an empty bin has no bar
                 start, end = edges[i], edges[i + 1]
                 (bar,) = axes.bar(
                     start, count, width=end - start, align="edge", color=_SERIES[0], edgecolor=_CARD, linewidth=0.8
@@ -295,26 +313,29 @@ def draw_histogram(
                 tooltips[f"bar-{i}"] = f"{format_number(start)} to {format_number(end)}: {count}"
         return _to_svg(figure, f"{title}: histogram of {len(finite)} values", f"{title} {layout.name}", tooltips)
 
-    return _assemble(title, draw)
+    return _render_chart(title, draw)
 
 
-def _assemble(title: str, draw: Callable[[_Layout], str], legend: Sequence[str] = ()) -> Markup:
-    """Return the HTML element of a chart: its title, its legend and one drawing for each layout.
+def _render_chart(title: str, draw: Callable[[_Layout], str], legend: Sequence[str] = ()) -> Markup:
+    """Return a chart as HTML: its title, its legend, and one drawing each for wide and for narrow screens.
 
     Args:
         title: Title of the chart.
-        draw: A function that returns the SVG drawing for a layout (wide or narrow).
+        draw: A function that returns the chart as SVG, in the sizes of the given layout.
         legend: Names of the curves in drawing order; empty for a chart without a legend.
     """
     from markupsafe import Markup
 
     drawings = {layout.name: Markup(draw(layout)) for layout in _LAYOUTS}  # noqa: S704 - matplotlib escapes text
-    rows = [(name, _CSS_BY_COLOR[_color(i)], " ".join(map(str, _dashes(i))) or "none") for i, name in enumerate(legend)]
-    return render_part("chart", title, rows, drawings)
+    # The name, the CSS colour and the dashes (as in the CSS property stroke-dasharray) of each curve.
+    legend_rows = [
+        (name, _CSS_BY_COLOR[_color(i)], " ".join(map(str, _dashes(i))) or "none") for i, name in enumerate(legend)
+    ]
+    return render_part("chart", title, legend_rows, drawings)
 
 
 def _draw_empty(title: str) -> Markup:
-    """Return a chart with this title and the text "no data". Its only drawing fits all screens."""
+    """Return a chart that has only a title and the text "no data", in one drawing for all screens."""
     from markupsafe import Markup
 
     figure = _new_figure(340, 70)
@@ -324,11 +345,12 @@ def _draw_empty(title: str) -> Markup:
 
 
 def _new_figure(width: float, height: float) -> Figure:
-    """Return an empty transparent figure, whose size is given in SVG units.
+    """Return an empty matplotlib figure with a transparent background; `width` and `height` are in SVG units.
 
     Matplotlib is imported here, so that programs that write no report need not import it.
     """
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a read-only home directory is no reason to warn
+    # Matplotlib warns if it cannot write its cache to the home directory. The charts do not need the cache.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width / 72, height / 72))  # matplotlib writes 72 SVG units for an inch
@@ -343,26 +365,27 @@ def _new_axes(
     x_label: str,
     y_label: str,
     log_x: bool,
-    marks: Mapping[str, float],
+    vertical_lines: Mapping[str, float],
 ) -> tuple[Figure, Axes]:
-    """Return a figure and its axes with grid, tick labels, axis names and labelled vertical lines.
+    """Return a matplotlib figure with one pair of axes, on which the caller draws the data.
 
-    The name of the vertical axis is written above it, because horizontal text is easier to read.
+    The axes have a grid, tick labels, names and labelled vertical lines. The name of the vertical axis is written above
+    it, because horizontal text is easier to read.
 
     Args:
-        layout: The layout of the drawing.
+        layout: The sizes of the drawing.
         x_axis: Range and ticks of the horizontal axis.
         y_axis: Range and ticks of the vertical axis.
         x_label: Name of the horizontal axis.
         y_label: Name of the vertical axis.
         log_x: Whether the horizontal axis is logarithmic.
-        marks: x value of each vertical line by its label.
+        vertical_lines: x value of each vertical line by its label.
     """
     from matplotlib.transforms import blended_transform_factory
 
-    flags, num_rows = _arrange_flags(marks, x_axis, layout, _left_margin(y_axis, layout), log_x)
-    left, right, bottom = _left_margin(y_axis, layout), 20, 48
-    top = 12 + (LINE_HEIGHT + 6 if y_label else 0) + LINE_HEIGHT * num_rows
+    left, right, bottom = _left_margin(y_axis, layout), RIGHT_MARGIN, 48
+    line_labels, num_rows = _arrange_line_labels(vertical_lines, x_axis, layout, left, log_x)
+    top = MARGIN + (LINE_HEIGHT + 6 if y_label else 0) + LINE_HEIGHT * num_rows
     height = top + PLOT_HEIGHT + bottom
     figure = _new_figure(layout.width, height)
     axes = figure.add_axes(
@@ -376,17 +399,17 @@ def _new_axes(
     axes.set_ylim(y_axis.low, y_axis.high)
     axes.set_yticks(y_axis.ticks, y_axis.labels, parse_math=False)
     figure.text(
-        12 / layout.width,
+        MARGIN / layout.width,
         1 - LINE_HEIGHT / height,
         _shorten(replace_illegal_characters(y_label), int(layout.width / layout.text_width("x")) - 2),
         color=_SOFT,
         fontsize=layout.font_size,
         parse_math=False,
     )
-    for flag in flags:
-        top_of_line = 1 + (flag.row + 0.8) * LINE_HEIGHT / PLOT_HEIGHT
+    for label in line_labels:
+        top_of_line = 1 + (label.row + 0.8) * LINE_HEIGHT / PLOT_HEIGHT
         axes.plot(
-            [flag.value, flag.value],
+            [label.x, label.x],
             [0, top_of_line],
             transform=blended_transform_factory(axes.transData, axes.transAxes),
             color=_ALARM,
@@ -396,14 +419,14 @@ def _new_axes(
             scalex=False,
             scaley=False,
         )
-        offset = (5 if flag.is_right else -5, 4 + flag.row * LINE_HEIGHT)
+        offset = (5 if label.is_right else -5, 4 + label.row * LINE_HEIGHT)
         axes.annotate(
-            flag.name,
-            (flag.value, 1),
+            label.text,
+            (label.x, 1),
             offset,
             xycoords=blended_transform_factory(axes.transData, axes.transAxes),
             textcoords="offset points",
-            horizontalalignment="left" if flag.is_right else "right",
+            horizontalalignment="left" if label.is_right else "right",
             color=_ALARM,
             fontsize=layout.font_size,
             parse_math=False,
@@ -413,36 +436,36 @@ def _new_axes(
 
 
 @dataclass(frozen=True, slots=True)
-class _Flag:
-    """The label of a vertical line, placed beside the upper end of the line like a flag on its pole.
+class _LineLabel:
+    """The label of a vertical line of a chart, written beside the upper end of the line.
 
     Attributes:
-        name: Text of the label.
-        value: Position of the line on the horizontal axis.
+        text: Text of the label.
+        x: Position of the line on the horizontal axis.
         row: Row of text above the plotting area, counted from 0 at the bottom.
         is_right: Whether the text is to the right of its line, else to the left.
     """
 
-    name: str
-    value: float
+    text: str
+    x: float
     row: int
     is_right: bool
 
 
-def _arrange_flags(
-    marks: Mapping[str, float], x_axis: _Axis, layout: _Layout, left: float, log_x: bool
-) -> tuple[list[_Flag], int]:
-    """Place the labels of vertical lines in rows above the plotting area, so that no label overlaps a label or a line.
+def _arrange_line_labels(
+    vertical_lines: Mapping[str, float], x_axis: _Axis, layout: _Layout, left: float, log_x: bool
+) -> tuple[list[_LineLabel], int]:
+    """Choose a row above the plotting area for the label of each vertical line, so that labels do not overlap.
 
-    All labels are on the same side of their lines: to the right if all of them fit there, else to the left. They are
-    placed one after the other, starting with the outermost line on that side, each in the lowest row with enough space.
-    So a line whose label is in a higher row crosses no label below.
+    Each line ends at the row of its label. All labels are on the same side of their lines: on the right if all of them
+    fit there, else on the left. Labels are placed from that side inwards (from the rightmost line to the leftmost, or
+    the reverse), each in the lowest row with enough space. Therefore no line crosses the label of another line.
 
     Args:
-        marks: x value of each line by its label.
+        vertical_lines: x value of each line by its label.
         x_axis: Range of the horizontal axis.
-        layout: The layout of the drawing.
-        left: Horizontal start of the plotting area in SVG units.
+        layout: The sizes of the drawing.
+        left: Distance of the plotting area from the left edge of the drawing in SVG units.
         log_x: Whether the horizontal axis is logarithmic.
 
     Returns:
@@ -450,59 +473,67 @@ def _arrange_flags(
     """
     scale = math.log if log_x else float
     start, end = scale(x_axis.low), scale(x_axis.high)
-    width = layout.width - left - 20
+    plot_width = layout.width - left - RIGHT_MARGIN
 
-    def position(value: float) -> float:
-        """Return the horizontal position of an x value in SVG units."""
-        return left + (scale(value) - start) / (end - start) * width
+    def to_svg_x(x: float) -> float:
+        """Return the distance of an x value of the data from the left edge of the drawing in SVG units."""
+        return left + (scale(x) - start) / (end - start) * plot_width
 
-    names = {_shorten(replace_illegal_characters(name), 30): value for name, value in marks.items()}
-    has_space_right = all(position(v) + 5 + layout.text_width(name) <= layout.width for name, v in names.items())
-    order = sorted(names.items(), key=lambda item: item[1], reverse=has_space_right)
-    flags: list[_Flag] = []
-    # For each row, the position of the line of its last label. The next label of the row must end before it.
+    x_by_text = {
+        _shorten(replace_illegal_characters(label), MAX_LABEL_CHARACTERS): x for label, x in vertical_lines.items()
+    }
+    fits_right = all(to_svg_x(x) + 5 + layout.text_width(text) <= layout.width for text, x in x_by_text.items())
+    direction = 1 if fits_right else -1  # of the text, seen from its line
+    line_labels: list[_LineLabel] = []
+    # For each row, the line of the label that was placed last. The next label of the row must end before this line.
     line_of_last_label: list[float] = []
-    for name, value in order:
-        line = position(value)
-        label_end = line + (1 if has_space_right else -1) * (10 + layout.text_width(name))
+    for text, x in sorted(x_by_text.items(), key=lambda item: item[1], reverse=fits_right):
+        line = to_svg_x(x)
+        label_end = line + direction * (10 + layout.text_width(text))
         free_rows = [
             row
             for row, other_line in enumerate(line_of_last_label)
-            if (label_end <= other_line if has_space_right else label_end >= other_line)
+            if (label_end <= other_line if fits_right else label_end >= other_line)
         ]
         row = free_rows[0] if free_rows else len(line_of_last_label)
         line_of_last_label[row : row + 1] = [line]  # replaces the entry of the row, or appends a row
-        flags.append(_Flag(name, value, row, has_space_right))
-    return flags, len(line_of_last_label)
+        line_labels.append(_LineLabel(text, x, row, fits_right))
+    return line_labels, len(line_of_last_label)
 
 
-def _draw_levels(axes: Axes, levels: Mapping[str, float], layout: _Layout) -> None:
-    """Draw labelled horizontal lines. A label that would overlap the label of a close line is moved to the left.
+def _draw_horizontal_lines(axes: Axes, horizontal_lines: Mapping[str, float], layout: _Layout) -> None:
+    """Draw labelled horizontal lines, with each label at the right end of its line.
+
+    If the labels of two close lines would overlap, one of them is moved to the left.
 
     Args:
-        axes: The axes to draw on; the range of the vertical axis is set.
-        levels: y value of each line by its label.
-        layout: The layout of the drawing.
+        axes: The axes to draw on. The range of the vertical axis must have been set.
+        horizontal_lines: y value of each line by its label.
+        layout: The sizes of the drawing.
     """
     low, high = axes.get_ylim()
-    placed_labels: list[tuple[float, float]] = []  # height and left end, in SVG units from the bottom right corner
-    for name, value in sorted(levels.items(), key=lambda item: item[1]):
-        height = (value - low) / (high - low) * PLOT_HEIGHT
-        ends_of_close_labels = [end for other, end in placed_labels if abs(other - height) < LINE_HEIGHT]
-        offset = min(ends_of_close_labels, default=0.0)
-        text = _shorten(replace_illegal_characters(name), 30)
-        placed_labels.append((height, offset - layout.text_width(text) - 8))
-        axes.axhline(value, color=_ALARM, linewidth=1.5, linestyle=(0, (5, 4)), clip_on=False)
+    # Of each label that was drawn: its height above the horizontal axis, and its left end, measured from the right
+    # edge of the plotting area (so it is negative). Both are in SVG units.
+    placed_labels: list[tuple[float, float]] = []
+    for label, y in sorted(horizontal_lines.items(), key=lambda item: item[1]):
+        height = (y - low) / (high - low) * PLOT_HEIGHT
+        left_ends_of_close_labels = [
+            left_end for other_height, left_end in placed_labels if abs(other_height - height) < LINE_HEIGHT
+        ]
+        right_end = min(left_ends_of_close_labels, default=0.0)
+        text = _shorten(replace_illegal_characters(label), MAX_LABEL_CHARACTERS)
+        placed_labels.append((height, right_end - layout.text_width(text) - 8))
+        axes.axhline(y, color=_ALARM, linewidth=1.5, linestyle=(0, (5, 4)), clip_on=False)
         axes.annotate(
             text,
-            (1, value),
-            (offset, 5),
+            (1, y),  # the right end of the line
+            (right_end, 5),  # offset of the label's lower right corner from this point
             xycoords=axes.get_yaxis_transform(),
             textcoords="offset points",
             horizontalalignment="right",
             color=_ALARM,
             fontsize=layout.font_size,
-            bbox={"facecolor": _CARD, "edgecolor": "none", "pad": 1.5},
+            bbox={"facecolor": _CARD, "edgecolor": "none", "pad": 1.5},  # keeps the text readable above curves
             parse_math=False,
             annotation_clip=False,
         )
@@ -511,7 +542,7 @@ def _draw_levels(axes: Axes, levels: Mapping[str, float], layout: _Layout) -> No
 def _annotate(
     axes: Axes, text: str, xy: tuple[float, float], offset: tuple[float, float], layout: _Layout, color: str
 ) -> None:
-    """Write a text beside a point.
+    """Write a text beside a data point, such as the number at the end of a bar.
 
     Args:
         axes: The axes to draw on.
@@ -519,7 +550,7 @@ def _annotate(
         xy: x and y value of the point.
         offset: Horizontal and vertical distance of the text from the point in SVG units. If the horizontal distance is
             negative, the text ends to the left of the point.
-        layout: The layout of the drawing.
+        layout: The sizes of the drawing.
         color: Colour of the text.
     """
     axes.annotate(
@@ -537,27 +568,28 @@ def _annotate(
 
 
 def _style_axes(axes: Axes, layout: _Layout, grid: str) -> None:
-    """Remove the frame (except its lower line) and the tick marks, and draw grid lines at the ticks of one axis.
+    """Remove the frame around the plotting area (except its lower line) and the tick marks, and add grid lines.
 
     Args:
         axes: The axes to change.
-        layout: The layout of the drawing.
-        grid: The axis with grid lines, "x" or "y".
+        layout: The sizes of the drawing.
+        grid: The axis at whose ticks grid lines are drawn, "x" or "y".
     """
     axes.patch.set_visible(False)
     axes.spines[["left", "top", "right"]].set_visible(False)
     axes.spines[["bottom"]].set_color(_SOFT)
     axes.tick_params(length=0, pad=6, labelsize=layout.font_size, labelcolor=_SOFT)
     axes.grid(axis=grid, color=_LINE, linewidth=1)  # type: ignore[arg-type]
-    axes.set_axisbelow(True)
+    axes.set_axisbelow(True)  # draws the grid below the data
 
 
 def _set_x_axis(axes: Axes, x_axis: _Axis, label: str, layout: _Layout) -> None:
-    """Set the range, the tick labels and the name `label` of the horizontal axis."""
+    """Set the range and the tick labels of the horizontal axis, and its name to `label`."""
     axes.set_xlim(x_axis.low, x_axis.high)
     axes.set_xticks(x_axis.ticks, x_axis.labels, parse_math=False)
+    max_characters = int(layout.width / layout.text_width("x")) - 2  # fit into the width of the drawing
     axes.set_xlabel(
-        _shorten(replace_illegal_characters(label), int(layout.width / layout.text_width("x")) - 2),
+        _shorten(replace_illegal_characters(label), max_characters),
         color=_SOFT,
         fontsize=layout.font_size,
         labelpad=5,
@@ -566,24 +598,24 @@ def _set_x_axis(axes: Axes, x_axis: _Axis, label: str, layout: _Layout) -> None:
 
 
 def _to_svg(figure: Figure, description: str, salt: str, tooltips: Mapping[str, str] | None = None) -> str:
-    """Return a figure as an SVG element whose colours and fonts are those of the page.
+    """Return a matplotlib figure as an SVG element, which takes its colours and fonts from the page.
 
     Args:
-        figure: The figure.
+        figure: The figure to convert.
         description: Text for screen readers.
-        salt: A text that differs from that of all other drawings on the page. Ids in the SVG are derived from it.
-        tooltips: Text that is shown when the pointer is over an element of the figure, by its gid (the id that was
-            given to the matplotlib artist).
+        salt: A text that no other drawing of the page has. Ids in the SVG are derived from it, so that they are unique.
+        tooltips: Tooltips by gid, the id that was set on a matplotlib artist such as a bar. A tooltip is shown when the
+            pointer is over the element.
     """
     import matplotlib
 
     buffer = io.BytesIO()
-    no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # so that equal charts give equal output
     with (
         warnings.catch_warnings(),
         matplotlib.rc_context(
             {
-                "svg.fonttype": "none",
+                "svg.fonttype": "none",  # keeps text as text instead of outlines
                 "svg.hashsalt": ascii(salt),
                 "lines.scale_dashes": False,
                 "path.simplify": False,
@@ -594,7 +626,7 @@ def _to_svg(figure: Figure, description: str, salt: str, tooltips: Mapping[str, 
         warnings.simplefilter("ignore")
         figure.savefig(buffer, format="svg", metadata=no_metadata)
     root = ElementTree.fromstring(buffer.getvalue())  # noqa: S314 - matplotlib wrote it
-    for attribute in ("width", "height", "version"):
+    for attribute in ("width", "height", "version"):  # the style sheet of the page sets the size
         del root.attrib[attribute]
     root.set("role", "img")
     root.set("aria-label", replace_illegal_characters(description))
@@ -612,6 +644,7 @@ def _to_svg(figure: Figure, description: str, salt: str, tooltips: Mapping[str, 
                 element.insert(0, title)
             if re.fullmatch("(curve|points|bar|label)-[0-9]+", gid):
                 element.set("class", gid.partition("-")[0])
+        # The white space between elements only makes the page larger.
         element.tail = None
         if element.text is not None and not element.text.strip() and element.tag != f"{_SVG}text":
             element.text = None
@@ -621,15 +654,15 @@ def _to_svg(figure: Figure, description: str, salt: str, tooltips: Mapping[str, 
 
 
 def _to_css(style: str) -> str:
-    """Return a style attribute with matplotlib's colours replaced by CSS variables, and without the names of fonts."""
+    """Return the `style` attribute of an SVG element with CSS variables instead of colours, and without fonts."""
     style = re.sub("font-family: [^;]*(; )?", "", style)
     return re.sub("#[0-9a-f]{6}", lambda match: _CSS_BY_COLOR.get(match[0], match[0]), style)
 
 
 def _keep_finite(values: ArrayLike) -> Floats:
-    """Return values as a flat array in which NaN replaces numbers that are not finite or too large to draw.
+    """Return numbers as a flat array of numbers that can be drawn.
 
-    Numbers that are too close to zero to draw become zero.
+    NaN replaces infinite numbers and numbers from `MAX_MAGNITUDE` on. Zero replaces numbers below `MIN_MAGNITUDE`.
     """
     array = np.asarray(values, np.float64).reshape(-1)
     array = np.where(np.abs(array) < MIN_MAGNITUDE, 0.0, array)
@@ -637,16 +670,16 @@ def _keep_finite(values: ArrayLike) -> Floats:
 
 
 def _round_values(low: float, high: float, num_steps: int) -> Floats:
-    """Return about `num_steps` + 1 round values at equal distances that enclose the interval from `low` to `high`."""
+    """Return round numbers at equal distances, from at most `low` to at least `high`, in about `num_steps` steps."""
     from matplotlib.ticker import MaxNLocator
 
     low, high = _widen(low, high)
     values = MaxNLocator(num_steps, steps=[1, 2, 2.5, 5, 10], min_n_ticks=1).tick_values(low, high)
-    return np.array([float(f"{value:.12g}") for value in values])
+    return np.array([float(f"{value:.12g}") for value in values])  # removes rounding errors such as 0.30000000000000004
 
 
 def _widen(low: float, high: float) -> tuple[float, float]:
-    """Return the interval from `low` to `high`, widened on both sides if it is too narrow to be drawn."""
+    """Return the bounds `low` and `high` of an axis, moved apart if they are equal or nearly equal."""
     size = max(abs(low), abs(high))
     if high - low > max(1e-9 * size, MIN_MAGNITUDE):
         return low, high
@@ -655,12 +688,12 @@ def _widen(low: float, high: float) -> tuple[float, float]:
 
 
 def _round_axis(low: float, high: float, unit: str) -> _Axis:
-    """Return an axis that begins and ends at round values, which enclose the data.
+    """Return an axis that begins and ends at round numbers and contains all data.
 
     Args:
         low: Smallest value of the data.
         high: Largest value of the data.
-        unit: Unit in the tick labels; "%" shows shares (1 for all) as percentages.
+        unit: Unit shown after the numbers of the axis. With "%", the value 1 is shown as 100%.
     """
     ticks = _round_values(low, high, 6).tolist()
     return _Axis(ticks[0], ticks[-1], ticks, _label_ticks(ticks, unit, 6))
@@ -669,63 +702,71 @@ def _round_axis(low: float, high: float, unit: str) -> _Axis:
 def _tight_axis(
     low: float, high: float, unit: str, layout: _Layout, space: float, is_logarithmic: bool = False
 ) -> _Axis:
-    """Return an axis that begins and ends with the data, with as many tick labels as fit side by side.
+    """Return a horizontal axis that ends exactly at the data's bounds, with as many tick labels as fit side by side.
 
     Args:
-        low: Smallest value of the data.
+        low: Smallest value of the data. It must be positive if the scale is logarithmic.
         high: Largest value of the data.
-        unit: Unit in the tick labels; "%" shows shares (1 for all) as percentages.
-        layout: The layout of the drawing.
+        unit: Unit shown after the numbers of the axis. With "%", the value 1 is shown as 100%.
+        layout: The sizes of the drawing.
         space: Length of the axis in SVG units.
         is_logarithmic: Whether the scale is logarithmic.
     """
+    tick_choices: list[list[float]]  # fewer and fewer ticks
     if is_logarithmic:
         low, high = (low, high) if high > low * (1 + 1e-9) else (low / 3, high * 3)
-        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        multiples = (1, 2, 5) if len(decades) <= 4 else (1,)
-        candidates = [m * 10.0**d for d in decades for m in multiples if low <= m * 10.0**d <= high] or [low, high]
-        choices = [candidates[::step] for step in range(1, len(candidates) + 1)]
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        multiples = (1, 2, 5) if len(powers) <= 4 else (1,)  # of a power of ten
+        round_values = [m * 10.0**power for power in powers for m in multiples]
+        round_values = [value for value in round_values if low <= value <= high] or [low, high]
+        # All values, then every second, every third, and so on.
+        tick_choices = [round_values[::step] for step in range(1, len(round_values) + 1)]
     else:
         low, high = _widen(low, high)
-        slack = 1e-9 * (high - low)
-        candidates_by_steps = [_round_values(low, high, num_steps).tolist() for num_steps in (6, 5, 4, 3, 2)]
-        choices = [[t for t in ticks if low - slack <= t <= high + slack] for ticks in candidates_by_steps]
+        tolerance = 1e-9 * (high - low)
+        values_by_choice = [_round_values(low, high, num_steps).tolist() for num_steps in (6, 5, 4, 3, 2)]
+        tick_choices = [
+            [value for value in values if low - tolerance <= value <= high + tolerance] for values in values_by_choice
+        ]
     num_digits = 2 if is_logarithmic else 6
-    # The choices have fewer and fewer ticks; the first one whose labels fit is used.
-    for ticks in choices:
+    for ticks in tick_choices:
         labels = _label_ticks(ticks, unit, num_digits)
-        if sum(layout.text_width(label) + 14 for label in labels) <= space:
-            break
+        needed_space = sum(layout.text_width(label) + 14 for label in labels)
+        if needed_space <= space:
+            break  # if no choice fits, the last one with the fewest ticks is used
     return _Axis(low, high, ticks, labels)
 
 
 def _label_ticks(ticks: Sequence[float], unit: str, num_digits: int) -> list[str]:
-    """Return the texts of tick labels with their unit; the unit "%" shows shares (1 for all) as percentages."""
+    """Return the ticks of an axis as texts with `num_digits` significant digits and the unit.
+
+    With the unit "%", the value 1 becomes the text "100%".
+    """
     factor = 100.0 if unit == "%" else 1.0
     return [_with_unit(format_number(factor * tick, num_digits), unit) for tick in ticks]
 
 
 def _left_margin(y_axis: _Axis, layout: _Layout) -> float:
-    """Return the width to the left of the plotting area that the vertical axis' tick labels need, in SVG units."""
+    """Return the width in SVG units that the tick labels of the vertical axis need beside the plotting area."""
     return min(max(36.0, 14 + max(map(layout.text_width, y_axis.labels))), 0.5 * layout.width)
 
 
 def _with_unit(number: str, unit: str) -> str:
-    """Return a number (as text) with its unit after a narrow space; a percent sign follows without a space."""
+    """Return the text of a number with its unit after a narrow space, or with a percent sign without a space."""
     return number + ("" if unit in ("", "%") else "\u202f") + _shorten(replace_illegal_characters(unit), 12)
 
 
 def _shorten(text: str, max_characters: int) -> str:
-    """Return a text on one line; if it is longer than `max_characters`, it is cut and ends with an ellipsis."""
+    """Return a text on one line, cut to `max_characters` with an ellipsis at the end if it is longer."""
     text = " ".join(text.split())
     return text if len(text) <= max_characters else text[: max_characters - 1] + "…"
 
 
 def _color(series_index: int) -> str:
-    """Return the colour with which matplotlib draws a curve; it is replaced by a CSS variable later."""
+    """Return the colour with which matplotlib draws a curve. `_to_svg` replaces it by a CSS variable."""
     return _SERIES[series_index % len(_SERIES)]
 
 
 def _dashes(series_index: int) -> tuple[float, ...]:
-    """Return the lengths of the dashes and gaps of a curve in SVG units, alternately; no lengths for a solid line."""
+    """Return the lengths (dash, gap, dash, gap, ...) of a curve's line style in SVG units; none for a solid line."""
     return _DASHES[series_index % len(_DASHES)]

@@ -31,17 +31,17 @@ _LOOKS_LIKE_NUMBER = re.compile(r"[–+−-]|[+−-]?[\d∞][\d,.]*(e[−-]?\d+)
 
 
 def replace_illegal_characters(value: object) -> str:
-    """Return a value as text that is legal in XML: U+FFFD replaces characters that XML 1.0 forbids, such as NUL."""
+    """Return a value as text, with U+FFFD in place of characters that XML 1.0 forbids, such as NUL."""
     return _ILLEGAL_IN_XML.sub("\ufffd", str(value))
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """Return a number as text for people: with grouped thousands and a typographic minus sign.
+    """Return a number as text for a report, such as "12,300" or "−0.00123" (with the minus sign U+2212).
 
-    An exponent is used only for numbers below 1e-4 or from 1e9 on.
+    An exponent is used only if the magnitude is below 1e-4 or at least 1e9, as in "1.5e−7".
 
     Args:
-        value: The number. NaN becomes a dash, an infinite number becomes "∞".
+        value: The number. NaN becomes a dash, infinite numbers become "∞" and "−∞".
         digits: Number of significant digits. Trailing zeros after the decimal point are removed.
     """
     if not math.isfinite(value):
@@ -52,7 +52,7 @@ def format_number(value: float, digits: int = 3) -> str:
     if exponent_of_ten < -4 or exponent_of_ten > 8:
         mantissa, exponent = f"{value:.{max(digits - 1, 0)}e}".split("e")
         return f"{mantissa}e{int(exponent)}".replace("-", "−")
-    # The first significant digit is at the position of `exponent_of_ten`, the last one `digits - 1` positions after it.
+    # The first significant digit stands for 10 to the power of `exponent_of_ten`. Each further digit is one power less.
     num_decimals = min(max(digits - 1 - exponent_of_ten, 0), 12)
     text = f"{value:,.{num_decimals}f}"
     if "." in text:
@@ -61,40 +61,40 @@ def format_number(value: float, digits: int = 3) -> str:
 
 
 def format_percent(share: float, digits: int = 1) -> str:
-    """Return a share as a percentage: 0.0123 becomes `1.2%`. A share that is not finite becomes a dash.
+    """Return a share of a whole as a percentage: 0.0123 becomes "1.2%".
 
     Args:
-        share: The share, 1 for all.
+        share: The share; 1 becomes "100%". NaN and infinite numbers become a dash.
         digits: Number of decimals of the percentage.
     """
     return f"{100 * share:.{digits}f}%".replace("-", "−") if math.isfinite(share) else "–"
 
 
 def render_page(title: str, *blocks: str, lead: str = "") -> str:
-    """Return a complete HTML document.
+    """Return a complete HTML document that consists of a title and the given parts.
 
     Args:
         title: Title of the document, also shown as its first heading.
-        blocks: Parts (pieces of HTML) in the order of the page, rendered by this module or by `charts`. A plain string
-            is escaped.
+        blocks: The parts in the order of the page: HTML that was rendered by this module or by `charts`. In a plain
+            string, characters with a meaning in HTML are escaped.
         lead: Introductory sentence below the title; no sentence if it is empty.
     """
     return _environment().get_template("page.html").render(title=title, blocks=blocks, lead=lead)
 
 
 def append_blocks(document: str, title: str, *blocks: str) -> str:
-    """Return a document of `render_page` with more parts at its end.
+    """Return a document that was rendered by `render_page`, with more parts at its end.
 
     Args:
-        document: The existing document. If it was not rendered by `render_page`, it is replaced by a new page that has
-            only the additional parts.
-        title: Title of the new page in that case.
-        blocks: The parts to append.
+        document: The existing document. If it was not rendered by `render_page`, such as an empty text, the result is a
+            new page that has only the additional parts.
+        title: Title of the new page in that case, otherwise unused.
+        blocks: The parts to append: HTML that was rendered by this module or by `charts`.
     """
-    before, end_of_main, after = document.rpartition("\n</main>")
-    if not end_of_main:
+    before, end_of_parts, after = document.rpartition("\n</main>")  # the parts of a page are inside the element "main"
+    if not end_of_parts:
         return render_page(title, *blocks)
-    return before + "\n" + "\n".join(blocks) + end_of_main + after
+    return before + "\n" + "\n".join(blocks) + end_of_parts + after
 
 
 def render_heading(words: str) -> Markup:
@@ -108,18 +108,18 @@ def render_paragraph(words: str) -> Markup:
 
 
 def render_key_figures(value_by_name: Mapping[str, str]) -> Markup:
-    """Return the most important numbers of a page as cards.
+    """Return a part that shows the most important numbers of a page in large type, one card for each number.
 
     Args:
-        value_by_name: Text of a number with its unit, by the description of the number.
+        value_by_name: The description of each number as key, and the number with its unit as text as value.
     """
     return render_part("key_figures", value_by_name)
 
 
 def render_table(header: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> Markup:
-    """Return a table inside an element that scrolls horizontally on a narrow screen.
+    """Return a table, which can be scrolled horizontally if the screen is too narrow.
 
-    A column is aligned to the right if all its cells are numbers, or texts that read as a number with an optional unit.
+    A column is aligned to the right if every cell is a number, or a text that looks like one, such as "3.5 kW" or "–".
 
     Args:
         header: Titles of the columns.
@@ -130,20 +130,22 @@ def render_table(header: Sequence[str], rows: Iterable[Sequence[object]], captio
         ValueError: If a row has another number of cells than the header.
     """
     rows = [list(row) for row in rows]
-    if any(len(row) != len(header) for row in rows):
-        raise ValueError(f"a row of the table has the wrong number of cells: the header requires {len(header)} cells")
+    wrong_lengths = [len(row) for row in rows if len(row) != len(header)]
+    if wrong_lengths:
+        raise ValueError(f"a row of the table has {wrong_lengths[0]} cells, but its header has {len(header)}")
     columns = zip(*rows, strict=True) if rows else [()] * len(header)
+    # The CSS class of each column: "number" aligns it to the right.
     classes = ["number" if cells and all(map(_is_numeric, cells)) else "" for cells in columns]
     texts = [[_format_cell(cell) for cell in row] for row in rows]
     return render_part("table", list(header), texts, classes, caption)
 
 
 def render_part(name: str, *arguments: object) -> Markup:
-    """Return a part of a page, rendered by a macro of `templates/parts.html`, which escapes texts.
+    """Return a part of a page (a piece of HTML), rendered by a Jinja2 macro of the file `templates/parts.html`.
 
     Args:
-        name: Name of the macro.
-        arguments: The positional arguments of the macro.
+        name: Name of the macro, such as "table".
+        arguments: The positional arguments of the macro. Texts among them are escaped.
     """
     macro: Callable[..., Markup] = getattr(_environment().get_template("parts.html").module, name)
     return macro(*arguments)
@@ -151,7 +153,7 @@ def render_part(name: str, *arguments: object) -> Markup:
 
 @functools.cache
 def _environment() -> Environment:
-    """Return the Jinja2 environment of this package's templates, which is created by the first call.
+    """Return the Jinja2 environment that renders this package's templates. Only the first call creates it.
 
     Jinja2 is imported here, so that programs that write no report need not import it.
     """
@@ -159,22 +161,22 @@ def _environment() -> Environment:
     from markupsafe import Markup
 
     def keep_legal(value: Any) -> Any:
-        """Return rendered HTML unchanged, and any other value as text that is legal in XML."""
+        """Return rendered HTML unchanged, and any other value as text without characters that XML forbids."""
         return value if isinstance(value, Markup) else replace_illegal_characters(value)
 
     return Environment(
         loader=PackageLoader("deformer_stream.report"),
         autoescape=True,
-        undefined=StrictUndefined,
+        undefined=StrictUndefined,  # a misspelt name in a template is an error instead of an empty text
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        finalize=keep_legal,
+        finalize=keep_legal,  # applied to each value that a template inserts
     )
 
 
 def _is_numeric(cell: object) -> bool:
-    """Return whether a table cell is a number, or a text that reads as a number with an optional unit."""
+    """Return whether a table cell is a number, or a text that looks like one, such as "3.5 kW" or "–"."""
     if isinstance(cell, str):
         return _LOOKS_LIKE_NUMBER.fullmatch(cell) is not None
     return isinstance(cell, int | float | np.number) and not isinstance(cell, bool)
