@@ -224,8 +224,8 @@ def build_calibration(
     Args:
         scores: The scores of the calibration records.
         schema: The features.
-        order: The arrival-order distribution in which the records were scored: "arrival" (the logged order), "random" or
-            "schema" (the order of the features).
+        order: The arrival-order distribution in which the records were scored: "arrival" (the logged order), "random"
+            or "schema" (the order of the features).
         trim: Share (0 to 1) of the records that may be anomalies. Those with the largest scores are removed.
         ties: "arrival" if readings of one record with the same time were scored one after the other, "hold" if they
             were scored together.
