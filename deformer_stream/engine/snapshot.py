@@ -255,17 +255,17 @@ class Snapshot:
         for old_feature, new_feature in enumerate(new_codes.tolist()):
             if new_feature < 0 or self.vocabulary.kinds[old_feature] != "discrete":
                 continue
-            # The labels of this feature: a table from old to new code. Its last entry is for labels that are unseen in
-            # this vocabulary; in both vocabularies their code is the number of labels.
+            # A label that a vocabulary does not have is unseen. The number of labels is the code of all unseen labels.
+            old_labels = self.vocabulary.labels[old_feature]
             code_by_label = {label: code for code, label in enumerate(vocabulary.labels[new_feature])}
             unseen_code = len(code_by_label)
-            old_labels = self.vocabulary.labels[old_feature]
-            new_label_codes = np.array(
-                [*(code_by_label.get(label, unseen_code) for label in old_labels), unseen_code], np.float64
-            )
+            # Translate by a table from old to new label codes. Its last entry is for labels that are unseen here.
+            new_label_codes = [code_by_label.get(label, unseen_code) for label in old_labels]
+            table = np.array([*new_label_codes, unseen_code], np.float64)
             readings = np.flatnonzero(self.features == old_feature)
-            values[readings] = new_label_codes[self.values[readings].astype(np.int64)]
-            # For the remaining readings use the text: an unseen label of this vocabulary may be in the other one.
+            values[readings] = table[self.values[readings].astype(np.int64)]
+            # The text decides about readings without a new code. A label that is unseen here may be in the other
+            # vocabulary, and the text of one that is unseen there is returned.
             for reading in readings[values[readings] == unseen_code].tolist():
                 old_label = int(self.values[reading])
                 text = old_labels[old_label] if old_label < len(old_labels) else old_text_by_reading.get(reading)
@@ -414,13 +414,15 @@ def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, no
     if records.holds_ties and snapshot.ties is not None:
         ties = snapshot.ties
         records.restore_ties(rows, ties.is_tied, ties.num_pending, ties.tie_time)
+    # Texts of labels that the model does not have.
     label_rows = rows[snapshot.unseen_record].tolist()
     for row, place, text in zip(label_rows, snapshot.unseen_place.tolist(), snapshot.unseen_text, strict=True):
         records.add_unseen_label(row, place, text)
-    for position, device, deadline in zip(
-        snapshot.window_record.tolist(), snapshot.window_device, snapshot.window_deadline.tolist(), strict=True
-    ):
-        partition.watermarks.open_window(device, snapshot.ids[position], deadline)
+    # Open windows (records of one device's readings within an interval of time).
+    window_ids = [snapshot.ids[index] for index in snapshot.window_record.tolist()]
+    windows = zip(window_ids, snapshot.window_device, snapshot.window_deadline.tolist(), strict=True)
+    for record_id, device, deadline in windows:
+        partition.watermarks.open_window(device, record_id, deadline)
     partition.closed_ids = BoundedIdSet(records.max_closed_ids, snapshot.closed)
     partition.watermarks.restore(zip(snapshot.devices, snapshot.marks.tolist(), strict=True))
     return rows
