@@ -67,9 +67,9 @@ class ReadingLog:
     """
 
     def __init__(self, num_features: int, has_ties: bool) -> None:
-        # An extent is the part of the shared arrays that one record occupies. Extent sizes double, except that the first
-        # is `MIN_EXTENT_SIZE` and the last holds a reading of every feature. A size class is the index of a size in this
-        # list. Size class 0 is that of a record without an extent.
+        # An extent is the part of the shared arrays that one record occupies. Extent sizes double, except that the
+        # first is `MIN_EXTENT_SIZE` and the last holds a reading of every feature. A size class is the index of a size
+        # in this list. Size class 0 is that of a record without an extent.
         sizes = [0]
         while sizes[-1] < num_features:
             sizes.append(min(num_features, max(MIN_EXTENT_SIZE, 2 * sizes[-1])))
