@@ -27,7 +27,7 @@ class Prefetcher(Generic[T]):
 
     def __init__(self, items: Iterator[T], depth: int = 2) -> None:
         self._items, self._depth = items, depth
-        self._pending: deque[Future[T | None]] = deque()
+        self._pending: deque[Future[T | None]] = deque()  # `depth` items that are computed ahead, in order
         self._executor: ThreadPoolExecutor | None = None
 
     def __iter__(self) -> Iterator[T]:
@@ -35,23 +35,30 @@ class Prefetcher(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        """Return the next item and request another one in the background."""
+        """Return the next item, and start to compute another one in the background."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "reading")
             self._pending.extend(self._request_item(self._executor) for _ in range(self._depth))
         item = self._pending.popleft().result() if self._pending else None
-        if item is None:
+        if item is None:  # there are no more items, or the iterator was closed
             self.close()
             raise StopIteration
         self._pending.append(self._request_item(self._executor))
         return item
 
     def _request_item(self, executor: ThreadPoolExecutor) -> Future[T | None]:
-        """Compute the next item in the background; the future's result is None if there are no more items."""
+        """Start to compute the next item in the background, and return a future of it.
+
+        Args:
+            executor: The executor with the background thread.
+
+        Returns:
+            The future. Its result is None if there are no more items.
+        """
         return executor.submit(next, self._items, None)
 
     def close(self) -> None:
-        """Wait for the item that is being computed, then end the iteration and the thread."""
+        """Wait for the item that is being computed, then end the iteration and the background thread."""
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
         self._pending.clear()
@@ -59,7 +66,7 @@ class Prefetcher(Generic[T]):
 
 
 class BackgroundWriter:
-    """A background thread that runs write jobs one after the other, with at most one job under way."""
+    """A background thread that runs jobs (functions that write output) one after the other."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "writing")
@@ -68,17 +75,20 @@ class BackgroundWriter:
     def submit(self, job: Callable[[], None]) -> None:
         """Wait for the previous job, then start the given one in the background.
 
-        An error of the previous job is raised here, and the given job is then not started.
+        If the previous job raised an exception, it is raised here, and the given job is not started.
+
+        Args:
+            job: The function to run.
         """
         self.wait()
         self._last_job = self._executor.submit(job)
 
     def wait(self) -> None:
-        """Block until no job is running; raise the error of the last job if it failed."""
+        """Block until no job is running; if the last job raised an exception, raise it here."""
         last_job, self._last_job = self._last_job, None
         if last_job is not None:
             last_job.result()
 
     def close(self) -> None:
-        """Block until no job is running, then end the thread. An error of the last job is ignored."""
+        """Block until no job is running, then end the thread. An exception of the last job is not raised."""
         self._executor.shutdown()

@@ -43,8 +43,8 @@ class _LineReading(NamedTuple):
     Attributes:
         record_id: The record id, "" if the line is not a valid event.
         feature: The name of the feature, "" if the line has none.
-        is_observed: Whether the reading has a value; a null declares that there will be none.
-        payload: The reading as a JSON message, or the line as it is.
+        is_observed: Whether the reading has a value. A null value declares that the feature will not be observed.
+        payload: A JSON message with this reading only, or the unchanged line if it is not a valid event.
     """
 
     record_id: str
@@ -61,16 +61,16 @@ def reorder_rows(
     seed: int,
     batch_events: int,
 ) -> Iterator[LongRows]:
-    """Yield the rows of long tables in a chosen order.
+    """Yield the rows of long tables (one reading per row) record by record, each record's readings in a chosen order.
 
-    Each row keeps the file and the row number from which it came in the columns `ROW_FILE_COLUMN` and
-    `ROW_NUMBER_COLUMN`.
+    Two columns are added, `ROW_FILE_COLUMN` and `ROW_NUMBER_COLUMN`. They state the file and the row number from which
+    a row came. All rows are read into memory first.
 
     Args:
-        tables: The rows of each table.
+        tables: For each table, an iterator over its rows in batches.
         schema: The features of the model.
-        field_names: Names of the columns.
-        order: The order of the readings within a record.
+        field_names: The names of the columns with the record id, the feature, the value and the label.
+        order: The order of the readings within a record: "random", or "schema" for that of the features in the model.
         seed: The seed of the order "random".
         batch_events: Number of rows to yield at a time.
 
@@ -85,28 +85,41 @@ def reorder_rows(
         table = pa.concat_tables(parts, promote_options="permissive").unify_dictionaries().combine_chunks()
     except pa.ArrowException as error:
         raise InputError(
-            f"{first_file}: files of the input have different column types ({error}); convert them"
+            f"{first_file}: this file and other input files have columns of the same name but of different types "
+            f"({error}); convert them to the same type"
         ) from error
     if not table.num_rows:
         return
-    if len(table.to_batches()) > 1:
-        raise InputError(f"{first_file}: more text than can be reordered at once; use --order arrival or smaller files")
+    if len(table.to_batches()) > 1:  # an Arrow array holds at most 2 GiB of text
+        raise InputError(
+            f"{first_file}: the input has more text than --order {order} can reorder; use --order arrival, or fewer "
+            "files at a time"
+        )
     batch = table.to_batches()[0]
     id_column = convert_ids(batch.column(field_names.record), f"{first_file}: column {field_names.record!r}")
+    # `encode_distinct` gives null cells the index after the last distinct value.
     record_indexes, record_ids = encode_distinct(id_column)
     feature_indexes, feature_names = encode_distinct(batch.column(field_names.feature))
-    codes = np.array([schema.code_by_name.get(name, -1) for name in feature_names] + [-1])[feature_indexes]
+    unknown_code = -1
+    code_by_index = np.array([*(schema.code_by_name.get(name, unknown_code) for name in feature_names), unknown_code])
     is_observed = ~batch.column(field_names.value).is_null().to_numpy(zero_copy_only=False)
     if field_names.label in batch.schema.names:
         is_observed |= ~batch.column(field_names.label).is_null().to_numpy(zero_copy_only=False)
-    record_hashes = hash_record_ids([*record_ids, ""])[record_indexes]  # the last hash is for rows without an id
-    positions = _compute_order(record_indexes, record_hashes, codes, is_observed, order, seed)
-    for start in range(0, len(positions), batch_events):
-        yield LongRows(first_file, batch.take(pa.array(positions[start : start + batch_events])), start)
+    hash_by_index = hash_record_ids([*record_ids, ""])
+    row_order = _compute_order(
+        record_indexes,
+        hash_by_index[record_indexes],
+        code_by_index[feature_indexes],
+        is_observed,
+        order,
+        seed,
+    )
+    for start in range(0, len(row_order), batch_events):
+        yield LongRows(first_file, batch.take(pa.array(row_order[start : start + batch_events])), start)
 
 
 def _add_origin_columns(rows: LongRows) -> pa.Table:
-    """Return rows of a long table with two more columns: the file and the row number of each row."""
+    """Return rows of a long table (one reading per row) with two more columns: the file and the number of each row."""
     num_rows = len(rows)
     files = pa.DictionaryArray.from_arrays(pa.array(np.zeros(num_rows, np.int32)), pa.array([rows.origin]))
     row_numbers = pa.array(np.arange(rows.first_row, rows.first_row + num_rows))
@@ -123,20 +136,20 @@ def reorder_lines(
     batch_events: int,
     max_message_bytes: int,
 ) -> Iterator[Messages]:
-    """Yield the readings of JSON lines in a chosen order.
+    """Yield the readings of JSON lines record by record, each record's readings in a chosen order.
 
     A line with several readings becomes one message per reading. A line that is not a valid event is yielded
-    unchanged, and the codec rejects it. The partition of a message is the index of its file, and its offset is the
-    number of its line.
+    unchanged, and the decoder rejects it. The partition of a message is the index of its file, and its offset is the
+    number of its line. All lines are read into memory first.
 
     Args:
-        files: The files.
+        files: The JSON lines files.
         schema: The features of the model.
-        field_names: Names of the fields of an event.
-        order: The order of the readings within a record.
+        field_names: The names of the fields in the JSON objects.
+        order: The order of the readings within a record: "random", or "schema" for that of the features in the model.
         seed: The seed of the order "random".
         batch_events: Number of messages to yield at a time.
-        max_message_bytes: Maximum length of a line; a longer one is yielded cut, and the codec rejects it.
+        max_message_bytes: Maximum length of a line. A longer one is yielded cut, and the decoder rejects it.
 
     Raises:
         InputError: A file cannot be read.
@@ -156,23 +169,28 @@ def reorder_lines(
                 if not line or line.isspace():
                     continue
                 for reading in _split_line(line, field_names, max_message_bytes):
-                    # A line without a record id is a group of its own, so that it keeps its place.
-                    group = reading.record_id or f"\0{len(index_by_record)}"
-                    record_indexes.append(index_by_record.setdefault(group, len(index_by_record)))
+                    # A line without a record id counts as a record of its own, so that it keeps its place.
+                    record_id = reading.record_id or f"\0{len(index_by_record)}"
+                    record_indexes.append(index_by_record.setdefault(record_id, len(index_by_record)))
                     codes.append(schema.code_by_name.get(reading.feature, -1))
                     is_observed.append(reading.is_observed)
                     payloads.append(reading.payload)
                     line_numbers.append(line_number)
                     file_indexes.append(file_index)
-    records = np.array(record_indexes, np.int64)
-    record_hashes = hash_record_ids(index_by_record)[records]
-    positions = _compute_order(
-        records, record_hashes, np.array(codes, np.int64), np.array(is_observed, bool), order, seed
+    record_index_array = np.array(record_indexes, np.int64)
+    hash_by_index = hash_record_ids(index_by_record)
+    message_order = _compute_order(
+        record_index_array,
+        hash_by_index[record_index_array],
+        np.array(codes, np.int64),
+        np.array(is_observed, bool),
+        order,
+        seed,
     )
     offsets, partitions = np.array(line_numbers, np.int64), np.array(file_indexes, np.int32)
     topic = ",".join(map(str, files))
-    for start in range(0, len(positions), batch_events):
-        selected = positions[start : start + batch_events]
+    for start in range(0, len(message_order), batch_events):
+        selected = message_order[start : start + batch_events]
         num_messages = len(selected)
         yield Messages(
             topic,
@@ -192,26 +210,30 @@ def _compute_order(
     order: Order,
     seed: int,
 ) -> NDArray[np.int64]:
-    """Return the positions of N events in the order in which they are to be delivered.
+    """Return the order in which to deliver N events, so that those of a record are contiguous.
+
+    Records come in the order of their first events. Within a record, events without a value come first, then the others
+    in the chosen order.
 
     Args:
         record_indexes: (N,) number of each event's record.
         record_hashes: (N,) hash of each event's record id, from `hash_record_ids`.
-        codes: (N,) feature code of each event, −1 for an unknown feature.
-        is_observed: (N,) whether an event has a value. Events without a value come first in their record.
-        order: "random" for a permutation per record, otherwise the order of the feature codes.
+        codes: (N,) index of each event's feature in the model's schema, −1 for an unknown feature.
+        is_observed: (N,) whether an event has a value. A null value declares that the feature will not be observed.
+        order: "random" for a random permutation of each record, "schema" for ascending feature codes.
         seed: The seed of the permutations.
 
     Returns:
-        (N,) indexes into the events: records by first appearance, then the order within each record.
+        (N,) indexes of the events, in the order in which to deliver them.
     """
     if not len(record_indexes):
         return np.empty(0, np.int64)
-    _, first_event = np.unique(record_indexes, return_index=True)
-    appearance = np.zeros(int(record_indexes.max()) + 1, np.int64)
-    appearance[record_indexes[np.sort(first_event)]] = np.arange(len(first_event))
+    _, first_events = np.unique(record_indexes, return_index=True)  # the first event of each record
+    records_by_appearance = record_indexes[np.sort(first_events)]
+    rank_by_record = np.zeros(int(record_indexes.max()) + 1, np.int64)
+    rank_by_record[records_by_appearance] = np.arange(len(records_by_appearance))
     reading_keys = compute_shuffle_keys(record_hashes, codes, seed) if order == "random" else codes
-    return np.lexsort((reading_keys, is_observed, appearance[record_indexes]))
+    return np.lexsort((reading_keys, is_observed, rank_by_record[record_indexes]))  # the last key is the primary one
 
 
 def _split_line(line: bytes, field_names: FieldNames, max_message_bytes: int) -> list[_LineReading]:
@@ -220,9 +242,10 @@ def _split_line(line: bytes, field_names: FieldNames, max_message_bytes: int) ->
     A line that is not a valid event is returned unchanged as the only element, without a record id.
 
     Args:
-        line: One event with one or several readings.
-        field_names: Names of the fields of an event.
-        max_message_bytes: Maximum length of a line.
+        line: A JSON object with one reading (fields for feature and value) or several (an object from feature names to
+            values).
+        field_names: The names of the fields in the JSON object.
+        max_message_bytes: Maximum length of a line. A longer one, which was cut when it was read, is not valid.
     """
     unchanged = [_LineReading("", "", True, line)]
     if len(line) > max_message_bytes:
@@ -236,10 +259,12 @@ def _split_line(line: bytes, field_names: FieldNames, max_message_bytes: int) ->
         return unchanged
     feature, value = document.get(field_names.feature), document.get(field_names.value)
     value_by_feature = document.get(field_names.values)
-    if not (isinstance(value_by_feature, dict) and value_by_feature and feature is None):
+    has_several_readings = isinstance(value_by_feature, dict) and value_by_feature and feature is None
+    if not has_several_readings:
         return [_LineReading(str(record_id), feature if isinstance(feature, str) else "", value is not None, line)]
     shared_fields = {name: document[name] for name in (field_names.record, field_names.time) if name in document}
     try:
+        # They are copied into the message of each reading, so large ones could exhaust the memory.
         if len(orjson.dumps(shared_fields)) > MAX_SHARED_BYTES:
             return unchanged
         return [

@@ -37,9 +37,13 @@ MAX_LISTED_NAMES = 8
 
 
 def find_files(inputs: Sequence[str | Path]) -> list[Path]:
-    """Return the given files, and for each folder the Parquet, CSV and JSON lines files in it, sorted by path.
+    """Return the input files: each folder among the inputs is replaced by the Parquet, CSV and JSON lines files in it.
 
-    Hidden files and the metadata of Delta Lake and Iceberg tables are skipped inside folders.
+    The files of a folder are sorted by path. Hidden files and the metadata of Delta Lake and Iceberg tables are left
+    out.
+
+    Args:
+        inputs: Paths of files and folders.
 
     Raises:
         InputError: An input does not exist or has an unknown ending, a folder holds no data file, or a folder is a
@@ -65,34 +69,41 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
 
 
 def check_no_overwrite(inputs: Sequence[str | Path], outputs: Mapping[str, str | Path | None]) -> None:
-    """Check that no output file would replace an input file or another output file.
+    """Check that no output file is also an input file or another output file, which would then be overwritten.
 
     Standard input and output ("-") and special files such as /dev/null are not checked, because writing to them
     destroys nothing.
 
     Args:
-        inputs: Input files and folders.
-        outputs: Output file by option name, such as "--alerts"; None or "" if the option is not used.
+        inputs: Paths of input files and folders.
+        outputs: For the name of each option, such as "--alerts", the path of its output file; None or "" if the option
+            is not used.
 
     Raises:
         ConfigError: An output file is also an input or another output.
         InputError: An input does not exist.
     """
-    entries = [entry for entry in inputs if str(entry) != "-"]
-    use_by_path = {path.resolve(): "is an input" for path in (find_files(entries) if entries else [])}
+    input_files_and_folders = [entry for entry in inputs if str(entry) != "-"]
+    input_files = find_files(input_files_and_folders) if input_files_and_folders else []
+    use_by_path = {path.resolve(): "an input" for path in input_files}
     for option, output in outputs.items():
         if output is None or str(output) in ("", "-"):
             continue
         path = Path(output).resolve()
         if path in use_by_path:
-            raise ConfigError(f"{option} {output}: this file {use_by_path[path]}, too; choose another path")
-        if path.is_file() or not path.exists():
-            use_by_path[path] = f"is the output of {option}"
+            raise ConfigError(f"{option} {output}: this file is {use_by_path[path]} as well; choose another path")
+        is_special_file = path.exists() and not path.is_file()
+        if not is_special_file:
+            use_by_path[path] = f"the output of {option}"
 
 
 @contextmanager
 def map_read_errors(path: Path) -> Iterator[None]:
-    """Raise `InputError` in place of the errors of the operating system and of Arrow while `path` is read."""
+    """Raise `InputError`, with the name of the file, in place of errors of the operating system and of Arrow.
+
+    Args:
+        path: The file that the `with` block reads.
+    """
     try:
         yield
     except PermissionError as error:
@@ -100,7 +111,7 @@ def map_read_errors(path: Path) -> Iterator[None]:
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         text = str(error).strip()
         reason = text.splitlines()[0].rstrip(".") if text else type(error).__name__
-        raise InputError(f"{path}: the file cannot be read ({reason}); write it again, or leave it out") from error
+        raise InputError(f"{path}: the file cannot be read ({reason}); repair it, or leave it out") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +130,10 @@ class Table:
 
     @staticmethod
     def open(path: Path) -> Table:
-        """Read the columns of a file, but none of its rows.
+        """Open a file to find out the names and types of its columns; no rows are returned.
+
+        Args:
+            path: A Parquet or CSV file.
 
         Raises:
             InputError: The file cannot be read, or two of its columns have the same name.
@@ -134,26 +148,29 @@ class Table:
         names = table.schema.names
         if len(set(names)) < len(names):
             duplicate = next(name for name in names if names.count(name) > 1)
-            raise InputError(f"{path}: two columns are called {duplicate!r}; rename one")
+            raise InputError(f"{path}: two columns are called {duplicate!r}; rename one of them")
         return table
 
     def check_columns(self, time: str | None, record: str = DEFAULT_RECORD_COLUMN) -> None:
         """Check that the columns that the user chose for times and record ids exist.
 
         Args:
-            time: The column of times, or None if none was chosen.
-            record: The column of record ids. The default name is optional and is not checked.
+            time: Name of the column of times, or None if the user chose none.
+            record: Name of the column of record ids. The default name is not checked, because that column is optional.
 
         Raises:
             InputError: A chosen column does not exist.
         """
-        for role, name in (("time", time), ("record", None if record == DEFAULT_RECORD_COLUMN else record)):
+        chosen_record = None if record == DEFAULT_RECORD_COLUMN else record
+        for role, name in (("time", time), ("record", chosen_record)):
             if name is not None and name not in self.schema.names:
                 columns = ", ".join(self.schema.names)
-                raise InputError(f"{self.path}: there is no {role} column {name!r}; the columns are {columns}")
+                raise InputError(
+                    f"{self.path}: there is no {role} column {name!r}; choose one of the columns {columns}"
+                )
 
     def format_column_names(self) -> str:
-        """Return the names of the first columns as text for an error message."""
+        """Return the names of the columns for an error message, separated by commas; of many names the first ones."""
         return join_names(self.schema.names)
 
     def choose_layout(
@@ -163,16 +180,19 @@ class Table:
         feature: str = "feature",
         value: str = "value",
     ) -> Layout:
-        """Return the layout of the table.
+        """Return the layout of the table: "wide" (a row is a record) or "long" (a row is one reading).
 
         Args:
-            requested: The layout that the user chose, which is returned as it is. If it is None, the layout is long if
-                the table has the three columns below, and wide otherwise.
-            record: The column of a long table that identifies the record or the device.
-            feature: The column of a long table with names of features.
-            value: The column of a long table with values.
+            requested: The layout that the user chose, which is returned. None chooses "long" if the table has the three
+                columns below, and "wide" otherwise.
+            record: Name of the column that identifies the record or the device, in a long table.
+            feature: Name of the column with the names of features, in a long table.
+            value: Name of the column with values, in a long table.
         """
-        return requested or ("long" if {record, feature, value} <= set(self.schema.names) else "wide")
+        if requested is not None:
+            return requested
+        has_long_columns = {record, feature, value} <= set(self.schema.names)
+        return "long" if has_long_columns else "wide"
 
     def iterate_batches(
         self, columns: Sequence[str], max_rows: int, types: Mapping[str, pa.DataType] | None = None
@@ -182,7 +202,8 @@ class Table:
         Args:
             columns: Names of the columns to read.
             max_rows: Maximum number of rows of a batch.
-            types: Types by column for a CSV file, in place of the inferred ones. Parquet files ignore them.
+            types: For columns of a CSV file, the types to read them as, in place of the inferred types. They are not
+                used for a Parquet file.
 
         Raises:
             InputError: The file cannot be read, or a cell of a CSV file does not have the column's type.
@@ -193,26 +214,33 @@ class Table:
                 with pq.ParquetFile(self.path, pre_buffer=False) as file:
                     yield from file.iter_batches(batch_size=max_rows, columns=list(columns))
                 return
-            type_by_column = {field.name: field.type for field in self.schema} | dict(types or {})
+            inferred_types = {field.name: field.type for field in self.schema}
+            type_by_column = inferred_types | dict(types or {})
             with _open_csv(self.path, {name: type_by_column[name] for name in columns}) as reader:
-                for block in reader:
+                for block in reader:  # a block has as many rows as `BLOCK_BYTES` bytes of text hold
                     for start in range(0, block.num_rows, max_rows):
                         yield block.slice(start, max_rows)
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Return names as text for an error message, separated by commas; of many names only the first ones."""
+    """Return names for an error message, separated by commas; of many names the first ones, and "none" if empty."""
     ending = ", …" if len(names) > MAX_LISTED_NAMES else ""
     return (", ".join(names[:MAX_LISTED_NAMES]) + ending) or "none"
 
 
 def choose_csv_type(table: Table, feature: Feature) -> pa.DataType:
-    """Return the type as which to read a feature's column of a CSV file.
+    """Return the Arrow type for reading the column of a feature from a CSV file.
 
-    Labels are read as text, and other values as numbers, except for columns that Arrow recognised as times of day.
+    Labels are read as text, and other values as numbers. A column that Arrow recognised as times of day keeps its type.
+
+    Args:
+        table: The CSV file.
+        feature: A feature for which the table has a column.
     """
     inferred_type = table.schema.field(feature.name).type
-    return inferred_type if is_time_of_day(inferred_type) and not feature.labels else get_value_type(feature)
+    if is_time_of_day(inferred_type) and not feature.labels:
+        return inferred_type
+    return get_value_type(feature)
 
 
 def get_value_type(feature: Feature) -> pa.DataType:
@@ -221,35 +249,41 @@ def get_value_type(feature: Feature) -> pa.DataType:
 
 
 def _open_csv(path: Path, types: Mapping[str, pa.DataType] | None) -> pc_csv.CSVStreamingReader:
-    """Open a CSV file for reading block by block. The delimiter is the most frequent one in the header line.
+    """Open a CSV file for reading block by block.
+
+    The delimiter is the comma, semicolon or tab, whichever is most frequent in the header line.
 
     Args:
         path: The file.
-        types: The columns to read and their types. None reads all columns and infers their types.
+        types: For the name of each column to read, its type. None reads all columns and infers their types.
+
+    Raises:
+        ArrowException: The file is empty or malformed.
     """
     with path.open("rb") as file:
         header = file.readline(BLOCK_BYTES)
     if not header.strip():
-        raise pa.ArrowInvalid("empty: a header line is needed")
+        raise pa.ArrowInvalid("it is empty or begins with an empty line, but a header with column names is needed")
     delimiter = max(",", ";", "\t", key=lambda candidate: header.count(candidate.encode()))
-    convert = pc_csv.ConvertOptions(strings_can_be_null=True, null_values=["", "NA", "N/A", "null", "NULL"])
+    convert_options = pc_csv.ConvertOptions(strings_can_be_null=True, null_values=["", "NA", "N/A", "null", "NULL"])
     if types is not None:
-        convert.include_columns = list(types)
-        convert.column_types = dict(types)
+        convert_options.include_columns = list(types)
+        convert_options.column_types = dict(types)
     return pc_csv.open_csv(
         path,
         read_options=pc_csv.ReadOptions(block_size=BLOCK_BYTES),
         parse_options=pc_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-        convert_options=convert,
+        convert_options=convert_options,
     )
 
 
 def read_lines(path: Path, max_line_bytes: int) -> Iterator[list[bytes]]:
-    """Yield the lines of a file without their line ends, as one list per block that is read.
+    """Read a file in blocks, and for each block yield the list of the lines that end in it, without their line ends.
 
     Args:
         path: The file.
-        max_line_bytes: Longer lines are cut to `max_line_bytes + 1` bytes; see `LineSplitter`.
+        max_line_bytes: Longest line that is returned complete. Of a longer line, only the first `max_line_bytes + 1`
+            bytes are returned, so that the decoder rejects it as too large.
 
     Raises:
         InputError: The file cannot be read.
@@ -273,18 +307,18 @@ class LineSplitter:
 
     def __init__(self, max_line_bytes: int) -> None:
         self._max_line_bytes = max_line_bytes
-        self._rest = b""
+        self._unfinished_line = b""
 
     def feed(self, block: bytes) -> list[bytes]:
-        """Return the lines that end in this block, without their line ends."""
-        *complete, rest = block.split(b"\n")
-        if complete:
-            complete[0] = self._rest + complete[0]
-            self._rest = b""
-        self._rest = (self._rest + rest)[: self._max_line_bytes + 1]
-        return [line[: self._max_line_bytes + 1] for line in complete]
+        """Return the lines that end in this block of bytes, without their line ends."""
+        *complete_lines, beginning = block.split(b"\n")  # the last part is the beginning of a line that ends later
+        if complete_lines:
+            complete_lines[0] = self._unfinished_line + complete_lines[0]
+            self._unfinished_line = b""
+        self._unfinished_line = (self._unfinished_line + beginning)[: self._max_line_bytes + 1]
+        return [line[: self._max_line_bytes + 1] for line in complete_lines]
 
     def finish(self) -> list[bytes]:
-        """Return the last line if the input did not end with a line end, otherwise an empty list."""
-        last_line, self._rest = self._rest, b""
+        """Return the last line, as a list of one element, if the input did not end with a line end; otherwise []."""
+        last_line, self._unfinished_line = self._unfinished_line, b""
         return [last_line] if last_line else []
