@@ -45,7 +45,7 @@ class _RowsParquet(ParquetSink):
     """A Parquet file to which rows are appended; its row groups are bounded in bytes as well as in rows."""
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Append rows; start to write a row group if enough rows or bytes are collected."""
+        """Append rows to the file; they are written in the background once enough rows or bytes are collected."""
         self._add(batch)
         if sum(pending.nbytes for pending in self._pending) > MAX_PENDING_BYTES:
             self._write_pending()
@@ -56,12 +56,13 @@ class ImputeOptions:
     """How missing values are filled.
 
     Attributes:
-        interval: Probability of the central prediction interval, whose bounds become two columns.
-        estimate: The statistic of the conditional distribution that fills the gap of a continuous feature.
-        quantiles: Probabilities of further quantiles, each of which becomes a column.
-        draws: Number of random draws of the missing values of each row, or None for estimates. With draws, there are no
-            columns for interval and quantiles.
-        seed: The seed of the draws.
+        interval: Probability that a missing value lies in its central prediction interval. The bounds of the interval
+            are written to two additional columns.
+        estimate: Which statistic of the conditional distribution fills the gap of a continuous feature.
+        quantiles: Probabilities of further quantiles; each quantile is written to an additional column.
+        draws: If not None, gaps are filled with random draws instead of estimates, and each row is repeated this number
+            of times. There are no additional columns for the interval and the quantiles.
+        seed: The seed of the random draws.
     """
 
     interval: float = 0.9
@@ -71,7 +72,7 @@ class ImputeOptions:
     seed: int = 0
 
     def list_added_columns(self, name: str) -> list[str]:
-        """Return the names of the columns that follow the column of a continuous feature in the output."""
+        """Return the names of the columns that are added after the column of the continuous feature `name`."""
         bounds = [] if self.draws else [f"{name}__{bound}" for bound in ("low", "high")]
         return bounds + [f"{name}__q{quantile:g}" for quantile in sorted(self.quantiles)]
 
@@ -79,22 +80,22 @@ class ImputeOptions:
 def impute_table(
     source: Path, output: Path, model: DEformer, options: ImputeOptions, report_progress: ReportProgress | None = None
 ) -> int:
-    """Fill the nulls and NaNs in the feature columns of a wide table, and write the table as Parquet.
+    """Fill the nulls and NaNs in the feature columns of a wide table (one record per row), and write it as Parquet.
 
     A gap is filled from the distribution of its feature given the present features of its row. A continuous feature
     gets the estimate that was chosen, a discrete feature its most probable label, in the type of the column.
 
     Each continuous column is followed by COLUMN__low and COLUMN__high, the bounds of the central interval, and by one
     column per quantile, such as COLUMN__q0.05. These columns are null where the reading was present. With draws, each
-    row is repeated once per draw and the column `draw` counts from 0. Context features and columns that are not
-    features are copied.
+    row is repeated once per draw and the column `draw` counts from 0. Columns that are not features are copied, and so
+    are context features (they condition the others, but the model has no distribution for them).
 
     Args:
         source: A Parquet or CSV file.
         output: The Parquet file to write.
         model: The network, in evaluation mode.
         options: How to fill the gaps.
-        report_progress: Receives the number of rows of each batch that was written.
+        report_progress: A function that is called with the number of rows of each batch that was written.
 
     Returns:
         The number of gaps that were filled.
@@ -148,7 +149,12 @@ def impute_table(
 
 
 def _log_features_without_column(feature_by_name: dict[str, Feature], feature_columns: list[str]) -> None:
-    """Log the features of the model that are not imputed, because the table has no column for them."""
+    """Log the features of the model that are not imputed, because the table has no column for them.
+
+    Args:
+        feature_by_name: The features of the model.
+        feature_columns: The columns of the table that are features.
+    """
     missing = [name for name, feature in feature_by_name.items() if name not in feature_columns and not feature.context]
     if missing:
         log.get_logger("impute").info(
@@ -161,27 +167,30 @@ def _log_features_without_column(feature_by_name: dict[str, Feature], feature_co
 def _compute_values(
     model: DEformer, values: Floats, is_gap: NDArray[np.bool_], options: ImputeOptions, first_row: int
 ) -> tuple[Floats, list[Floats]]:
-    """Compute the values that fill the gaps of N records.
+    """Compute the values that fill the gaps of N records of a model with F features.
 
     Args:
         model: The network, in evaluation mode.
-        values: (N, F) readings in raw units, NaN if missing.
+        values: (N, F) readings in raw units, and label codes of discrete features; NaN if missing.
         is_gap: (N, F) which values to compute.
         options: How to fill the gaps.
         first_row: Number of the first record in the table. It makes the draws of each batch independent.
 
     Returns:
-        The values of the gaps, NaN elsewhere: (N, F), or (N · draws, F) with the draws of a record in successive rows.
-        The contents of the added columns (bounds and quantiles), each (N, F); empty with draws.
+        A pair. First, the values of the gaps, NaN elsewhere: (N, F), or (N · draws, F) with the draws of a record in
+        successive rows. Second, a list of arrays (N, F) with the contents of the added columns: the lower and the upper
+        bound of the interval, then the quantiles in ascending order. It is empty with draws.
     """
     if options.draws:
-        seed = int(np.random.SeedSequence([options.seed, first_row]).generate_state(1, np.uint64)[0] >> 1)
+        batch_seed = np.random.SeedSequence([options.seed, first_row]).generate_state(1, np.uint64)[0]
+        seed = int(batch_seed >> 1)  # 63 bits, so that it fits into a signed integer
         draws = imputation.sample_completions(model, values, is_gap, options.draws, seed)  # (draws, N, F)
         drawn_values = np.where(is_gap, draws, np.nan)
         return drawn_values.transpose(1, 0, 2).reshape(-1, drawn_values.shape[2]), []
     imputed = imputation.impute(model, values, is_gap, options.interval)
     new_values = {"median": imputed.median, "mean": imputed.mean, "mode": imputed.mode}[options.estimate]
-    new_values = np.where(np.isnan(new_values), imputed.median, new_values)  # a discrete feature has only the median
+    # A discrete feature has no mean or mode; its most probable label is stored as the median.
+    new_values = np.where(np.isnan(new_values), imputed.median, new_values)
     quantiles: list[Floats] = []
     if options.quantiles:
         quantiles = list(imputation.impute_quantiles(model, values, is_gap, sorted(options.quantiles)))
@@ -191,17 +200,17 @@ def _compute_values(
 def write_samples(
     output: Path, model: DEformer, count: int, seed: int, report_progress: ReportProgress | None = None
 ) -> None:
-    """Draw records from the model and write them as a wide Parquet table.
+    """Draw random records from the model and write them as a wide Parquet table (one record per row).
 
-    The table has one column per feature, in raw units, with labels as text. The columns of context features are null,
-    because the model has no distribution for them.
+    The table has one column per feature, in raw units, with labels as text. The columns of context features, which
+    only condition the others, are null, because the model has no distribution for them.
 
     Args:
         output: The Parquet file to write.
         model: The network, in evaluation mode.
-        count: Number of records.
-        seed: The seed of the draws.
-        report_progress: Receives the number of records of each batch that was written.
+        count: Number of records to draw.
+        seed: The seed of the random numbers.
+        report_progress: A function that is called with the number of records of each batch that was written.
     """
     features = model.schema.features
     output_schema = pa.schema([(feature.name, get_value_type(feature)) for feature in features])
@@ -217,18 +226,25 @@ def write_samples(
                 report_progress(len(values))
         sink.close()
     finally:
-        sink.discard()
+        sink.discard()  # does nothing after `close`; after an error it deletes the incomplete file
 
 
 def _open_table(source: Path, model: DEformer, options: ImputeOptions) -> Table:
-    """Open a wide table and check that its gaps can be filled.
+    """Open a wide table (one record per row) and check that its gaps can be filled.
+
+    Args:
+        source: A Parquet or CSV file.
+        model: The network, whose features are looked for among the columns.
+        options: How to fill the gaps, which determines the columns that are added.
 
     Raises:
         InputError: The input is not one table, has no feature of the model, or has a column that the result needs.
     """
     files = find_files([source])
     if len(files) > 1 or files[0].suffix.lower() in JSON_LINES:
-        raise InputError(f"{source}: only one wide table can be imputed at a time; name one Parquet or CSV file")
+        raise InputError(
+            f"{source}: only one table with a row per record can be imputed at a time; name one Parquet or CSV file"
+        )
     table = Table.open(files[0])
     columns = set(table.schema.names)
     features = [feature for feature in model.schema.features if feature.name in columns]
@@ -246,27 +262,31 @@ def _open_table(source: Path, model: DEformer, options: ImputeOptions) -> Table:
         conflicts = columns & added
         if conflicts:
             raise InputError(
-                f"{source}: the output needs the column {min(conflicts)!r}, which is in the table already; "
+                f"{source}: the output adds a column {min(conflicts)!r}, but the table has a column of this name; "
                 "rename it, or leave it out"
             )
     return table
 
 
 def _is_continuous_reading(feature: Feature | None) -> bool:
-    """Return whether a column is a continuous feature that is modelled, so that intervals can be computed for it."""
+    """Return whether a feature is continuous and has a distribution, so that intervals can be computed for it.
+
+    Args:
+        feature: The feature, or None for a column that is not a feature.
+    """
     return feature is not None and not feature.context and not feature.labels
 
 
 def _make_output_schema(
     table: Table, csv_types: dict[str, pa.DataType], feature_by_name: dict[str, Feature], options: ImputeOptions
 ) -> pa.Schema:
-    """Return the columns of the output: those of the table, each followed by the columns that are added to it.
+    """Return the columns of the output: those of the table, each followed by the columns that are added for it.
 
     Args:
-        table: The table.
-        csv_types: Types by column that replace the inferred types of a CSV file.
+        table: The table whose gaps are filled.
+        csv_types: For feature columns of a CSV file, the types that replace the inferred types.
         feature_by_name: The features of the model.
-        options: How the gaps are filled.
+        options: How the gaps are filled, which determines the added columns.
     """
     fields: list[pa.Field] = []
     for field in table.schema:
@@ -283,10 +303,14 @@ def _make_output_schema(
 
 
 def _get_filled_type(column_type: pa.DataType, feature: Feature) -> pa.DataType:
-    """Return the type of a feature's column after its gaps are filled.
+    """Return the type of a feature's column in the output, after its gaps are filled.
 
-    It is the type before, except that a dictionary becomes plain values, and that a column of nulls or of times of day
-    gets the type of the feature's values. Times of day become seconds since midnight.
+    It is the column's type in the input, with two exceptions. A dictionary-encoded column becomes plain. A column of
+    nulls or of times of day gets the type of the feature's values (times of day become seconds since midnight).
+
+    Args:
+        column_type: The type of the column in the input.
+        feature: The feature.
     """
     value_type = column_type.value_type if pa.types.is_dictionary(column_type) else column_type
     is_replaced = pa.types.is_null(value_type) or pa.types.is_time(value_type)
@@ -299,8 +323,8 @@ def _fill_gaps(column: pa.Array, feature: Feature, values: Floats, description: 
     Args:
         column: N cells.
         feature: The feature of the column.
-        values: (N,) a value for each gap and NaN elsewhere; for a discrete feature, the code of a label.
-        description: The file and the column, for error messages.
+        values: (N,) a value for each gap, NaN elsewhere. For a discrete feature it is the index of a label.
+        description: Names the file and the column, for error messages.
 
     Raises:
         InputError: The column's type cannot hold the values.
@@ -308,6 +332,7 @@ def _fill_gaps(column: pa.Array, feature: Feature, values: Floats, description: 
     filled_type = _get_filled_type(column.type, feature)
     try:
         if pa.types.is_integer(filled_type) and not feature.labels:
+            # An estimate may have a fraction, or lie outside the range of a small integer type.
             limits = np.iinfo(filled_type.to_pandas_dtype())
             values = np.clip(np.round(values), limits.min, limits.max)
         new_cells = _decode_labels(feature, values) if feature.labels else _make_nullable(values)
@@ -317,22 +342,24 @@ def _fill_gaps(column: pa.Array, feature: Feature, values: Floats, description: 
     except pa.ArrowException as error:
         reason = str(error).splitlines()[0]
         raise InputError(
-            f"{description} is {column.type} and cannot hold the imputed values ({reason}); convert the column"
+            f"{description} has the type {column.type} and cannot hold the imputed values ({reason}); convert it to "
+            "another type"
         ) from error
 
 
 def _make_nullable(values: Floats) -> pa.Array:
-    """Return numbers as an Arrow array, null where they are NaN."""
+    """Return numbers as an Arrow array of float64 with nulls in place of NaN."""
     return pa.array(values, pa.float64(), mask=np.isnan(values))
 
 
 def _decode_labels(feature: Feature, codes: Floats) -> pa.Array:
-    """Return the labels of a discrete feature as text, null where the code is NaN.
+    """Return the labels of a discrete feature as N texts, null where the code is NaN.
 
     Args:
         feature: The feature.
         codes: (N,) indexes into the feature's labels, or NaN.
     """
     is_missing = np.isnan(codes)
+    # NaN cannot be converted to an integer, so it is replaced by 0 and masked.
     label_indexes = pa.array(np.where(is_missing, 0, codes).astype(np.int64), mask=is_missing)
     return pa.array(feature.labels, pa.string()).take(label_indexes)

@@ -95,7 +95,7 @@ class ParquetSink:
     Rows are collected into row groups; a row group is written while the rows of the next one are collected.
 
     Args:
-        path: The file. Until `close`, the rows are in a file of this name with the ending ".part".
+        path: The file to write. Until `close`, the rows are in a temporary file, whose name ends in ".part".
         columns: Names and types of the columns.
 
     Raises:
@@ -115,14 +115,14 @@ class ParquetSink:
         # Floating-point numbers rarely repeat, so a dictionary would slow down the writing and enlarge the file.
         dictionary_columns = [field.name for field in columns if not pa.types.is_floating(field.type)]
         with _map_open_errors(self._path):
-            if self._path.is_dir():  # the rename in `close` would fail, after all the work
+            if self._path.is_dir():  # otherwise only the rename in `close` would fail, after all the work
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             self._writer = pq.ParquetWriter(
                 self._partial_path, columns, compression="zstd", use_dictionary=dictionary_columns
             )
 
     def _add(self, batch: pa.RecordBatch) -> None:
-        """Append rows; start to write a row group if enough rows are collected."""
+        """Append rows; if enough are collected, start to write them as a row group in the background."""
         if batch.num_rows:
             self._pending.append(batch)
             self._num_pending_rows += batch.num_rows
@@ -136,7 +136,7 @@ class ParquetSink:
         self._background_writer.submit(lambda: self._write_row_group(row_group))
 
     def _write_row_group(self, row_group: pa.Table) -> None:
-        """Write rows to the file. Runs in the background thread."""
+        """Write rows to the file as a row group; called in the background thread."""
         with map_write_errors(self._path):
             self._writer.write_table(row_group)
 
@@ -163,7 +163,10 @@ class ParquetSink:
         self._is_open = False
 
     def discard(self) -> None:
-        """Delete what was written and keep an older file of the same name. After `close` this does nothing."""
+        """Delete the temporary file, for example after an error. After `close` this does nothing.
+
+        A file of the same name that was written by an earlier run is kept.
+        """
         if self._is_open:
             self._is_open = False
             self._pending = []
@@ -174,13 +177,14 @@ class ParquetSink:
 
 
 class ScoresParquet(ParquetSink):
-    """A Parquet file with one row per accepted event, in order of acceptance; its columns are `SCORES_SCHEMA`.
+    """A Parquet file with the scores of a run: one row per accepted event, in order of acceptance.
 
-    The value is null for a discrete feature, and the label for a continuous one. The log-likelihood is null for a
-    context feature, which is not scored.
+    The columns are those of `SCORES_SCHEMA`. The column `value` is null for a discrete feature, and the column `label`
+    is null for a continuous one. The log-likelihood is null for a context feature (one that conditions the others, but
+    is not scored itself).
 
     Args:
-        path: The file.
+        path: The file to write.
         schema: The features of the model.
     """
 
@@ -189,11 +193,17 @@ class ScoresParquet(ParquetSink):
         self._is_discrete = schema.is_discrete
         self._feature_names = pa.array(schema.names, pa.string())
         self._labels = [label for feature in schema.features for label in feature.labels]
-        self._first_label = np.concatenate([[0], np.cumsum(schema.label_counts)[:-1]])  # index into _labels, by feature
+        # For each feature, the index in `_labels` of its first label.
+        self._first_label = np.concatenate([[0], np.cumsum(schema.label_counts)[:-1]])
         self._label_counts = schema.label_counts
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        """Append the scores of one batch."""
+        """Append the scores of one batch of events.
+
+        Args:
+            effects: The results of the engine, with the batch and its scores.
+            data: Not used.
+        """
         scored, batch = effects.scored, effects.batch
         if not len(scored):
             return
@@ -222,27 +232,29 @@ class ScoresParquet(ParquetSink):
         is_discrete: NDArray[np.bool_],
         unseen_labels: dict[int, str],
     ) -> pa.Array:
-        """Return the labels of M readings as text, null for continuous features.
+        """Return the labels of M readings as an Arrow array of text, null for continuous features.
 
         Args:
-            codes: (M,) feature codes.
+            codes: (M,) for each reading, the index of its feature in the schema.
             values: (M,) values; the value of a discrete feature is the index of its label.
             is_discrete: (M,) whether the feature is discrete.
-            unseen_labels: The label by reading, for labels that did not occur in training.
+            unseen_labels: Labels that did not occur in training, by index of the reading.
         """
         if not self._labels and not unseen_labels:
             return pa.nulls(len(codes), pa.string())
-        has_label = is_discrete & (values < self._label_counts[codes])
+        # All labels are put into one array: those of the model, feature by feature, then those that it does not have.
+        labels = pa.array([*self._labels, *unseen_labels.values()], pa.string())
+        has_label = is_discrete & (values < self._label_counts[codes])  # false for a null
         label_indexes = self._first_label[codes] + np.where(has_label, values, 0).astype(np.int64)
         unseen_readings = list(unseen_labels)
         label_indexes[unseen_readings] = len(self._labels) + np.arange(len(unseen_readings))
         has_label[unseen_readings] = True
-        labels = pa.array([*self._labels, *unseen_labels.values()], pa.string())
         return labels.take(pa.array(label_indexes, mask=~has_label))
 
 
 def _get_record_ids(batch: EventBatch, event_indexes: NDArray[np.int64]) -> pa.Array:
-    """Return the record ids of some events of a batch."""
+    """Return the record id of each of the given events of a batch as an Arrow array of text."""
+    # If the events come from rows of a table, all events of a row have the same id, so fewer ids are converted.
     if batch.row_boundaries is None:
         return pa.array([batch.record_ids[event] for event in event_indexes.tolist()], pa.string())
     record_ids, row_by_event = batch.records_of_rows()
@@ -250,7 +262,15 @@ def _get_record_ids(batch: EventBatch, event_indexes: NDArray[np.int64]) -> pa.A
 
 
 def _find_unseen_labels(batch: EventBatch, event_indexes: NDArray[np.int64]) -> dict[int, str]:
-    """Return the labels that did not occur in training, by their position among the given events of a batch."""
+    """Return the labels of the given events that did not occur in training.
+
+    Args:
+        batch: A batch of events.
+        event_indexes: (M,) indexes of events in the batch.
+
+    Returns:
+        A mapping from the position in `event_indexes` to the label.
+    """
     label_by_event = batch.unseen_labels
     if not label_by_event:
         return {}
@@ -264,11 +284,16 @@ class RecordsParquet(ParquetSink):
         super().__init__(path, RECORDS_SCHEMA)
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        """Append the records that one batch closed."""
+        """Append the records that were closed while one batch was handled.
+
+        Args:
+            effects: The results of the engine, with the closed records.
+            data: Not used.
+        """
         closed: ClosedRecords = effects.closed
         if not len(closed):
             return
-        has_alerted = closed.alert_seq >= 0
+        has_alerted = closed.alert_seq >= 0  # -1 stands for no alert
         columns = [
             pa.array(closed.record_ids, pa.string()),
             pa.array(closed.num_readings, pa.int32()),
@@ -294,21 +319,30 @@ class ExplanationsParquet(ParquetSink):
         super().__init__(path, EXPLANATIONS_SCHEMA)
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        """Append the explanations of the alerts of one batch."""
+        """Append the explanations of the alerts that one batch raised.
+
+        Args:
+            effects: The results of the engine, with the alerts.
+            data: Not used.
+        """
         rows = [_make_explanation(alert, rank) for alert in effects.alerts for rank in range(len(alert.contributions))]
         if rows:
             self._add(pa.RecordBatch.from_pylist(rows, schema=EXPLANATIONS_SCHEMA))
 
 
 def _make_explanation(alert: Alert, rank: int) -> dict[str, Any]:
-    """Return one contribution to an alert as a row of `EXPLANATIONS_SCHEMA`; columns that are not set become null.
+    """Return how much one reading contributed to an alert, as a row of `EXPLANATIONS_SCHEMA`.
 
     Args:
-        alert: The alert.
-        rank: The index of the contribution; 0 is the most suspicious reading.
+        alert: The alert, whose contributions begin with the most suspicious reading.
+        rank: The index of the contribution.
+
+    Returns:
+        The cells by column name. Columns that are missing become null.
     """
     contribution = alert.contributions[rank]
     expected = contribution.expected
+    # A discrete feature has a label in place of a number, so it fills other columns.
     value_column = "label" if isinstance(contribution.value, str) else "value"
     median_column = "expected_label" if isinstance(expected.median, str) else "median"
     return {
@@ -330,12 +364,12 @@ def _make_explanation(alert: Alert, rank: int) -> dict[str, Any]:
 
 
 class LinesSink:
-    """A file of lines, or standard output.
+    """A text file of JSON lines, or standard output.
 
     Args:
-        path: The file, or "-" for standard output.
-        append: Whether to append to an existing file, as a consumer must after a restart. Otherwise the file is
-            replaced.
+        path: The file to write, or "-" for standard output.
+        append: Whether to append to an existing file, so that a consumer keeps the lines of its earlier runs. Otherwise
+            the file is replaced.
 
     Raises:
         ConfigError: The file cannot be opened, or its ending is that of another format.
@@ -351,11 +385,11 @@ class LinesSink:
             self._file: IO[bytes] = (
                 sys.stdout.buffer if self._is_standard_output else self._path.open("ab" if append else "wb")
             )
-        if is_last_line_cut:
+        if is_last_line_cut:  # end the line, so that the next one does not continue it
             self.write_lines([b""])
 
     def write_lines(self, lines: list[bytes]) -> None:
-        """Append lines, which are given without line ends."""
+        """Append lines to the file; the line ends are added here."""
         if lines:
             with map_write_errors(self._path):
                 self._file.write(b"\n".join(lines) + b"\n")
@@ -366,9 +400,9 @@ class LinesSink:
             self._file.flush()
 
     def close(self) -> None:
-        """Flush, and close a file so that its lines survive a power failure. A second call does nothing.
+        """Force all lines to the disk, so that they survive a power failure, and close the file.
 
-        Standard output stays open.
+        Standard output is flushed and stays open. A second call does nothing.
         """
         if self._is_standard_output:
             self.flush()
@@ -378,7 +412,7 @@ class LinesSink:
                 os.fsync(self._file.fileno())
 
     def discard(self) -> None:
-        """Close the file and keep its lines, because each line is valid even if the run failed later."""
+        """Close the file, for example after an error. Its lines are kept, because each of them is valid by itself."""
         self.close()
 
 
@@ -392,31 +426,34 @@ def _ends_within_line(path: Path) -> bool:
 
 
 class AlertLines(LinesSink):
-    """A file of alerts and drift notices as JSON, one per line; alerts are in the order in which they were raised."""
+    """A file of alerts, and of notices that the data have drifted, as JSON lines. They are in the order of occurrence.
+
+    Within the results of one batch, alerts come before notices.
+    """
 
     def write(self, effects: Effects, data: Payload | None) -> None:
         """Append the alerts and drift notices of one batch.
 
         Args:
-            effects: What the engine returned.
-            data: The messages or rows that the alerts refer to, from which the position of an alert is taken.
+            effects: The results of the engine, with the alerts and notices.
+            data: The messages or rows of the batch. An alert states the position of the one that raised it.
         """
         self.write_lines([encode_alert(alert, data) for alert in effects.alerts])
         self.write_lines([encode_drift(notice) for notice in effects.drift_notices])
 
 
 class RejectedLines(LinesSink):
-    """A file of dead letters (rejected events) as JSON, one per line.
+    """A file of dead letters (rejected messages or rows) as JSON, one per line.
 
-    A dead letter states the reason, the details and the source position, and contains the message.
+    A dead letter contains the message, the reason for its rejection, and the file and line or row where it was read.
     """
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        """Append the rejections of one batch.
+        """Append the messages of one batch that were rejected.
 
         Args:
-            effects: What the engine returned.
-            data: The messages or rows that were rejected.
+            effects: The results of the engine, with the rejections.
+            data: The messages or rows of the batch, to which the rejections refer by index.
         """
         if data is not None:
             self.write_lines([encode_rejected(rejected, data) for rejected in effects.rejections])
@@ -429,7 +466,11 @@ def _make_nullable(values: NDArray[np.float64], is_null: NDArray[np.bool_]) -> p
 
 @contextmanager
 def _map_open_errors(path: Path) -> Iterator[None]:
-    """Raise `ConfigError` in place of the operating system's errors while an output file is opened."""
+    """Raise `ConfigError` in place of errors of the operating system while the `with` block opens an output file.
+
+    Args:
+        path: The output file, for the message.
+    """
     try:
         yield
     except OSError as error:
