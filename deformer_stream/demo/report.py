@@ -25,13 +25,13 @@ third reading."""
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A scored reading of a record.
+    """One reading of a record, and how anomalous the record was after it arrived.
 
     Attributes:
         feature: Name of the sensor.
-        value: A number in the sensor's unit, or a label.
+        value: The reading: a number in the sensor's unit, or a label such as "idle".
         score: Anomaly score of the record after this reading; larger is more anomalous.
-        p_value: P-value of the record after this reading; smaller is more anomalous.
+        p_value: p-value of the record after this reading; smaller is more anomalous.
     """
 
     feature: str
@@ -42,13 +42,13 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result for one record.
+    """Whether one simulated record had a fault, and whether it raised an alert.
 
     Attributes:
         record: Id of the record.
-        fault: Kind of fault, "" if the record is normal.
+        fault: Kind of fault that was simulated, "" if the record is normal.
         num_readings: Number of readings of the complete record.
-        alert: The alert, if one was raised.
+        alert: The alert that the record raised, None if it raised none.
     """
 
     record: str
@@ -58,19 +58,19 @@ class Outcome:
 
     @property
     def share_seen(self) -> float:
-        """Share of the record's readings (0 to 1) that had arrived when it raised its alert; infinite without one."""
+        """Share of the record's readings (0 to 1) that had arrived at its alert; infinite if it raised no alert."""
         return self.alert.raised_at / self.num_readings if self.alert else math.inf
 
 
 def format_measurement(feature: str, value: float | str | None) -> str:
-    """Return a value as text with the unit of its sensor, rounded to the sensor's resolution.
+    """Return a reading as text with the unit of its sensor, rounded to the sensor's resolution.
 
     Args:
-        feature: Name of the sensor. A name that is not in `SENSORS` has no unit.
-        value: A number, a label, or None for no value.
+        feature: Name of the sensor. If it is not one of the simulated `SENSORS`, four digits and no unit are shown.
+        value: A number, a label, or None, which is shown as "None".
     """
     sensor = SENSORS.get(feature)
-    if not isinstance(value, float | int):
+    if not isinstance(value, float | int):  # a label or None
         return f"{value} {sensor.unit if sensor else ''}".strip()
     if sensor is None:
         return pages.format_number(value, 4)
@@ -80,16 +80,16 @@ def format_measurement(feature: str, value: float | str | None) -> str:
 
 
 def format_contribution(contribution: Contribution) -> str:
-    """Return a reading of an alert as text: its feature, the values that were expected and the value that arrived."""
+    """Return a reading of an alert as text, such as "flow: expected 75.1 … 81.9, came 61.2 m³/h"."""
     feature = contribution.feature
     value = format_measurement(feature, contribution.value)
     return f"{feature.replace('_', ' ')}: expected {format_expected(contribution)}, came {value}"
 
 
 def format_expected(contribution: Contribution) -> str:
-    """Return the range in which a numeric reading was expected as text, or the most likely label of a discrete one."""
+    """Return what the model expected instead of a reading: a range such as "75.1 … 81.9", or the most likely label."""
     feature, expected = contribution.feature, contribution.expected
-    if expected.low is None or expected.high is None:  # a label has no range
+    if expected.low is None or expected.high is None:  # a label has no range; `median` is the most likely label
         return format_measurement(feature, expected.median)
     unit = f" {SENSORS[feature].unit}" if feature in SENSORS else ""
     low, high = (format_measurement(feature, end).removesuffix(unit) for end in (expected.low, expected.high))
@@ -97,10 +97,10 @@ def format_expected(contribution: Contribution) -> str:
 
 
 def explain_alert(alert: Alert) -> list[str]:
-    """Return the most suspicious reading of an alert as text, and up to two more readings that are clearly suspicious.
+    """Return an explanation of an alert: a text for each of the one to three readings that contributed most to it.
 
-    A further reading is clearly suspicious if its negative log p-value is at least `MIN_SUSPICIOUS_NATS`. The list is
-    empty if the alert has no contributions.
+    The most suspicious reading is always named. The second and third reading are named if the negative log of their
+    p-value is at least `MIN_SUSPICIOUS_NATS`. The list is empty if the alert has no contributions.
     """
     most_suspicious = alert.contributions[:1]  # contributions are sorted, the most suspicious reading first
     others = [other for other in alert.contributions[1:3] if other.surprise >= MIN_SUSPICIOUS_NATS]
@@ -110,12 +110,12 @@ def explain_alert(alert: Alert) -> list[str]:
 def bound_false_alarms(
     alpha: float, num_calibration_records: int, num_records: int, confidence: float = CONFIDENCE
 ) -> int:
-    """Return the smallest number that the count of false alarms does not exceed with probability `confidence`.
+    """Return an upper bound of the number of false alarms, which holds with probability `confidence`.
 
-    An alert requires that the record's rank among n calibration records is one of the k = ⌊α(n + 1)⌋ most anomalous
-    ones. The calibration records are random, so the probability of a false alarm is random as well. It has the
-    distribution Beta(k, n + 1 − k), and the number of false alarms among m records is beta-binomial (Vovk 2012; Bates
-    et al., arXiv 2104.08279).
+    A record raises an alert if it is one of the k = ⌊α(n + 1)⌋ most anomalous among itself and n calibration records
+    (normal records with which new ones are compared). The calibration records are random, so the probability of a false
+    alarm is random as well: it has the distribution Beta(k, n + 1 − k). Therefore the number of false alarms among m
+    normal records is beta-binomial (Vovk 2012; Bates et al., arXiv 2104.08279). The bound is a quantile of it.
 
     Args:
         alpha: False-alarm rate, the α of the formula.
@@ -125,27 +125,29 @@ def bound_false_alarms(
     """
     n, m = num_calibration_records, num_records
     k = math.floor(alpha * (n + 1) + 1e-9)  # the small term compensates rounding errors of the product
-    if k < 1:
+    if k < 1:  # no rank is extreme enough for an alert
         return 0
     b = n + 1 - k
     lgamma = math.lgamma
-    # Beta-binomial log probability of x: ln C(m, x) + ln B(x + k, m − x + b) − ln B(k, b). B is the beta function.
+    # Log probability of x false alarms: ln C(m, x) + ln B(x + k, m − x + b) − ln B(k, b). C is the binomial
+    # coefficient, B the beta function. Both consist of gamma functions. `constant` has the terms without x.
     constant = lgamma(m + 1) + lgamma(n + 1) - lgamma(k) - lgamma(b) - lgamma(m + n + 1)
     log_probabilities = [
         constant - lgamma(x + 1) - lgamma(m - x + 1) + lgamma(x + k) + lgamma(m - x + b) for x in range(m + 1)
     ]
     cumulative_probabilities = np.cumsum(np.exp(log_probabilities))
+    # The first x whose cumulative probability is at least `confidence`. Rounding errors must not exceed m.
     return min(int(np.searchsorted(cumulative_probabilities, confidence)), m)
 
 
 class Detection(NamedTuple):
-    """The detections of one kind of fault.
+    """How many records with one kind of fault were detected, and how early.
 
     Attributes:
         num_records: Number of records with the fault.
-        num_detected: Number of them that raised an alert.
-        mean_share_seen: Mean share of a record's readings (0 to 1) that had arrived at its alert; NaN without
-            detections.
+        num_detected: Number of these records that raised an alert.
+        mean_share_seen: Mean over the detected records of the share of readings (0 to 1) that had arrived at the alert;
+            NaN if no record was detected.
     """
 
     num_records: int
@@ -158,17 +160,17 @@ class Summary:
     """The key figures of the demo.
 
     Attributes:
-        alpha: False-alarm rate: p-value from which an alert is raised.
-        num_calibration_records: Number of calibration records.
+        alpha: False-alarm rate: an alert is raised if a record's p-value is at most this.
+        num_calibration_records: Number of calibration records (normal records with which new ones are compared).
         num_normal: Number of normal records.
         num_false_alarms: Number of normal records that raised an alert.
         max_false_alarms: Upper bound of the number of false alarms that holds with probability `CONFIDENCE`.
         num_faulty: Number of faulty records.
         num_detected: Number of faulty records that raised an alert.
         num_early: Number of faulty records that raised an alert before their last reading arrived.
-        mean_share_seen: Mean share of a faulty record's readings (0 to 1) that had arrived at its alert; NaN without
-            detections.
-        detection_by_fault: Detections by kind of fault.
+        mean_share_seen: Mean over the detected faulty records of the share of readings (0 to 1) that had arrived at the
+            alert; NaN if no record was detected.
+        detection_by_fault: How many records were detected, and how early, by kind of fault.
     """
 
     alpha: float
@@ -187,16 +189,16 @@ def summarize(outcomes: Sequence[Outcome], alpha: float, num_calibration_records
     """Return the key figures of the demo.
 
     Args:
-        outcomes: The outcomes of all records, normal and faulty.
-        alpha: False-alarm rate.
-        num_calibration_records: Number of calibration records.
+        outcomes: For all records, normal and faulty, whether they raised an alert.
+        alpha: False-alarm rate at which the alerts were raised.
+        num_calibration_records: Number of calibration records (normal records with which new ones are compared).
     """
     normal = [outcome for outcome in outcomes if not outcome.fault]
     faulty = [outcome for outcome in outcomes if outcome.fault]
     detected = [outcome for outcome in faulty if outcome.alert]
-    faults = [fault for fault in MEANING_BY_FAULT if any(outcome.fault == fault for outcome in faulty)]
-    num_records = Counter(outcome.fault for outcome in faulty)
-    num_detected = Counter(outcome.fault for outcome in detected)
+    num_records_by_fault = Counter(outcome.fault for outcome in faulty)
+    num_detected_by_fault = Counter(outcome.fault for outcome in detected)
+    faults = [fault for fault in MEANING_BY_FAULT if num_records_by_fault[fault]]
     return Summary(
         alpha=alpha,
         num_calibration_records=num_calibration_records,
@@ -209,8 +211,8 @@ def summarize(outcomes: Sequence[Outcome], alpha: float, num_calibration_records
         mean_share_seen=_average_share_seen(detected),
         detection_by_fault={
             fault: Detection(
-                num_records[fault],
-                num_detected[fault],
+                num_records_by_fault[fault],
+                num_detected_by_fault[fault],
                 _average_share_seen([outcome for outcome in detected if outcome.fault == fault]),
             )
             for fault in faults
@@ -219,36 +221,37 @@ def summarize(outcomes: Sequence[Outcome], alpha: float, num_calibration_records
 
 
 def _average_share_seen(outcomes: Sequence[Outcome]) -> float:
-    """Return the mean share of a record's readings that had arrived at its alert; NaN without outcomes.
+    """Return the mean over records of the share of readings (0 to 1) that had arrived at the alert.
 
     Args:
-        outcomes: Outcomes of records that raised an alert.
+        outcomes: Outcomes of records that raised an alert. If there are none, the mean is NaN.
     """
     return float(np.mean([outcome.share_seen for outcome in outcomes])) if outcomes else math.nan
 
 
 def compute_alerted_shares(outcomes: Sequence[Outcome], shares_seen: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the share of records that had raised an alert when a certain share of their readings had arrived.
+    """Return the curve of detections: which share of the records has raised an alert after which share of readings.
 
     Args:
         outcomes: The outcomes of N records.
-        shares_seen: S shares of a record's readings (0 to 1), (S,).
+        shares_seen: The S points of the curve, shares (0 to 1) of a record's readings that have arrived, (S,).
 
     Returns:
-        The share of the records (0 to 1) for each element of `shares_seen`, (S,); NaN without records.
+        For each point the share (0 to 1) of records that have raised an alert by then, (S,); NaN without records.
     """
-    shares_at_alert = np.array([outcome.share_seen for outcome in outcomes])
+    shares_at_alert = np.array([outcome.share_seen for outcome in outcomes])  # (N,), infinite without an alert
     if not len(shares_at_alert):
         return np.full(len(shares_seen), np.nan)
     has_alerted = shares_at_alert[None, :] <= shares_seen[:, None] + 1e-9  # (S, N), with a tolerance for rounding
-    shares: NDArray[np.float64] = has_alerted.mean(1)
-    return shares
+    alerted_shares: NDArray[np.float64] = has_alerted.mean(1)
+    return alerted_shares
 
 
 def choose_example(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """Return a typical detected fault, to be shown in the report; None without detections.
+    """Return a faulty record that was detected typically early, as the example of the report.
 
-    It is the faulty record for which the share of readings at the alert is the (lower) median.
+    Of all detected faulty records, it has the median (of an even number, the lower one) of the share of readings that
+    had arrived at the alert. None if no faulty record was detected.
     """
     detected = [outcome for outcome in outcomes if outcome.fault and outcome.alert]
     detected.sort(key=lambda outcome: (outcome.share_seen, outcome.record))  # the record id makes the result unique
@@ -256,15 +259,18 @@ def choose_example(outcomes: Sequence[Outcome]) -> Outcome | None:
 
 
 def format_key_figures(summary: Summary) -> dict[str, str]:
-    """Return the key figures of the demo as texts: the description as key, the figure with its percentage as value."""
-    false_alarms = pages.format_percent(summary.num_false_alarms / max(summary.num_normal, 1))
-    detected = pages.format_percent(summary.num_detected / max(summary.num_faulty, 1), 0)
-    early = pages.format_percent(summary.num_early / max(summary.num_detected, 1), 0)
+    """Return the key figures of the demo: a description of each figure as key, the figure as text as value."""
+    # max(…, 1) avoids a division by zero: without records the share is 0%.
+    false_alarm_share = pages.format_percent(summary.num_false_alarms / max(summary.num_normal, 1))
+    detected_share = pages.format_percent(summary.num_detected / max(summary.num_faulty, 1), 0)
+    false_alarms = f"{summary.num_false_alarms} of {summary.num_normal:,} ({false_alarm_share})"
+    early_share = pages.format_percent(summary.num_early / max(summary.num_detected, 1), 0)
+    alpha = pages.format_percent(summary.alpha, 0)
     return {
-        "false alarms among normal records": (f"{summary.num_false_alarms} of {summary.num_normal:,} ({false_alarms})"),
-        f"allowed at α = {pages.format_percent(summary.alpha, 0)} (99% bound)": f"at most {summary.max_false_alarms}",
-        "faulty records detected": f"{summary.num_detected} of {summary.num_faulty} ({detected})",
-        "of these, before the record was complete": f"{summary.num_early} ({early})",
+        "false alarms among normal records": false_alarms,
+        f"allowed at α = {alpha} (99% bound)": f"at most {summary.max_false_alarms}",
+        "faulty records detected": f"{summary.num_detected} of {summary.num_faulty} ({detected_share})",
+        "of these, before the record was complete": f"{summary.num_early} ({early_share})",
         "share of the record seen at the alert, mean": pages.format_percent(summary.mean_share_seen, 0),
     }
 
@@ -279,9 +285,9 @@ def render_report(
 
     Args:
         summary: The key figures.
-        outcomes: The outcomes of all records.
-        readings_by_record: The scored readings of each record id in order of arrival.
-        threshold: Anomaly score above which an alert is raised, for the chart of one record.
+        outcomes: The outcomes of all records: their faults and alerts.
+        readings_by_record: The scored readings of each record in order of arrival, by record id.
+        threshold: Anomaly score above which an alert is raised. It is shown in the chart of the example record.
     """
     alpha = pages.format_percent(summary.alpha, 0)
     example = choose_example(outcomes)
@@ -305,19 +311,22 @@ def render_report(
 
 
 def _render_detection_curve(summary: Summary, outcomes: Sequence[Outcome], alpha: str) -> list[str]:
-    """Return a chart that shows how early faults are detected, and a table of the detections by kind of fault.
+    """Return two parts of the report: a chart of how early faults are detected, and a table by kind of fault.
 
-    The chart shows the share of records with an alert against the share of their readings that has arrived.
+    For faulty and for normal records, the chart shows the share of records that have raised an alert against the share
+    of their readings that have arrived.
 
     Args:
         summary: The key figures.
-        outcomes: The outcomes of all records.
+        outcomes: The outcomes of all records: their faults and alerts.
         alpha: The false-alarm rate as text, such as "1%".
     """
-    shares = np.linspace(0, 1, len(FEATURES) + 1)
+    shares_seen = np.linspace(0, 1, len(FEATURES) + 1)  # a point for each reading of a complete record
+    faulty = [outcome for outcome in outcomes if outcome.fault]
+    normal = [outcome for outcome in outcomes if not outcome.fault]
     curves = {
-        "faulty records": (shares, compute_alerted_shares([o for o in outcomes if o.fault], shares)),
-        "normal records": (shares, compute_alerted_shares([o for o in outcomes if not o.fault], shares)),
+        "faulty records": (shares_seen, compute_alerted_shares(faulty, shares_seen)),
+        "normal records": (shares_seen, compute_alerted_shares(normal, shares_seen)),
     }
     rows = [
         (
@@ -349,7 +358,7 @@ def _render_detection_curve(summary: Summary, outcomes: Sequence[Outcome], alpha
 
 
 def _render_alert_table(outcomes: Sequence[Outcome]) -> str:
-    """Return the table of all alerts with their explanations, in order of event time."""
+    """Return a table of all alerts, each with the simulated fault and an explanation, in order of event time."""
     alerts = [(outcome.alert, outcome.fault) for outcome in outcomes if outcome.alert]
     alerts.sort(key=lambda pair: (pair[0].time, pair[0].record))
     rows = [
@@ -366,11 +375,13 @@ def _render_alert_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def render_explanation(alert: Alert) -> list[str]:
-    """Return the parts of a section that explains an alert by its readings, the most suspicious first.
+    """Return the parts of the report that explain an alert: a heading, a paragraph and a table of readings.
 
-    For each reading the table states how improbable it is, and how much less anomalous the record would be without it.
+    The table has one row per reading, the most suspicious reading first. It states how improbable the reading is, and
+    how much less anomalous the record would be without it.
     """
-    names = [name.replace("_", " ") for name in alert.silenced_by or ()]
+    # The readings that explain the alert: with their expected values instead, there would be no alert.
+    silencing_names = [name.replace("_", " ") for name in alert.silenced_by or ()]
     rows = [
         (
             contribution.feature.replace("_", " "),
@@ -383,9 +394,9 @@ def render_explanation(alert: Alert) -> list[str]:
         )
         for contribution in alert.contributions
     ]
-    counterfactual = (
-        f"With the expected value of {' and '.join(names)} there would have been no alert. " if names else ""
-    )
+    counterfactual = ""
+    if silencing_names:
+        counterfactual = f"With the expected value of {' and '.join(silencing_names)} there would have been no alert. "
     return [
         pages.render_heading("Why this alert"),
         pages.render_paragraph(
@@ -398,10 +409,10 @@ def render_explanation(alert: Alert) -> list[str]:
 
 
 def render_example(outcome: Outcome, readings: Sequence[Reading], threshold: float) -> list[str]:
-    """Return the parts of a section that shows one record with an alert, reading by reading.
+    """Return the parts of the report that show one record with an alert, reading by reading.
 
     Args:
-        outcome: The outcome of the record.
+        outcome: The fault and the alert of the record.
         readings: All scored readings of the record in order of arrival.
         threshold: Anomaly score above which an alert is raised.
 
@@ -411,7 +422,8 @@ def render_example(outcome: Outcome, readings: Sequence[Reading], threshold: flo
     alert = outcome.alert
     if alert is None:
         raise ValueError(
-            f"record {outcome.record} raised no alert, so it cannot be shown as an example; choose one with an alert"
+            f"record {outcome.record} cannot be the example of the report, because it raised no alert; "
+            "choose a record with an alert"
         )
     numbers = list(range(1, len(readings) + 1))
     rows = [

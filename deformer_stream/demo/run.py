@@ -56,12 +56,12 @@ READINGS_PER_POLL = 64
 
 
 class AlertPrinter:
-    """A sink that prints alerts when they are raised, and keeps all scored readings for the report.
+    """A sink of the pipeline that prints alerts when they are raised, and keeps all scored readings for the report.
 
     Attributes:
         console: The terminal to print on.
-        schema: The features of the model, to convert label codes back to labels.
-        fault_by_record: Kind of fault by record id for all records, "" for normal records.
+        schema: The features of the model. The sink needs it to convert label codes (integers) back to labels.
+        fault_by_record: Kind of the simulated fault by record id for all records, "" for normal records.
         readings_by_record: Scored readings by record id, in order of arrival.
         alert_by_record: Alerts by record id, for the records that raised one.
     """
@@ -72,29 +72,30 @@ class AlertPrinter:
         self.alert_by_record: dict[str, Alert] = {}
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        """Keep the scored readings of one step of the pipeline, and print its alerts.
+        """Keep the scored readings of one batch, and print its alerts.
 
         Args:
-            effects: What the engine returned: scored readings and alerts.
-            data: The messages of the step, which are not used.
+            effects: What the engine returned for the batch: scored readings and alerts.
+            data: The messages from which the batch was decoded. They are not used.
         """
         batch, scored = effects.batch, effects.scored
-        for i, event in enumerate(scored.event_indices.tolist()):
-            feature = self.schema.features[int(batch.features[event])]
-            value: float | str = float(batch.values[event])
-            if feature.labels:  # the value is a label code; training may not have seen the label
-                value = batch.unseen_labels.get(event) or feature.labels[int(value)]
+        # `event_index` is the position of a scored reading in the batch, `i` its position among the scored readings.
+        for i, event_index in enumerate(scored.event_indices.tolist()):
+            feature = self.schema.features[int(batch.features[event_index])]
+            value: float | str = float(batch.values[event_index])
+            if feature.labels:  # the value is a label code, unless the training data did not have the label
+                value = batch.unseen_labels.get(event_index) or feature.labels[int(value)]
             reading = Reading(feature.name, value, float(scored.score[i]), float(scored.p_value[i]))
-            self.readings_by_record[batch.record_ids[event]].append(reading)
+            self.readings_by_record[batch.record_ids[event_index]].append(reading)
         for alert in effects.alerts:
             self.alert_by_record[alert.record] = alert
             self.console.print(format_alert(alert, self.fault_by_record[alert.record]), soft_wrap=True)
 
     def flush(self) -> None:
-        """Do nothing, because alerts are printed at once."""
+        """Do nothing: `write` prints alerts immediately, so nothing is buffered."""
 
     def close(self) -> None:
-        """Do nothing, because the sink opens nothing."""
+        """Do nothing: the sink has no files or connections to close."""
 
     def get_outcomes(self) -> list[Outcome]:
         """Return the outcome (fault, number of readings, alert) of every record, in the order of `fault_by_record`."""
@@ -105,13 +106,16 @@ class AlertPrinter:
 
 
 def format_alert(alert: Alert, fault: str) -> Text:
-    """Return an alert as one coloured line for the terminal: pump, fault, progress of the record, p-value and reason.
+    """Return an alert as one coloured line for the terminal.
+
+    The line names the pump, the simulated fault, how many readings had arrived, the p-value and the most suspicious
+    reading.
 
     Args:
         alert: The alert.
         fault: Kind of fault of its record, "" if the record is normal and the alert is false.
     """
-    pump = alert.record.split("/")[0]
+    pump = alert.record.split("/")[0]  # a record id is PUMP/NUMBER
     kind = Text(f"{fault:17s}", "bold red") if fault else Text(f"{'— false alarm':17s}", "yellow")
     progress = f"after {alert.features_seen:2d} of {alert.features_expected} readings"
     explanation = explain_alert(alert)[0] if alert.contributions else ""
@@ -119,7 +123,7 @@ def format_alert(alert: Alert, fault: str) -> Text:
 
 
 def run_demo(output: Path, seed: int, train_time: str = "60s", open_report: bool = False) -> int:
-    """Run the demo and return its exit code: 0, or that of the trainer if it fails.
+    """Run the demo: simulate pumps, train a model, stream readings through it, and write a report.
 
     Args:
         output: Folder to which `normal.parquet` (the training records), `model/`, `pumps.parquet` (the streamed
@@ -127,6 +131,9 @@ def run_demo(output: Path, seed: int, train_time: str = "60s", open_report: bool
         seed: Seed of the simulated records and of the training.
         train_time: Time limit of the training, such as "60s".
         open_report: Whether to open the report in the default browser.
+
+    Returns:
+        The exit code of the demo: 0, or the exit code of the trainer if the training fails.
 
     Raises:
         ConfigError: If the folder cannot be written.
@@ -142,7 +149,7 @@ def run_demo(output: Path, seed: int, train_time: str = "60s", open_report: bool
         pq.write_table(simulate(NUM_TRAINING_RECORDS, seed=2 * seed).select_normal_records(), table)
     except OSError as error:
         raise ConfigError(
-            f"--output {output} cannot be written ({error.strerror or error}); choose another folder"
+            f"the folder --output {output} cannot be written ({error.strerror or error}); choose another folder"
         ) from None
     console.print(f"  wrote {table}")
 
@@ -183,12 +190,14 @@ def run_demo(output: Path, seed: int, train_time: str = "60s", open_report: bool
 
 
 def _print_step(console: Console, number: int, words: str) -> None:
-    """Print the heading of a step of the demo, with the number of the step."""
+    """Print the heading of a step of the demo: the number of the step and the given words."""
     console.print(Text(f"\n{number}  {words}", "bold"), soft_wrap=True)
 
 
 def run_trainer(console: Console, table: Path, model: Path, seed: int, train_time: str) -> int:
-    """Print the command that trains the model, run it as a child process, and return its exit code.
+    """Train the model in a child process, and return the exit code of this process.
+
+    The equivalent shell command is printed first, so that the user can repeat the training.
 
     Args:
         console: The terminal to print on.
@@ -201,6 +210,7 @@ def run_trainer(console: Console, table: Path, model: Path, seed: int, train_tim
     options += ["--exclude", "record,time", "--seed", str(seed)]
     console.print(Text("  $ " + " ".join(["deformer-train", str(table), *options]), "cyan"), soft_wrap=True)
     sys.stdout.flush()  # before the child process writes to the same terminal
+    # The same program as `deformer-train`, which need not be on the PATH.
     command = [sys.executable, "-m", "trainer.cli", str(table), *options]
     return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode  # noqa: S603 - ours
 
@@ -208,7 +218,9 @@ def run_trainer(console: Console, table: Path, model: Path, seed: int, train_tim
 def stream_readings(
     console: Console, detector: model_store.Artifact, fleet: SimulatedFleet
 ) -> tuple[AlertPrinter, Totals]:
-    """Process all readings of the simulated pumps with the pipeline, in order of arrival.
+    """Score all readings of the simulated pumps in order of arrival, and print alerts.
+
+    The readings pass through the same pipeline as those of a real consumer.
 
     Args:
         console: The terminal on which alerts are printed.
@@ -216,21 +228,22 @@ def stream_readings(
         fleet: The simulated records, with the time at which each reading arrives.
 
     Returns:
-        The sink with the scored readings and alerts, and the totals of the pipeline.
+        The sink, which has kept the scored readings and alerts, and the totals (such as the number of events) of the
+        pipeline.
     """
     fault_by_record = dict(zip(fleet.table["record"].to_pylist(), fleet.table["fault"].to_pylist(), strict=True))
     printer = AlertPrinter(console, detector.schema, fault_by_record)
-    # A reading arrives at most MAX_DELAY seconds after its measurement. A record without a reading for longer is
-    # complete.
+    # A reading arrives at most MAX_DELAY seconds after its measurement. So if a record has not received a reading for
+    # longer (in microseconds), it is complete and can be closed.
     limits = Limits(record_timeout=round((MAX_DELAY + 1) * 1e6))
     pipeline = Pipeline(
         source=MemorySource(fleet.iterate_messages(), chunk=READINGS_PER_POLL),
         codec=Codec(detector.schema),
         engine=Engine(detector.model, detector.calibration, detector.fingerprint, ALPHA, limits),
         sinks=[printer],
-        clock=EventClock(),
+        clock=EventClock(),  # timeouts follow the event times, because the stream is replayed as fast as possible
         metrics=Metrics(),
-        is_finite=True,
+        is_finite=True,  # the pipeline ends when the source has no more messages
     )
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a poll has a few dozen readings, which is too little work for several threads
@@ -241,7 +254,7 @@ def stream_readings(
 
 
 def print_summary(console: Console, summary: Summary) -> None:
-    """Print the table of detections by kind of fault, and the key figures of the demo."""
+    """Print a table of how many faults of each kind were detected and how early, and the key figures of the demo."""
     table = Table("fault", "records", "detected", "seen at the alert", box=None, pad_edge=False, padding=(0, 2))
     for column in table.columns[1:]:
         column.justify = "right"

@@ -64,15 +64,15 @@ VALVE_POSITIONS = np.arange(30, 101, 10)
 
 @dataclass(frozen=True, slots=True)
 class Sensor:
-    """A sensor of a pump.
+    """The properties of a sensor, which are the same for all pumps.
 
     Attributes:
-        unit: Unit of its readings, "" for labels.
-        resolution: Smallest difference of two readings, in the unit.
-        noise: Standard deviation of the noise, in the unit.
-        offset: Standard deviation of the sensor's calibration error (a constant for each pump), in the unit.
+        unit: Unit of its readings, "" if they are labels.
+        resolution: Smallest difference of two readings, in the unit; 0 if they are labels.
+        noise: Standard deviation of the noise of each reading, in the unit.
+        offset: Standard deviation over pumps of the sensor's calibration error (a constant for each pump), in the unit.
         missing_share: Share of readings that never arrive, from 0 to 1.
-        device: The device of the pump that sends the readings of this and other sensors.
+        device: Name of the device that sends the readings of this sensor. A device sends those of several sensors.
     """
 
     unit: str
@@ -133,12 +133,13 @@ MAX_DELAY = 4.0
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
-    """Simulated records of several pumps.
+    """Simulated records of several pumps, and the delays with which their readings arrive.
 
     Attributes:
         table: One row per record, N rows. The columns are `record` (the id), `time` (of the measurement), one column
             for each of the F features (null if the reading never arrives), and `fault` (kind of fault, "" for normal).
-        delays: (N, F) seconds from the time of a record to the arrival of each reading, in the order of `FEATURES`.
+        delays: Seconds from the measurement of a record to the arrival of each of its readings, (N, F), with the
+            features in the order of `FEATURES`.
     """
 
     table: pa.Table
@@ -149,24 +150,25 @@ class SimulatedFleet:
         return self.table.filter(pc.equal(self.table.column("fault"), "")).drop_columns(["fault"])
 
     def sort_by_arrival(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the E readings that arrive, in order of arrival.
+        """Return all E readings of the table that arrive (are not null), in order of arrival.
 
         Returns:
             Three arrays of shape (E,): row of the reading in the table, index of its feature in `FEATURES`, and arrival
             time in microseconds since 1970.
         """
-        start = self.table.column("time").cast(pa.int64()).to_numpy()
-        times = start[:, None] + np.round(self.delays * 1e6).astype(np.int64)
+        measured_at = self.table.column("time").cast(pa.int64()).to_numpy()  # microseconds since 1970
+        arrival_times = measured_at[:, None] + np.round(self.delays * 1e6).astype(np.int64)
         is_observed = np.stack([self.table.column(name).is_valid().to_numpy() for name in FEATURES], 1)
         rows, features = np.nonzero(is_observed)
-        order = np.argsort(times[rows, features], kind="stable")
-        return rows[order], features[order], times[rows, features][order]
+        times = arrival_times[rows, features]
+        order = np.argsort(times, kind="stable")
+        return rows[order], features[order], times[order]
 
     def to_long_table(self) -> pa.Table:
-        """Return a table with one row per reading in order of arrival: `record`, `feature`, `value` and `time`.
+        """Return the readings as a table with one row per reading, in order of arrival.
 
-        The time is that of the arrival. The values are text, because the mode of operation is a label and the other
-        readings are numbers.
+        The columns are `record` (the id), `feature` (name of the sensor), `value` and `time` (of the arrival). The
+        values are text, because the mode of operation is a label and the other readings are numbers.
         """
         rows, features, times = self.sort_by_arrival()
         texts = np.stack([self.table.column(name).cast(pa.string()).to_numpy() for name in FEATURES], 1)
@@ -180,7 +182,10 @@ class SimulatedFleet:
         )
 
     def iterate_messages(self) -> Iterator[bytes]:
-        """Yield one JSON message per reading in order of arrival, in the public event format."""
+        """Yield one JSON message per reading in order of arrival, in the format that the consumer decodes.
+
+        A message has the keys `record`, `feature`, `value`, and `time` (of the arrival, in seconds since 1970).
+        """
         records = self.table.column("record").to_pylist()
         columns = [self.table.column(name).to_pylist() for name in FEATURES]
         rows, features, times = (array.tolist() for array in self.sort_by_arrival())
@@ -189,7 +194,7 @@ class SimulatedFleet:
                 "record": records[row],
                 "feature": FEATURES[feature],
                 "value": columns[feature][row],
-                "time": time / 1e6,
+                "time": time / 1e6,  # microseconds to seconds
             }
             yield orjson.dumps(event)
 
@@ -205,25 +210,28 @@ def simulate(
     """Return simulated records of pumps. Equal arguments give equal records.
 
     Args:
-        num_records: Number of records.
+        num_records: Number of records. Each one is a measurement of a random pump.
         seed: Seed of everything except the properties of the pumps.
         fault_share: Share of faulty records, from 0 to 1. They are at random positions, and all kinds of fault are
             equally frequent.
         num_pumps: Number of pumps.
-        order: Order in which the readings of a record arrive; it only changes the delays. "random" draws independent
-            uniform delays. "fixed" is the order of `FEATURES`. "bursty" lets the sensors of a device send together, in
-            random order, after a common delay.
+        order: Order in which the readings of a record arrive. It has no effect on their values. "random" draws
+            independent uniform delays. "fixed" is the order of `FEATURES`. "bursty" lets the sensors of a device send
+            together, in random order, after a common delay.
         fleet: Seed of the properties of the pumps (wear, piping, calibration errors).
 
     Raises:
         ValueError: If a number is out of range, or if the order is unknown.
     """
     if num_records < 0 or num_pumps < 1 or not 0 <= fault_share <= 1:
-        raise ValueError("simulate: num_records >= 0, num_pumps >= 1 and 0 <= fault_share <= 1 are required")
+        raise ValueError(
+            f"simulate: num_records={num_records}, num_pumps={num_pumps} or fault_share={fault_share} is out of range; "
+            "required are num_records >= 0, num_pumps >= 1 and 0 <= fault_share <= 1"
+        )
     rng = np.random.default_rng([seed, 1])
     properties_by_pump = _draw_pumps(num_pumps, np.random.default_rng([fleet, 2]))
     pump = rng.integers(num_pumps, size=num_records)
-    properties = {name: values[pump] for name, values in properties_by_pump.items()}  # those of each record's pump
+    properties = {name: values[pump] for name, values in properties_by_pump.items()}  # of the pump of each record
     faults = _draw_faults(num_records, round(fault_share * num_records), rng)
     duty = _draw_duty(num_records, rng)
     readings = _measure(_solve(duty, properties, _draw_damage(faults, rng)), properties, rng)
@@ -247,13 +255,17 @@ def simulate(
 
 
 def _draw_pumps(num_pumps: int, rng: np.random.Generator) -> Columns:
-    """Draw the properties of each pump that stay constant: wear, piping and calibration errors of its sensors.
+    """Draw the constant properties of each pump: its parameters (wear, piping) and its sensors' calibration errors.
 
     Returns:
-        Arrays of shape (num_pumps,) by name. The names and units are those of the equations at the top of this module:
-        "head" h_0 (m), "efficiency" η_max, "best_flow" Q_best (m³/h), "lift" z (m), "piping" k_p (m / (m³/h)²),
-        "vibration" v_0 (mm/s), "friction" P_f (kW), and "offset NAME" for the calibration error of each sensor.
+        Arrays of shape (num_pumps,) by name, with the symbols of the equations at the top of this module:
+        "head" h_0 (of the pump without flow, m), "efficiency" η_max (the best one, 0 to 1), "best_flow" Q_best (flow
+        with the best efficiency, m³/h), "lift" z (height to which water is pumped, m), "piping" k_p (friction of the
+        pipes, m / (m³/h)²), "vibration" v_0 (typical vibration, mm/s), "friction" P_f (power lost by friction, kW).
+        "offset NAME" is the calibration error of the sensor NAME, in its unit.
     """
+    # Each parameter is a typical value times a random factor close to 1, except the lift.
+
     properties: Columns = {
         "head": 42.0 * rng.normal(1, 0.015, num_pumps),
         "efficiency": 0.76 * rng.normal(1, 0.015, num_pumps),
@@ -269,21 +281,24 @@ def _draw_pumps(num_pumps: int, rng: np.random.Generator) -> Columns:
 
 
 def _draw_duty(num_records: int, rng: np.random.Generator) -> Columns:
-    """Draw the operation and the environment of each record, independently of the other records.
+    """Draw the operation and the environment of the pump for each record, independently of the other records.
 
     Returns:
-        Arrays of shape (num_records,) by name: "mode" of operation, "speed_setpoint" (rpm), "valve" opening (%),
-        "level" in the suction tank (m), "voltage" (V), "ambient" temperature (°C), and "roughness" (random factor of
-        the vibration).
+        Arrays of shape (num_records,) by name: "mode" of operation (a label), "speed_setpoint" (rpm), "valve" opening
+        (%), "level" of water in the suction tank (m), "voltage" of the mains (V), "ambient" temperature (°C), and
+        "roughness" (random factor of the vibration).
     """
-    names = np.array(list(MODES), object)
-    shares, low, high = (np.array(column) for column in zip(*MODES.values(), strict=True))
-    mode = rng.choice(len(names), size=num_records, p=shares)
-    steps = rng.integers(low[mode] // SETPOINT_STEP, high[mode] // SETPOINT_STEP + 1)
+    mode_names = np.array(list(MODES), object)
+    shares, lowest_speeds, highest_speeds = (np.array(column) for column in zip(*MODES.values(), strict=True))
+    mode = rng.choice(len(mode_names), size=num_records, p=shares)  # index of the mode of each record
+    # A uniform multiple of SETPOINT_STEP between the lowest and the highest speed of the mode, both inclusive.
+    setpoint_steps = rng.integers(lowest_speeds[mode] // SETPOINT_STEP, highest_speeds[mode] // SETPOINT_STEP + 1)
+    # The binomial distribution makes openings of 80 to 90% most frequent and a nearly closed valve rare.
+    position_index = np.minimum(rng.binomial(9, 0.62, num_records), len(VALVE_POSITIONS) - 1)
     return {
-        "mode": names[mode],
-        "speed_setpoint": steps * SETPOINT_STEP,
-        "valve": VALVE_POSITIONS[np.minimum(rng.binomial(9, 0.62, num_records), len(VALVE_POSITIONS) - 1)],
+        "mode": mode_names[mode],
+        "speed_setpoint": setpoint_steps * SETPOINT_STEP,
+        "valve": VALVE_POSITIONS[position_index],
         "level": rng.uniform(1.8, 4.2, num_records),
         "voltage": rng.normal(400.0, 3.5, num_records),
         "ambient": rng.normal(19.0, 5.0, num_records),
@@ -292,20 +307,21 @@ def _draw_duty(num_records: int, rng: np.random.Generator) -> Columns:
 
 
 def _solve(duty: Columns, properties: Columns, damage: Mapping[str, Floats]) -> Columns:
-    """Solve the equations at the top of this module for each of N records.
+    """Compute the true physical quantities of N records from the equations at the top of this module.
 
     Args:
         duty: Operation and environment of each record, from `_draw_duty`.
-        properties: Properties of the pump of each record, as in `_draw_pumps`; every entry has shape (N,).
-        damage: Factors and temperature rises by which faults change the equations, from `_draw_damage`. Without an
-            entry there is no fault.
+        properties: Properties of the pump of each record, named as in `_draw_pumps`, each of shape (N,).
+        damage: Factors and temperature rises by which faults change the equations, from `_draw_damage`. Empty if no
+            record has a fault.
 
     Returns:
-        The true quantities by sensor, each of shape (N,), in the unit of the sensor.
+        The quantity that each sensor measures, without errors and noise, by the name of the sensor, each of shape (N,)
+        and in the unit of the sensor.
     """
 
     def damaged(name: str, neutral: float) -> Floats | float:
-        """Return the factor or the temperature rise `name` of the damage, or `neutral` if there is none."""
+        """Return the factors or temperature rises `name` of `damage`, or `neutral` if `damage` does not have them."""
         return damage.get(name, neutral)
 
     # The motor runs slightly below the set-point, by up to 0.4% (slip).
@@ -352,59 +368,66 @@ def _measure(true_values: Columns, properties: Columns, rng: np.random.Generator
     """Return the readings of the sensors: true values with calibration error and noise, rounded to the resolution.
 
     Args:
-        true_values: The true quantities of N records by sensor, each of shape (N,).
-        properties: Properties of the pump of each record, with the calibration errors "offset NAME".
+        true_values: The physical quantities of N records by name of the sensor, each of shape (N,).
+        properties: Properties of the pump of each record. The calibration error of the sensor NAME is "offset NAME".
         rng: Source of random numbers for the noise.
 
     Returns:
-        The readings by sensor, each of shape (N,).
+        The readings by name of the sensor, each of shape (N,).
     """
     readings: Columns = {}
     for name, sensor in SENSORS.items():
         values = true_values[name]
-        if sensor.noise > 0:
+        if sensor.noise > 0:  # labels and set-points are exact; `_solve` has already randomised the vibration
             values = values + properties[f"offset {name}"] + rng.normal(0, sensor.noise, len(values))
         readings[name] = values if name == "mode" else _round_to_resolution(values, sensor.resolution)
     return readings
 
 
 def _round_to_resolution(values: Floats, resolution: float) -> Any:
-    """Return values rounded to multiples of the resolution, as integers if the resolution is at least 1."""
+    """Return values rounded to multiples of `resolution`: integers if it is at least 1, otherwise float64."""
     if resolution >= 1:
         return (np.round(values / resolution) * resolution).astype(np.int64)
     return np.round(np.round(values / resolution) * resolution, 6)
 
 
 def _draw_faults(num_records: int, num_faulty: int, rng: np.random.Generator) -> NDArray[Any]:
-    """Choose faulty records at random, and give all kinds of fault the same number of records (up to one).
+    """Choose `num_faulty` records at random and assign the kinds of fault to them in turn.
+
+    So all kinds of fault are equally frequent (their numbers of records differ by at most one).
 
     Returns:
         The kind of fault of each record as a string, "" for normal records, (num_records,).
     """
     kinds = np.array(list(MEANING_BY_FAULT), object)
     faults = np.full(num_records, "", object)
-    faults[rng.permutation(num_records)[:num_faulty]] = kinds[np.arange(num_faulty) % len(kinds)]
+    faulty_rows = rng.permutation(num_records)[:num_faulty]
+    faults[faulty_rows] = kinds[np.arange(num_faulty) % len(kinds)]
     return faults
 
 
 def _draw_damage(faults: NDArray[Any], rng: np.random.Generator) -> dict[str, Floats]:
-    """Draw how strongly the faults of N records change the equations.
+    """Draw how strongly faults change the physical quantities of N records.
 
     Args:
         faults: Kind of fault of each record, "" for normal records, (N,).
         rng: Source of random numbers.
 
     Returns:
-        Arrays of shape (N,) by name. "bearing" and "winding" are temperature rises in kelvin, 0 without a fault. All
-        others are factors of a quantity of the equations, 1 without a fault.
+        Arrays of shape (N,) by name of the changed quantity, for `_solve`. "bearing" and "winding" are temperature
+        rises in kelvin, 0 without a fault. All others are factors, 1 without a fault: of the pump's "head", its
+        "efficiency", the flow resistance of the "strainer" and of the pipe ("resistance"), the "vibration", the
+        "friction" losses, and the measured "current" and "voltage".
     """
 
     def draw_for(kind: str, low: float, high: float, neutral: float = 1.0) -> Floats:
-        """Return uniform random numbers from `low` to `high` for records with this fault, `neutral` for all others."""
+        """Return a number for each record: uniform from `low` to `high` if it has this fault, otherwise `neutral`."""
         return np.where(faults == kind, rng.uniform(low, high, len(faults)), neutral)
 
+    # The current is measured in one phase, which draws either less or more than its share.
+    is_low_phase = rng.random(len(faults)) < 0.5
     current_factor = np.where(
-        rng.random(len(faults)) < 0.5, draw_for("phase imbalance", 0.6, 0.8), draw_for("phase imbalance", 1.2, 1.45)
+        is_low_phase, draw_for("phase imbalance", 0.6, 0.8), draw_for("phase imbalance", 1.2, 1.45)
     )
     return {
         "head": draw_for("worn impeller", 0.72, 0.86) * draw_for("cavitation", 0.80, 0.92),
@@ -425,52 +448,54 @@ def _draw_damage(faults: NDArray[Any], rng: np.random.Generator) -> dict[str, Fl
 def _apply_sensor_faults(
     readings: Columns, readings_at_other_time: Columns, faults: NDArray[Any], rng: np.random.Generator
 ) -> None:
-    """Change the readings of records with faulty transmitters, in place.
+    """Change the readings of records with the faults "stuck sensor", "sensor drift" and "swapped sensors", in place.
 
     Args:
-        readings: The readings of N records by sensor, each of shape (N,).
+        readings: The readings of N records by name of the sensor, each of shape (N,).
         readings_at_other_time: Normal readings of the same pumps at another time, in the same form. A stuck sensor
             repeats them.
         faults: Kind of fault of each record, "" for normal records, (N,).
         rng: Source of random numbers.
     """
     num_records = len(faults)
-    sensor_index = rng.integers(len(SENSORS_THAT_STICK), size=num_records)
-    factor = np.where(
-        rng.random(num_records) < 0.5, rng.uniform(0.75, 0.90, num_records), rng.uniform(1.10, 1.25, num_records)
-    )
+    # Random numbers are drawn for all records. Those of records without such a fault are not used.
+    sensor_index = rng.integers(len(SENSORS_THAT_STICK), size=num_records)  # the sensor that sticks or drifts
+    is_too_low = rng.random(num_records) < 0.5
+    drift_factor = np.where(is_too_low, rng.uniform(0.75, 0.90, num_records), rng.uniform(1.10, 1.25, num_records))
     for i, name in enumerate(SENSORS_THAT_STICK):
         is_stuck = (faults == "stuck sensor") & (sensor_index == i)
         is_drifting = (faults == "sensor drift") & (sensor_index == i)
         readings[name] = np.where(is_stuck, readings_at_other_time[name], readings[name])
-        drifted = _round_to_resolution(readings[name] * factor, SENSORS[name].resolution)
+        drifted = _round_to_resolution(readings[name] * drift_factor, SENSORS[name].resolution)
         readings[name] = np.where(is_drifting, drifted, readings[name])
-    pair_index = rng.integers(len(SWAPPED_PAIRS), size=num_records)
+    pair_index = rng.integers(len(SWAPPED_PAIRS), size=num_records)  # the pair of sensors that is swapped
     for i, (first, second) in enumerate(SWAPPED_PAIRS):
         is_swapped = (faults == "swapped sensors") & (pair_index == i)
-        a, b = readings[first], readings[second]
-        readings[first], readings[second] = np.where(is_swapped, b, a), np.where(is_swapped, a, b)
+        first_values, second_values = readings[first], readings[second]
+        readings[first] = np.where(is_swapped, second_values, first_values)
+        readings[second] = np.where(is_swapped, first_values, second_values)
 
 
 def _count_earlier_records(pump: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return for each of N records how many earlier records have the same pump, so that records can be numbered.
+    """Return for each of N records how many earlier records have the same pump. Record ids contain this number.
 
     Args:
-        pump: (N,) index of the pump of each record.
+        pump: Index of the pump of each record, (N,).
 
     Returns:
-        (N,) numbers, counted from 0 for each pump.
+        The numbers, (N,). For example, the pumps [5, 7, 5, 5] give [0, 0, 1, 2].
     """
     order = np.argsort(pump, kind="stable")  # groups the records by pump and keeps their order within a pump
     sorted_pump = pump[order]
+    # For each sorted record, the position at which the group of its pump starts. The distance from it is the number.
     start_of_group = np.searchsorted(sorted_pump, sorted_pump, "left")
-    counter = np.empty(len(pump), np.int64)
-    counter[order] = np.arange(len(pump)) - start_of_group
-    return counter
+    num_earlier = np.empty(len(pump), np.int64)
+    num_earlier[order] = np.arange(len(pump)) - start_of_group
+    return num_earlier
 
 
 def _draw_delays(num_records: int, order: Order, rng: np.random.Generator) -> Floats:
-    """Draw the time from each record's measurement to the arrival of its readings.
+    """Draw for each record the delays from its measurement to the arrival of its readings.
 
     Args:
         num_records: Number of records.
@@ -479,7 +504,7 @@ def _draw_delays(num_records: int, order: Order, rng: np.random.Generator) -> Fl
         rng: Source of random numbers.
 
     Returns:
-        (num_records, F) seconds from 0 to `MAX_DELAY`, for the F features in the order of `FEATURES`.
+        The delays, from 0 to `MAX_DELAY` seconds, (num_records, F), for the F features in the order of `FEATURES`.
 
     Raises:
         ValueError: If the order is unknown.
@@ -487,7 +512,7 @@ def _draw_delays(num_records: int, order: Order, rng: np.random.Generator) -> Fl
     shape = num_records, len(FEATURES)
     if order == "random":
         return rng.uniform(0, MAX_DELAY, shape)
-    if order == "fixed":
+    if order == "fixed":  # readings at equal intervals
         return np.broadcast_to(np.arange(shape[1]) * MAX_DELAY / shape[1], shape).copy()
     if order == "bursty":
         devices = sorted({sensor.device for sensor in SENSORS.values()})
@@ -499,4 +524,4 @@ def _draw_delays(num_records: int, order: Order, rng: np.random.Generator) -> Fl
         # A burst starts in the first 0.9 of its interval and lasts for 0.1 of it, so that bursts do not overlap.
         burst_delay = (intervals + rng.uniform(0, 0.9, intervals.shape)) * width
         return burst_delay[:, device_index] + rng.uniform(0, 0.1 * width, shape)
-    raise ValueError(f"simulate: the order {order!r} is unknown; use random, fixed or bursty")
+    raise ValueError(f"simulate: the order of arrival {order!r} is unknown; use random, fixed or bursty")

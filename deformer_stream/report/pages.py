@@ -132,7 +132,9 @@ def render_table(header: Sequence[str], rows: Iterable[Sequence[object]], captio
     rows = [list(row) for row in rows]
     wrong_lengths = [len(row) for row in rows if len(row) != len(header)]
     if wrong_lengths:
-        raise ValueError(f"a row of the table has {wrong_lengths[0]} cells, but its header has {len(header)}")
+        raise ValueError(
+            f"a row of the table has {wrong_lengths[0]} cells; it must have {len(header)} cells, as the header has"
+        )
     columns = zip(*rows, strict=True) if rows else [()] * len(header)
     # The CSS class of each column: "number" aligns it to the right.
     classes = ["number" if cells and all(map(_is_numeric, cells)) else "" for cells in columns]
