@@ -21,8 +21,8 @@ NUM_RECORDS_WITH_READINGS = 2_000
 class MaxStatisticSink:
     """A sink that keeps the final anomaly score of every record that is closed with at least one reading.
 
-    The score is the largest prefix statistic of the record. A prefix statistic is the anomaly score of the record after
-    its first k readings.
+    A new calibration of a model is made from these scores. The final score is the largest prefix statistic of the
+    record. A prefix statistic is the anomaly score of the record after its first k readings.
 
     Attributes:
         record_ids: Ids of these records, in the order in which they were closed.
@@ -45,33 +45,35 @@ class MaxStatisticSink:
         return np.concatenate([np.empty(0), *self._max_statistics])
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        """Collect the scores of the records that were closed in one step of the pipeline, and the scored readings.
+        """Collect the scores of the records that were closed in one turn of the pipeline's loop, and scored readings.
 
         Args:
-            effects: The results of the step.
-            data: The messages or table rows of the step, or None if there were none.
+            effects: The results of the turn.
+            data: The messages or table rows of the turn, or None if there were none.
         """
         is_wide = isinstance(data, WideRows)
         self.has_wide_rows |= is_wide
         self.has_ordered_readings |= data is not None and not is_wide
         self._keep_readings(effects)
         closed = effects.closed
-        has_readings = np.flatnonzero(closed.num_readings > 0)
-        self.record_ids += [closed.record_ids[i] for i in has_readings.tolist()]
-        self._max_statistics.append(closed.score[has_readings])
+        indices = np.flatnonzero(closed.num_readings > 0)  # a record without readings has no score
+        self.record_ids += [closed.record_ids[i] for i in indices.tolist()]
+        self._max_statistics.append(closed.score[indices])  # the score is the largest prefix statistic
 
     def _keep_readings(self, effects: Effects) -> None:
-        """Keep the scored readings of the first `NUM_RECORDS_WITH_READINGS` records; other readings are not needed.
+        """Keep the scored readings of the first `NUM_RECORDS_WITH_READINGS` records, for statistics of each feature.
+
+        More readings are not needed.
 
         Args:
-            effects: The results of one step of the pipeline.
+            effects: The results of one turn of the pipeline's loop.
         """
-        batch, events = effects.batch, effects.scored.event_indices
-        rows = zip(events.tolist(), batch.features[events].tolist(), batch.values[events].tolist(), strict=True)
-        for event, code, value in rows:
-            record = batch.record_ids[event]
-            if record in self._readings_by_record or len(self._readings_by_record) < NUM_RECORDS_WITH_READINGS:
-                self._readings_by_record.setdefault(record, []).append((code, value))
+        batch, event_indices = effects.batch, effects.scored.event_indices
+        record_ids = [batch.record_ids[event_index] for event_index in event_indices.tolist()]
+        codes, values = batch.features[event_indices].tolist(), batch.values[event_indices].tolist()
+        for record_id, code, value in zip(record_ids, codes, values, strict=True):
+            if record_id in self._readings_by_record or len(self._readings_by_record) < NUM_RECORDS_WITH_READINGS:
+                self._readings_by_record.setdefault(record_id, []).append((code, value))
 
     def average_neg_log_p_by_feature(self, model: DEformer) -> dict[str, float]:
         """Return the mean negative log p-value of the kept readings of each feature.
@@ -85,10 +87,12 @@ class MaxStatisticSink:
         Returns:
             The mean of −ln p by feature name, in nats.
         """
-        columns_by_record = (tuple(zip(*readings, strict=True)) for readings in self._readings_by_record.values())
-        return average_neg_log_p_by_feature(
-            model, [(np.array(codes, np.int64), np.array(values)) for codes, values in columns_by_record]
-        )
+        # For each record, the feature codes and the values of its readings as two arrays.
+        records: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
+        for readings in self._readings_by_record.values():
+            codes, values = zip(*readings, strict=True)
+            records.append((np.array(codes, np.int64), np.array(values)))
+        return average_neg_log_p_by_feature(model, records)
 
     def find_arrival_order(self, order_of_rows: str, requested_order: str | None) -> str:
         """Return the name of the order in which the readings of the collected records were scored.
@@ -98,18 +102,25 @@ class MaxStatisticSink:
 
         Args:
             order_of_rows: Order in which the readings of a row of a wide table (one record per row) were scored:
-                "arrival", "schema" or "random".
+                "arrival" for the column order, "schema" for the model's feature order, or "random".
             requested_order: Order that the user requested with `--order` for all input; None without the option.
+
+        Returns:
+            "arrival", "schema" or "random".
 
         Raises:
             ConfigError: If some records were scored in another order than the others.
         """
-        if self.has_wide_rows and self.has_ordered_readings and requested_order is None and order_of_rows != "arrival":
+        # Without the option, readings that do not come from wide rows are scored in their order of arrival.
+        order_of_other_readings = requested_order or "arrival"
+        if not self.has_wide_rows:
+            return order_of_other_readings
+        if self.has_ordered_readings and requested_order is None and order_of_rows != order_of_other_readings:
             raise ConfigError(
                 "the input has tables with one record per row, which have no order of arrival, and other files, which "
                 "have one; give --order, or only one kind of file"
             )
-        return order_of_rows if self.has_wide_rows else requested_order or "arrival"
+        return order_of_rows
 
     def flush(self) -> None:
         """Do nothing, because the sink writes nothing."""

@@ -47,7 +47,7 @@ class _RequestHandler(WSGIRequestHandler):
 
 
 def start_http_server(address: str, metrics: Metrics) -> Callable[[], None]:
-    """Start to serve HTTP in a background thread.
+    """Start the HTTP server for metrics and health checks in a background thread.
 
     Args:
         address: `[HOST]:PORT`; without a host the server listens on the loopback interface only.
@@ -62,13 +62,13 @@ def start_http_server(address: str, metrics: Metrics) -> Callable[[], None]:
     host, _, port = address.rpartition(":")
     if not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError(f"--http {address!r} is not an address: use [HOST]:PORT, for example :9464")
-    host = host.strip("[]") or "127.0.0.1"
+    host = host.strip("[]") or "127.0.0.1"  # an IPv6 address is given in brackets, as in a URL
     server_class = _IPv6Server if ":" in host else _ThreadingServer
     try:
         server = make_server(host, int(port), _make_app(metrics), server_class, _RequestHandler)
     except OSError as error:
         raise ConfigError(
-            f"--http {address}: cannot listen on this address ({error.strerror}): choose another address"
+            f"--http {address}: the server cannot listen on this address ({error.strerror}): choose another address"
         ) from None
     thread = threading.Thread(target=server.serve_forever, name="http", daemon=True)
     thread.start()
@@ -83,10 +83,11 @@ def start_http_server(address: str, metrics: Metrics) -> Callable[[], None]:
 
 
 def _make_app(metrics: Metrics) -> Callable[..., Iterable[bytes]]:
-    """Return the WSGI application that serves the metrics and the health checks.
+    """Return the WSGI application that serves the metrics (`/metrics`) and the health checks.
 
     A health check answers with status 200 if it passes, otherwise with 503. `/healthz` passes if the pipeline has made
-    progress recently. `/readyz` also requires that partitions are assigned and restored. Other paths give 404.
+    progress recently. `/readyz` also requires that partitions are assigned and that their state is restored. Other
+    paths give 404.
 
     Args:
         metrics: The metrics, and the health and readiness of the pipeline.

@@ -26,7 +26,8 @@ class Metrics:
         now: Returns monotonic seconds. It is used to detect a pipeline that makes no progress.
 
     Attributes:
-        registry: The registry with all metrics; the other public attributes without a description are its metrics.
+        registry: The Prometheus registry with all metrics. Each metric is also an attribute, such as `events`; its help
+            text states what it measures.
         last_progress: When the pipeline last completed a turn of its loop, in monotonic seconds.
         is_ready: Whether partitions are assigned and their state is restored.
         num_misrouted: Number of records that were found in two partitions since the start.
@@ -98,15 +99,21 @@ class Metrics:
         self._partitions_with_drift: set[int] = set()
 
     def _counter(self, name: str, description: str, labels: Sequence[str] = ()) -> Counter:
-        """Return a new counter in the registry; `name` is its name without the prefix."""
+        """Return a new counter in the registry; `name` is its name without the prefix `deformer_`."""
         return Counter(_PREFIX + name, description, labels, registry=self.registry)
 
     def _gauge(self, name: str, description: str, labels: Sequence[str] = ()) -> Gauge:
-        """Return a new gauge in the registry; `name` is its name without the prefix."""
+        """Return a new gauge in the registry; `name` is its name without the prefix `deformer_`."""
         return Gauge(_PREFIX + name, description, labels, registry=self.registry)
 
     def _histogram(self, name: str, description: str, buckets: Sequence[float]) -> Histogram:
-        """Return a new histogram in the registry; `buckets` are the upper bounds of its buckets."""
+        """Return a new histogram in the registry; `name` is its name without the prefix `deformer_`.
+
+        Args:
+            name: The name.
+            description: The help text.
+            buckets: The upper bounds of the buckets.
+        """
         return Histogram(_PREFIX + name, description, buckets=buckets, registry=self.registry)
 
     def observe_batch(self, effects: Effects, scoring_seconds: float) -> None:
@@ -130,7 +137,8 @@ class Metrics:
     def observe_alert_delays(self, effects: Effects) -> None:
         """Record the delay of each alert of a batch, from the time of its event until now.
 
-        It is called when the alerts have just been sent.
+        Args:
+            effects: The results for the batch, whose alerts have just been sent.
         """
         now = time.time()
         for alert in effects.alerts:
@@ -166,6 +174,9 @@ class Metrics:
         """Set the total number of records that were found in two partitions since the start.
 
         The counter is increased by the difference from the last call, because a Prometheus counter cannot be set.
+
+        Args:
+            num_records: The total number.
         """
         self.misrouted.inc(num_records - self.num_misrouted)
         self.num_misrouted = num_records
@@ -184,6 +195,7 @@ class Metrics:
         """
         committed_at = self._now()
         self.snapshot_bytes.labels(str(partition)).set(num_bytes)
+        # The age grows between two calls, so it is computed each time that the metrics are read.
         self.snapshot_age.labels(str(partition)).set_function(lambda: self._now() - committed_at)
 
     def remove_snapshot(self, partition: int) -> None:

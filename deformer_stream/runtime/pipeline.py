@@ -62,7 +62,7 @@ class Totals:
     """The number of events, alerts and records that a run has processed.
 
     Attributes:
-        events: Number of accepted events.
+        events: Number of accepted events (decoded readings).
         alerts: Number of alerts.
         closed: Number of closed records.
         rejected: Number of rejected readings by reason.
@@ -74,7 +74,7 @@ class Totals:
     rejected: Counter[str] = field(default_factory=Counter)
 
     def add(self, effects: Effects) -> None:
-        """Add the effects of one batch."""
+        """Add the effects (results) of one batch of events to the totals."""
         self.events += len(effects.scored)
         self.alerts += len(effects.alerts)
         self.closed += len(effects.closed)
@@ -100,8 +100,9 @@ class Pipeline:
         is_finite: Whether open records are closed and reported at the end of the input. A live stream leaves them open.
         max_wait: Maximum seconds that a poll waits for messages.
         commit_interval: Seconds between commits. An alert is committed earlier.
-        snapshot_interval: Seconds between two snapshots of a partition.
-        open_records: What happens to open records when the model changes (`OpenRecordPolicy`).
+        snapshot_interval: Seconds between two snapshots (saved complete state) of a partition.
+        open_records: How open records are scored when the model has changed: "finish" by the model under which they
+            were opened, "rescore" by the new one.
         take_new_model: Returns a new model to use from now on, or None. Without this function the model never changes.
         make_codec: Returns the codec for a new model.
         report_progress: Called after each poll that returned data, with the number of messages.
@@ -143,7 +144,7 @@ class Pipeline:
         """Process events until `stop` is set or the source is exhausted, then commit and return the totals.
 
         Args:
-            stop: Set from outside to end the run after the current turn, for example by a signal handler.
+            stop: Set from outside to end the run after the current turn of the loop, for example by a signal handler.
         """
         self._last_summary = time.monotonic()
         self.metrics.set_model(self.engine.fingerprint)
@@ -158,7 +159,7 @@ class Pipeline:
             self._report(effects, scoring_seconds)
             self._report_poll(polled)
         if self.is_finite and self.source.is_exhausted:
-            effects = self.engine.finish()
+            effects = self.engine.finish()  # closes all open records
             self._write(effects, None)
             self._report(effects, 0.0)
         self._commit(is_final=True)
@@ -167,17 +168,17 @@ class Pipeline:
     # The five stages
 
     def _poll(self) -> PollResult:
-        """Stage 1: return what has arrived at the source, after at most `max_wait` seconds."""
+        """Stage 1: return the messages or rows that have arrived at the source, after at most `max_wait` seconds."""
         return self.source.poll(self.max_wait)
 
     def _decode(self, data: Payload | None) -> tuple[EventBatch, list[Rejection]]:
-        """Stage 2: return the events and the rejected messages of a poll; both are empty if it has no data (None)."""
+        """Stage 2: return the events and rejections of the messages of a poll; none if the poll had no data (None)."""
         return (EventBatch.empty(), []) if data is None else self.codec.decode(data)
 
     def _handle(self, batch: EventBatch, rejections: list[Rejection]) -> tuple[Effects, float]:
-        """Stage 3: score the events.
+        """Stage 3: score the events, and close records that have timed out.
 
-        Records of partitions whose history is still being read are not closed.
+        Records are not closed in partitions that are being restored, because their earlier events are still being read.
 
         Args:
             batch: The events.
@@ -195,8 +196,10 @@ class Pipeline:
     def _write(self, effects: Effects, data: Payload | None) -> None:
         """Stage 4: pass the effects to the sinks, and keep the decisions in them until the next commit saves them.
 
+        Decisions are effects that cannot be derived from the messages again, such as time-outs.
+
         Args:
-            effects: The effects of one step (scores, alerts, closed records).
+            effects: The results of one call of the engine (scores, alerts, closed records).
             data: The messages or table rows that the effects refer to, or None if there are none.
         """
         for sink in self.sinks:
@@ -207,11 +210,12 @@ class Pipeline:
         """Stage 5: commit if a commit is due, then start to fetch the next messages in the background.
 
         Args:
-            effects: The effects of this turn. If they contain an alert or a drift notice, a commit is due at once,
-                because consumers of a Kafka topic see a message only when its transaction is committed.
+            effects: The effects of this turn of the loop. If they contain an alert or a drift notice, a commit is due
+                at once, because consumers of a Kafka topic see a message only when its transaction is committed.
         """
-        has_alert = self._partitioned_source is not None and bool(effects.alerts or effects.drift_notices)
-        if self._commit_schedule.is_due(has_alert, self._is_behind):
+        # Without partitions, such as for a file, an alert is visible before the commit.
+        is_urgent = self._partitioned_source is not None and bool(effects.alerts or effects.drift_notices)
+        if self._commit_schedule.is_due(is_urgent, self._is_behind):
             self._commit()
         if self._async_source is not None:
             self._async_source.prefetch()
@@ -233,20 +237,23 @@ class Pipeline:
 
         source = self._partitioned_source
         with self._commit_schedule.time_commit():
-            for sink in self.sinks:
-                sink.flush()  # step 5.1 of the module's docstring
-            if source is None:
+            for sink in self.sinks:  # the effects must be durable before the offsets of their messages
+                sink.flush()
+            if source is None:  # a source without partitions, such as a file, saves no state
                 self.source.commit()
                 observe_duration()
                 return
             final_partitions = source.assigned_partitions if is_final else ()
-            states = self.recovery.collect_state(self._now(), final_partitions)  # step 5.2
+            states = self.recovery.collect_state(self._now(), final_partitions)
+            # An alert is visible only after the commit, and work at the same time would delay it. If the pipeline is
+            # behind, throughput has priority.
             can_wait = not self._commit_schedule.is_urgent or self._is_behind()
             if self._async_source is not None and not is_final and can_wait:
-                self._async_source.begin_commit(states, observe_duration)  # step 5.3
+                self._async_source.begin_commit(states, observe_duration)
             else:
-                source.commit(states)  # step 5.3
+                source.commit(states)
                 observe_duration()
+            # A commit in the background is repeated by the source until it succeeds or the run fails.
             self.recovery.mark_committed(states)
         self.metrics.set_lag(source.get_lag())
         log.get_logger("runtime").debug("offsets_committed", saved_partitions=sorted(states))
@@ -256,8 +263,8 @@ class Pipeline:
     def _update_partitions(self, polled: PollResult) -> Payload | None:
         """Drop revoked partitions, and restore assigned ones from their saved state and their history.
 
-        The history of a partition is the messages after its snapshot that a previous run has processed. They are
-        processed again without effects.
+        The history of a partition is the messages after its snapshot (saved complete state) that a previous run has
+        processed. They are processed again without effects.
 
         Args:
             polled: The result of a poll: data, and the partitions that were revoked or assigned.
@@ -267,7 +274,7 @@ class Pipeline:
         """
         now = self._now()
         if polled.revoked_partitions:
-            effects = self.engine.revoke(polled.revoked_partitions)
+            effects = self.engine.revoke(polled.revoked_partitions)  # closes the records of these partitions
             self._write(effects, None)
             self._report(effects, 0.0)
             self.recovery.drop_partitions(polled.revoked_partitions)
@@ -290,12 +297,15 @@ class Pipeline:
         Returns:
             The state to save, by partition. It also contains the state of partitions that stay, if it is due.
         """
-        for sink in self.sinks:
+        for sink in self.sinks:  # the source commits next, and the effects must be durable before
             sink.flush()
         return self.recovery.collect_state(self._now(), partitions)
 
     def _replace_model(self) -> None:
-        """Use a new model from now on, if there is one. It is refused if it does not fit the options of the run."""
+        """Use a new model from now on, if there is one.
+
+        If the model does not fit the options of the run, the model in use stays and a warning is logged.
+        """
         artifact = self.take_new_model() if self.take_new_model is not None else None
         if artifact is None or self.make_codec is None:
             return
@@ -305,9 +315,10 @@ class Pipeline:
             log.get_logger("model").warning("model_rejected", model=artifact.fingerprint, error=str(error))
             return
         previous_fingerprint = self.engine.fingerprint
+        # The policy in use may differ from the option: records cannot be finished by a model with other features.
         policy = self.engine.change_model(artifact.model, artifact.calibration, artifact.fingerprint, self.open_records)
         self.codec = codec
-        self.recovery.request_snapshots()
+        self.recovery.request_snapshots()  # a restart then processes no message again that the old model has scored
         self.metrics.set_model(artifact.fingerprint)
         if self._partitioned_source is not None:
             self._partitioned_source.model_fingerprint = artifact.fingerprint
@@ -327,7 +338,7 @@ class Pipeline:
     # Logs and metrics
 
     def _report(self, effects: Effects, scoring_seconds: float) -> None:
-        """Log and count the effects of one batch. It is called after they were written, so that no alert is delayed.
+        """Log and count the effects of one batch of events, after they were written, so that no alert is delayed.
 
         Args:
             effects: The effects (scores, alerts, closed records, rejections).
@@ -340,16 +351,24 @@ class Pipeline:
         metrics.observe_alert_delays(effects)
         metrics.open.set(len(engine.records))
         metrics.cache.set(engine.cache_bytes)
+        # The methods `pop_…` return a count since their last call, by which the counter is increased.
         metrics.rebuilds.inc(engine.pop_cache_rebuilds())
         metrics.late_ties.inc(engine.pop_late_tie_groups())
         metrics.set_drift(engine.measure_drift())
         self._report_unscorable()
         self._report_misrouted()
+        # A source without partitions, such as a file, is ready at once.
         has_partitions = self._partitioned_source is None or bool(self._partitioned_source.assigned_partitions)
         metrics.is_ready = has_partitions and not self.recovery.restoring_partitions
 
     def _log_effects(self, effects: Effects) -> None:
-        """Log the alerts of a live stream, and the drift notices of a live stream or a finite input."""
+        """Log the alerts (only if the input is a live stream) and the drift notices (always).
+
+        A drift notice states that the records of a partition no longer resemble the calibration records.
+
+        Args:
+            effects: The effects of one batch of events.
+        """
         logger = log.get_logger("runtime")
         for alert in effects.alerts if not self.is_finite else ():
             logger.info(
@@ -365,7 +384,7 @@ class Pipeline:
             )
 
     def _report_unscorable(self) -> None:
-        """Log and count readings whose score was not finite, which shows that the model is damaged."""
+        """Log and count readings whose score was not finite: the model is damaged or its precision is too low."""
         unscorable = self.engine.pop_unscorable()
         if unscorable is None:
             return
@@ -387,7 +406,7 @@ class Pipeline:
         records = self.engine.records
         if not records.num_misrouted or records.misrouted_example is None:
             return
-        if not self.metrics.num_misrouted:
+        if not self.metrics.num_misrouted:  # none was logged before
             record_id, partition, other_partition = records.misrouted_example
             log.get_logger("runtime").warning(
                 "record_in_two_partitions",
@@ -398,7 +417,11 @@ class Pipeline:
         self.metrics.set_misrouted(records.num_misrouted)
 
     def _report_poll(self, polled: PollResult) -> None:
-        """Report the number of polled messages, and log the totals once a minute."""
+        """Pass the number of polled messages to `report_progress`, and log the totals of the run once a minute.
+
+        Args:
+            polled: The result of the poll.
+        """
         if time.monotonic() - self._last_summary >= SUMMARY_SECONDS:
             log.get_logger("runtime").info("summary", **self.totals.to_log_fields(), open=len(self.engine.records))
             self._last_summary = time.monotonic()

@@ -56,10 +56,10 @@ class RestoredPartition:
 
 @dataclass(frozen=True, slots=True)
 class PollResult:
-    """The result of one poll.
+    """The result of one poll of a source (a connector that reads messages or table rows).
 
     Attributes:
-        data: The messages or table rows, or None if there are none.
+        data: The messages or table rows that have arrived, or None if there are none.
         revoked_partitions: Partitions that were revoked since the last poll, before `data` was read.
         restored_partitions: Partitions that were assigned since the last poll, with their saved state. Their messages
             are part of `data` or of later polls.
@@ -86,20 +86,21 @@ class EventSource(Protocol):
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the last event has been returned. Always False for a source that does not end, such as a topic."""
+        """Whether `poll` has returned all data. Always False for a source that does not end, such as a Kafka topic."""
 
     def poll(self, timeout: float) -> PollResult:
-        """Return what is available, after at most `timeout` seconds.
+        """Return the messages or table rows that are available, after at most `timeout` seconds.
 
-        It must not block for longer, so that records time out even if no events arrive. The next call of `poll` means
-        that the effects of the earlier polls have been written to the sinks.
+        It must not block for longer, so that records time out even if no events arrive. By the next call of `poll`, the
+        caller has written the effects of the earlier polls to the sinks. The source may then commit these polls, for
+        example before it gives up a partition.
 
         Args:
             timeout: Maximum time to wait for data, in seconds.
         """
 
     def commit(self) -> None:
-        """Record durably that all polled events are processed and their effects are durable. Blocks until it is done.
+        """Save that all polled messages are processed and their effects are written. Blocks until that is durable.
 
         After a restart the source continues after the last commit. A source without offsets, such as a file, does
         nothing.
@@ -159,13 +160,13 @@ class AsyncCommitSource(PartitionedSource, Protocol):
 
         Args:
             states: State to save, by partition.
-            on_committed: Called when the commit has taken effect, possibly from another thread. It is not called if the
-                commit needed more than one attempt.
+            on_committed: Called when the commit has taken effect, possibly from another thread, to measure how long it
+                took. It is not called if the commit needed more than one attempt.
         """
 
 
 class Sink(Protocol):
-    """A connector that receives the effects of the engine, for example alerts."""
+    """A connector that writes the effects (results) of the engine, for example sends alerts to a Kafka topic."""
 
     def write(self, effects: Effects, data: Payload | None) -> None:
         """Write the effects of one batch; they may stay in a buffer until `flush`.
@@ -186,12 +187,12 @@ class Sink(Protocol):
 
 
 class Clock(Protocol):
-    """A clock that states the time at which a batch is handled. It never runs backwards."""
+    """A clock that states the time at which a batch of events is handled. It never runs backwards."""
 
     def at(self, times: NDArray[np.int64]) -> int:
         """Return the present time in microseconds since 1970, UTC.
 
         Args:
-            times: (N,) the event times of the batch in microseconds, or `NO_TIME`. A wall clock ignores them; the clock
-                of a replay follows them.
+            times: (N,) the event times of the batch in microseconds since 1970, or `NO_TIME`. A wall clock ignores
+                them. The clock of a replay of recorded events returns the latest one so far.
         """

@@ -29,7 +29,7 @@ def limit_malloc_arenas() -> None:
     the others, so a long run needs more and more memory. Call this before other libraries are imported, because some
     start threads on import.
     """
-    if _mallopt is not None:
+    if _mallopt is not None:  # only glibc has this function
         _mallopt(_M_ARENA_MAX, 1)
 
 
@@ -42,7 +42,7 @@ def release_free_memory() -> None:
     import pyarrow
 
     pyarrow.default_memory_pool().release_unused()
-    if _malloc_trim is not None:
+    if _malloc_trim is not None:  # only glibc has this function
         _malloc_trim(0)
 
 
@@ -56,7 +56,7 @@ def limit_thread_spinning() -> None:
 
 
 def reserve_core() -> None:
-    """Let torch use one thread less than there are cores. Call it before torch is imported.
+    """Let torch use one thread fewer than the process has cores. Call it before torch is imported.
 
     The Kafka client's thread needs a core, and on a small machine so does the broker. Scoring a poll consists of about
     a hundred short parallel steps, and each of them is delayed if another process occupies the last core. An
@@ -82,7 +82,7 @@ def frozen_gc() -> Iterator[None]:
     Modules and the model are never freed. A full collection would scan them again and again, and each scan would delay
     an alert by 0.14 s.
     """
-    gc.collect()
+    gc.collect()  # otherwise garbage that exists now would never be freed
     gc.freeze()
     try:
         yield

@@ -35,6 +35,9 @@ less often, and after a restart more messages must be processed again."""
 class Recovery:
     """Restores the engine's partitions from saved state, and collects the state that is saved with each commit.
 
+    The saved state of a partition is a snapshot (its complete state) and the decisions since then (alerts raised,
+    records closed by a time-out or evicted), which its messages do not determine.
+
     A source that saves no state, such as a file, has no partitions to restore. Then `collect_state` returns nothing.
 
     Args:
@@ -54,8 +57,9 @@ class Recovery:
         self._engine, self._metrics = engine, metrics
         self._interval, self._now = interval, now
         self._restoring: dict[int, RestoredPartition] = {}
-        self._unsaved_decisions: dict[int, Decisions] = {}  # of every live partition, since the last commit
-        self._next_snapshot: dict[int, float] = {}  # when the next snapshot of a live partition is due
+        # All partitions that are assigned and not being restored, with their decisions since the last commit.
+        self._unsaved_decisions: dict[int, Decisions] = {}
+        self._next_snapshot: dict[int, float] = {}  # when the next snapshot of such a partition is due, by `now`
         self._changed: set[int] = set()  # partitions that changed since their last snapshot
         self._has_snapshot: set[int] = set()  # partitions with a saved snapshot, to which decisions can be added
 
@@ -65,18 +69,19 @@ class Recovery:
         return frozenset(self._restoring)
 
     def start_restore(self, restored: RestoredPartition, now: int) -> None:
-        """Load the saved snapshot of a partition, if there is one, and give the engine its saved decisions.
+        """Load the saved snapshot (complete state) of a partition, if there is one, and its saved decisions.
 
         Args:
             restored: The partition and its saved state.
             now: The time of the pipeline's clock, microseconds since 1970.
 
         Raises:
-            StateError: If the saved state cannot be read.
+            StateError: If the saved state cannot be decoded.
         """
         if restored.snapshot is not None:
             snapshot = decode_snapshot(restored.snapshot, _describe("snapshot", restored))
             self._engine.restore(restored.partition, snapshot, now)
+        # The engine must know some decisions before it processes the history. `finish_restore` applies the others.
         for decisions in self._decode_decisions(restored):
             self._engine.preload_decisions(restored.partition, decisions)
         self._restoring[restored.partition] = restored
@@ -84,10 +89,10 @@ class Recovery:
     def replay_history(self, data: Payload | None, codec: Codec, now: int) -> Payload | None:
         """Process the messages again that a previous run has processed already, without effects.
 
-        These are the messages of partitions that are being restored whose offset is below the committed offset.
+        Such a message belongs to a partition that is being restored, and its offset is below the committed offset.
 
         Args:
-            data: What the source returned, or None.
+            data: The messages or table rows that the source returned, or None.
             codec: Decodes the messages.
             now: The time of the pipeline's clock, microseconds since 1970.
 
@@ -96,7 +101,7 @@ class Recovery:
         """
         if not self._restoring or not isinstance(data, Messages):
             return data
-        # By partition number; 0 for a partition that is not being restored, which has no history.
+        # The committed offset by partition number; 0 for a partition that is not being restored and has no history.
         committed_offsets = np.zeros(int(data.partitions.max()) + 1, np.int64)
         for partition, restored in self._restoring.items():
             if partition < len(committed_offsets):
@@ -112,7 +117,7 @@ class Recovery:
         """End the restoration of a partition: apply its saved decisions. From now on its events have effects.
 
         Args:
-            partition: The partition. All messages before its committed offset have been processed again.
+            partition: Number of the partition. All messages before its committed offset have been processed again.
         """
         restored = self._restoring.pop(partition)
         for decisions in self._decode_decisions(restored):
@@ -124,9 +129,9 @@ class Recovery:
         else:
             self._metrics.set_snapshot(partition, len(restored.snapshot))
             self._has_snapshot.add(partition)
-            # The partitions' next snapshots are spread over 0.5 to 1 intervals, so that no commit has to save all of
-            # them.
-            self._next_snapshot[partition] = self._now() + self._interval * (0.5 + partition % 8 / 16)
+            # The next snapshots of partitions that are restored together are due after 8/16 to 15/16 of the interval,
+            # so that no commit has to save all of them.
+            self._next_snapshot[partition] = self._now() + self._interval * (8 + partition % 8) / 16
         log.get_logger("recovery").info(
             "partition_restored",
             partition=partition,
@@ -135,7 +140,7 @@ class Recovery:
         )
 
     def _decode_decisions(self, restored: RestoredPartition) -> list[Decisions]:
-        """Return the saved decisions of a partition, one element per commit.
+        """Return the saved decisions of a partition (such as records closed by a time-out), one element per commit.
 
         Raises:
             StateError: If they cannot be decoded.
@@ -153,12 +158,14 @@ class Recovery:
             self._metrics.remove_snapshot(partition)
 
     def record_effects(self, effects: Effects) -> None:
-        """Keep the decisions of a batch, and which partitions it changed, until the next commit saves them.
+        """Keep the decisions of a batch of events, and which partitions it changed, until the next commit saves them.
+
+        Decisions are what messages do not determine: alerts raised, records closed by a time-out or evicted.
 
         Args:
-            effects: What the engine returned for the batch.
+            effects: The results of the engine for the batch.
         """
-        if not self._unsaved_decisions:
+        if not self._unsaved_decisions:  # no partition is assigned, or the source saves no state
             return
         for partition, decisions in effects.decisions().items():
             if partition in self._unsaved_decisions:
@@ -176,41 +183,42 @@ class Recovery:
                 that the process to which they are assigned next has no messages to process again.
 
         Returns:
-            By partition, a snapshot if one is due, otherwise the unsaved decisions if there are any.
+            By partition, a snapshot (complete state) if one is due, otherwise the unsaved decisions if there are any.
         """
         final = set(final_partitions)
         states: dict[int, PartitionState] = {}
         for partition, decisions in self._unsaved_decisions.items():
-            is_due = (
+            is_snapshot_due = (
                 partition in final
-                or partition not in self._has_snapshot
+                or partition not in self._has_snapshot  # decisions can only be added to a snapshot
                 or self._now() >= self._next_snapshot[partition]
             )
-            if is_due and partition in self._changed:
+            if is_snapshot_due and partition in self._changed:
                 states[partition] = PartitionState(snapshot=self._take_snapshot(partition, now))
             elif decisions:
                 states[partition] = PartitionState(decisions=encode_decisions(decisions))
         return states
 
     def request_snapshots(self) -> None:
-        """Let the next commit save a snapshot of every partition."""
+        """Let the next commit save a snapshot (complete state) of every partition. Called when the model has changed."""
         for partition in self._next_snapshot:
             self._next_snapshot[partition] = self._now()
             self._changed.add(partition)
 
     def _take_snapshot(self, partition: int, now: int) -> bytes:
-        """Return the encoded snapshot of a partition, and set when its next snapshot is due.
+        """Return the encoded snapshot (complete state) of a partition, and set when its next snapshot is due.
 
         Args:
-            partition: The partition.
+            partition: Number of the partition.
             now: The time of the pipeline's clock, microseconds since 1970.
         """
         start = self._now()
         snapshot = encode_snapshot(self._engine.snapshot(partition, now))
         process.release_free_memory()  # encoding uses several times the size of the snapshot
         duration = self._now() - start
-        # If every partition takes this long once per `min_interval`, all together take MAX_SNAPSHOT_TIME_SHARE of it.
-        min_interval = duration * len(self._unsaved_decisions) / MAX_SNAPSHOT_TIME_SHARE
+        # If each partition takes this long once per `min_interval`, all together take the largest allowed share of it.
+        num_partitions = len(self._unsaved_decisions)
+        min_interval = duration * num_partitions / MAX_SNAPSHOT_TIME_SHARE
         self._next_snapshot[partition] = self._now() + max(self._interval, min_interval)
         log.get_logger("recovery").info(
             "snapshot_taken", partition=partition, bytes=len(snapshot), seconds=round(duration, 4)
@@ -224,7 +232,7 @@ class Recovery:
             states: The saved states by partition.
         """
         for partition, state in states.items():
-            if partition not in self._unsaved_decisions:
+            if partition not in self._unsaved_decisions:  # it may have been revoked in the meantime
                 continue
             self._unsaved_decisions[partition] = Decisions()
             if state.snapshot is not None:

@@ -60,11 +60,12 @@ class ModelReloader:
         Each new model is returned once. If the directory has changed, the call starts to read it in the background, and
         a later call returns the model.
         """
-        if self._reader is not None:
+        if self._reader is not None:  # a background thread reads the directory, or has just finished
             return None if self._reader.is_alive() else self._finish_reading()
         is_requested = self._reload_requested.is_set()
         if is_requested or self._now() - self._last_check >= CHECK_SECONDS:
             self._last_check = self._now()
+            # The inode, modification time and size of the manifest, which change if the model is replaced.
             state = _get_directory_state(self._directory)
             if is_requested or state != self._loaded_state:
                 self._reload_requested.clear()
@@ -74,7 +75,7 @@ class ModelReloader:
 
     def _finish_reading(self) -> Artifact | None:
         """Return the model that the background thread has read, or None if it failed or read the model in use."""
-        self._reader = None
+        self._reader = None  # so that the next check can start a new thread
         artifact, self._new_artifact = self._new_artifact, None
         if artifact is None or artifact.fingerprint == self._fingerprint:
             return None
@@ -85,8 +86,8 @@ class ModelReloader:
         """Read the model directory and keep the model for `take_new_model`. Runs in the background thread.
 
         Args:
-            state: The state of the directory before reading. It is remembered if the model can be read, so that only a
-                later change is read again.
+            state: The inode, modification time and size of the manifest before reading. They are stored if the model
+                can be read, so that only a later change of the directory is read again.
         """
         try:
             self._new_artifact = model_store.read(self._directory, self._device, self._compiled)
@@ -105,9 +106,9 @@ class ModelReloader:
 
 
 def _get_directory_state(directory: Path) -> DirectoryState:
-    """Return inode, modification time in nanoseconds and size of the manifest, or None if there is no manifest.
+    """Return (inode, modification time in nanoseconds, size in bytes) of the manifest of a model directory.
 
-    At least one of them changes if the model in the directory is replaced.
+    At least one of them changes if the model in the directory is replaced. None if there is no manifest.
     """
     try:
         status = (directory / model_store.MANIFEST).stat()

@@ -25,7 +25,7 @@ class WallClock:
         self._now = 0
 
     def at(self, times: NDArray[np.int64]) -> int:
-        """Return the present time. The argument (the event times of a batch) is ignored."""
+        """Return the present time in microseconds since 1970. The event times of a batch (`times`) are ignored."""
         self._now = max(self._now, time.time_ns() // 1000)
         return self._now
 
@@ -40,10 +40,10 @@ class EventClock:
         self._now = 0
 
     def at(self, times: NDArray[np.int64]) -> int:
-        """Return the latest event time so far.
+        """Return the latest event time so far, including the next batch, in microseconds since 1970.
 
         Args:
-            times: (N,) the event times of the next batch, in microseconds since 1970 or `NO_TIME`. They count as well.
+            times: (N,) the event times of the next batch, in microseconds since 1970 or `NO_TIME`.
         """
         known_times = times[times != NO_TIME]
         if len(known_times):
@@ -75,18 +75,20 @@ class CommitSchedule:
 
         Args:
             has_alert: Whether an alert was raised since the last call.
-            is_behind: Returns whether the pipeline is behind. It is called only if the result depends on it.
+            is_behind: Returns whether more messages are unread than one poll returns. It is called only if the result
+                depends on it.
         """
         self.is_urgent = has_alert or self.is_urgent
         elapsed = self._now() - self._last_end
         if elapsed >= self._interval:
             return True
-        # A commit of duration d after 4d without a commit takes a fifth of the time.
+        # If the pipeline is behind, a commit of duration d follows 4d without a commit, so that commits take at most a
+        # fifth of the time.
         return self.is_urgent and (elapsed >= 4 * self._last_duration or not is_behind())
 
     @contextmanager
     def time_commit(self) -> Iterator[None]:
-        """Measure the duration of a commit that is made inside the context, and end the urgency of alerts."""
+        """Measure the duration of a commit that is made inside the context, after which no alert waits for a commit."""
         start = self._now()
         yield
         self._last_end = self._now()
