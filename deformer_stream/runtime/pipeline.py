@@ -82,7 +82,7 @@ class Totals:
             self.rejected[rejection.reason.value] += rejection.num_readings
 
     def to_log_fields(self) -> dict[str, Any]:
-        """Return the totals as the keys of a log line."""
+        """Return the totals as a dictionary, whose keys become the keys of a log line."""
         return {"events": self.events, "alerts": self.alerts, "closed": self.closed, "rejected": dict(self.rejected)}
 
 
@@ -194,7 +194,7 @@ class Pipeline:
         return replace(effects, rejections=merged), seconds
 
     def _write(self, effects: Effects, data: Payload | None) -> None:
-        """Stage 4: pass the effects to the sinks, and keep the decisions in them until the next commit saves them.
+        """Stage 4: pass the effects to the sinks, and keep their decisions until the next commit saves them.
 
         Decisions are effects that cannot be derived from the messages again, such as time-outs.
 
@@ -210,8 +210,9 @@ class Pipeline:
         """Stage 5: commit if a commit is due, then start to fetch the next messages in the background.
 
         Args:
-            effects: The effects of this turn of the loop. If they contain an alert or a drift notice, a commit is due
-                at once, because consumers of a Kafka topic see a message only when its transaction is committed.
+            effects: The effects of this turn of the loop. If they contain an alert or a drift notice (records no longer
+                resemble those of the calibration), a commit is due at once. The reason is that consumers of a Kafka
+                topic see a message only when its transaction is committed.
         """
         # Without partitions, such as for a file, an alert is visible before the commit.
         is_urgent = self._partitioned_source is not None and bool(effects.alerts or effects.drift_notices)

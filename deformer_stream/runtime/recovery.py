@@ -65,7 +65,10 @@ class Recovery:
 
     @property
     def restoring_partitions(self) -> frozenset[int]:
-        """The partitions whose history is still being read; their records must not be closed."""
+        """The partitions whose history (messages that a previous run has processed) is still being read.
+
+        Their records must not be closed yet.
+        """
         return frozenset(self._restoring)
 
     def start_restore(self, restored: RestoredPartition, now: int) -> None:
@@ -87,7 +90,7 @@ class Recovery:
         self._restoring[restored.partition] = restored
 
     def replay_history(self, data: Payload | None, codec: Codec, now: int) -> Payload | None:
-        """Process the messages again that a previous run has processed already, without effects.
+        """Process the messages again that a previous run has processed already, without writing scores or alerts again.
 
         Such a message belongs to a partition that is being restored, and its offset is below the committed offset.
 
@@ -114,7 +117,9 @@ class Recovery:
         return data if len(data) else None
 
     def finish_restore(self, partition: int) -> None:
-        """End the restoration of a partition: apply its saved decisions. From now on its events have effects.
+        """End the restoration of a partition, and apply its saved decisions, such as records closed by a time-out.
+
+        From now on its events have effects (scores and alerts).
 
         Args:
             partition: Number of the partition. All messages before its committed offset have been processed again.
@@ -148,7 +153,7 @@ class Recovery:
         return [decode_decisions(data, _describe("decisions", restored)) for data in restored.decisions]
 
     def drop_partitions(self, partitions: Iterable[int]) -> None:
-        """Remove the unsaved decisions, the schedule and the metrics of partitions that were revoked."""
+        """Remove the unsaved decisions, the times of the next snapshots and the metrics of revoked partitions."""
         for partition in partitions:
             self._restoring.pop(partition, None)
             self._unsaved_decisions.pop(partition, None)
@@ -200,7 +205,7 @@ class Recovery:
         return states
 
     def request_snapshots(self) -> None:
-        """Let the next commit save a snapshot (complete state) of every partition. Called when the model has changed."""
+        """Let the next commit save a snapshot (complete state) of every partition, because the model has changed."""
         for partition in self._next_snapshot:
             self._next_snapshot[partition] = self._now()
             self._changed.add(partition)
