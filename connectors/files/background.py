@@ -17,12 +17,12 @@ T = TypeVar("T")
 class Prefetcher(Generic[T]):
     """An iterator that computes the items of another iterator in a background thread, before they are requested.
 
-    Order and errors are those of the other iterator: an error is raised at the item where it occurred. The thread
-    starts with the first call of `next`.
+    It returns the same items in the same order. If the other iterator raises an error for an item, the error is raised
+    when this item is requested. The thread starts with the first call of `next`.
 
     Args:
         items: The iterator to read. Its items must not be None.
-        depth: Number of items that are computed ahead.
+        depth: Maximum number of items that are computed before they are requested.
     """
 
     def __init__(self, items: Iterator[T], depth: int = 2) -> None:
@@ -36,7 +36,7 @@ class Prefetcher(Generic[T]):
 
     def __next__(self) -> T:
         """Return the next item, and start to compute another one in the background."""
-        if self._executor is None:
+        if self._executor is None:  # the first call
             self._executor = ThreadPoolExecutor(1, "reading")
             self._pending.extend(self._request_item(self._executor) for _ in range(self._depth))
         item = self._pending.popleft().result() if self._pending else None
@@ -55,10 +55,10 @@ class Prefetcher(Generic[T]):
         Returns:
             The future. Its result is None if there are no more items.
         """
-        return executor.submit(next, self._items, None)
+        return executor.submit(next, self._items, None)  # next(items, None) returns None at the end
 
     def close(self) -> None:
-        """Wait for the item that is being computed, then end the iteration and the background thread."""
+        """Wait for the item that is being computed, then end the background thread. Further items are not returned."""
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
         self._pending.clear()
@@ -66,7 +66,7 @@ class Prefetcher(Generic[T]):
 
 
 class BackgroundWriter:
-    """A background thread that runs jobs (functions that write output) one after the other."""
+    """A background thread that runs one job (a function that writes output) at a time."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "writing")

@@ -42,10 +42,13 @@ Floats = NDArray[np.float64]
 
 
 class _RowsParquet(ParquetSink):
-    """A Parquet file to which rows are appended; its row groups are bounded in bytes as well as in rows."""
+    """A Parquet file to which rows are appended in batches.
+
+    Rows are written when enough of them, or enough bytes, have been collected. So wide rows need no more memory.
+    """
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Append rows to the file; they are written in the background once enough rows or bytes are collected."""
+        """Append rows. They are written in the background when enough rows or bytes have been collected."""
         self._add(batch)
         if sum(pending.nbytes for pending in self._pending) > MAX_PENDING_BYTES:
             self._write_pending()
@@ -53,15 +56,16 @@ class _RowsParquet(ParquetSink):
 
 @dataclass(frozen=True, slots=True)
 class ImputeOptions:
-    """How missing values are filled.
+    """How missing values (gaps) are filled. Each gap has a distribution, given the present values of its row.
 
     Attributes:
-        interval: Probability that a missing value lies in its central prediction interval. The bounds of the interval
-            are written to two additional columns.
-        estimate: Which statistic of the conditional distribution fills the gap of a continuous feature.
-        quantiles: Probabilities of further quantiles; each quantile is written to an additional column.
-        draws: If not None, gaps are filled with random draws instead of estimates, and each row is repeated this number
-            of times. There are no additional columns for the interval and the quantiles.
+        interval: Probability of the central prediction interval. The bounds of this interval, in which the missing
+            value lies with this probability, are written to two additional columns.
+        estimate: Which statistic of the distribution fills the gap of a continuous feature.
+        quantiles: Probabilities of quantiles to compute, such as 0.05. Each quantile is written to an additional
+            column.
+        draws: If not None, gaps are filled with random draws from the distribution instead of the estimate. Each row is
+            then repeated this number of times, and no columns for the interval and the quantiles are added.
         seed: The seed of the random draws.
     """
 
@@ -72,7 +76,7 @@ class ImputeOptions:
     seed: int = 0
 
     def list_added_columns(self, name: str) -> list[str]:
-        """Return the names of the columns that are added after the column of the continuous feature `name`."""
+        """Return the names of the columns that are added after the column `name` of a continuous feature."""
         bounds = [] if self.draws else [f"{name}__{bound}" for bound in ("low", "high")]
         return bounds + [f"{name}__q{quantile:g}" for quantile in sorted(self.quantiles)]
 
@@ -82,26 +86,29 @@ def impute_table(
 ) -> int:
     """Fill the nulls and NaNs in the feature columns of a wide table (one record per row), and write it as Parquet.
 
-    A gap is filled from the distribution of its feature given the present features of its row. A continuous feature
-    gets the estimate that was chosen, a discrete feature its most probable label, in the type of the column.
+    A missing value (gap) is filled from the distribution of its feature given the present features of its row. A
+    continuous feature gets the estimate of `options.estimate`, a discrete feature its most probable label. Filled
+    values have the type of the column.
 
     Each continuous column is followed by COLUMN__low and COLUMN__high, the bounds of the central interval, and by one
-    column per quantile, such as COLUMN__q0.05. These columns are null where the reading was present. With draws, each
-    row is repeated once per draw and the column `draw` counts from 0. Columns that are not features are copied, and so
-    are context features (they condition the others, but the model has no distribution for them).
+    column per quantile, such as COLUMN__q0.05. These columns are null in rows whose reading was present. If
+    `options.draws` is set, each row is repeated once per random draw, and the column `draw` numbers the draws from 0.
+    Columns that are not features are copied, and so are context features (they condition the others, but the model has
+    no distribution for them).
 
     Args:
         source: A Parquet or CSV file.
         output: The Parquet file to write.
         model: The network, in evaluation mode.
         options: How to fill the gaps.
-        report_progress: A function that is called with the number of rows of each batch that was written.
+        report_progress: A function that is called after each batch, with the number of rows of the batch.
 
     Returns:
         The number of gaps that were filled.
 
     Raises:
-        InputError: The table cannot be read, has no feature of the model, or has a column that the result needs.
+        InputError: The table cannot be read or has no feature of the model, or a column of the table has the name of a
+            column that is added.
     """
     table = _open_table(source, model, options)
     feature_by_name = {name: model.schema.features[code] for name, code in model.schema.code_by_name.items()}
@@ -152,7 +159,7 @@ def _log_features_without_column(feature_by_name: dict[str, Feature], feature_co
     """Log the features of the model that are not imputed, because the table has no column for them.
 
     Args:
-        feature_by_name: The features of the model.
+        feature_by_name: The features of the model by name.
         feature_columns: The columns of the table that are features.
     """
     missing = [name for name, feature in feature_by_name.items() if name not in feature_columns and not feature.context]
@@ -167,25 +174,27 @@ def _log_features_without_column(feature_by_name: dict[str, Feature], feature_co
 def _compute_values(
     model: DEformer, values: Floats, is_gap: NDArray[np.bool_], options: ImputeOptions, first_row: int
 ) -> tuple[Floats, list[Floats]]:
-    """Compute the values that fill the gaps of N records of a model with F features.
+    """Compute the values that fill the gaps (missing values) of N records of a model with F features.
 
     Args:
         model: The network, in evaluation mode.
         values: (N, F) readings in raw units, and label codes of discrete features; NaN if missing.
-        is_gap: (N, F) which values to compute.
+        is_gap: (N, F) whether the value is missing and must be computed.
         options: How to fill the gaps.
-        first_row: Number of the first record in the table. It makes the draws of each batch independent.
+        first_row: Number of the first record in the table. It makes the random draws of each batch independent.
 
     Returns:
-        A pair. First, the values of the gaps, NaN elsewhere: (N, F), or (N · draws, F) with the draws of a record in
-        successive rows. Second, a list of arrays (N, F) with the contents of the added columns: the lower and the upper
-        bound of the interval, then the quantiles in ascending order. It is empty with draws.
+        A pair. First, the values of the gaps, NaN elsewhere: (N, F), or (N · draws, F) if `options.draws` is set, with
+        the draws of a record in successive rows. Second, a list of arrays (N, F) for the added columns: the lower and
+        the upper bound of the interval, then the quantiles in ascending order. The list is empty if `options.draws` is
+        set.
     """
     if options.draws:
         batch_seed = np.random.SeedSequence([options.seed, first_row]).generate_state(1, np.uint64)[0]
         seed = int(batch_seed >> 1)  # 63 bits, so that it fits into a signed integer
         draws = imputation.sample_completions(model, values, is_gap, options.draws, seed)  # (draws, N, F)
         drawn_values = np.where(is_gap, draws, np.nan)
+        # (draws, N, F) to (N, draws, F) to (N · draws, F)
         return drawn_values.transpose(1, 0, 2).reshape(-1, drawn_values.shape[2]), []
     imputed = imputation.impute(model, values, is_gap, options.interval)
     new_values = {"median": imputed.median, "mean": imputed.mean, "mode": imputed.mode}[options.estimate]
@@ -210,7 +219,7 @@ def write_samples(
         model: The network, in evaluation mode.
         count: Number of records to draw.
         seed: The seed of the random numbers.
-        report_progress: A function that is called with the number of records of each batch that was written.
+        report_progress: A function that is called after each batch, with the number of records of the batch.
     """
     features = model.schema.features
     output_schema = pa.schema([(feature.name, get_value_type(feature)) for feature in features])
@@ -235,15 +244,17 @@ def _open_table(source: Path, model: DEformer, options: ImputeOptions) -> Table:
     Args:
         source: A Parquet or CSV file.
         model: The network, whose features are looked for among the columns.
-        options: How to fill the gaps, which determines the columns that are added.
+        options: How to fill the gaps (missing values). This determines the columns that are added to the output.
 
     Raises:
-        InputError: The input is not one table, has no feature of the model, or has a column that the result needs.
+        InputError: The input is not one table or has no feature of the model, or a column of the table has the name of
+            a column that is added.
     """
     files = find_files([source])
     if len(files) > 1 or files[0].suffix.lower() in JSON_LINES:
         raise InputError(
-            f"{source}: only one table with a row per record can be imputed at a time; name one Parquet or CSV file"
+            f"{source}: this input is not a single table with one row per record, which imputation needs; "
+            "name one Parquet or CSV file"
         )
     table = Table.open(files[0])
     columns = set(table.schema.names)
@@ -253,23 +264,25 @@ def _open_table(source: Path, model: DEformer, options: ImputeOptions) -> Table:
             f"{source}: no column is a feature of the model (the columns are {table.format_column_names()}, "
             f"the features are {join_names(model.schema.names)}); choose another model or another table"
         )
-    added_columns = [
+    added_column_sets = [
         set(options.list_added_columns(feature.name)) for feature in features if _is_continuous_reading(feature)
     ]
     if options.draws:
-        added_columns.append({DRAW_COLUMN})
-    for added in added_columns:
-        conflicts = columns & added
+        added_column_sets.append({DRAW_COLUMN})
+    for added_columns in added_column_sets:
+        conflicts = columns & added_columns
         if conflicts:
             raise InputError(
-                f"{source}: the output adds a column {min(conflicts)!r}, but the table has a column of this name; "
-                "rename it, or leave it out"
+                f"{source}: imputation adds a column {min(conflicts)!r}, but the table already has a column of this "
+                "name; rename or remove the column of the table"
             )
     return table
 
 
 def _is_continuous_reading(feature: Feature | None) -> bool:
-    """Return whether a feature is continuous and has a distribution, so that intervals can be computed for it.
+    """Return whether prediction intervals can be computed for a feature: it is continuous and has a distribution.
+
+    Context features condition the others, but the model has no distribution for them.
 
     Args:
         feature: The feature, or None for a column that is not a feature.
@@ -280,18 +293,18 @@ def _is_continuous_reading(feature: Feature | None) -> bool:
 def _make_output_schema(
     table: Table, csv_types: dict[str, pa.DataType], feature_by_name: dict[str, Feature], options: ImputeOptions
 ) -> pa.Schema:
-    """Return the columns of the output: those of the table, each followed by the columns that are added for it.
+    """Return the Arrow schema of the output: the table's columns, each followed by the columns that are added for it.
 
     Args:
-        table: The table whose gaps are filled.
-        csv_types: For feature columns of a CSV file, the types that replace the inferred types.
-        feature_by_name: The features of the model.
-        options: How the gaps are filled, which determines the added columns.
+        table: The table whose gaps (missing values) are filled.
+        csv_types: Types that replace those inferred from a CSV file, by name of the feature column.
+        feature_by_name: The features of the model by name.
+        options: How the gaps are filled. This determines the added columns.
     """
     fields: list[pa.Field] = []
     for field in table.schema:
         column_type, feature = csv_types.get(field.name, field.type), feature_by_name.get(field.name)
-        if feature is None or feature.context:
+        if feature is None or feature.context:  # the column is copied
             fields.append(pa.field(field.name, column_type))
             continue
         fields.append(pa.field(field.name, _get_filled_type(column_type, feature)))
@@ -303,10 +316,11 @@ def _make_output_schema(
 
 
 def _get_filled_type(column_type: pa.DataType, feature: Feature) -> pa.DataType:
-    """Return the type of a feature's column in the output, after its gaps are filled.
+    """Return the type that the column of a feature has in the output, after its gaps (missing values) are filled.
 
-    It is the column's type in the input, with two exceptions. A dictionary-encoded column becomes plain. A column of
-    nulls or of times of day gets the type of the feature's values (times of day become seconds since midnight).
+    It is the column's type in the input, with two exceptions. A dictionary-encoded column gets the type of its values.
+    A column of nulls or of times of day gets the type of the feature's values: float64 or text. Times of day become
+    seconds since midnight.
 
     Args:
         column_type: The type of the column in the input.
@@ -318,13 +332,13 @@ def _get_filled_type(column_type: pa.DataType, feature: Feature) -> pa.DataType:
 
 
 def _fill_gaps(column: pa.Array, feature: Feature, values: Floats, description: str) -> pa.Array:
-    """Return a column with its gaps filled.
+    """Return a column of a table with its gaps (missing values) filled.
 
     Args:
-        column: N cells.
+        column: The N cells of the column.
         feature: The feature of the column.
-        values: (N,) a value for each gap, NaN elsewhere. For a discrete feature it is the index of a label.
-        description: Names the file and the column, for error messages.
+        values: (N,) a value for each gap, NaN for all other cells. For a discrete feature it is the index of a label.
+        description: Name of the file and of the column for error messages.
 
     Raises:
         InputError: The column's type cannot hold the values.
@@ -336,14 +350,14 @@ def _fill_gaps(column: pa.Array, feature: Feature, values: Floats, description: 
             limits = np.iinfo(filled_type.to_pandas_dtype())
             values = np.clip(np.round(values), limits.min, limits.max)
         new_cells = _decode_labels(feature, values) if feature.labels else _make_nullable(values)
-        new_cells = new_cells.cast(filled_type, safe=False)
+        new_cells = new_cells.cast(filled_type, safe=False)  # null if the cell is not a gap
         old_cells = decode_dictionary(convert_times_of_day(column)).cast(filled_type)
         return pc.if_else(new_cells.is_valid(), new_cells, old_cells)
     except pa.ArrowException as error:
         reason = str(error).splitlines()[0]
         raise InputError(
-            f"{description} has the type {column.type} and cannot hold the imputed values ({reason}); convert it to "
-            "another type"
+            f"{description} has the type {column.type}, which cannot hold the imputed values ({reason}); convert the "
+            "column to another type"
         ) from error
 
 
