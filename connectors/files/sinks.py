@@ -244,7 +244,7 @@ class ScoresParquet(ParquetSink):
             return pa.nulls(len(codes), pa.string())
         # All labels are put into one array: those of the model, feature by feature, then those that it does not have.
         labels = pa.array([*self._labels, *unseen_labels.values()], pa.string())
-        has_label = is_discrete & (values < self._label_counts[codes])  # false for a null
+        has_label = is_discrete & (values < self._label_counts[codes])  # false for nulls and unseen labels
         label_indexes = self._first_label[codes] + np.where(has_label, values, 0).astype(np.int64)
         unseen_readings = list(unseen_labels)
         label_indexes[unseen_readings] = len(self._labels) + np.arange(len(unseen_readings))

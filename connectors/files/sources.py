@@ -61,24 +61,26 @@ def open_source(
 ) -> FileSource | StandardInput:
     """Return a source of the events in Parquet, CSV and JSON lines files, or on standard input.
 
-    The files are read one after the other. All tables are opened and checked before the function returns.
+    The files are read one after the other. All tables are opened and checked before the function returns. A table is
+    wide (a row is a record, a column is a feature) or long (a row is one reading).
 
     Args:
-        inputs: Files and folders, or "-" alone for JSON lines on standard input.
+        inputs: Paths of files and folders, or "-" alone for JSON lines on standard input.
         schema: The features of the model.
-        layout: The layout of all tables. None chooses it per table by the column names.
-        order: The order of the readings within a record. The codec must get the same value, because it orders the
-            readings of wide tables. For long tables and JSON lines, an order other than "arrival" needs complete
+        layout: The layout of all tables, "wide" or "long". None chooses it for each table by its column names.
+        order: The order of the readings within a record: "arrival" for that of the input, "schema" for that of the
+            features in the model, or "random". The codec (decoder of events) must get the same value, because it orders
+            the readings of wide tables. For long tables and JSON lines, an order other than "arrival" needs complete
             records, so all of these files are read into memory first.
         seed: The seed of the order "random"; the codec must get the same value.
-        field_names: Names of the fields of JSON events and of the columns of long tables.
+        field_names: Names of the fields of JSON events and of the columns of long tables; None for the defaults.
         record_column: The column of record ids of wide tables. In a table without it, the number of the row is the
             record id ("0", "1", …), or the name of the file and the number ("file:0") if there are several files.
-        time_column: The time column of wide tables. The default is the first column with timestamps.
+        time_column: The time column of wide tables. None selects the first column with timestamps.
         batch_events: Approximate number of events that one poll returns.
-        max_message_bytes: Maximum length of a line; a longer one is rejected by the codec as too large.
-        window_assigner: The time windows of devices if records are such windows. It needs the order "arrival" for
-            long tables and JSON lines.
+        max_message_bytes: Maximum length of a line; the codec rejects a longer one as too large.
+        window_assigner: If records are time windows of a device's readings, it assigns readings to windows. It needs
+            the order "arrival" for long tables and JSON lines.
 
     Raises:
         InputError: A file is missing or unreadable, or its columns do not fit the model or the options.
@@ -113,8 +115,8 @@ def open_source(
             payload_iterators.append(_iterate_messages(path, options))
             continue
         table = Table.open(path)
-        owner, feature, value = options.list_required_columns(table)[:3]
-        if table.choose_layout(layout, owner, feature, value) == "wide":
+        id_column, feature_column, value_column = options.list_required_columns(table)[:3]
+        if table.choose_layout(layout, id_column, feature_column, value_column) == "wide":
             wide_tables.append(_WideTable.check(table, prefix_by_file[path], options))
             payload_iterators.append(wide_tables[-1].iterate_rows())
         else:
@@ -123,8 +125,8 @@ def open_source(
     if order != "arrival":
         if window_assigner is not None and (long_tables or line_files):
             raise ConfigError(
-                f"--order {order} needs complete records, but time windows are filled in order of arrival; "
-                "use --order arrival"
+                f"--order {order} cannot be used if records are time windows, because readings are assigned to "
+                "windows in order of arrival; use --order arrival"
             )
         payload_iterators = _reorder_payloads(wide_tables, long_tables, line_files, options)
     tables: list[_WideTable | _LongTable] = [*wide_tables, *long_tables]
@@ -135,12 +137,12 @@ def open_source(
 
 
 class FileSource:
-    """A source of the rows and lines of files, which are read ahead in a background thread.
+    """A source of the rows and lines of files, which a background thread reads ahead.
 
     Args:
-        payloads: The contents of the files, in the order in which they are polled.
-        num_rows: Total number of rows, or None if it is not known in advance.
-        ignored_columns: Columns of the tables that are not features of the model.
+        payloads: The rows and lines of the files in batches; each poll returns one batch.
+        num_rows: Total number of rows, for progress reports. None if it is not known in advance.
+        ignored_columns: Columns of the tables that are not read, because they are not features of the model.
     """
 
     def __init__(self, payloads: Iterator[Payload], num_rows: int | None, ignored_columns: tuple[str, ...]) -> None:
@@ -151,17 +153,21 @@ class FileSource:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether a poll has returned no data because all files were read."""
+        """Whether all rows and lines were returned. It becomes true with the first poll that returns no data."""
         return self._is_exhausted
 
     def poll(self, timeout: float) -> PollResult:
-        """Return the next rows or lines, or no data at the end. The timeout is not used, because files are complete."""
+        """Return the next rows or lines, or no data if all were returned.
+
+        Args:
+            timeout: Not used, because data of a file need not be waited for.
+        """
         data = None if self._is_exhausted else next(self._payloads, None)
         self._is_exhausted = data is None
         return PollResult(data)
 
     def commit(self) -> None:
-        """Do nothing: files have no offsets to commit."""
+        """Do nothing, because each run reads its files from the beginning."""
 
     def close(self) -> None:
         """Stop reading; further polls return no data."""
@@ -204,7 +210,7 @@ class StandardInput:
         return self._is_at_end and not self._pending
 
     def poll(self, timeout: float) -> PollResult:
-        """Return the lines that have arrived.
+        """Return the lines that have arrived, at most `batch_events` of them; no data if there are none.
 
         Args:
             timeout: Maximum number of seconds to wait for the first line. Further lines are not waited for.
@@ -215,15 +221,15 @@ class StandardInput:
             if not self._selector.select(seconds_left):
                 break
             block = os.read(self._descriptor, BLOCK_BYTES)
-            new_lines = self._splitter.feed(block) if block else self._splitter.finish()
-            self._is_at_end = not block
+            self._is_at_end = not block  # an empty block means the end of the input
+            new_lines = self._splitter.finish() if self._is_at_end else self._splitter.feed(block)
             self._pending += _number_lines(new_lines, self._num_lines)
             self._num_lines += len(new_lines)
         numbered_lines, self._pending = self._pending[: self._batch_events], self._pending[self._batch_events :]
         return PollResult(_make_messages(STANDARD_INPUT, numbered_lines) if numbered_lines else None)
 
     def commit(self) -> None:
-        """Do nothing: lines that were read from a pipe cannot be read again."""
+        """Do nothing, because lines that were read from a pipe cannot be read again."""
 
     def close(self) -> None:
         """Stop reading and drop the lines that were not yet returned. The file descriptor stays open."""
@@ -233,7 +239,7 @@ class StandardInput:
 
 @dataclass(frozen=True, slots=True)
 class _ReadOptions:
-    """The options of `open_source`, with the meanings that are stated there."""
+    """The options for reading files; each attribute has the meaning of the argument of `open_source` of this name."""
 
     schema: Schema
     order: Order
@@ -246,21 +252,30 @@ class _ReadOptions:
     window_assigner: WindowAssigner | None
 
     def list_required_columns(self, table: Table) -> tuple[str, ...]:
-        """Return the columns that a long table must have; the first one identifies the record or the device."""
+        """Return the columns that a table must have to be a long table (a row is one reading).
+
+        Args:
+            table: The table.
+
+        Returns:
+            The names of the column that identifies the record or the device, of the columns of features and values, and
+            possibly of the time column.
+        """
         return self.field_names.required_columns(table.schema.names, self.window_assigner is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class _WideTable:
-    """A table in which a row is a record, whose columns were checked.
+    """A table in which a row is a record and a column is a feature. Its columns were checked.
 
     Attributes:
         table: The file.
-        id_prefix: Put before the row number where rows have no record id; None for the number alone.
-        feature_columns: The columns that are features, in the order of the file.
-        record_column: The column of record ids, or None if there is none.
-        time_column: The column of times, or None if there is none.
-        ignored_columns: All other columns.
+        id_prefix: If the table has no record ids, they are made of this text and the row number ("prefix:0"). None
+            makes them of the row number alone.
+        feature_columns: Names of the columns that are features of the model, in the order of the file.
+        record_column: Name of the column of record ids, or None if there is none.
+        time_column: Name of the column of times, or None if there is none.
+        ignored_columns: Names of all other columns.
         options: How to read the table.
     """
 
@@ -274,7 +289,12 @@ class _WideTable:
 
     @staticmethod
     def check(table: Table, id_prefix: str | None, options: _ReadOptions) -> _WideTable:
-        """Return the table with the role of each column.
+        """Determine the role of each column of a table.
+
+        Args:
+            table: The table.
+            id_prefix: Text before the row numbers in record ids, see the attribute; used only without a record column.
+            options: How to read the table.
 
         Raises:
             InputError: No column is a feature of the model, or a column that the user chose does not exist.
@@ -295,8 +315,9 @@ class _WideTable:
         return _WideTable(table, id_prefix, feature_columns, record_column, time_column, ignored_columns, options)
 
     def iterate_rows(self) -> Iterator[WideRows]:
-        """Yield the rows of the table in batches of about `batch_events` cells."""
+        """Yield the rows of the table in batches of about `options.batch_events` cells."""
         schema = self.options.schema
+        # The types replace those that are inferred for a CSV file.
         types = {
             name: choose_csv_type(self.table, schema.features[schema.code_by_name[name]])
             for name in self.feature_columns
@@ -316,14 +337,13 @@ class _WideTable:
             first_row += batch.num_rows
 
     def _make_record_ids(self, batch: pa.RecordBatch, first_row: int) -> list[str]:
-        """Return the record id of each row.
+        """Return the record id of each row: the cell of the record column, or a text made of the row number.
+
+        A null in the record column becomes "", which the codec rejects.
 
         Args:
             batch: Rows of the table.
             first_row: Number of the first of these rows in the table.
-
-        Returns:
-            The ids of the record column, or ids made of row numbers. A null becomes "", which the codec rejects.
         """
         if self.record_column is not None:
             description = f"{self.table.path}: column {self.record_column!r}"
@@ -337,12 +357,12 @@ class _WideTable:
 
 @dataclass(frozen=True, slots=True)
 class _LongTable:
-    """A table in which a row is one reading, whose columns were checked.
+    """A table in which a row is one reading of one feature of a record. Its columns were checked.
 
     Attributes:
         table: The file.
-        columns: The columns that are read.
-        ignored_columns: All other columns.
+        columns: Names of the columns that are read.
+        ignored_columns: Names of all other columns.
         options: How to read the table.
     """
 
@@ -353,23 +373,31 @@ class _LongTable:
 
     @staticmethod
     def check(table: Table, options: _ReadOptions) -> _LongTable:
-        """Return the table with the columns to read.
+        """Determine which columns of a table to read.
+
+        Args:
+            table: The table.
+            options: How to read the table.
 
         Raises:
             InputError: A required column is missing, or feature names are not text.
         """
         names, columns = options.field_names, table.schema.names
+        is_parquet = table.path.suffix.lower() in PARQUET
         for name in options.list_required_columns(table):
             if name not in columns:
                 raise InputError(
-                    f"{table.path}: a long table needs a column {name!r}; rename one, or use --layout wide"
+                    f"{table.path}: a long table needs a column {name!r}; rename a column, or use --layout wide if a "
+                    "row is a record"
                 )
             column_type = table.schema.field(name).type
-            is_parquet = table.path.suffix.lower() in PARQUET
+            # The feature column of a CSV file is read as text, whatever type Arrow has inferred.
             if name == names.feature and is_parquet and not is_text(column_type):
                 raise InputError(
-                    f"{table.path}: column {name!r} is {column_type}, but feature names are text; convert the column"
+                    f"{table.path}: column {name!r} has the type {column_type}, but feature names are text; convert "
+                    "the column to text"
                 )
+        # A device identifies the record only if records are time windows.
         id_columns = (names.record,) if options.window_assigner is None else (names.record, names.device)
         known_columns = (*id_columns, names.feature, names.value, names.label, names.time)
         used_columns = [name for name in known_columns if name in columns]
@@ -377,7 +405,7 @@ class _LongTable:
         return _LongTable(table, used_columns, ignored_columns, options)
 
     def iterate_rows(self) -> Iterator[LongRows]:
-        """Yield the rows of the table in batches of `batch_events`."""
+        """Yield the rows of the table in batches of at most `options.batch_events` rows."""
         names = self.options.field_names
         # The values of a CSV file are read as text, so that a bad value rejects only its own row and labels such as
         # "007" are not changed.
@@ -392,10 +420,16 @@ class _LongTable:
 
 
 def _choose_timestamp_type(table: Table, time_column: str | None) -> dict[str, pa.DataType]:
-    """Return the type in which to read a time column of a CSV file, by column name.
+    """Return the type as which to read the time column of a CSV file: timestamps in microseconds.
 
-    Timestamps are read in microseconds. Arrow would infer whole seconds if the first block has no fractions, and then
-    fail at the first fraction. The result is empty if the column holds no timestamps.
+    Arrow would infer whole seconds if the first block of the file has no fractions, and then fail at the first one.
+
+    Args:
+        table: The table.
+        time_column: Name of the column of times, or None if there is none.
+
+    Returns:
+        A mapping from the name of the column to its type. It is empty if the column does not hold timestamps.
     """
     if time_column is None or not pa.types.is_timestamp(table.schema.field(time_column).type):
         return {}
@@ -405,9 +439,15 @@ def _choose_timestamp_type(table: Table, time_column: str | None) -> dict[str, p
 def _reorder_payloads(
     wide_tables: list[_WideTable], long_tables: list[_LongTable], line_files: list[Path], options: _ReadOptions
 ) -> list[Iterator[Payload]]:
-    """Return the contents of all files with the readings of each record in `options.order`.
+    """Return iterators over the contents of all files, in which the readings of each record are in `options.order`.
 
-    The rows of wide tables are returned as they are, because the codec orders the readings within a row.
+    The rows of wide tables are unchanged, because the codec (decoder of events) orders the readings within a row.
+
+    Args:
+        wide_tables: Tables in which a row is a record.
+        long_tables: Tables in which a row is one reading.
+        line_files: JSON lines files.
+        options: How to read the files.
     """
     schema, names, order, seed = options.schema, options.field_names, options.order, options.seed
     payload_iterators: list[Iterator[Payload]] = [table.iterate_rows() for table in wide_tables]
@@ -422,24 +462,30 @@ def _reorder_payloads(
 
 
 def make_record_prefixes(files: Sequence[Path]) -> dict[Path, str | None]:
-    """Return the prefix of the ids of records that have no id of their own, by file.
+    """Return for each file a text that distinguishes its records from those of other files.
+
+    Records without an id get this text and their row number as id.
+
+    Args:
+        files: All input files.
 
     Returns:
-        None for a single file, so that a record's id is only its row number. With several files, the name of each file
-        without its ending. If names repeat, the paths below the folder that all files share; if these repeat as well,
-        the same paths with their endings.
+        For each file, its name without the ending. If two names are equal, the paths below the folder that all files
+        share, without endings. If two of these are equal, the same paths with their endings. A single file has None,
+        so that a record's id is only its row number.
 
     Raises:
         InputError: A file is named twice.
     """
     if len(set(files)) < len(files):
         duplicate = next(path for path in files if list(files).count(path) > 1)
-        raise InputError(f"{duplicate}: the file is named twice; name every file once")
+        raise InputError(f"{duplicate}: the input names this file twice; name every file once")
     if len(files) == 1:
         return {files[0]: None}
     prefix_by_file = {path: path.stem for path in files}
     if len(set(prefix_by_file.values())) == len(files):
         return dict(prefix_by_file)
+    # Files in different folders have equal names.
     shared_folder = os.path.commonpath([path.resolve().parent for path in files])
     relative_paths = {path: path.resolve().relative_to(shared_folder) for path in files}
     prefix_by_file = {path: relative.with_suffix("").as_posix() for path, relative in relative_paths.items()}
@@ -449,7 +495,7 @@ def make_record_prefixes(files: Sequence[Path]) -> dict[Path, str | None]:
 
 
 def _iterate_messages(path: Path, options: _ReadOptions) -> Iterator[Messages]:
-    """Yield the lines of a JSON lines file as messages, at most `batch_events` at a time."""
+    """Yield the lines of a JSON lines file as messages, at most `options.batch_events` at a time."""
     num_lines = 0
     for block in read_lines(path, options.max_message_bytes):
         numbered_lines = _number_lines(block, num_lines)
@@ -459,12 +505,22 @@ def _iterate_messages(path: Path, options: _ReadOptions) -> Iterator[Messages]:
 
 
 def _number_lines(lines: list[bytes], first_number: int) -> list[tuple[int, bytes]]:
-    """Return each line that is not blank with its line number; blank lines are counted, but left out."""
+    """Return the lines that are not blank, each as a pair of its line number and the line.
+
+    Args:
+        lines: Consecutive lines, without line ends.
+        first_number: The number of the first of these lines. Blank lines are counted, too.
+    """
     return [(number, line) for number, line in enumerate(lines, first_number) if line and not line.isspace()]
 
 
 def _make_messages(topic: str, numbered_lines: list[tuple[int, bytes]]) -> Messages:
-    """Return lines as messages of partition 0; the offset of a message is its line number."""
+    """Return lines as messages without keys and times, in partition 0; the offset of a message is its line number.
+
+    Args:
+        topic: The topic of the messages: the name of the file, for error messages.
+        numbered_lines: Pairs of line number and line.
+    """
     num_messages = len(numbered_lines)
     offsets = np.array([number for number, _ in numbered_lines], np.int64)
     payloads: list[bytes | None] = [line for _, line in numbered_lines]

@@ -71,25 +71,26 @@ def iterate_events(
     features: Sequence[str] | None = None,
     prefix: str = "",
 ) -> Iterator[OutgoingEvent]:
-    """Return the readings of tables as single events in the order of their times.
+    """Return the readings of tables as events of one reading each, in the order of their times.
 
-    The time of a reading is the time of its row plus a delay, which is drawn uniformly below `shuffle_within`. A row
+    The time of a reading is the time of its row plus a random delay, uniform between 0 and `shuffle_within`. A row
     without a time gets that of the row before. If a table has no time column, row n of the input is at n seconds since
     1970. Rows must be sorted by time; the readings of a row that is out of order are sent as soon as it is read. Nulls
     and numbers that are not finite give no event.
 
-    The events of a long table with devices instead of records name the device, for `--window`. JSON lines are passed on
-    unchanged and without a delay.
+    A table is wide (a row is a record) or long (a row is one reading). The events of a long table with a column of
+    devices instead of records name the device, so that the consumer can assign them to time windows (`--window`). JSON
+    lines are passed on unchanged and without a delay.
 
     Args:
-        inputs: Files and folders.
+        inputs: Paths of files and folders.
         shuffle_within: Maximum delay in seconds.
         seed: The seed of the delays; equal arguments give equal streams.
-        layout: The layout of all tables. None chooses it per table by the column names.
+        layout: The layout of all tables, "wide" or "long". None chooses it for each table by its column names.
         record_column: The column of record ids of wide tables. In a table without it, records are named as in
             `open_source`.
-        time_column: The column of times. The default is the first column with timestamps of a wide table, and the
-            column `time` of a long table.
+        time_column: The column of times. None selects the first column with timestamps of a wide table, and the column
+            `time` of a long table.
         exclude: Columns of wide tables, or features of long tables, that are not sent.
         features: The only features that are sent, or None for all.
         prefix: Text that is put before each record id or device.
@@ -100,7 +101,7 @@ def iterate_events(
         ConfigError: No table has a column that was excluded.
     """
     if shuffle_within < 0 or not isfinite(shuffle_within):
-        raise InputError(f"--shuffle-within {shuffle_within}: a delay of this length is impossible; give 0 or more")
+        raise InputError(f"--shuffle-within {shuffle_within}: the maximum delay must be finite and at least 0 seconds")
     files = find_files(inputs)
     if exclude:
         _check_excluded(exclude, files, layout)
@@ -110,12 +111,18 @@ def iterate_events(
 
 
 def _check_excluded(exclude: Sequence[str], files: Sequence[Path], layout: Layout | None) -> None:
-    """Check that each excluded column exists in a table.
+    """Check that each excluded column exists in at least one table.
 
-    The check is skipped if an input is a long table or JSON lines, whose features are known only after reading them.
+    The check is skipped if an input is JSON lines or a long table (a row is one reading), because their features are
+    known only after reading them.
+
+    Args:
+        exclude: Names of the excluded columns.
+        files: All input files.
+        layout: The layout of all tables, or None to choose it for each table.
 
     Raises:
-        ConfigError: No table has the column.
+        ConfigError: No table has a column of this name.
     """
     if any(path.suffix.lower() in JSON_LINES for path in files):
         return
@@ -123,14 +130,22 @@ def _check_excluded(exclude: Sequence[str], files: Sequence[Path], layout: Layou
     if any(table.choose_layout(layout, _choose_id_column(table)) == "long" for table in tables):
         return
     columns = {name for table in tables for name in table.schema.names}
+    if len(files) == 1:
+        failure = f"{files[0]} has no such column"
+    else:
+        failure = f"none of the {len(files)} input files has such a column"
     for name in exclude:
         if name not in columns:
-            raise ConfigError(f"--exclude {name}: {files[0]} has no such column; check the name")
+            raise ConfigError(f"--exclude {name}: {failure}; check the name")
 
 
 def _choose_id_column(table: Table) -> str:
-    """Return the column that a long table's readings belong to: "record", or "device" if there is only that one."""
-    return "record" if "record" in table.schema.names or "device" not in table.schema.names else "device"
+    """Return the name of the column that says to which record or device a reading of a long table belongs.
+
+    It is "device" if the table has this column and no column "record", and "record" otherwise.
+    """
+    has_only_device = "device" in table.schema.names and "record" not in table.schema.names
+    return "device" if has_only_device else "record"
 
 
 def _iterate_delayed(
@@ -143,25 +158,29 @@ def _iterate_delayed(
     selection: _FeatureSelection,
     prefix: str,
 ) -> Iterator[OutgoingEvent]:
-    """Yield the events of all files.
+    """Yield the readings of all files as events in the order of their delayed times.
+
+    A delayed event waits in a heap until all rows before its time were read, so rows must be sorted by time.
 
     Args:
         files: The files, in the order in which they are read.
         max_delay: Maximum delay of a reading in microseconds.
         rng: The generator of the delays.
-        layout: The layout of all tables, or None.
-        record_column: The column of record ids of wide tables.
-        time_column: The column of times, or None for the default.
+        layout: The layout of all tables, or None to choose it for each table by its column names.
+        record_column: The column of record ids of wide tables (a row is a record).
+        time_column: The column of times. None selects the first column with timestamps of a wide table, and the column
+            `time` of a long table.
         selection: The features that are sent.
-        prefix: Text that is put before each id.
+        prefix: Text that is put before each id of a record or device.
     """
     prefix_by_file = make_record_prefixes(files)
     # A heap of delayed events: time, number of the event (which keeps the order of equal times), key and document.
     delayed: list[tuple[int, int, bytes, dict[str, Any]]] = []
     num_events = 0
-    default_times = itertools.count(0, 1_000_000)
+    default_times = itertools.count(0, 1_000_000)  # one second per row, for tables without times
     for path in files:
         if path.suffix.lower() in JSON_LINES:
+            # Lines are not delayed, so the events before them are sent first.
             yield from (_encode_event(*heapq.heappop(delayed)) for _ in range(len(delayed)))
             yield from _iterate_json_lines(path)
             continue
@@ -188,25 +207,30 @@ def _iterate_delayed(
 
 
 def _map_row_errors(path: Path, rows: Iterator[RowReadings]) -> Iterator[RowReadings]:
-    """Yield the same rows; raise `InputError` with the file's name if the file is damaged or its text is not UTF-8."""
+    """Yield the same rows; if reading them fails, raise `InputError` with the name of the file.
+
+    Args:
+        path: The file.
+        rows: An iterator that reads the rows of the file.
+    """
     with map_read_errors(path):
         yield from rows
 
 
 @dataclass(frozen=True, slots=True)
 class _FeatureSelection:
-    """The features that are sent.
+    """The choice of the features whose readings are sent.
 
     Attributes:
-        excluded: Features that are not sent.
-        included: The only features that are sent, or None for all.
+        excluded: Names of features that are not sent.
+        included: Names of the only features that are sent, or None for all that are not excluded.
     """
 
     excluded: frozenset[str]
     included: frozenset[str] | None
 
     def contains(self, name: object) -> bool:
-        """Return whether a feature is sent."""
+        """Return whether readings of the feature called `name` are sent."""
         return name not in self.excluded and (self.included is None or name in self.included)
 
 
@@ -218,15 +242,16 @@ def _iterate_wide_rows(
     selection: _FeatureSelection,
     default_times: Iterator[int],
 ) -> Iterator[RowReadings]:
-    """Yield the rows of a table in which a row is a record.
+    """Yield the time, the record id and the readings of each row of a table in which a row is a record.
 
     Args:
         table: The table.
-        id_prefix: Put before the row number if the table has no record ids; None for the number alone.
+        id_prefix: If the table has no record ids, they are made of this text and the row number ("prefix:0"). None
+            makes them of the row number alone.
         record_column: The column of record ids, which may be absent if it is the default one.
         time_column: The column of times. None selects the first column with timestamps.
         selection: The features that are sent.
-        default_times: The times of rows in a table without a time column, in microseconds.
+        default_times: An iterator over the times of rows in a table without a time column, in microseconds.
 
     Raises:
         InputError: The table lacks a column or has nothing to send, or a row has a malformed time or no record id.
@@ -246,7 +271,7 @@ def _iterate_wide_rows(
     ]
     if not feature_columns:
         raise InputError(
-            f"{table.path}: no column to send (the columns are {table.format_column_names()}); "
+            f"{table.path}: there is no column to send as a feature (the columns are {table.format_column_names()}); "
             "check --exclude and --model"
         )
     first_row, last_time = 0, 0
@@ -279,14 +304,16 @@ def _iterate_long_rows(
     selection: _FeatureSelection,
     default_times: Iterator[int],
 ) -> Iterator[RowReadings]:
-    """Yield the rows of a table in which a row is one reading; rows without a value are skipped.
+    """Yield the time, the record id or device and the reading of each row of a table in which a row is one reading.
+
+    Rows without a value are skipped.
 
     Args:
         table: The table.
         id_column: The column with the record or the device of a reading.
         time_column: The column of times. None selects the column `time` if there is one.
         selection: The features that are sent.
-        default_times: The times of rows in a table without a time column, in microseconds.
+        default_times: An iterator over the times of rows in a table without a time column, in microseconds.
 
     Raises:
         InputError: The table lacks a column, or a row has a malformed time or no id.
@@ -294,7 +321,10 @@ def _iterate_long_rows(
     columns = table.schema.names
     for name in (id_column, "feature", "value"):
         if name not in columns:
-            raise InputError(f"{table.path}: a long table needs a column {name!r}; rename one, or use --layout wide")
+            raise InputError(
+                f"{table.path}: a long table needs a column {name!r}; rename a column, or use --layout wide if a row "
+                "is a record"
+            )
     table.check_columns(time_column)
     time_column = time_column or ("time" if "time" in columns else None)
     known_columns = (id_column, "feature", "value", "label", time_column)
@@ -318,14 +348,14 @@ def _iterate_long_rows(
 def _get_times(
     table: Table, batch: pa.RecordBatch, time_column: str | None, first_row: int, default_times: Iterator[int]
 ) -> list[int]:
-    """Return the time of each row in microseconds since 1970, `NO_TIME` if it is null.
+    """Return the time of each row in microseconds since 1970, or `NO_TIME` for a null.
 
     Args:
         table: The table, for error messages.
         batch: Rows of the table.
-        time_column: The column of times, or None to take the next default times.
+        time_column: The column of times, or None if the table has none.
         first_row: Number of the first of these rows in the table, for error messages.
-        default_times: The times of rows without a time column.
+        default_times: An iterator over the times to return if the table has no time column.
 
     Raises:
         InputError: A time is malformed.
@@ -333,26 +363,42 @@ def _get_times(
     if time_column is None:
         return list(itertools.islice(default_times, batch.num_rows))
     times, error_by_row = parse_times(batch.column(time_column), f"{table.path}: column {time_column!r}")
-    for row, error in error_by_row.items():
-        raise InputError(f"{table.path}: row {first_row + row}: column {time_column!r}: {error.detail}")
+    for row, error in error_by_row.items():  # the first error is raised
+        raise InputError(
+            f"{table.path}: row {first_row + row}, column {time_column!r}, holds no valid time ({error.detail}); "
+            "correct it"
+        )
     return [int(time) for time in times]
 
 
 def _get_ids(table: Table, batch: pa.RecordBatch, column: str) -> list[str]:
-    """Return the record id or the device of each row as text; raise `InputError` if a row has none."""
+    """Return the record id or the device of each row as text.
+
+    Args:
+        table: The table, for error messages.
+        batch: Rows of the table.
+        column: The column of record ids or devices.
+
+    Raises:
+        InputError: A row has none.
+    """
     ids = convert_ids(batch.column(column), f"{table.path}: column {column!r}")
     if ids.null_count:
-        raise InputError(f"{table.path}: column {column!r} has a null; every row needs an id")
+        raise InputError(f"{table.path}: column {column!r} has a null; give every row the id of a record or device")
     return [str(row_id) for row_id in ids.to_pylist()]
 
 
 def _read_as_text(column: str | None) -> dict[str, pa.DataType]:
-    """Return the types by column that make Arrow read the ids of a CSV file as text, so that 007 does not become 7."""
+    """Return a mapping from the id column to the type text, so that Arrow does not read 007 in a CSV file as 7.
+
+    Args:
+        column: Name of the column of ids, or None if there is none; the mapping is then empty.
+    """
     return {} if column is None else {column: pa.string()}
 
 
 def _to_json_value(value: Any) -> Any:
-    """Return a cell as a value that JSON can express, or None if it is null or not a finite number."""
+    """Return a cell of a table as a value that JSON can express, or None if it is null, NaN or infinite."""
     if value is None or isinstance(value, bool | int | str):
         return value
     number = float(value)
@@ -360,7 +406,7 @@ def _to_json_value(value: Any) -> Any:
 
 
 def _convert_number_text(value: Any) -> Any:
-    """Return the number that a text spells; return any other value unchanged.
+    """Return the number that a text represents, such as "2.5"; return any other value unchanged.
 
     A column that holds numbers and labels is read as text, so its numbers must be converted back.
     """
@@ -371,12 +417,23 @@ def _convert_number_text(value: Any) -> Any:
 
 
 def _encode_event(time: int, number: int, key: bytes, document: dict[str, Any]) -> OutgoingEvent:
-    """Return an element of the heap of delayed events as an event; its number serves only the order of the heap."""
+    """Return a delayed event as a triple of its key, its message (JSON) and its time in microseconds since 1970.
+
+    Args:
+        time: The event time, delay included.
+        number: The number of the event, which is not part of the result: it only orders events of equal time.
+        key: The message key.
+        document: The content of the message.
+    """
     return key, orjson.dumps(document), time
 
 
 def _parse_event_time(document: Any) -> int:
-    """Return the time of a JSON event in microseconds since 1970, `NO_TIME` if it has no valid time."""
+    """Return the time of a JSON event in microseconds since 1970, or `NO_TIME` if it has no valid time.
+
+    Args:
+        document: The decoded JSON, usually an object with the field `time`: seconds since 1970, or an RFC 3339 text.
+    """
     time = document.get("time") if isinstance(document, dict) else None
     try:
         if isinstance(time, str):
@@ -387,9 +444,9 @@ def _parse_event_time(document: Any) -> int:
 
 
 def _iterate_json_lines(path: Path) -> Iterator[OutgoingEvent]:
-    """Yield the lines of a JSON lines file unchanged, with their record ids as keys and their own times.
+    """Yield each line of a JSON lines file as a triple of its record id (the key), the unchanged line and its time.
 
-    A line without a valid record id gets an empty key.
+    A line without a valid record id has an empty key. The time is in microseconds since 1970, or `NO_TIME`.
     """
     for block in read_lines(path, MAX_LINE_BYTES):
         for line in block:

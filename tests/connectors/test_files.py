@@ -118,7 +118,7 @@ def test_rows_without_record_id_are_named_by_file_and_number(tmp_path: Path) -> 
     assert ids(one, two) == ["0:0", "0:1", "1:0"]
     assert ids(one, same) == ["v1/0:0", "v1/0:1", "v2/0:0"]
     assert ids(tmp_path) == ["v1/0:0", "v1/0:1", "v2/0:0", "v2/1:0", "v2/sub/1:0"]
-    with pytest.raises(InputError, match="named twice"):
+    with pytest.raises(InputError, match="names this file twice"):
         ids(one, one)
 
 

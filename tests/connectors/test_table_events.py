@@ -160,7 +160,7 @@ def test_missing_table_or_column_is_reported_before_anything_is_sent(tmp_path: P
 
 def test_input_errors_are_reported(tmp_path: Path) -> None:
     labels = write_parquet(tmp_path / "labels.parquet", anomaly=[1])
-    with pytest.raises(InputError, match=r"labels\.parquet: no column to send"):
+    with pytest.raises(InputError, match=r"labels\.parquet: there is no column to send"):
         list(iterate_events([labels], exclude=["anomaly"]))
     with pytest.raises(InputError, match=r"long table needs a column 'record'"):
         list(iterate_events([labels], layout="long"))
@@ -169,5 +169,5 @@ def test_input_errors_are_reported(tmp_path: Path) -> None:
         list(iterate_events([nameless]))
     with pytest.raises(InputError, match="no time column 'noon'"):
         list(iterate_events([labels], time_column="noon"))
-    with pytest.raises(InputError, match="impossible"):
+    with pytest.raises(InputError, match="must be finite and at least 0"):
         list(iterate_events([labels], shuffle_within=-1.0))
