@@ -253,7 +253,7 @@ def _open_table(source: Path, model: DEformer, options: ImputeOptions) -> Table:
     files = find_files([source])
     if len(files) > 1 or files[0].suffix.lower() in JSON_LINES:
         raise InputError(
-            f"{source}: this input is not a single table with one row per record, which imputation needs; "
+            f"{source}: this input is not a single wide table (one row per record), as imputation needs; "
             "name one Parquet or CSV file"
         )
     table = Table.open(files[0])

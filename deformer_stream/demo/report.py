@@ -299,7 +299,7 @@ def render_report(
             f"An alert is raised as soon as a record's p-value falls to α = {alpha}. On average at most this share of "
             "normal records raises an alert, however good or bad the model is. With "
             f"{summary.num_calibration_records:,} calibration records and {summary.num_normal:,} normal records in the "
-            f"stream, their number stays within {summary.max_false_alarms} with 99% probability."
+            f"stream, the number of false alarms is at most {summary.max_false_alarms} with 99% probability."
         ),
         pages.render_heading("Time of detection"),
         *_render_detection_curve(summary, outcomes, alpha),
