@@ -233,7 +233,8 @@ def _compute_order(
     rank_by_record = np.zeros(int(record_indexes.max()) + 1, np.int64)
     rank_by_record[records_by_appearance] = np.arange(len(records_by_appearance))
     reading_keys = compute_shuffle_keys(record_hashes, codes, seed) if order == "random" else codes
-    return np.lexsort((reading_keys, is_observed, rank_by_record[record_indexes]))  # the last key is the primary one
+    # Sort by record, then events without a value first, then by the order within the record: the last key comes first.
+    return np.lexsort((reading_keys, is_observed, rank_by_record[record_indexes]))
 
 
 def _split_line(line: bytes, field_names: FieldNames, max_message_bytes: int) -> list[_LineReading]:
@@ -255,7 +256,7 @@ def _split_line(line: bytes, field_names: FieldNames, max_message_bytes: int) ->
     except orjson.JSONDecodeError:
         return unchanged
     record_id = document.get(field_names.record) if isinstance(document, dict) else None
-    if isinstance(record_id, bool) or not isinstance(record_id, str | int):
+    if isinstance(record_id, bool) or not isinstance(record_id, str | int):  # in Python, a bool is an int
         return unchanged
     feature, value = document.get(field_names.feature), document.get(field_names.value)
     value_by_feature = document.get(field_names.values)

@@ -158,7 +158,7 @@ class ParquetSink:
         with map_write_errors(self._path):
             self._writer.close()
             with self._partial_path.open("rb") as file:
-                os.fsync(file.fileno())
+                os.fsync(file.fileno())  # on the disk before it gets its name, so that the file is never incomplete
             self._partial_path.replace(self._path)
         self._is_open = False
 
@@ -278,7 +278,10 @@ def _find_unseen_labels(batch: EventBatch, event_indexes: NDArray[np.int64]) -> 
 
 
 class RecordsParquet(ParquetSink):
-    """A Parquet file with one row per closed record, in the order of closing; its columns are `RECORDS_SCHEMA`."""
+    """A Parquet file with one row per closed record (one that accepts no more readings), in the order of closing.
+
+    The columns are those of `RECORDS_SCHEMA`.
+    """
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path, RECORDS_SCHEMA)

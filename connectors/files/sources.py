@@ -197,7 +197,7 @@ class StandardInput:
         self._descriptor = sys.stdin.fileno() if descriptor is None else descriptor
         self._splitter = LineSplitter(max_message_bytes)
         self._batch_events = batch_events
-        self._pending: list[tuple[int, bytes]] = []  # numbered lines that were read but not yet returned
+        self._pending: list[tuple[int, bytes]] = []  # lines that were read but not yet returned, with their numbers
         self._num_lines = 0
         self._is_at_end = False
         # poll(2), unlike epoll, accepts a regular file, as in `deformer-stream replay - < events.jsonl`.
@@ -218,7 +218,8 @@ class StandardInput:
         deadline = clock.monotonic() + timeout
         while not self._is_at_end and len(self._pending) < self._batch_events:
             seconds_left = 0.0 if self._pending else max(0.0, deadline - clock.monotonic())
-            if not self._selector.select(seconds_left):
+            has_input = self._selector.select(seconds_left)
+            if not has_input:
                 break
             block = os.read(self._descriptor, BLOCK_BYTES)
             self._is_at_end = not block  # an empty block means the end of the input
@@ -422,7 +423,7 @@ class _LongTable:
 def _choose_timestamp_type(table: Table, time_column: str | None) -> dict[str, pa.DataType]:
     """Return the type as which to read the time column of a CSV file: timestamps in microseconds.
 
-    Arrow would infer whole seconds if the first block of the file has no fractions, and then fail at the first one.
+    If the first block of the file has only whole seconds, Arrow would infer seconds, and fail at the first fraction.
 
     Args:
         table: The table.

@@ -334,12 +334,14 @@ def _iterate_long_rows(
         times = _get_times(table, batch, time_column, first_row, default_times)
         cells = convert_times_of_day(batch.column("value")).to_pylist()
         values = [_convert_number_text(_to_json_value(cell)) for cell in cells]
-        if "label" in read_columns:
+        if "label" in read_columns:  # the reading of a discrete feature is in this column
             labels = [_to_json_value(label) for label in batch.column("label").to_pylist()]
             values = [value if label is None else label for value, label in zip(values, labels, strict=True)]
         feature_names = batch.column("feature").to_pylist()
         for i, row_id in enumerate(_get_ids(table, batch, id_column)):
-            last_time = times[i] if times[i] != NO_TIME else last_time
+            last_time = (
+                times[i] if times[i] != NO_TIME else last_time
+            )  # a row without a time has that of the row before
             if values[i] is not None and selection.contains(feature_names[i]):
                 yield last_time, row_id, [(feature_names[i], values[i])]
         first_row += batch.num_rows
