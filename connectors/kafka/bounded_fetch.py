@@ -95,7 +95,7 @@ def limit_fetches(consumer: KafkaConsumer, limits: FetchLimits | None = None) ->
 
 
 class _TooLarge(Exception):  # noqa: N818  (control flow)
-    """The batch, decompressed, is larger than `FetchLimits.batch_bytes`."""
+    """An error: a batch is larger than `FetchLimits.batch_bytes` when it is decompressed."""
 
 
 class _Fetcher(Fetcher):  # type: ignore[misc]  # the client ships no types
@@ -311,7 +311,7 @@ class _PartitionBatches:
 
 
 class _SmallBatchesAdapter:
-    """Several small batches, with the interface of one batch of kafka-python. Their checksums were verified."""
+    """Several small batches that were read together, with the interface of one batch of kafka-python."""
 
     is_control_batch = False
     magic = 2
@@ -440,7 +440,7 @@ def _wrap_as_record(chunk: MessageColumns) -> DefaultRecord:
 
 
 def _convert_legacy_record(record: Any) -> DefaultRecord:
-    """Convert a record that was sent in a message format before version 2, which has no headers."""
+    """Convert a record of a message format before version 2 to a record of the present format, without headers."""
     size = max(0, record.serialized_key_size) + max(0, record.serialized_value_size)  # -1 stands for null
     return DefaultRecord(size, record.offset, record.timestamp, 0, record.key, record.value, [])
 

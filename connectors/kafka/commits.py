@@ -128,7 +128,7 @@ class CommitManager:
             self._delivery.seal_pending()
 
     def begin_sending(self, group: Any, on_committed: Callable[[], None]) -> bool:
-        """Start the first attempt in the background, if it is a transaction.
+        """Start the first attempt to commit in the background, if it is a transaction.
 
         Args:
             group: The consumer group, as `KafkaConsumer.group_metadata` describes it.
@@ -172,7 +172,7 @@ class CommitManager:
         return compute_offsets
 
     def send(self, group: Any, timeout: float | None = None) -> Offsets | None:
-        """Make one attempt, or wait for the attempt in the background.
+        """Make one attempt to commit, or wait for the attempt in the background.
 
         A transaction sends the messages and commits the offsets. Without one, the messages are sent, and the caller
         must commit the offsets.
@@ -203,7 +203,7 @@ class CommitManager:
         return self._attempt.offsets
 
     def renew_producer(self) -> None:
-        """Replace the producer of a failed attempt, which ends its transaction.
+        """Replace the producer after a failed attempt to commit, which ends the failed transaction.
 
         An open transaction would hide later messages from consumers that read only committed messages.
         """
@@ -211,13 +211,13 @@ class CommitManager:
             self._delivery.renew_producer()
 
     def recover(self) -> None:
-        """End the transaction of a failed attempt, and find out whether the attempt took effect."""
+        """End the transaction of a failed attempt to commit, and find out whether the attempt took effect."""
         self.renew_producer()
         if self._attempt is not None:
             self._check_outcome(self._attempt)
 
     def mark_committed(self) -> None:
-        """Record that the last attempt has taken effect, which completes the commit."""
+        """Record that the last attempt to commit has taken effect, which completes the commit."""
         if self._attempt is not None:
             self._apply_effect(self._attempt)
         self.has_commit = False
@@ -291,7 +291,7 @@ class CommitManager:
         return CommitAttempt(offsets, references, states)
 
     def _check_outcome(self, attempt: CommitAttempt) -> None:
-        """Find out whether an attempt whose response was lost took effect, and if so, record it.
+        """Find out whether an attempt to commit whose response was lost took effect, and if so, record it.
 
         The metadata of the committed offsets name the attempt that committed them. All offsets of an attempt take
         effect together, so one partition with the attempt's metadata is enough.
@@ -302,7 +302,10 @@ class CommitManager:
                 return self._apply_effect(attempt)
 
     def _apply_effect(self, attempt: CommitAttempt) -> None:
-        """Record the committed offsets and states of an attempt that has taken effect, and drop its messages."""
+        """Record the offsets and states of an attempt to commit that has taken effect, and drop its messages.
+
+        The messages are kept until then, so that a failed attempt can be repeated.
+        """
         self._attempt = None
         if attempt.offsets:
             self.confirmed_at = time.monotonic()

@@ -24,7 +24,7 @@ class LivenessCheck:
     """A periodic check that the brokers respond, and that partitions with unread messages deliver them.
 
     For partitions without new messages it requests the end offsets from time to time. Only they tell an idle topic from
-    a partition that has stopped to deliver.
+    a partition that has stopped delivering.
 
     Args:
         consumer: The consumer to check.
@@ -70,7 +70,7 @@ class LivenessCheck:
         self._failing_since = None
 
     def check_progress(self) -> None:
-        """Check, once in `PROBE_SECONDS`, that the brokers respond and no partition has stopped to deliver messages.
+        """Check, once in `PROBE_SECONDS`, that the brokers respond and no partition has stopped delivering messages.
 
         It is called after each poll and usually returns at once. Otherwise it requests the end offsets of partitions
         whose position has not changed since the last check.
