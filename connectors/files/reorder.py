@@ -38,7 +38,7 @@ MAX_SHARED_BYTES = 16_384
 
 
 class _LineReading(NamedTuple):
-    """One reading of a JSON line, or a line that is not a valid event.
+    """One reading of a JSON line as a message of its own, or an unchanged line that is not a valid event.
 
     Attributes:
         record_id: The record id, "" if the line is not a valid event.
@@ -63,16 +63,17 @@ def reorder_rows(
 ) -> Iterator[LongRows]:
     """Yield the rows of long tables (one reading per row) record by record, each record's readings in a chosen order.
 
-    Two columns are added, `ROW_FILE_COLUMN` and `ROW_NUMBER_COLUMN`. They state the file and the row number from which
-    a row came. All rows are read into memory first.
+    Two columns are added, `ROW_FILE_COLUMN` and `ROW_NUMBER_COLUMN`. They state from which file and row number a row
+    came. All rows are read into memory first, because the readings of a record may be anywhere in the tables.
 
     Args:
-        tables: For each table, an iterator over its rows in batches.
+        tables: For each table, an iterator that yields its rows in batches.
         schema: The features of the model.
         field_names: The names of the columns with the record id, the feature, the value and the label.
-        order: The order of the readings within a record: "random", or "schema" for that of the features in the model.
+        order: The order of the readings within a record: "random", or "schema" for the order of the features in the
+            model's schema.
         seed: The seed of the order "random".
-        batch_events: Number of rows to yield at a time.
+        batch_events: Number of rows of each batch that is yielded.
 
     Raises:
         InputError: The tables have different column types, or hold more text than fits in one Arrow array.
@@ -92,8 +93,8 @@ def reorder_rows(
         return
     if len(table.to_batches()) > 1:  # an Arrow array holds at most 2 GiB of text
         raise InputError(
-            f"{first_file}: the input has more text than --order {order} can reorder; use --order arrival, or fewer "
-            "files at a time"
+            f"{first_file}: this file and the other input files have more text than --order {order} can reorder; "
+            "use --order arrival, or fewer files at a time"
         )
     batch = table.to_batches()[0]
     id_column = convert_ids(batch.column(field_names.record), f"{first_file}: column {field_names.record!r}")
@@ -146,9 +147,10 @@ def reorder_lines(
         files: The JSON lines files.
         schema: The features of the model.
         field_names: The names of the fields in the JSON objects.
-        order: The order of the readings within a record: "random", or "schema" for that of the features in the model.
+        order: The order of the readings within a record: "random", or "schema" for the order of the features in the
+            model's schema.
         seed: The seed of the order "random".
-        batch_events: Number of messages to yield at a time.
+        batch_events: Number of messages of each batch that is yielded.
         max_message_bytes: Maximum length of a line. A longer one is yielded cut, and the decoder rejects it.
 
     Raises:
@@ -210,13 +212,13 @@ def _compute_order(
     order: Order,
     seed: int,
 ) -> NDArray[np.int64]:
-    """Return the order in which to deliver N events, so that those of a record are contiguous.
+    """Return the order in which to deliver N events, so that the events of a record are contiguous.
 
     Records come in the order of their first events. Within a record, events without a value come first, then the others
     in the chosen order.
 
     Args:
-        record_indexes: (N,) number of each event's record.
+        record_indexes: (N,) index of each event's record. Events of the same record have the same index.
         record_hashes: (N,) hash of each event's record id, from `hash_record_ids`.
         codes: (N,) index of each event's feature in the model's schema, −1 for an unknown feature.
         is_observed: (N,) whether an event has a value. A null value declares that the feature will not be observed.
@@ -240,11 +242,12 @@ def _compute_order(
 def _split_line(line: bytes, field_names: FieldNames, max_message_bytes: int) -> list[_LineReading]:
     """Return the readings of a JSON line, each as a message of its own.
 
-    A line that is not a valid event is returned unchanged as the only element, without a record id.
+    If the line is not a valid event, the result is one element with the unchanged line and without a record id. The
+    decoder rejects such a line later.
 
     Args:
-        line: A JSON object with one reading (fields for feature and value) or several (an object from feature names to
-            values).
+        line: A JSON object with one reading (a field for the feature and one for the value) or with several readings (a
+            field with an object that maps feature names to values).
         field_names: The names of the fields in the JSON object.
         max_message_bytes: Maximum length of a line. A longer one, which was cut when it was read, is not valid.
     """
@@ -262,10 +265,11 @@ def _split_line(line: bytes, field_names: FieldNames, max_message_bytes: int) ->
     value_by_feature = document.get(field_names.values)
     has_several_readings = isinstance(value_by_feature, dict) and value_by_feature and feature is None
     if not has_several_readings:
-        return [_LineReading(str(record_id), feature if isinstance(feature, str) else "", value is not None, line)]
+        feature_name = feature if isinstance(feature, str) else ""
+        return [_LineReading(str(record_id), feature_name, value is not None, line)]
     shared_fields = {name: document[name] for name in (field_names.record, field_names.time) if name in document}
     try:
-        # They are copied into the message of each reading, so large ones could exhaust the memory.
+        # The shared fields are copied into the message of each reading, so large ones could exhaust the memory.
         if len(orjson.dumps(shared_fields)) > MAX_SHARED_BYTES:
             return unchanged
         return [

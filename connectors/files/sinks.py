@@ -92,7 +92,8 @@ EXPLANATIONS_SCHEMA = pa.schema(
 class ParquetSink:
     """A Parquet file that is written in a background thread and gets its name only when it is complete.
 
-    Rows are collected into row groups; a row group is written while the rows of the next one are collected.
+    Rows are collected in memory until there are enough for a row group. The row group is then written while the rows of
+    the next one are collected.
 
     Args:
         path: The file to write. Until `close`, the rows are in a temporary file, whose name ends in ".part".
@@ -141,10 +142,10 @@ class ParquetSink:
             self._writer.write_table(row_group)
 
     def flush(self) -> None:
-        """Do nothing: an incomplete Parquet file cannot be read, so rows are durable only after `close`."""
+        """Do nothing: a Parquet file cannot be read until `close` completes it, so writing early has no use."""
 
     def close(self) -> None:
-        """Write the remaining rows and give the file its name. A second call does nothing.
+        """Write the remaining rows, and rename the temporary file to the final name. A second call does nothing.
 
         Raises:
             Unavailable: Writing failed, for example because the disk is full.
@@ -165,19 +166,19 @@ class ParquetSink:
     def discard(self) -> None:
         """Delete the temporary file, for example after an error. After `close` this does nothing.
 
-        A file of the same name that was written by an earlier run is kept.
+        If an earlier run wrote a file with the final name, that file is kept.
         """
         if self._is_open:
             self._is_open = False
             self._pending = []
             self._background_writer.close()
-            with suppress(OSError):  # on a full disk, the end of the file cannot be written either
+            with suppress(OSError):  # closing writes the end of the file, which fails if the disk is full
                 self._writer.close()
             self._partial_path.unlink(missing_ok=True)
 
 
 class ScoresParquet(ParquetSink):
-    """A Parquet file with the scores of a run: one row per accepted event, in order of acceptance.
+    """A Parquet file with the scores of a run: one row per accepted (not rejected) event, in order of acceptance.
 
     The columns are those of `SCORES_SCHEMA`. The column `value` is null for a discrete feature, and the column `label`
     is null for a continuous one. The log-likelihood is null for a context feature (one that conditions the others, but
@@ -235,16 +236,18 @@ class ScoresParquet(ParquetSink):
         """Return the labels of M readings as an Arrow array of text, null for continuous features.
 
         Args:
-            codes: (M,) for each reading, the index of its feature in the schema.
-            values: (M,) values; the value of a discrete feature is the index of its label.
-            is_discrete: (M,) whether the feature is discrete.
-            unseen_labels: Labels that did not occur in training, by index of the reading.
+            codes: (M,) the index of each reading's feature in the schema.
+            values: (M,) the values. The value of a discrete feature is the index of its label among the feature's
+                labels, NaN if the reading has none.
+            is_discrete: (M,) whether the feature of the reading is discrete.
+            unseen_labels: Labels that the training data did not have, by index of the reading (0 to M − 1).
         """
         if not self._labels and not unseen_labels:
             return pa.nulls(len(codes), pa.string())
         # All labels are put into one array: those of the model, feature by feature, then those that it does not have.
         labels = pa.array([*self._labels, *unseen_labels.values()], pa.string())
         has_label = is_discrete & (values < self._label_counts[codes])  # false for nulls and unseen labels
+        # The index in `labels`: that of the feature's first label, plus the index of the label in the feature.
         label_indexes = self._first_label[codes] + np.where(has_label, values, 0).astype(np.int64)
         unseen_readings = list(unseen_labels)
         label_indexes[unseen_readings] = len(self._labels) + np.arange(len(unseen_readings))
@@ -262,19 +265,22 @@ def _get_record_ids(batch: EventBatch, event_indexes: NDArray[np.int64]) -> pa.A
 
 
 def _find_unseen_labels(batch: EventBatch, event_indexes: NDArray[np.int64]) -> dict[int, str]:
-    """Return the labels of the given events that did not occur in training.
+    """Return the labels of the given events that the training data did not have.
+
+    The model has no index for such a label, so the batch stores its text separately.
 
     Args:
         batch: A batch of events.
         event_indexes: (M,) indexes of events in the batch.
 
     Returns:
-        A mapping from the position in `event_indexes` to the label.
+        The label of each event that has one, by the position (0 to M − 1) of the event in `event_indexes`.
     """
     label_by_event = batch.unseen_labels
     if not label_by_event:
         return {}
-    return {i: label_by_event[event] for i, event in enumerate(event_indexes.tolist()) if event in label_by_event}
+    positions = enumerate(event_indexes.tolist())
+    return {position: label_by_event[event] for position, event in positions if event in label_by_event}
 
 
 class RecordsParquet(ParquetSink):
@@ -290,7 +296,7 @@ class RecordsParquet(ParquetSink):
         """Append the records that were closed while one batch was handled.
 
         Args:
-            effects: The results of the engine, with the closed records.
+            effects: The results of the engine for the batch, with the closed records.
             data: Not used.
         """
         closed: ClosedRecords = effects.closed
@@ -338,14 +344,14 @@ def _make_explanation(alert: Alert, rank: int) -> dict[str, Any]:
 
     Args:
         alert: The alert, whose contributions begin with the most suspicious reading.
-        rank: The index of the contribution.
+        rank: The index of the reading in `alert.contributions`, 0 for the most suspicious one.
 
     Returns:
-        The cells by column name. Columns that are missing become null.
+        The cells by column name. A column without a cell becomes null.
     """
     contribution = alert.contributions[rank]
     expected = contribution.expected
-    # A discrete feature has a label in place of a number, so it fills other columns.
+    # The value of a discrete feature is a label. Labels have columns of their own, because these are text.
     value_column = "label" if isinstance(contribution.value, str) else "value"
     median_column = "expected_label" if isinstance(expected.median, str) else "median"
     return {
@@ -420,7 +426,7 @@ class LinesSink:
 
 
 def _ends_within_line(path: Path) -> bool:
-    """Return whether a file exists and its last line has no line end, because a crash interrupted the writing."""
+    """Return whether a file exists and does not end with a line end, for example after a crash while writing."""
     if not path.is_file() or not path.stat().st_size:
         return False
     with path.open("rb") as file:
@@ -429,9 +435,9 @@ def _ends_within_line(path: Path) -> bool:
 
 
 class AlertLines(LinesSink):
-    """A file of alerts, and of notices that the data have drifted, as JSON lines. They are in the order of occurrence.
+    """A JSON lines file of alerts and drift notices (warnings that the data no longer resemble the training data).
 
-    Within the results of one batch, alerts come before notices.
+    They are in the order in which they were raised, except that the alerts of a batch come before its notices.
     """
 
     def write(self, effects: Effects, data: Payload | None) -> None:
@@ -439,14 +445,14 @@ class AlertLines(LinesSink):
 
         Args:
             effects: The results of the engine, with the alerts and notices.
-            data: The messages or rows of the batch. An alert states the position of the one that raised it.
+            data: The messages or rows of the batch. An alert states the position of the message that raised it.
         """
         self.write_lines([encode_alert(alert, data) for alert in effects.alerts])
         self.write_lines([encode_drift(notice) for notice in effects.drift_notices])
 
 
 class RejectedLines(LinesSink):
-    """A file of dead letters (rejected messages or rows) as JSON, one per line.
+    """A JSON lines file of dead letters (messages or table rows that were rejected).
 
     A dead letter contains the message, the reason for its rejection, and the file and line or row where it was read.
     """
@@ -455,24 +461,24 @@ class RejectedLines(LinesSink):
         """Append the messages of one batch that were rejected.
 
         Args:
-            effects: The results of the engine, with the rejections.
+            effects: The results of the engine, with the reasons of the rejections.
             data: The messages or rows of the batch, to which the rejections refer by index.
         """
-        if data is not None:
+        if data is not None:  # without messages there are no rejections
             self.write_lines([encode_rejected(rejected, data) for rejected in effects.rejections])
 
 
 def _make_nullable(values: NDArray[np.float64], is_null: NDArray[np.bool_]) -> pa.Array:
-    """Return values as an Arrow array that is null where `is_null` is true."""
+    """Return numbers as an Arrow array with nulls at the positions for which `is_null` is true."""
     return pa.array(values, pa.float64(), mask=is_null)
 
 
 @contextmanager
 def _map_open_errors(path: Path) -> Iterator[None]:
-    """Raise `ConfigError` in place of errors of the operating system while the `with` block opens an output file.
+    """Convert errors of the operating system in a `with` block that opens an output file to `ConfigError`.
 
     Args:
-        path: The output file, for the message.
+        path: The output file, named in the message.
     """
     try:
         yield

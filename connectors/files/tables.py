@@ -60,7 +60,7 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
             raise InputError(f"{entry}: no such file or folder; check the path")
         elif entry.suffix.lower() not in PARQUET + CSV + JSON_LINES:
             known_endings = " ".join(PARQUET + CSV + JSON_LINES)
-            raise InputError(f"{entry}: unknown kind of file; the name must end in one of {known_endings}")
+            raise InputError(f"{entry}: unknown kind of file; choose a file whose name ends in one of {known_endings}")
         else:
             files.append(entry)
     if not files:
@@ -91,7 +91,9 @@ def check_no_overwrite(inputs: Sequence[str | Path], outputs: Mapping[str, str |
             continue
         path = Path(output).resolve()
         if path in use_by_path:
-            raise ConfigError(f"{option} {output}: this file is {use_by_path[path]} as well; choose another path")
+            raise ConfigError(
+                f"{option} {output} would overwrite a file that is also {use_by_path[path]}; choose another path"
+            )
         is_special_file = path.exists() and not path.is_file()
         if not is_special_file:
             use_by_path[path] = f"the output of {option}"
@@ -99,7 +101,7 @@ def check_no_overwrite(inputs: Sequence[str | Path], outputs: Mapping[str, str |
 
 @contextmanager
 def map_read_errors(path: Path) -> Iterator[None]:
-    """Raise `InputError`, with the name of the file, in place of errors of the operating system and of Arrow.
+    """Convert errors of the operating system and of Arrow in a `with` block to `InputError` with the file's name.
 
     Args:
         path: The file that the `with` block reads.
@@ -107,7 +109,9 @@ def map_read_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except PermissionError as error:
-        raise InputError(f"{path}: permission denied; make the file readable for this user") from error
+        raise InputError(
+            f"{path}: the file cannot be read (permission denied); make it readable for this user"
+        ) from error
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         text = str(error).strip()
         reason = text.splitlines()[0].rstrip(".") if text else type(error).__name__
@@ -170,7 +174,7 @@ class Table:
                 )
 
     def format_column_names(self) -> str:
-        """Return the names of the columns for an error message, separated by commas; of many names the first ones."""
+        """Return the names of the first `MAX_LISTED_NAMES` columns as text for an error message."""
         return join_names(self.schema.names)
 
     def choose_layout(
@@ -223,7 +227,7 @@ class Table:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Return names for an error message, separated by commas; of many names the first ones, and "none" if empty."""
+    """Return the first `MAX_LISTED_NAMES` names as text for an error message, or "none" if there are no names."""
     ending = ", …" if len(names) > MAX_LISTED_NAMES else ""
     return (", ".join(names[:MAX_LISTED_NAMES]) + ending) or "none"
 
@@ -255,7 +259,7 @@ def _open_csv(path: Path, types: Mapping[str, pa.DataType] | None) -> pc_csv.CSV
 
     Args:
         path: The file.
-        types: For the name of each column to read, its type. None reads all columns and infers their types.
+        types: The names of the columns to read and their types. None reads all columns and infers their types.
 
     Raises:
         ArrowException: The file is empty or malformed.
@@ -265,6 +269,7 @@ def _open_csv(path: Path, types: Mapping[str, pa.DataType] | None) -> pc_csv.CSV
     if not header.strip():
         raise pa.ArrowInvalid("it is empty or begins with an empty line, but a header with column names is needed")
     delimiter = max(",", ";", "\t", key=lambda candidate: header.count(candidate.encode()))
+    # Text cells such as "NA" are null as well, not only cells of numbers.
     convert_options = pc_csv.ConvertOptions(strings_can_be_null=True, null_values=["", "NA", "N/A", "null", "NULL"])
     if types is not None:
         convert_options.include_columns = list(types)
