@@ -119,13 +119,14 @@ class ColumnStatistics:
             return
         # Whether all texts of a column are numbers is known only at the end. Until then they are counted as both
         # numbers and labels.
-        if form in ("number", "clock") or (form == "text" and parse_text):
+        are_numbers_counted = form in ("number", "clock") or (form == "text" and parse_text)
+        if are_numbers_counted:
             numbers, is_other_text = parse_numbers(values)
             self.num_non_numeric += int((is_other_text & is_training).sum())
             self._add_numbers(numbers, rows, is_training, int(is_other_text.sum()))
         self.form = form
         if form not in ("number", "clock"):
-            self._add_labels(values, is_training, count_missing=not parse_text)
+            self._add_labels(values, is_training, count_missing=not are_numbers_counted)
 
     def _add_numbers(
         self,

@@ -122,7 +122,8 @@ def adapt_priors(old: GaussianPrior, data: PreparedTable, num_old_features: int,
     """Adapt the Gaussian prior of the old model to the training records of a table.
 
     The Gaussian prior is a mixture of Gaussians, whose conditionals are inputs of the network. Missing readings are
-    imputed at random from the old mixture. The strength of the adaptation is chosen by cross-validation.
+    imputed at random several times, first from the old mixture and then from the adapted one. The strength of the
+    adaptation is chosen by cross-validation.
 
     Args:
         old: The prior (mixture of Gaussians) of the old model.
@@ -144,10 +145,11 @@ def adapt_priors(old: GaussianPrior, data: PreparedTable, num_old_features: int,
     x = noisy[:, np.flatnonzero(data.schema.is_linear)].double().numpy()
     num_old_linear = int(data.schema.is_linear[:num_old_features].sum())
     prior = _add_new_features(extract_mixture(old), x, num_old_linear)
-    imputing_prior = build_prior(data.schema, [prior])
+    adapted = prior
     folds, is_missing = fold_by_row[rows], np.isnan(x)
     for draw in range(NUM_DRAWS if is_missing.any() else 1):  # the result of the last draw is used
         observed = torch.from_numpy(np.where(is_missing, np.nan, x))
+        imputing_prior = build_prior(data.schema, [adapted])
         x = np.asarray(imputing_prior.sample_missing(observed, create_generator(seed, ADAPT_SEED, draw)))
         candidates = (_adapt_mixture(x, folds, prior, strength) for strength in COVARIANCE_STRENGTHS)
         nll, adapted, by_fold = min(candidates, key=lambda candidate: candidate[0])  # the smallest −ln p

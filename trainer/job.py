@@ -294,7 +294,7 @@ class _FinalPhases:
         self.num_ranking_records = 0
 
     def score_calibration_records(self, model: DEformer, data: PreparedTable, order: Order, seed: int) -> RecordScores:
-        """Score as many calibration records as the time permits.
+        """Score as many calibration records as the time permits, at most `MAX_CALIBRATION_RECORDS`.
 
         Args:
             model: The trained model.
@@ -305,6 +305,7 @@ class _FinalPhases:
         """
         rows = data.select_rows(Split.CALIBRATION)
         if self.costs is None:  # there is no time limit
+            rows = sample_rows(rows, seed)
             phase = self._start_phase("calibrating", len(rows), 0, 0.0)
             return score_calibration_records(model, data, rows, order, seed, should_continue=phase.should_continue)
         maximum = count_all_records(data)

@@ -380,58 +380,32 @@ def parse_times(values: pa.Array, where: str, first_row: int = 0) -> NDArray[np.
         (N,) int64, `NO_TIME` for null and NaN.
 
     Raises:
-        InputError: A text is no RFC 3339 time with a zone, or the type of the column is none of these.
+        InputError: A text is no RFC 3339 time with a zone, a time lies outside the years 1 to 9999, or the type of the
+            column is none of these.
     """
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
     form = classify_type(values.type)
-    if form == "number":
-        seconds = values.cast(pa.float64(), safe=False).fill_null(np.nan).to_numpy(zero_copy_only=False)
-        is_known = np.isfinite(seconds)
-        microseconds = np.round(np.where(is_known, seconds, 0.0) * 1e6)
-        return np.where(is_known, microseconds, NO_TIME).astype(np.int64)
-    if form == "text":
-        return _parse_time_texts(values, where, first_row)
-    if form != "time":
+    if form not in ("number", "text", "time"):
         raise InputError(
             f"{where} is of type {values.type}, which cannot be converted to times; "
             "convert it to timestamps, epoch seconds or RFC 3339 text such as 2020-03-09T10:34:33Z"
         )
-    # Dates have no time zone. `safe=False` allows to drop fractions of a microsecond.
-    timestamps = values.cast(pa.timestamp("us", getattr(values.type, "tz", None)), safe=False)
-    times: NDArray[np.int64] = timestamps.cast(pa.int64()).fill_null(NO_TIME).to_numpy(zero_copy_only=False)
+    if form == "text":
+        # Arrow's parser is fast, but it rejects leap seconds and its errors do not contain the row. The parser of event
+        # streams is used for texts that it cannot parse.
+        with contextlib.suppress(pa.ArrowInvalid):
+            values = values.cast(pa.timestamp("us", "UTC"))
+    elif pa.types.is_floating(values.type):
+        values = pc.if_else(pc.is_nan(values), None, values)
+    times, error_by_row = columns.parse_times(values, where)
+    if error_by_row:
+        row = min(error_by_row)
+        raise InputError(
+            f"{where}, row {first_row + row}: the time cannot be parsed ({error_by_row[row]}); "
+            "write times with a zone, such as 2020-03-09T10:34:33Z, or as timestamps or epoch seconds"
+        )
     return times
-
-
-def _parse_time_texts(values: pa.Array, where: str, first_row: int) -> NDArray[np.int64]:
-    """Convert N texts with RFC 3339 times to microseconds since 1970.
-
-    Args:
-        values: N texts.
-        where: File and column for error messages, such as "log.parquet: column 'time'".
-        first_row: Row number of the first value in the file, for error messages.
-
-    Returns:
-        (N,) int64, `NO_TIME` for null.
-
-    Raises:
-        InputError: A text is no RFC 3339 time with a zone.
-    """
-    try:
-        timestamps = values.cast(pa.timestamp("us", "UTC"))
-    except pa.ArrowInvalid:
-        # Arrow's parser is fast, but it rejects leap seconds and its errors do not contain the row. Therefore the
-        # parser of event streams decides which text is invalid.
-        times, fault_by_row = columns.parse_times(values, where)
-        if fault_by_row:
-            row = min(fault_by_row)
-            raise InputError(
-                f"{where}, row {first_row + row}: the time cannot be parsed ({fault_by_row[row]}); "
-                "write times with a zone, such as 2020-03-09T10:34:33Z, or as timestamps or epoch seconds"
-            ) from None
-        return times
-    parsed: NDArray[np.int64] = timestamps.cast(pa.int64()).fill_null(NO_TIME).to_numpy(zero_copy_only=False)
-    return parsed
 
 
 def index_records(tables: InputTables) -> None:
@@ -505,12 +479,17 @@ def _index_long_records(tables: InputTables) -> None:
     for path, batch in _iterate_batches(tables, column_names + ([tables.label_column] if tables.label_column else [])):
         first_row = first_row if path == current_path else 0
         current_path = path
+        # Readings without a feature are left out first, so that a record that has no others does not count.
+        has_feature = batch.column(FEATURE).is_valid()
+        named = batch.filter(has_feature)
+        numbers = np.full(len(batch), -1)
         if tables.window is None:
-            numbers = _number_named_records(batch, number_by_key)
+            numbers_of_named = _number_named_records(named, number_by_key)
         else:
             times = parse_times(batch.column(TIME), f"{path}: column {TIME!r}", first_row)
-            numbers = _number_windows(batch, times, number_by_key, tables.window)
-        numbers[batch.column(FEATURE).is_null().to_numpy(zero_copy_only=False)] = -1
+            is_named = has_feature.to_numpy(zero_copy_only=False)
+            numbers_of_named = _number_windows(named, times[is_named], number_by_key, tables.window)
+        numbers[has_feature.to_numpy(zero_copy_only=False)] = numbers_of_named
         num_unusable += int((numbers < 0).sum())
         is_normal.extend([True] * (len(number_by_key) - len(is_normal)))
         if tables.label_column is not None and tables.normal_label is not None:

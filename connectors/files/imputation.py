@@ -76,8 +76,13 @@ class ImputeOptions:
     seed: int = 0
 
     def list_added_columns(self, name: str) -> list[str]:
-        """Return the names of the columns that are added after the column `name` of a continuous feature."""
-        bounds = [] if self.draws else [f"{name}__{bound}" for bound in ("low", "high")]
+        """Return the names of the columns that are added after the column `name` of a continuous feature.
+
+        There are none if each row is repeated with random draws.
+        """
+        if self.draws:
+            return []
+        bounds = [f"{name}__{bound}" for bound in ("low", "high")]
         return bounds + [f"{name}__q{quantile:g}" for quantile in sorted(self.quantiles)]
 
 

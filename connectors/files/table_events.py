@@ -440,7 +440,9 @@ def _parse_event_time(document: Any) -> int:
     try:
         if isinstance(time, str):
             return parse_rfc3339(time)
-        return seconds_to_micros(time) if isinstance(time, int | float) else NO_TIME
+        if isinstance(time, int | float) and not isinstance(time, bool):
+            return seconds_to_micros(time)
+        return NO_TIME
     except RejectionError:
         return NO_TIME
 
@@ -458,5 +460,6 @@ def _iterate_json_lines(path: Path) -> Iterator[OutgoingEvent]:
                 except orjson.JSONDecodeError:
                     document = None
                 record = document.get("record") if isinstance(document, dict) else None
-                key = str(record).encode() if isinstance(record, str | int) else b""
+                is_valid_id = isinstance(record, str | int) and not isinstance(record, bool)
+                key = str(record).encode() if is_valid_id else b""
                 yield key, line, _parse_event_time(document)

@@ -18,9 +18,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from deformer_stream.codec.timestamps import (
-    MAX_MICROS,
     MAX_SECOND,
-    MIN_MICROS,
     MIN_SECOND,
     parse_rfc3339,
     parse_time_of_day,
@@ -114,13 +112,13 @@ def parse_times(column: pa.Array, file_and_column: str) -> tuple[NDArray[np.int6
         (N,) microseconds, `NO_TIME` for null. A dictionary by row index: the error of a cell that is rejected.
 
     Raises:
-        InputError: If the column has any other type, or timestamps that no 64-bit integer of microseconds can hold.
+        InputError: If the column has any other type.
     """
     column_type = column.type
     if pa.types.is_null(column_type):
         return np.full(len(column), NO_TIME), {}
     if pa.types.is_timestamp(column_type) or pa.types.is_date(column_type):
-        return _parse_timestamps(column, file_and_column)
+        return _parse_timestamps(column)
     if is_numeric(column_type):
         return _parse_epoch_seconds(column)
     if is_text(column_type):
@@ -131,35 +129,31 @@ def parse_times(column: pa.Array, file_and_column: str) -> tuple[NDArray[np.int6
     )
 
 
-def _parse_timestamps(column: pa.Array, file_and_column: str) -> tuple[NDArray[np.int64], dict[int, RejectionError]]:
+def _parse_timestamps(column: pa.Array) -> tuple[NDArray[np.int64], dict[int, RejectionError]]:
     """Convert a column of N Arrow timestamps or dates to microseconds since 1970.
 
     Args:
         column: The cells. Timestamps without a time zone count as UTC.
-        file_and_column: The names of the file and of the column, for error messages.
 
     Returns:
-        (N,) microseconds, `NO_TIME` for null. A dictionary by row index: the error of a time outside the years 1 to
-        9999, which is rejected.
-
-    Raises:
-        InputError: If no 64-bit integer of microseconds can hold a time.
+        (N,) microseconds, `NO_TIME` for null and for rejected cells. A dictionary by row index: the error of a time
+        outside the years 1 to 9999, which is rejected.
     """
-    zone = column.type.tz if pa.types.is_timestamp(column.type) else None
-    try:
-        # safe=False drops fractions of a microsecond; a time that does not fit into 64 bits still raises.
-        times = column.cast(pa.timestamp("us", zone), safe=False).cast(pa.int64())
-    except pa.ArrowInvalid as error:
-        raise InputError(
-            f"{file_and_column}: a time cannot be converted ({error}); times must lie in the years 1 to 9999"
-        ) from error
-    micros = np.where(_is_null(column), NO_TIME, times.fill_null(0).to_numpy())
-    is_outside = (micros != NO_TIME) & ((micros < MIN_MICROS) | (micros > MAX_MICROS))
+    if pa.types.is_date(column.type):
+        column = column.cast(pa.timestamp("s"))  # every date has a 64-bit number of seconds
+    # The range is checked in the unit of the column, because the conversion to microseconds could overflow.
+    per_second = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[column.type.unit]
+    limits = np.iinfo(np.int64)
+    smallest, largest = max(MIN_SECOND * per_second, limits.min), min(MAX_SECOND * per_second, limits.max)
+    times = column.cast(pa.int64()).fill_null(0).to_numpy()
+    is_null, is_outside = _is_null(column), (times < smallest) | (times > largest)
+    in_range = np.where(is_outside, 0, times)
+    micros = in_range * (10**6 // per_second) if per_second <= 10**6 else in_range // (per_second // 10**6)
     errors_by_row = {
-        row: RejectionError(RejectionReason.WRONG_TYPE, "time lies outside the years 1 to 9999")
-        for row in np.flatnonzero(is_outside).tolist()
+        row: RejectionError(RejectionReason.WRONG_TYPE, "the time lies outside the years 1 to 9999")
+        for row in np.flatnonzero(is_outside & ~is_null).tolist()
     }
-    return micros, errors_by_row
+    return np.where(is_null | is_outside, NO_TIME, micros), errors_by_row
 
 
 def _parse_epoch_seconds(column: pa.Array) -> tuple[NDArray[np.int64], dict[int, RejectionError]]:

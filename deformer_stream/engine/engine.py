@@ -118,7 +118,7 @@ class Engine:
     1. `restore`, at most once: loads the snapshot.
     2. `preload_decisions`, any number of times: loads decisions that must be known before events are replayed.
     3. `replay`, any number of times: repeats the events that the previous run has handled after the snapshot.
-    4. `apply_decisions`, any number of times, also between replays: repeats decisions of the previous run.
+    4. `apply_decisions`, any number of times after the last replay: repeats decisions of the previous run.
     5. `handle`, any number of times: scores new events.
 
     A new partition starts with `handle`. After `revoke` a partition may be restored again. `change_model`, `snapshot`

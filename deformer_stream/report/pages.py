@@ -89,12 +89,14 @@ def append_blocks(document: str, title: str, *blocks: str) -> str:
         document: The existing document. If it was not rendered by `render_page`, such as an empty text, the result is a
             new page that has only the additional parts.
         title: Title of the new page in that case, otherwise unused.
-        blocks: The parts to append: HTML that was rendered by this module or by `charts`.
+        blocks: The parts to append: HTML that was rendered by this module or by `charts`. Plain texts are escaped.
     """
+    from markupsafe import Markup
+
     before, end_of_parts, after = document.rpartition("\n</main>")  # the parts of a page are inside the element "main"
     if not end_of_parts:
         return render_page(title, *blocks)
-    return before + "\n" + "\n".join(blocks) + end_of_parts + after
+    return before + "\n" + str(Markup("\n").join(blocks)) + end_of_parts + after  # `join` escapes plain texts
 
 
 def render_heading(words: str) -> Markup:

@@ -161,7 +161,7 @@ class AsyncCommitSource(PartitionedSource, Protocol):
         Args:
             states: State to save, by partition.
             on_committed: Called when the commit has taken effect, possibly from another thread, to measure how long it
-                took. It is not called if the commit needed more than one attempt.
+                took. A commit that needed more than one attempt may not call it.
         """
 
 

@@ -109,6 +109,10 @@ def test_long_boolean_values() -> None:
         (pa.array([1, 0, 0, 0], pa.date32()), [86_400_000_000, 0, 0, 0], {}),
         (pa.nulls(4), [NO_TIME] * 4, {}),
         (pa.array([2**61, 0, 0, 0], pa.timestamp("us")), [0, 0, 0], {0: RejectionReason.WRONG_TYPE}),
+        # In microseconds, this number of seconds would overflow to a time in the year 1970.
+        (pa.array([2**58, 1, 0, 0], pa.timestamp("s")), [1_000_000, 0, 0], {0: RejectionReason.WRONG_TYPE}),
+        (pa.array([2**63 - 1, 1999, 0, 0], pa.timestamp("ns")), [(2**63 - 1) // 1000, 1, 0, 0], {}),
+        (pa.array([2**31 - 1, 1, 0, 0], pa.date32()), [86_400_000_000, 0, 0], {0: RejectionReason.WRONG_TYPE}),
     ],
 )
 def test_times_of_all_column_types(time: pa.Array, micros: list[int], refused: dict[int, RejectionReason]) -> None:

@@ -114,7 +114,7 @@ def test_output_must_not_replace_an_input_or_another_output(tmp_path: Path) -> N
     check_no_overwrite(["-"], {"--output": "-", "--alerts": "-"})
     check_no_overwrite([folder], {"--alerts": "/dev/null", "--rejected": "/dev/null"})
     for taken in (folder / "a.parquet", tmp_path / "link.parquet", folder / ".." / "logs" / "a.parquet"):
-        with pytest.raises(ConfigError, match=r"--output .* is an input"):
+        with pytest.raises(ConfigError, match=r"--output .* is also an input"):
             check_no_overwrite([folder], {"--output": taken})
-    with pytest.raises(ConfigError, match=r"--records .* is the output of --output"):
+    with pytest.raises(ConfigError, match=r"--records .* is also the output of --output"):
         check_no_overwrite([folder], {"--output": free, "--records": str(free)})

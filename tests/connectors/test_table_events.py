@@ -124,6 +124,7 @@ def test_json_lines_are_passed_on_unchanged(tmp_path: Path) -> None:
         b"junk",
         b'{"record":3,"time":"1970-01-01T00:00:06Z"}',
         b'{"time":1e99}',
+        b'{"record":true,"time":true}',
     ]
     path.write_bytes(b"\n".join([*content, b""]))
     sent = list(iterate_events([path], shuffle_within=9.0))
@@ -132,6 +133,7 @@ def test_json_lines_are_passed_on_unchanged(tmp_path: Path) -> None:
         (b"x", 5_000_000),
         (b"", NO_TIME),
         (b"3", 6_000_000),
+        (b"", NO_TIME),
         (b"", NO_TIME),
     ]
 

@@ -114,5 +114,6 @@ def test_blocks_are_appended_to_a_page() -> None:
     first, second = pages.render_paragraph("first"), pages.render_paragraph("<second>")
     extended = pages.append_blocks(pages.render_page("Report", first), "Other", second)
     assert extended == pages.render_page("Report", first, second)
+    assert "&lt;script&gt;" in pages.append_blocks(extended, "Other", "<script>"), "plain text is escaped"
     foreign = pages.append_blocks("<p>foreign</p>", "Other", pages.render_paragraph("x"))
     assert foreign == pages.render_page("Other", pages.render_paragraph("x"))

@@ -389,3 +389,26 @@ def test_leap_second_in_a_text_is_the_second_after_it_as_in_a_stream() -> None:
 def test_parts_of_the_split_have_different_codes() -> None:
     assert len({int(part) for part in Split}) == len(Split) == 5
     assert Split.TEST != Split.LEFT_OUT
+
+
+def test_long_boolean_feature_counts_its_missing_values(tmp_path: Path) -> None:
+    columns = {"record": [f"r{i // 2}" for i in range(60)], "feature": ["open", "closed"] * 30}
+    values = [True, False, None, True] * 15
+    data = prepare_in(tmp_path, write(tmp_path / "log.parquet", columns | {"value": values}), layout="long")
+    assert data.missing_by_feature == {"open": 15}
+
+
+def test_record_whose_readings_name_no_feature_is_not_counted(tmp_path: Path) -> None:
+    columns = {"record": ["empty", *(f"r{i}" for i in range(30))], "feature": [None] + ["a"] * 30}
+    data = prepare_in(tmp_path, write(tmp_path / "log.parquet", columns | {"value": [float(i) for i in range(31)]}))
+    assert len(data.values) == 30
+    assert data.skipped_by_reason == {"events without record or feature": 1}
+
+
+@pytest.mark.parametrize("times", [pa.array([2**60] * 90, pa.timestamp("ms")), pa.array([1e15] * 90)])
+def test_time_outside_the_years_1_to_9999_is_rejected(tmp_path: Path, times: pa.Array) -> None:
+    """In microseconds, such a time could overflow to another one."""
+    columns = {name: values * 30 for name, values in LONG.items()}
+    columns["record"] = [f"r{i // 3}" for i in range(90)]
+    with pytest.raises(InputError, match=r"column 'time', row 0: .* outside the years 1 to 9999"):
+        prepare_in(tmp_path, write(tmp_path / "log.parquet", columns | {"time": times}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from deformer_stream import model_store
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer, ModelConfig
+from deformer_stream.model.gaussian_prior import GaussianPrior
 from deformer_stream.model.schema import Feature, Schema
 from tests.trainer.tables import write
 from trainer import finetune
@@ -133,3 +135,22 @@ def test_adaptation_is_resumed_only_with_the_same_initial_model(tmp_path: Path, 
         train([table], TrainConfig(out=tmp_path / "adapted", init_from=other, epochs=4, resume=True))
     resumed = train([table], TrainConfig(out=tmp_path / "adapted", init_from=moved, epochs=4, resume=True))
     assert resumed.training_result.steps > 1
+
+
+def test_missing_readings_are_imputed_from_the_adapted_prior(
+    tmp_path: Path, fleet: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each random imputation uses the prior that was adapted to the previous one."""
+    means: list[NDArray[np.float64]] = []
+    sample_missing = GaussianPrior.sample_missing
+
+    def record_means(prior: GaussianPrior, *args: Any) -> torch.Tensor:
+        means.append(prior.means.numpy().copy())
+        return sample_missing(prior, *args)
+
+    columns = plant(np.random.default_rng(5), 60)
+    columns["x0"][::3] = np.nan
+    monkeypatch.setattr(GaussianPrior, "sample_missing", record_means)
+    train([write(tmp_path / "t.parquet", columns)], TrainConfig(out=tmp_path / "m", init_from=fleet, epochs=1))
+    assert len(means) == finetune.NUM_DRAWS > 1
+    assert all((left != right).any() for left, right in pairwise(means))

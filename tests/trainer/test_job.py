@@ -226,3 +226,10 @@ def test_early_end_of_phases_leaves_a_usable_model(tmp_path: Path) -> None:
     add_ranking(model, data, 100, 0, 50, batch_size=10, should_continue=lambda num_done: num_done < 20)
     assert model.ranking is not None
     assert torch.isfinite(model.ranking.typical).all()
+
+
+def test_calibration_keeps_a_limited_number_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.job.sample_rows", lambda rows, seed, max_rows=7: calibrate.sample_rows(rows, seed, 7))
+    table = write(tmp_path / "table.parquet", {"x": np.random.default_rng(0).normal(size=200)})
+    result = train([table], TrainConfig(out=tmp_path / "model", preset="tiny", epochs=1))
+    assert len(result.calibration.scores) == result.summary["records_used"]["calibration"] == 7
