@@ -167,6 +167,8 @@ class KernelStruct(ctypes.Structure):
         ]
 
     def __init__(self, **values: Any) -> None:
+        # `_conversions` has an entry for each field. `convert` returns the address of the field's value; it is None for
+        # a number, which needs no conversion. `label` names the field in error messages.
         try:
             fields = [
                 values[name] if convert is None else convert(values[name], kind, label)
@@ -178,7 +180,8 @@ class KernelStruct(ctypes.Structure):
         if len(values) > len(fields):
             raise self._error_of_names(values)
         super().__init__(*fields)
-        self.referenced = values  # so that the arrays whose addresses are stored are not freed
+        # The structure stores only addresses of arrays. This reference keeps the arrays from being freed.
+        self.referenced = values
 
     def _error_of_names(self, values: dict[str, Any]) -> TypeError:
         """Return an error that lists the fields without a value, and the values whose names are no fields."""

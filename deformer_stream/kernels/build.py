@@ -55,7 +55,7 @@ def load_kernels(low_precision: bool, /) -> ctypes.CDLL | None:
     """
     flags = [BFLOAT16_FLAG] if low_precision else []
     if low_precision and not has_fast_bfloat16_dot():
-        flags.append(NO_BFLOAT16_DOT_FLAG)
+        flags.append(NO_BFLOAT16_DOT_FLAG)  # round factors to bfloat16, but multiply them as float32
     library = build_library(SOURCES, SLOW_SCORING, *flags)
     if library is None:
         return None

@@ -69,12 +69,13 @@ class RaggedBatch:
         values: (M,) values in normalised units; label codes for discrete features.
         offsets: (R + 1,) the index of each record's first reading among the M readings; the last entry is M.
         num_cached: (R,) the number of each record's readings that are in the KV cache before the call.
-        page_table: (R, columns) for each record the numbers of its pages (fixed-size blocks of the KV cache).
+        page_table: (R, columns) for each record the indexes of its pages (fixed-size blocks) in the KV cache.
         depths: None if each reading is conditional on all earlier readings of its record. Otherwise the readings of a
             record are the nodes of a tree: each path from a root is one order of readings, and orders that begin alike
-            share nodes. Then depths is (M,), the number k of ancestors of each node, which is conditional on them
-            alone. Nodes are listed depth first, so that the first k cached readings are the ancestors when a node is
-            computed. The node is then written to the cache after them, over nodes of earlier paths.
+            share nodes. Then depths is (M,), the number of ancestors of each node. A node is conditional on its
+            ancestors alone. Nodes are listed depth first: when a node with k ancestors is computed, they are the first
+            k readings of its record in the cache. The node is then written at position k, over a node of an earlier
+            path.
         num_prefill_only: (R,) how many of each record's first new readings are only written to the cache and not
             scored, because they were scored before. None if all new readings are scored.
     """
@@ -147,8 +148,8 @@ class _WeightPacker:
         model: The model.
         dot_width: 2 if the processor multiplies pairs of bfloat16 numbers in one step, so that pairs of weights must
             be neighbours in memory; else 1.
-        cache: An empty KV cache of the model. It determines at which place of its pages the cached numbers of the
-            Gaussian prior are stored, which compiled code must know.
+        cache: An empty KV cache of the model. Compiled code must know where the cache stores the numbers of the
+            Gaussian prior (a mixture whose exact conditionals are inputs of the network) in its pages.
     """
 
     def __init__(self, model: DEformer, dot_width: int, cache: CpuKVCache) -> None:
@@ -222,8 +223,9 @@ class _WeightPacker:
         """Return the weights that compute query tokens z (which feature is next) and observation tokens u.
 
         An observation token (feature and value of a reading) is the output of several linear maps with ReLU between
-        them. A query token is the embedding of its feature, plus a linear map of the prior's conditional. The model
-        multiplies tokens by √d, where d is the width of a token; here this factor is part of the weights.
+        them. A query token is the embedding of its feature, plus a linear map of the feature's distribution under the
+        Gaussian prior (a mixture that is fitted before training), if the model has one. The model multiplies tokens by
+        √d (d is the width of a token); here this factor is part of the weights.
         """
         model = self.model
         root = math.sqrt(model.config.d_model)  # √d
@@ -242,7 +244,7 @@ class _WeightPacker:
         with torch.no_grad():
             # The query token of every feature, without the term of the prior.
             identity, prior_map = model.embed_query_tokens(torch.arange(len(model.schema)), None), None
-            if model.guidance is not None:  # the linear map that adds the prior's conditional to a query token
+            if model.guidance is not None:  # the linear map of the prior's distribution
                 # Its bias is added to every query token, so it can be added to the embeddings here.
                 identity = identity + root * model.guidance.bias
                 no_bias = torch.zeros_like(model.guidance.bias)
@@ -279,6 +281,7 @@ class _WeightPacker:
             - label_share: (rows of the label embedding, width) the term of each label.
         """
         model = self.model
+        # The products are computed in float64, so that the stored terms are rounded to float32 only once.
         feature_embeddings = model.embed_identities().detach().double()
         num_cycle_inputs = 0 if model.cycle_angles is None else 2
         input_widths = [feature_embeddings.shape[1], 1, num_cycle_inputs, model.label_width]
@@ -317,6 +320,7 @@ class _WeightPacker:
             log_weights=pad(prior.log_weights[0], -math.inf),
             means=pad(prior.means[0].T, 0.0),
             covariances=pad(prior.covariances[0].permute(1, 2, 0), 1.0),  # not 0, to avoid divisions by 0
+            # Where a record's pages of the KV cache hold its numbers of the prior, one row per reading.
             row_page=self.cache.row_page,
             row_place=self.cache.row_place,
             column_by_code=_int64(prior.column_by_code),
@@ -397,8 +401,9 @@ class CpuKernels:
             batch: The new readings. Z of them are scored; the others are only written to the cache.
 
         Returns:
-            (3, Z) for each scored reading ln p of the value (its density or probability), ln of the p-value
-            (probability of a value at most as likely), and centered NLL (−ln p minus its expected value).
+            (3, Z) one column for each scored reading. The first row is ln p of the value (its density or probability).
+            The second row is ln of the p-value (probability of a value at most as likely). The third row is the
+            centered NLL (−ln p minus its expected value).
 
         Raises:
             MemoryError: There is too little memory for intermediate results.
@@ -431,12 +436,13 @@ class CpuKernels:
 
         Args:
             running: The running statistics of all open records, with the dtype `RUNNING_DTYPE`. Those of the R records
-                are updated, except for the field `p_value`.
+                are updated, except for the field `p_value`, which the caller computes from the anomaly score.
             record_index: (R,) the index of each record in `running`.
             offsets: (R + 1,) the index of each record's first reading among the M readings; the last entry is M.
             score_terms: (3, M) the result of `score` in float64: ln p, ln of the p-value, centered NLL.
-            is_scored: (M,) False for readings that change no statistic. These are readings of context features, which
-                condition the others but are not scored themselves. None if all readings count.
+            is_scored: (M,) False for readings that change no statistic. These are readings of context features (which
+                condition the others but are not scored) and readings with a term that is not finite. None if all
+                readings count.
             is_decided: (M,) False for readings after which the anomaly score is not updated, because readings with the
                 same event time follow; None if it is updated after each reading.
             columns: (3 or more, M) output. The first three rows receive, for each reading, ln p of the value (NaN if
@@ -481,8 +487,8 @@ class CpuKernels:
             values: (N, L) values in normalised units, or label codes.
             depths: None if each reading is conditional on all earlier ones of its row. Otherwise each row is a tree of
                 readings: each path from a root is one order of readings, and orders that begin alike share nodes. Then
-                depths is (L,), the number of ancestors of each node, which is conditional on them alone. Nodes are
-                listed depth first.
+                depths is (L,), the number of ancestors of each node. A node is conditional on its ancestors alone.
+                Nodes are listed depth first.
 
         Returns:
             Distributions of shape (N, L).
@@ -508,8 +514,9 @@ class CpuKernels:
             values: (*S) one value for each distribution, in normalised units.
 
         Returns:
-            Of shape S, the surprisals; and minimum, mean and variance of the surprisal of a random value from each
-            distribution. None if the distributions have no mixture components, since all features are discrete.
+            Four tensors of shape S: the surprisal of each value; and the minimum, mean and variance of the surprisal
+            of a random value from each distribution. None if the distributions have no mixture components, because all
+            features are discrete.
         """
         num_components = conditional.means.shape[-1]
         if not num_components:
@@ -524,7 +531,7 @@ class CpuKernels:
             variance=variance,
             num_readings=values.numel(),
             num_components=num_components,
-            next_reading=ctypes.c_int64(0),
+            next_reading=ctypes.c_int64(0),  # the counter from which each thread takes its next readings
         )
         num_steps = -(-values.numel() // READINGS_PER_STEP)  # rounded up
         _run_on_threads(self.library, "compute_surprisals", task, num_steps)
@@ -554,7 +561,7 @@ class CpuKernels:
             num_readings=num_readings,
             num_components=num_components,
             num_levels=len(probabilities),
-            next_reading=ctypes.c_int64(0),
+            next_reading=ctypes.c_int64(0),  # the counter from which each thread takes its next readings
         )
         num_steps = -(-num_readings // READINGS_PER_STEP)  # rounded up
         _run_on_threads(self.library, "compute_quantiles", task, num_steps)
@@ -569,17 +576,20 @@ class CpuKernels:
     ) -> PriorConditional | None:
         """Run the network over new readings, and write either hidden states or score terms into an array.
 
+        The network has an observation token (feature and value) for each new reading. For each scored reading it also
+        has a query token (feature only), at which it predicts the value.
+
         Args:
             kv_cache: The cache, into which the keys and values of all new readings are written.
             batch: The new readings, Z of which are scored.
-            hidden: (Z, d) an array for the last layer's outputs at the query tokens, of width d. None to compute
+            hidden: (Z, d) an array for the last layer's outputs, of width d, at the query tokens. None to compute
                 `score_terms` instead.
-            score_terms: (3, Z) an array for ln p, ln of the p-value, and centered NLL (−ln p minus its expected value)
-                of each scored reading. None to compute `hidden` instead.
+            score_terms: (3, Z) an array with one column per scored reading. Its rows receive ln p of the value, ln of
+                the p-value, and centered NLL (−ln p minus its expected value). None to compute `hidden` instead.
 
         Returns:
-            The distributions of the scored readings under the Gaussian prior (an input of the network), (Z,); None if
-            the model has no prior.
+            For each of the Z scored readings, the distribution of its value under the Gaussian prior (an input of the
+            network). None if the model has no prior.
         """
         prior, query_offsets = self.model.gaussians, batch.query_offsets
         prior_terms: Tensor | None = None

@@ -51,11 +51,11 @@ class ForwardInputs(NamedTuple, Generic[T]):
     Attributes:
         features: (R, L) feature codes; −1 for padding at the end.
         values: (R, L) values in normalised units, or label codes.
-        pages: (R, P) for each record the numbers of the pages (fixed-size blocks of the KV cache) that hold its earlier
+        pages: (R, P) for each record the indexes of the pages (fixed-size blocks of the KV cache) that hold its earlier
             tokens, padded at the end to P pages; from `TorchKVCache.locate_tokens`.
         num_tokens: (R,) the number of cached tokens of each record.
-        token_places: (R, T) for each of the T new tokens of a record its place in the cache, from
-            `TorchKVCache.allocate_tokens`.
+        token_places: (R, T) for each of the T new tokens of a record its place in the cache: the index of its page
+            times `PAGE_TOKENS`, plus its position in the page; from `TorchKVCache.allocate_tokens`.
     """
 
     features: T
@@ -138,15 +138,17 @@ class CudaGraphs:
         return torch.stack([terms.log_prob, terms.log_p_value, terms.centered_nll]).double()
 
     def _find_or_capture(self, inputs: ForwardInputs[NDArray[Any]]) -> CapturedGraph | None:
-        """Return the CUDA graph for the shape of the inputs, and capture it if there is none yet.
+        """Return the CUDA graph for inputs of this shape, and capture it if there is none yet.
 
         Returns:
-            The graph; None if passes of this shape are not captured, if a capture has failed, or without a GPU.
+            The graph. None if the inputs have too many records or too many readings per record for a graph to pay off,
+            if an earlier capture has failed, or if there is no GPU.
         """
-        if self.capture is None:
+        if self.capture is None:  # there is no GPU, or an earlier capture has failed
             return None
+        # A graph can be replayed for one shape only. Inputs are padded to a larger shape, so that few graphs serve all.
         shape = round_up_shape(inputs)
-        if shape is None:
+        if shape is None:  # too many records or readings
             return None
         # The graph is removed, and inserted again at the end, so that graphs are in the order of their last use.
         graph = self.graph_by_shape.pop(shape, None)
@@ -183,9 +185,9 @@ def round_up_shape(inputs: ForwardInputs[NDArray[Any]]) -> BatchShape | None:
     if num_records > MAX_RECORDS or num_readings > MAX_READINGS:
         return None
     return (
-        _round_up_to_power_of_two(max(num_records, MIN_RECORDS)),
+        _round_up_to_power_of_two(max(num_records, MIN_RECORDS)),  # a minimum, so that small passes share a graph
         _round_up_to_power_of_two(num_readings),
-        _round_up_to_power_of_two(max(num_pages, 1)),
+        _round_up_to_power_of_two(max(num_pages, 1)),  # 0 pages if all records are new
     )
 
 
@@ -276,6 +278,7 @@ class CapturedGraph:
         self.host_result.copy_(self.replay(), non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # until the copy has ended
+        # The first entries are those of the inputs, without padding. The next call overwrites them, so return a copy.
         return self.host_result[:, :num_records, :num_readings].numpy().copy()
 
     def _send(self, inputs: ForwardInputs[NDArray[Any]] | tuple[()]) -> None:

@@ -34,10 +34,11 @@ processor."""
 class PagePool:
     """A pool of pages of equal size, and a page table that lists the pages of each record.
 
-    A record is identified by its row in the engine's table of open records. It can have pages for several purposes (one
-    range of columns in the page table for each): first those with keys and values, then those with the rows of the
-    Cholesky factors of a Gaussian prior. If there are too few free pages, the least recently used records are evicted:
-    their pages become free, and their readings are computed again when they are next needed.
+    A record is identified by its row in the engine's table of open records. It can have pages for two purposes, each
+    with its own range of columns in the page table. The first pages hold attention keys and values. If the model has a
+    Gaussian prior (an input of the network), further pages hold numbers from which the prior is computed. If there are
+    too few free pages, the least recently used records are evicted: their pages become free, and their readings are
+    computed again when they are next needed.
 
     Args:
         max_readings: The largest number of readings of a record.
@@ -51,9 +52,9 @@ class PagePool:
         num_pages: The number of pages of the pool, free or not.
         pages_per_record: The number of pages of a record with `max_readings` readings, the width of the page table.
         first_columns: The first column of each purpose in the page table, then the width of the table.
-        free_pages: (num_pages,) page numbers, of which the first `num_free_pages` are free.
+        free_pages: (num_pages,) page indexes, of which the first `num_free_pages` are free.
         num_free_pages: The number of free pages.
-        page_table: (rows, pages_per_record) the page numbers of the record in each row of the engine's table. Columns
+        page_table: (rows, pages_per_record) the page indexes of the record in each row of the engine's table. Columns
             beyond the record's own pages have no meaning.
         num_cached_readings: (rows,) the number of readings of each record in the cache; 0 if the record is evicted.
         last_used: (rows,) the value of `clock` when each record was last protected by `mark_in_use`.
@@ -65,13 +66,14 @@ class PagePool:
     def __init__(
         self, max_readings: int, page_count_functions: Sequence[Callable[[Ints], Ints]], page_bytes: int, max_bytes: int
     ) -> None:
-        # For each purpose, the number of pages of the longest record.
+        # A record has pages for one or two purposes: keys and values, and the Gaussian prior. For each purpose, the
+        # longest record determines the number of columns in the page table.
         widths = [int(count_pages(np.array([max_readings]))[0]) for count_pages in page_count_functions]
         self.page_count_functions = page_count_functions
         self.first_columns = np.cumsum([0, *widths])
         self.pages_per_record = sum(widths)
         self.page_bytes = page_bytes
-        self.num_pages = max(self.pages_per_record, max_bytes // page_bytes)
+        self.num_pages = max(self.pages_per_record, max_bytes // page_bytes)  # at least the pages of one record
         self.free_pages = np.arange(self.num_pages - 1, -1, -1)  # pages are taken from the end, so page 0 first
         self.num_free_pages = self.num_pages
         self.high_water = 0
@@ -142,7 +144,8 @@ class PagePool:
         before = self.num_cached_readings[record_index]
         after = before + num_new
         growth = self._page_growth(before, after)
-        num_needed = reduce(np.add, [num_added for _, num_added in growth])  # (R,) pages to add for all purposes
+        # (R,) pages to add, those for keys and values and those for the Gaussian prior together.
+        num_needed = reduce(np.add, [num_added for _, num_added in growth])
         total = int(num_needed.sum())
         fits = np.ones(len(record_index), bool)
         if total > self.num_free_pages:
@@ -197,19 +200,22 @@ class PagePool:
         """Prepare pages that were just freed for their next record; a subclass overrides this if it is necessary.
 
         Args:
-            pages: Numbers of at least one page.
+            pages: Indexes of at least one page.
         """
 
     def _page_growth(self, before: Ints, after: Ints) -> list[tuple[Ints, Ints]]:
         """Return how many pages R records have, and how many more they need if their numbers of readings grow.
+
+        A record has separate pages for each purpose: for keys and values, and for the Gaussian prior of the model, if
+        it has one.
 
         Args:
             before: (R,) the number of cached readings that each record has.
             after: (R,) the number of cached readings that each record shall have.
 
         Returns:
-            A list with one pair of arrays for each purpose of pages (keys and values; then the Gaussian prior, if the
-            model has one). The pair is (R,) the pages that each record has, and (R,) the pages to add.
+            A list with one pair of arrays for each purpose. The first array, (R,), is the number of pages that each
+            record has. The second array, (R,), is the number of pages to add.
         """
         counts = [(count_pages(before), count_pages(after)) for count_pages in self.page_count_functions]
         return [(num_before, num_after - num_before) for num_before, num_after in counts]
@@ -218,8 +224,8 @@ class PagePool:
         """Return the entries of the page table in which the additional pages of R records are listed.
 
         Args:
-            growth: The result of `_page_growth`. For each purpose of pages it has a pair of arrays: (R,) pages that
-                each record has, and (R,) pages to add.
+            growth: The result of `_page_growth`. It has a pair of arrays for each purpose of pages (keys and values,
+                Gaussian prior). They are (R,) how many pages each record has, and (R,) how many are added.
 
         Returns:
             Two arrays with one element per added page: the index of its record among the R records, and the column of
@@ -246,6 +252,7 @@ class PagePool:
         candidates = np.flatnonzero((self.num_cached_readings > 0) & is_unprotected)
         candidates = candidates[np.argsort(self.last_used[candidates], kind="stable")]
         # Free the fewest records, beginning with the least recently used one, that have enough pages together.
+        # Entry n of `num_freed` is the number of pages that become free if the first n + 1 candidates are evicted.
         num_freed = np.cumsum(self.num_pages_for(self.num_cached_readings[candidates]))
         num_evicted = int(np.searchsorted(num_freed, num_pages)) + 1
         self.free(candidates[:num_evicted])
@@ -271,6 +278,7 @@ def allocate_zeroed(num_bytes: int) -> NDArray[np.uint8]:
         num_skipped = -raw.ctypes.data % CACHE_LINE_BYTES  # up to the next multiple of CACHE_LINE_BYTES
         return raw[num_skipped : num_skipped + num_bytes]
     try:
+        # Anonymous memory (-1: no file) begins at a page of the operating system, so its address needs no alignment.
         area = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(
@@ -294,7 +302,8 @@ def _num_token_pages(tokens_per_reading: int, page_tokens: int, num_readings: In
         num_readings: (R,) the number of cached readings of each record.
     """
     num_tokens = num_readings * tokens_per_reading
-    return -(-num_tokens // page_tokens)  # the quotient, rounded up
+    # The quotient, rounded up.
+    return -(-num_tokens // page_tokens)
 
 
 CacheShape = tuple[object, ...]
@@ -317,7 +326,7 @@ class TorchKVCache(PagePool):
 
     Methods on NumPy arrays decide which pages are used (`locate_tokens`, `allocate_tokens`). Methods on tensors read
     and write those pages on the device of the model (`gather_pages`, `gather_readings`, `write`). The operations of
-    these do not depend on the contents of the tensors, so that a CUDA graph can capture them.
+    the latter do not depend on the contents of the tensors, so that a CUDA graph can capture them.
 
     Padding is read with an attention weight of 0. Because 0 · NaN is NaN, no number that is not finite may be read as
     padding: a record for which a damaged model computed NaN would change the scores of other records. Therefore padding
@@ -330,8 +339,8 @@ class TorchKVCache(PagePool):
     Attributes:
         tokens_per_reading: The number of cached tokens of a reading: 2 if its query token z (which feature) is cached
             beside its observation token u (feature and value), else 1.
-        padding_page: The number of an additional page, to which padding is written. It is never read for a record.
-        blank_page: The number of an additional page, from which padding is read. It is never written and holds zeros.
+        padding_page: The index of an additional page, to which padding is written. It is never read for a record.
+        blank_page: The index of an additional page, from which padding is read. It is never written and holds zeros.
         keys: One tensor per layer, (pages, heads, PAGE_TOKENS, width of a head).
         values: One tensor per layer, of the same shape as the keys.
         readings: (pages, PAGE_TOKENS, 2) for each token the feature code and the normalised value of its reading; None
@@ -368,9 +377,9 @@ class TorchKVCache(PagePool):
             num_readings: (R,) how many of each record's first readings to locate; by default all cached ones.
 
         Returns:
-            A pair of arrays. (R, P) page numbers in the order of the tokens, where P is the number of pages of the
-            longest record; shorter records are padded with the number of a page of zeros. And (R,) the number of
-            tokens of each record.
+            A pair of arrays. The first, (R, P), holds page indexes in the order of the tokens. P is the number of
+            pages of the longest record; shorter records are padded with the index of a page of zeros. The second,
+            (R,), is the number of tokens of each record.
         """
         num_readings = self.num_cached_readings[record_index] if num_readings is None else num_readings
         num_pages = self.num_pages_for(num_readings)
@@ -391,9 +400,9 @@ class TorchKVCache(PagePool):
             num_tokens: The number T of tokens that the forward pass computes for each record, padding included.
 
         Returns:
-            A pair of arrays. (R, T) for each token the number of its page times `PAGE_TOKENS`, plus its position in the
-            page; tokens that are not cached get a page that belongs to no record. And (R,) how many new readings of
-            each record are cached.
+            A pair of arrays. The first, (R, T), is for each token the index of its page times `PAGE_TOKENS`, plus its
+            position in the page. Tokens that are not cached get a page that belongs to no record. The second, (R,), is
+            the number of new readings of each record that are cached.
         """
         fits = self.allocate(record_index, num_new)
         num_new = np.where(fits, num_new, 0)
@@ -401,6 +410,7 @@ class TorchKVCache(PagePool):
         num_cached_tokens = self.num_cached_readings[record_index] * self.tokens_per_reading
         token = num_cached_tokens[:, None] + new_token  # (R, T) position in the record
         is_cached = new_token < (num_new * self.tokens_per_reading)[:, None]
+        # Column 0 stands in for tokens that are not cached, whose page is replaced below.
         table_column = np.where(is_cached, token // self.PAGE_TOKENS, 0)
         page = np.take_along_axis(self.page_table[record_index], table_column, 1)
         page = np.where(is_cached, page, self.padding_page)
@@ -413,12 +423,12 @@ class TorchKVCache(PagePool):
         """Return copies of the cached keys and values of R records, padded to the same number of tokens.
 
         Args:
-            pages: (R, P) the numbers of the pages that hold each record's tokens, from `locate_tokens`.
+            pages: (R, P) the indexes of the pages that hold each record's tokens, from `locate_tokens`.
             num_tokens: (R,) the number of cached tokens of each record; those after them are padding.
 
         Returns:
-            For each layer keys and values, (R, heads, P · PAGE_TOKENS, width of a head); and the readings to which the
-            tokens belong, as `gather_readings` returns them.
+            The keys and the values of each layer, (R, heads, P · PAGE_TOKENS, width of a head); the number of tokens
+            of each record; and the readings to which the tokens belong, as `gather_readings` returns them.
         """
         R, P = pages.shape
         # A pool (the tensor with all keys, or all values, of a layer) is an array of blocks, one per page and head. The
@@ -437,7 +447,7 @@ class TorchKVCache(PagePool):
         """Return the readings to which the cached tokens of R records belong.
 
         Args:
-            pages: (R, P) the numbers of the pages that hold each record's tokens, from `locate_tokens`.
+            pages: (R, P) the indexes of the pages that hold each record's tokens, from `locate_tokens`.
 
         Returns:
             (R, P · PAGE_TOKENS, 2) for each token the feature code and the normalised value of its reading; None if the
@@ -453,7 +463,7 @@ class TorchKVCache(PagePool):
 
         Args:
             output: The result of the pass, with T tokens for each of R records.
-            token_places: (R, T) the place in the cache for each token, from `allocate_tokens`: the number of its page
+            token_places: (R, T) the place in the cache for each token, from `allocate_tokens`: the index of its page
                 times `PAGE_TOKENS`, plus its position in the page.
         """
         heads = torch.arange(self.heads, device=token_places.device).unsqueeze(1)
@@ -501,7 +511,7 @@ class TorchKVCache(PagePool):
         attention weight 0, but 0 · NaN is NaN. Keys stay: attention scores of padded keys are replaced by −∞.
 
         Args:
-            pages: Page numbers.
+            pages: Page indexes.
         """
         page_index = self._to_device(pages)
         with torch.inference_mode():
@@ -609,8 +619,8 @@ def _place_rows(num_readings: int, vectors_per_page: int) -> tuple[Ints, Ints]:
         vectors_per_page: The number of vectors of a page, enough for the longest row.
 
     Returns:
-        Two arrays of shape (num_readings,): the number of each row's page among the record's pages with rows, from 0;
-        and the position of the row's first vector in its page.
+        Two arrays of shape (num_readings,). The first holds the index of each row's page among those pages of the
+        record that hold rows. The second holds the position of the row's first vector in its page.
     """
     page, first_vector, places = 0, 0, []
     for k in range(num_readings):
