@@ -105,7 +105,7 @@ class BatchBuilder:
     def _build_for_partition(
         self, tp: TopicPartition, messages: Sequence[OutgoingMessage], indexes: Sequence[int]
     ) -> Iterator[Batch]:
-        """Yield the batches of one partition, each as large as the limits allow.
+        """Yield the batches of one partition, each as large as `BATCH_BYTES` and the limit of its topic allow.
 
         Args:
             tp: The topic and partition that the batches go to.
@@ -134,6 +134,7 @@ class BatchBuilder:
             builder.close()
             yield Batch(tp, builder.buffer(), list(indexes[first:end]))
             num_records = end - first
+            # Each record takes one sequence number; after the largest one, they start again from 0.
             self._next_sequence[tp] = (self._next_sequence[tp] + num_records) % NUM_SEQUENCES
             first = end
 

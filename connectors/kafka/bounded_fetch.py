@@ -87,10 +87,10 @@ def limit_fetches(consumer: KafkaConsumer, limits: FetchLimits | None = None) ->
         limits: The largest sizes of batches, messages and polls, or None for the defaults.
     """
     fetcher = consumer._fetcher
-    fetcher.__class__ = _Fetcher
+    fetcher.__class__ = _Fetcher  # the consumer has created its fetcher already, with the class of kafka-python
     fetcher.limits = limits or FetchLimits()
     fetcher.prefetch_future = None
-    # The operating system provides a page of this memory only when the page is first written.
+    # An unused buffer takes no memory: the operating system provides each page of it only at the first write.
     fetcher.decompression_buffer = np.empty(fetcher.limits.batch_bytes, np.uint8).data
 
 
@@ -123,7 +123,8 @@ class _Fetcher(Fetcher):  # type: ignore[misc]  # the client ships no types
 
         kafka-python sends the next request as soon as it has returned its last message. The response then holds only
         messages that exist at that moment, and later ones must wait for another poll. Here a request is sent when a
-        poll finds no messages, or earlier by `prefetch`. Only a poll that leaves messages behind sends one in advance.
+        poll finds no messages, or earlier by `prefetch`. A poll that returns messages sends one only if it leaves
+        further messages of the last response for the next poll.
 
         Args:
             max_records: Maximum number of messages to return.
@@ -131,8 +132,8 @@ class _Fetcher(Fetcher):  # type: ignore[misc]  # the client ships no types
             timeout_ms: Maximum time to wait in milliseconds, or None for no limit.
 
         Returns:
-            A pair: the messages by partition, and whether there was nothing to wait for, so that the caller should
-            sleep before it polls again.
+            A pair. The first element is the messages by partition. The second is whether there was no request to wait
+            for; the caller should then sleep before it polls again.
         """
         prefetch_future, self.prefetch_future = self.prefetch_future, None
         if prefetch_future is not None:  # wait until that request was sent; raise its error if it was not
@@ -140,6 +141,8 @@ class _Fetcher(Fetcher):  # type: ignore[misc]  # the client ships no types
         messages, has_unparsed_responses = self.fetched_records(max_records, update_offsets=update_offsets)
         if messages:
             has_messages_left = bool(self._next_partition_records)  # of a response that was parsed in part
+            # The messages left are the last ones that were fetched. Further ones are requested now, so that they arrive
+            # while the caller processes those it has.
             if has_messages_left and not has_unparsed_responses:
                 self.send_fetches()
             return messages, False
@@ -172,9 +175,14 @@ class _Fetcher(Fetcher):  # type: ignore[misc]  # the client ships no types
         return bool(pending)
 
     def fetched_records(self, *args: Any, **kwargs: Any) -> Any:
-        """Return messages that were fetched, at most `limits.poll_bytes` bytes of them.
+        """Return messages that were fetched, at most `limits.poll_bytes` bytes of them. It requests nothing.
 
-        Arguments and result are those of kafka-python's method.
+        The arguments are those of kafka-python's method: the largest number of messages, and whether the consumer's
+        positions advance.
+
+        Returns:
+            A pair. The first element is the messages by partition. The second is whether there are responses left that
+            were not parsed yet.
         """
         self.bytes_left = self.limits.poll_bytes
         return super().fetched_records(*args, **kwargs)
@@ -227,7 +235,7 @@ class _PartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
         """
         if self._fetcher.bytes_left <= 0:
             return ()
-        chunk = self._remaining or self._read_next_chunk()
+        chunk = self._remaining or self._read_next_chunk()  # first what the previous call has left of its chunk
         if chunk is None:
             return ()
         total_bytes = np.cumsum(chunk.sizes + MESSAGE_OVERHEAD)
@@ -254,9 +262,11 @@ class _PartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
             return None
         if isinstance(record.value, MessageColumns):
             chunk = record.value
-        else:
+        else:  # a batch in an older message format holds single messages
             chunk = MessageColumns.from_records([_convert_legacy_record(record)])
-        first = int(np.argmax(chunk.offsets >= self.fetch_offset))  # the index of the first true element
+        # `argmax` gives the index of the first true element. There is one, because kafka-python skips record objects
+        # whose offset, which is that of the chunk's last message, is less than the requested offset.
+        first = int(np.argmax(chunk.offsets >= self.fetch_offset))
         return chunk.slice(first, len(chunk))
 
     def drain(self) -> None:
@@ -268,8 +278,8 @@ class _PartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
 class _ColumnsAsList:
     """An adapter of a `MessageColumns` to the list of messages that kafka-python expects.
 
-    Its length is the number of messages, but iterating over it yields the `MessageColumns` once. So the list to which
-    kafka-python appends it gets one element.
+    Its length is the number of messages, but iterating over it yields the `MessageColumns` once. So when kafka-python
+    extends its list of messages with the adapter, the list gets one element.
     """
 
     def __init__(self, chunk: MessageColumns) -> None:
@@ -374,7 +384,7 @@ class _BoundedBatch:
             )
             yield self._create_placeholder(num_read, last_offset, RejectionReason.TOO_LARGE, detail)
         except (*PARSE_ERRORS, cramjam.DecompressionError) as error:
-            is_incomplete = last_offset < batch.last_offset
+            is_incomplete = last_offset < batch.last_offset  # otherwise only bytes after the last message are damaged
             if is_incomplete:
                 # `repr` escapes line breaks; the slice removes its quotation mark and bounds the length.
                 reason_text = repr(f"{type(error).__name__}: {error}")[1:120]
@@ -384,7 +394,7 @@ class _BoundedBatch:
     def _create_placeholder(
         self, num_read: int, last_offset: int, reason: RejectionReason, detail: str
     ) -> DefaultRecord:
-        """Return one message that replaces the messages of the batch that could not be read, at their last offset.
+        """Return one message in place of the messages of the batch that could not be read, with the last one's offset.
 
         Args:
             num_read: Number of messages of the batch that were read before the error.
@@ -431,7 +441,7 @@ def _wrap_as_record(chunk: MessageColumns) -> DefaultRecord:
     return DefaultRecord(
         size_in_bytes=int(chunk.sizes.sum()),
         offset=int(chunk.offsets[-1]),
-        timestamp=0,
+        timestamp=0,  # not used; the chunk holds the timestamps of its messages
         timestamp_type=0,
         key=None,
         value=chunk,
@@ -480,8 +490,8 @@ def _decompress(batch: DefaultRecordBatch, buffer: memoryview) -> None:
 def _decompress_snappy(compressed: memoryview, buffer: memoryview) -> int:
     """Decompress Snappy data into a buffer and return the decompressed size in bytes.
 
-    Two formats are possible: one raw Snappy block, or the format of Java clients. The latter is a header, followed by
-    blocks that are each prefixed with their compressed length.
+    Two formats are possible: one raw Snappy block, or the format of Java clients. The latter begins with a header that
+    starts with `_SNAPPY_MAGIC`. Blocks follow, each prefixed with its compressed length.
     """
     if bytes(compressed[: len(_SNAPPY_MAGIC)]) != _SNAPPY_MAGIC:
         return int(cramjam.snappy.decompress_raw_into(compressed, buffer))

@@ -90,7 +90,7 @@ class BrokerClient:
         self, call_timeout: float, kafka_client: Callable[..., Any], bootstrap_timeout_ms: int, **options: Any
     ) -> None:
         self._call_timeout = call_timeout
-        self._client = kafka_client(
+        self._client = kafka_client(  # a function that creates a `KafkaNetClient`
             max_in_flight_requests_per_connection=MAX_IN_FLIGHT,
             request_timeout_ms=int(1000 * call_timeout),
             # For a few sockets poll is as fast as epoll, and changing the set of sockets needs no system call. Each
@@ -117,7 +117,7 @@ class BrokerClient:
             with self._run_lock:
                 self._deadline = time.monotonic() + self._call_timeout
                 if self._close_requested.is_set():
-                    raise errors.KafkaConnectionError("cannot send requests, because the connections are closed")
+                    raise errors.KafkaConnectionError("cannot send requests to Kafka, because this client was closed")
                 self._net.poll(timeout_ms=0)  # process what has arrived since the last call
                 call()
         finally:
@@ -150,10 +150,12 @@ class BrokerClient:
             The broker's id, for `send`. It is the id in the cluster's metadata, so that requests to the coordinator use
             the connection to this broker that exists already.
         """
+        # Older versions of the request use `key`, newer ones the list `coordinator_keys`; so the response differs too.
         request = FindCoordinatorRequest(key=key, key_type=kind.value, coordinator_keys=[key])
         response = self.wait_for(self.send(self._manager.least_loaded_node(), request))
         coordinator = response.coordinators[0] if response.coordinators else response
         raise_for_code(coordinator.error_code)
+        # Without a synthetic id, kafka-python returns the broker's own id, to which a connection may exist.
         return self.cluster.add_coordinator(coordinator, kind, key, synthesize_node_id=False)
 
     def send(self, node: Any, request: Any) -> Any:
@@ -217,7 +219,7 @@ class BrokerClient:
         raise_for_code(code)
 
     def retry(self, call: Callable[[], Result], between: Callable[[], object] = lambda: None) -> Result:
-        """Call a function, again if it raises a retriable error, until `run` has taken `call_timeout` seconds.
+        """Call a function. Repeat the call after retriable errors, until `run` has taken `call_timeout` seconds.
 
         Args:
             call: The function to call.
@@ -262,7 +264,9 @@ class BrokerClient:
             KafkaConnectionError: `close` was called.
         """
         if self._close_requested.is_set():
-            raise errors.KafkaConnectionError("the request was given up, because the connections are being closed")
+            raise errors.KafkaConnectionError(
+                "stopped waiting for the Kafka broker, because this client is being closed"
+            )
         now = time.monotonic()
         if now > self._deadline:
             raise errors.KafkaTimeoutError(

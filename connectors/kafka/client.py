@@ -225,7 +225,8 @@ def _check_reachable(bootstrap_servers: str, security: dict[str, Any], context: 
             raise ConfigError(f"--bootstrap-servers {bootstrap_servers!r}: {server!r} does not have the form host:port")
         for is_last_attempt in (False, True):
             try:
-                with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as connection:
+                host_name = host.strip("[]")  # an IPv6 address is written in brackets
+                with socket.create_connection((host_name, int(port)), CONNECT_SECONDS) as connection:
                     return check_broker(connection, server, security, context)
             except ConnectionClosed:
                 if is_last_attempt:
@@ -263,7 +264,7 @@ def connect(
     network_clients: list[KafkaNetClient] = []  # those that were created, so that they can be closed
 
     def create_network_client(**configuration: Any) -> KafkaNetClient:
-        """Create kafka-python's network client and store it in `network_clients`."""
+        """Create kafka-python's network client and add it to `network_clients`, so that `connect` can close it."""
         network_clients.append(KafkaNetClient(**configuration))
         return network_clients[-1]
 
@@ -299,9 +300,9 @@ def connect(
 def create_producer(bootstrap_servers: str, security: dict[str, Any] | None, **options: Any) -> KafkaProducer:
     """Create an idempotent producer whose messages are acknowledged by all in-sync replicas.
 
-    An idempotent producer fails if the broker refuses a message as too large. So callers must compare the sizes of
-    messages with the topic's limit first, which `ensure_topics` returns. Messages are compressed with lz4 if that
-    package is installed.
+    An idempotent producer fails if the broker refuses a message as too large. `ensure_topics` returns each topic's
+    limit; callers must compare the sizes of messages with it before they send them. Messages are compressed with lz4 if
+    that package is installed.
 
     Args:
         bootstrap_servers: Comma-separated host:port pairs.
@@ -357,6 +358,7 @@ def count_partitions(bootstrap_servers: str, topic: str, security: dict[str, Any
     """
     admin: KafkaAdminClient = connect(KafkaAdminClient, bootstrap_servers, security)
     try:
+        # kafka-python raises ValueError or TypeError if the name of the topic is invalid.
         with translate_errors(bootstrap_servers, f"looking up topic {topic!r}", ValueError, TypeError):
             (description,) = _retry(lambda: admin.describe_topics([topic]))
     finally:
@@ -478,10 +480,10 @@ def _read_settings(admin: KafkaAdminClient, topics: Iterable[str]) -> dict[str, 
         For each topic, a mapping from the setting to its value. It is empty if this user may not read settings.
     """
     settings_by_topic: dict[str, dict[str, str]] = {name: {} for name in topics}
-    setting_names = dict.fromkeys(("max.message.bytes", "cleanup.policy"))
+    setting_names = dict.fromkeys(("max.message.bytes", "cleanup.policy"))  # kafka-python ignores the values, None
     resources = [ConfigResource(ConfigResourceType.TOPIC, name, setting_names) for name in settings_by_topic]
     try:
-        response = admin.describe_configs(resources, config_filter="all")
+        response = admin.describe_configs(resources, config_filter="all")  # also settings that have their default value
     except errors.AuthorizationError:
         return settings_by_topic  # a user may be allowed to write a topic but not to read its settings
     for topic, settings in response.get("topic", {}).items():
@@ -501,7 +503,7 @@ def _check_compacted(name: str, settings: dict[str, str], num_partitions: int, n
         num_partitions: The number of its partitions.
         num_required: The number of partitions of the topic that is consumed.
     """
-    policy = settings.get("cleanup.policy", "compact")
+    policy = settings.get("cleanup.policy", "compact")  # an unreadable setting counts as suitable
     if policy != "compact":
         raise ConfigError(
             f"topic {name!r} stores the state of open records, but with cleanup.policy={policy} the broker would "

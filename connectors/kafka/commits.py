@@ -25,7 +25,7 @@ Offsets = dict[TopicPartition, OffsetAndMetadata]
 
 
 class CommitRequest(NamedTuple):
-    """What a commit makes durable, in addition to the messages that sinks have put into the delivery.
+    """What a commit makes durable, in addition to the messages that sinks have put into the `Delivery` buffer.
 
     Attributes:
         positions: For each partition, the offset of the next event to read.
@@ -43,7 +43,7 @@ class CommitPayload(NamedTuple):
     """What a commit makes durable, with the states encoded as messages of the state topic.
 
     Attributes:
-        request: The request that is encoded.
+        request: The request from which the messages and references were made.
         messages: The messages for the state topic.
         references: For each partition, where its state is stored once the commit has taken effect.
         snapshot_starts: For each new snapshot (complete state), its partition and the index of its first message in
@@ -81,7 +81,8 @@ class CommitManager:
         self.has_commit = False
         self._request = CommitRequest({}, {}, False)  # of the commit in progress
         self._payload = CommitPayload(self._request, [], {}, [])  # of the last attempt
-        self._attempt: CommitAttempt | None = None  # sent, but not known to have succeeded or failed
+        # The last attempt, from the time when its offsets are computed until it is known to have taken effect.
+        self._attempt: CommitAttempt | None = None
         self._run_id, self._num_attempts = uuid.uuid4().hex[:12], 0  # together a unique name of each attempt
         self.confirmed_at = time.monotonic()
 
@@ -89,11 +90,13 @@ class CommitManager:
     def has_failed(self) -> bool:
         """Whether the last attempt failed or its outcome is unknown, so that `recover` must run before the next one.
 
-        Without transactions an unknown outcome does not matter, because messages may be sent twice.
+        Without transactions only a failed producer counts. An attempt with unknown outcome is simply repeated, because
+        delivery at least once permits that messages are sent twice.
         """
         delivery = self._delivery
-        if delivery is None:
+        if delivery is None:  # a commit consists of offsets only, which can be committed again without recovery
             return False
+        # The last transaction has computed its offsets and no longer runs, but it was not found to have taken effect.
         is_outcome_unknown = delivery.is_transactional and not delivery.is_in_background and self._attempt is not None
         return delivery.has_failed or is_outcome_unknown
 
@@ -139,7 +142,10 @@ class CommitManager:
             attempt; the caller must then use `send`.
         """
         delivery = self._delivery
-        if delivery is None or not delivery.is_transactional or delivery.has_failed or self._attempt is not None:
+        if delivery is None or not delivery.is_transactional:
+            return False
+        must_recover_first = delivery.has_failed or self._attempt is not None  # an attempt failed, or may have failed
+        if must_recover_first:
             return False
         payload = self._encode_request()
         if not _needs_transaction(delivery, payload):
@@ -172,7 +178,7 @@ class CommitManager:
         return compute_offsets
 
     def send(self, group: Any, timeout: float | None = None) -> Offsets | None:
-        """Make one attempt to commit, or wait for the attempt in the background.
+        """Make one attempt to commit. If `begin_sending` has started one in the background, wait for that one instead.
 
         A transaction sends the messages and commits the offsets. Without one, the messages are sent, and the caller
         must commit the offsets.
@@ -180,7 +186,7 @@ class CommitManager:
         Args:
             group: The consumer group, as `KafkaConsumer.group_metadata` describes it. It is not used if an attempt is
                 in the background.
-            timeout: Maximum time to wait in seconds, or None for the default.
+            timeout: Maximum time to wait in seconds. None waits until kafka-python itself has given up.
 
         Returns:
             The offsets that the caller must commit, or None if the transaction has committed them.
@@ -191,19 +197,23 @@ class CommitManager:
             return None
         payload = self._encode_request()
         if delivery is not None and _needs_transaction(delivery, payload):
-            transaction = delivery.transaction(payload.messages, self._make_offsets_function(payload), group)
+            # The transaction calls `compute_offsets` when it sends the offsets; this also sets `self._attempt`.
+            compute_offsets = self._make_offsets_function(payload)
+            transaction = delivery.transaction(payload.messages, compute_offsets, group)
             if timeout is None:
                 delivery.commit(transaction)
-            else:  # only a background thread can be left behind after the timeout
+            else:  # in a background thread, so that waiting can stop at the timeout even if the call still runs
                 delivery.begin(transaction)
                 delivery.end(timeout)
             return None
+        # There is nothing to send, or no transaction. Without `Delivery` there is no state topic either.
         message_offsets = [] if delivery is None else delivery.send(payload.messages, timeout)
+        # The metadata of the committed offsets state at which offset of the state topic a new snapshot begins.
         self._attempt = self._plan_attempt(payload, message_offsets)
         return self._attempt.offsets
 
     def renew_producer(self) -> None:
-        """Replace the producer after a failed attempt to commit, which ends the failed transaction.
+        """Replace the producer after a failed attempt to commit; this ends the transaction of that attempt.
 
         An open transaction would hide later messages from consumers that read only committed messages.
         """
@@ -229,7 +239,7 @@ class CommitManager:
     def remove_partitions(self, partitions: Iterable[TopicPartition]) -> None:
         """Remove partitions that have moved to another process from the commit in progress.
 
-        Messages that these partitions have caused are dropped, because the other process sends them again.
+        Messages caused by events of these partitions are dropped, because the other process sends them again.
         """
         for tp in partitions:
             self.reference_by_partition.pop(tp, None)
@@ -242,7 +252,7 @@ class CommitManager:
             self._delivery.drop_partitions(tp.partition for tp in partitions)
 
     def _encode_request(self) -> CommitPayload:
-        """Encode the states of the commit in progress as messages of the state topic.
+        """Encode the states of the commit in progress as messages of the state topic, and return the payload to commit.
 
         Each attempt gets a new name, which its messages carry. So messages of a failed attempt are never mistaken for
         those of the attempt that took effect.
@@ -276,11 +286,13 @@ class CommitManager:
             message_offsets: The offset in the state topic of each message of the payload. It may be empty if the
                 payload has no new snapshot.
         """
-        (positions, states, confirm_unchanged), references = payload.request, payload.references
+        positions, states, confirm_unchanged = payload.request
+        references = payload.references
         for tp, message_index in payload.snapshot_starts:
             references[tp] = replace(references[tp], first_offset=message_offsets[message_index])
         unknown_leader_epoch = -1
-        # An offset is committed if it has changed, if there is new state, or if the broker shall check the membership.
+        # An offset is committed if it has changed or if there is new state. With `confirm_unchanged` all are committed,
+        # so that the broker checks that this process is still a member of the group.
         offsets = {
             tp: OffsetAndMetadata(
                 position, references[tp].to_metadata() if tp in references else "", unknown_leader_epoch

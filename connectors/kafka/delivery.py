@@ -72,13 +72,14 @@ class Delivery:
         self._servers, self._security = bootstrap_servers, security
         self.max_bytes_by_topic = max_bytes_by_topic
         self._transactional_id = transactional_id
-        # A message moves from one list to the next, and is removed from the last one when it is committed.
+        # A message moves from each of these lists to the next, and is removed from the last one when it is committed.
         self._pending: list[OutgoingMessage] = []  # put by sinks since the last commit began
         self._sealed: list[OutgoingMessage] = []  # part of the commit in progress; the next attempt sends it
         self._sent: list[OutgoingMessage] = []  # sent by an attempt, not known to be committed
         self._producer: KafkaProducer | Transactions | None = None
-        self._background_call: _BackgroundCall[None] | None = None
+        self._background_call: _BackgroundCall[None] | None = None  # the transaction that `begin` has started
         self.has_failed = False
+        # Create the first producer.
         self.renew_producer()
 
     @property
@@ -117,7 +118,8 @@ class Delivery:
 
         Args:
             state_messages: Messages for the topic that stores the state of open records.
-            timeout: Maximum time to wait in seconds, or None for the default.
+            timeout: Maximum time to wait in seconds. None waits until kafka-python itself has given up, at most
+                `FLUSH_SECONDS + DELIVERY_SECONDS`.
 
         Returns:
             The offsets that the state messages got.
@@ -201,7 +203,8 @@ class Delivery:
         """Wait for the transaction in the background, if any, and raise its error if it failed.
 
         Args:
-            timeout: Maximum time to wait in seconds, or None for the default.
+            timeout: Maximum time to wait in seconds. None waits until kafka-python itself has given up, at most
+                `FLUSH_SECONDS + DELIVERY_SECONDS`.
         """
         call, self._background_call = self._background_call, None
         if call is not None:
@@ -285,13 +288,17 @@ class Delivery:
         return self._producer
 
     def _collect_messages(self, state_messages: Sequence[OutgoingMessage]) -> list[OutgoingMessage]:
-        """Return what the next attempt sends: messages of failed attempts, those added since, and `state_messages`."""
+        """Return the messages that the next attempt sends, and record them as sent.
+
+        They are the messages of failed attempts, then those that were sealed since, then `state_messages`, which are
+        not recorded: each attempt gets new ones.
+        """
         self._sent += self._sealed
         self._sealed.clear()
         return [*self._sent, *state_messages]
 
     def _record_failure(self, call: Callable[[], Result]) -> Result:
-        """Call a function that uses the producer, and return its result; if it raises, set `has_failed`."""
+        """Call a function that uses the producer, and return its result; if it raises, set `has_failed` and raise."""
         try:
             return call()
         except BaseException:
@@ -325,7 +332,7 @@ def _close_producer(producer: KafkaProducer) -> None:
 
 
 class _BackgroundCall(Generic[Result]):
-    """A function call in a thread of its own, for whose result others wait with a timeout.
+    """A function call that runs in a new thread, and whose result other threads can wait for, with a timeout.
 
     Args:
         call: The function to call. The thread is started by the constructor.
@@ -354,17 +361,19 @@ class _BackgroundCall(Generic[Result]):
         """Wait for the end of the call and return its result.
 
         Args:
-            timeout: Maximum time to wait in seconds, or None for the default, after which kafka-python itself has
-                stopped every attempt to send.
+            timeout: Maximum time to wait in seconds. None waits for `FLUSH_SECONDS + DELIVERY_SECONDS`; by then
+                kafka-python itself has given up every message.
 
         Raises:
             KafkaTimeoutError: The call has not ended in time. Its thread continues, but its result is lost.
             BaseException: The exception that the call raised.
         """
-        default_timeout = FLUSH_SECONDS + DELIVERY_SECONDS
-        self._thread.join(default_timeout if timeout is None else max(0.0, timeout))
+        seconds = FLUSH_SECONDS + DELIVERY_SECONDS if timeout is None else max(0.0, timeout)
+        self._thread.join(seconds)
         if self._errors:
             raise self._errors[0]
         if not self._results:
-            raise errors.KafkaTimeoutError("the Kafka broker did not respond in time: check that it is running")
+            raise errors.KafkaTimeoutError(
+                f"the Kafka broker did not respond within {seconds:g} s: check that it is running"
+            )
         return self._results[0]

@@ -54,7 +54,9 @@ class SameModelAssignor(CooperativeStickyAssignor):  # type: ignore[misc]  # the
         self.member_assignment = None
 
     def metadata(self, topics: set[str]) -> ConsumerProtocolSubscription:
-        """Return the subscription that this member sends when it joins the group, with its model as user data.
+        """Return the subscription that this member sends when it joins the group.
+
+        Its user data hold the fingerprint (hash) of this member's model.
 
         Args:
             topics: The topics to subscribe to.
@@ -73,8 +75,8 @@ class SameModelAssignor(CooperativeStickyAssignor):  # type: ignore[misc]  # the
             members: The members with the subscriptions that `metadata` returned in each of them.
 
         Returns:
-            The assignment by member id. For a newcomer with another model, it has no partitions, and the group's model
-            as user data.
+            The assignment by member id. For a newcomer with another model, it has no partitions, and its user data hold
+            the fingerprint (hash) of the group's model.
         """
         model_by_member = {member.member_id: bytes(member.metadata.user_data or b"") for member in members}
         owners = {
@@ -100,7 +102,8 @@ class SameModelAssignor(CooperativeStickyAssignor):  # type: ignore[misc]  # the
         """Store the assignment, and the group's model if this member got no partitions because its model differs.
 
         Args:
-            assignment: What `assign` returned for this member.
+            assignment: What `assign` returned for this member. It has user data, the fingerprint (hash) of the group's
+                model, only if the models differ.
             generation: The group's generation, a number that increases with each rebalance.
         """
         super().on_assignment(assignment, generation)

@@ -23,23 +23,23 @@ RESPONSE_SECONDS = 2.0
 class LivenessCheck:
     """A periodic check that the brokers respond, and that partitions with unread messages deliver them.
 
-    For partitions without new messages it requests the end offsets from time to time. Only they tell an idle topic from
-    a partition that has stopped delivering.
+    For partitions without new messages it requests the end offsets from time to time. Only these distinguish an idle
+    topic from a partition that has stopped delivering.
 
     Args:
         consumer: The consumer to check.
         bootstrap_servers: The brokers' addresses, for messages.
         topic: The topic that is consumed. If no partition is assigned, the end of its first partition is requested.
-        patience: `Unavailable` is raised after this many seconds without a response of the brokers, or in which a
-            partition with unread messages delivers none.
+        patience: Seconds without a response of the brokers after which `Unavailable` is raised. It is also raised if a
+            partition with unread messages has delivered none for as long.
     """
 
     def __init__(self, consumer: KafkaConsumer, bootstrap_servers: str, topic: str, patience: float) -> None:
         self._consumer, self._servers, self._patience = consumer, bootstrap_servers, patience
-        self._first_partition = TopicPartition(topic, 0)
+        self._first_partition = TopicPartition(topic, 0)  # its end is requested if no partition is assigned
         # All times are monotonic.
         self._failing_since: float | None = None  # when the first of the latest consecutive polls failed
-        self._warned_at = -PROBE_SECONDS
+        self._warned_at = -PROBE_SECONDS  # long ago, so that the first failure is logged at once
         self._requested_at = self._responded_at = time.monotonic()
         # The position of each partition (-1 if unknown), and when it last changed.
         self._last_progress: dict[TopicPartition, tuple[int, float]] = {}
@@ -51,7 +51,8 @@ class LivenessCheck:
             error: The exception of kafka-python.
 
         Raises:
-            DeformerError: The error is permanent, or all polls have failed for longer than `patience`.
+            DeformerError: The error is permanent, or all polls have failed for longer than the constructor's
+                `patience` (in seconds).
         """
         now = time.monotonic()
         translated = translate(error, self._servers, f"reading topic {self._first_partition.topic!r}")
@@ -76,8 +77,8 @@ class LivenessCheck:
         whose position has not changed since the last check.
 
         Raises:
-            Unavailable: The brokers have not responded for longer than `patience`, or a partition with unread messages
-                has delivered none for as long.
+            Unavailable: The brokers have not responded for longer than the constructor's `patience` (in seconds), or a
+                partition with unread messages has delivered none for as long.
             ConfigError: The broker refuses the request.
         """
         now = time.monotonic()

@@ -134,7 +134,8 @@ def _log_in(connection: socket.socket, address: str, security: dict[str, Any]) -
     """
     mechanism_name = security["sasl_mechanism"]
     response = _request(connection, address, _SASL_HANDSHAKE, 1, _with_length(">h", mechanism_name.encode()))
-    # The response holds an error code and the list of mechanisms that the broker supports.
+    # The response holds an error code, the number of mechanisms that the broker supports (together 6 bytes), and their
+    # names.
     error_code, num_supported = struct.unpack_from(">hi", response)
     if error_code == _UNSUPPORTED_MECHANISM:
         supported, remaining_bytes = [], response[6:]
@@ -186,7 +187,8 @@ def _request(connection: socket.socket, address: str, api_key: int, version: int
     size, returned_id = struct.unpack(">ii", _receive(connection, 8))
     if returned_id != correlation_id:
         raise _create_protocol_error(address)
-    return _receive(connection, size - 4)  # the size includes the correlation id, which is read already
+    num_remaining = size - 4  # the size includes the correlation id, which is read already
+    return _receive(connection, num_remaining)
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytes:
@@ -199,6 +201,7 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
     while len(data) < num_bytes:
         received = connection.recv(num_bytes - len(data))
         if not received:
+            # `check_broker` raises an error with the broker's address and a remedy in place of this one.
             raise ConnectionAbortedError("the Kafka broker closed the connection before its response was complete")
         data += received
     return data

@@ -97,7 +97,9 @@ def produce(
 def _pack_messages(
     messages: Iterable[tuple[bytes | None, bytes, int | None]], packing: Packing, group_size: int, num_partitions: int
 ) -> Iterator[tuple[OutgoingMessage, int | None]]:
-    """Pack messages of one reading each into larger messages; yield each with its timestamp in ms (None for now).
+    """Pack messages of one reading each into larger messages, and yield pairs of a message and its timestamp.
+
+    The timestamp is in milliseconds since 1970. None means that Kafka sets it when the message is sent.
 
     Args:
         messages: For each reading, the key, the value (the reading as JSON) and the timestamp of its message.

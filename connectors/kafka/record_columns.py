@@ -131,6 +131,7 @@ def _parse_with_client(batch: DefaultRecordBatch, count: int) -> Iterator[Messag
     records: list[DefaultRecord] = []
     failure: Exception | None = None
     try:
+        # If parsing raises, `extend` has already appended the records before the damaged one.
         records.extend(next(batch) for _ in range(count))
     except PARSE_ERRORS as error:
         failure = error
@@ -180,6 +181,7 @@ def read_small_batches(buffer: bytes, position: int) -> SmallBatches | None:
     if count == 0:
         return None
     fields = out[:, :count]
+    # Unlike `_find_fields`, `read_batches` writes absolute offsets and times, because each batch has its own base.
     return SmallBatches(_make_columns(buffer, fields, fields[_OFFSET], fields[_TIME]), *after.tolist())
 
 
@@ -231,7 +233,7 @@ def _load_library(*extra_flags: str) -> ctypes.CDLL | None:
     Args:
         *extra_flags: Further flags for the C compiler, used by tests.
     """
-    consequence = "messages are read without compiled code, more slowly"
+    consequence = "messages are read without compiled code, more slowly"  # logged if the library cannot be compiled
     library = build.build_library(Path(__file__).parent, consequence, *extra_flags)
     if library is not None:
         # Buffer, its length, start position, number of records; the two limits on the bytes of numbers; output array.
@@ -312,15 +314,16 @@ def _find_record_bounds(buffer: bytes, position: int, count: int) -> tuple[list[
                 double_length += (second - 1) << 7
                 position += 1
                 if second >= 128:
+                    # There is a fourth byte even if the length has three, because the record follows.
                     third, fourth = buffer[position], buffer[position + 1]
                     double_length += (third - 1) << 14
                     position += 1
                     if third >= 128:
-                        if fourth >= 128:
+                        if fourth >= 128:  # the length has more than `MAX_LENGTH_BYTES` bytes
                             return None
                         double_length += (fourth - 1) << 21
                         position += 1
-            if double_length & 1:
+            if double_length & 1:  # the length is negative
                 return None
             append_start(position)
             position += double_length >> 1
@@ -358,7 +361,7 @@ def _decode_varints(data: NDArray[np.uint8], positions: Ints) -> tuple[Ints, Int
         positions = positions + has_more
         zigzag |= (current & 127) << 7 * byte_index
         has_more &= current >= 128
-    numbers = (zigzag >> 1) ^ -(zigzag & 1)
+    numbers = (zigzag >> 1) ^ -(zigzag & 1)  # half of an even code; all bits of the half inverted for an odd one
     return numbers, positions, ~has_more
 
 

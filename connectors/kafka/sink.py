@@ -50,7 +50,9 @@ class AlertEncoder(Protocol):
 
 
 class KafkaSink:
-    """A sink that sends alerts and drift notices to one topic, keyed by record, and rejected messages to another.
+    """A sink that sends alerts and drift notices to one topic, and rejected messages to another.
+
+    The key of the message for an alert or a drift notice is the id of the record.
 
     A rejected message (dead letter) is sent unchanged, with UTF-8 headers: `reason`, `detail`, and `topic`, `partition`
     and `offset` of the original. If it is too large for its topic, it is sent without its value, with the header

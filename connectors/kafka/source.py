@@ -47,10 +47,10 @@ def _collect_no_state(partitions: frozenset[int]) -> Mapping[int, PartitionState
 class KafkaSource:
     """A Kafka topic as an endless source of events, whose partitions are shared by the members of a consumer group.
 
-    Offsets are committed by `commit` only, and when a partition moves to another member. In the latter case, the events
-    of all polls but the last are committed together with the partition's state. The next `PollResult` then lists the
-    partition as revoked. Partitions move one by one (cooperative assignment). Messages of aborted transactions are
-    skipped.
+    Offsets are committed by `commit` and `begin_commit`, and when a partition moves to another member. In the latter
+    case, the partition's state is committed with the offsets of all polls whose effects are written to the sinks. The
+    next `PollResult` then lists the partition as revoked. Partitions move one by one (cooperative assignment). Messages
+    of aborted transactions are skipped.
 
     Only the thread that created the object may use it.
 
@@ -63,7 +63,7 @@ class KafkaSource:
         security: kafka-python's keyword arguments for encryption and login; None for a plain connection without login.
             They are never logged.
         max_poll_records: Largest number of messages in one poll.
-        session_seconds: If the group receives no heartbeat of this member for so long, its partitions go to others.
+        session_seconds: If the group receives no heartbeat of this member for this long, its partitions go to others.
         delivery: Buffers outgoing messages and sends them with a commit. Give `delivery` and `state` together or
             neither.
         state: The topic that stores the state of open records.
@@ -167,16 +167,20 @@ class KafkaSource:
     def poll(self, timeout: float) -> PollResult:
         """Return the events that are available, in order within each partition.
 
-        The call implies that the effects of all earlier polls are written to the sinks. So if a partition is revoked
-        during the call, the events of these polls are committed.
+        Call it only after the effects of all earlier polls (such as alerts) are written to the sinks. So if a partition
+        is revoked during the call, the events of these polls are committed.
 
         Args:
             timeout: Maximum time to wait for events, in seconds.
 
+        Returns:
+            The events, with the partitions that were revoked, restored, or read to the end of their history since the
+            last call.
+
         Raises:
             ConfigError: The group uses another model.
             StateError: The saved state of a partition is gone.
-            Unavailable: The brokers have not responded for longer than `patience`.
+            Unavailable: The brokers have not responded for longer than the constructor's `patience` (in seconds).
         """
         self._written_positions = dict(self._polled_positions)
         if self._must_end_commit():
@@ -198,15 +202,19 @@ class KafkaSource:
         """Return whether the commit in progress must be ended before the next poll.
 
         A commit in the background may continue during a poll, which saves time. It must be ended if its attempt has
-        finished, if partitions wait to be restored, or during a rebalance. A commit without background attempt must be
-        ended too.
+        finished, if newly assigned partitions wait for their saved state, or during a rebalance. A commit without
+        background attempt must be ended too.
         """
         commits = self._commits
         if commits.is_finished:
             return True
         if not commits.has_commit:
             return False
-        return bool(self._assigned_at) or not commits.is_in_background or self._get_membership() is None
+        has_unrestored_partitions = bool(self._assigned_at)
+        if has_unrestored_partitions or not commits.is_in_background:
+            return True
+        is_rebalancing = self._get_membership() is None
+        return is_rebalancing
 
     def prefetch(self) -> None:
         """Start to fetch messages for the next `poll`. Does not block."""
@@ -239,7 +247,8 @@ class KafkaSource:
             The messages by partition; none if the poll failed and a later one may succeed.
 
         Raises:
-            DeformerError: The error is permanent, or polls have failed for longer than `patience`.
+            DeformerError: The error is permanent, or polls have failed for longer than the constructor's `patience` (in
+                seconds).
         """
         try:
             fetched = self._poll(timeout)
@@ -264,6 +273,7 @@ class KafkaSource:
         An open transaction hides later messages from consumers that read only committed messages. If the broker does
         not respond, the next poll or commit tries again.
         """
+        # With a commit in progress, its next attempt ends the transaction.
         if self._commits.has_failed and not self._commits.has_commit:
             try:
                 self._commits.renew_producer()
@@ -288,7 +298,7 @@ class KafkaSource:
         If the brokers do not respond, the remaining partitions are restored by a later call.
 
         Raises:
-            Unavailable: A partition could not be restored for longer than `patience`.
+            Unavailable: A partition could not be restored for longer than the constructor's `patience` (in seconds).
         """
         for tp in sorted(self._assigned_at):
             try:
@@ -330,7 +340,7 @@ class KafkaSource:
             states: The state to save, by partition number.
 
         Raises:
-            Unavailable: The commit has failed for longer than `patience`.
+            Unavailable: The commit has failed for longer than the constructor's `patience` (in seconds).
             ConfigError: The broker refuses the commit.
         """
         self._prepare_commit(states)
@@ -351,6 +361,7 @@ class KafkaSource:
         """
         self._prepare_commit(states)
         group = self._get_membership()
+        # Without membership (during a rebalance), or if no background attempt was started, commit before returning.
         if group is None or not self._commits.begin_sending(group, on_committed):
             self.end_commit()
             on_committed()
@@ -363,7 +374,8 @@ class KafkaSource:
         """
         self._written_positions = dict(self._polled_positions)
         self.end_commit()
-        # The broker refuses a commit of this process if another one uses the same instance name.
+        # From time to time unchanged offsets are committed too. If another process uses the same instance name, the
+        # broker refuses the commit, so that this process ends.
         confirm_unchanged = time.monotonic() - self._commits.confirmed_at > CONFIRM_SECONDS
         self._commits.begin(self._collect_positions(), states, confirm_unchanged)
 
@@ -371,7 +383,8 @@ class KafkaSource:
         """Wait until the commit in progress, if any, has taken effect; repeat it after errors that may pass.
 
         Raises:
-            Unavailable: The commit has failed for longer than `patience`. No further attempt is made.
+            Unavailable: The commit has failed for longer than the constructor's `patience` (in seconds). No further
+                attempt is made.
             ConfigError: The broker refuses the commit. No further attempt is made.
         """
         deadline = time.monotonic() + self._patience
@@ -379,7 +392,7 @@ class KafkaSource:
         is_retry = False
         while self._commits.has_commit:
             try:
-                if is_retry:
+                if is_retry:  # a rebalance may have caused the failure
                     self._finish_rebalance()
                 self._try_to_commit()
             except (errors.KafkaError, OSError, Unavailable) as error:
@@ -403,7 +416,7 @@ class KafkaSource:
             KafkaError: The attempt failed.
             Unavailable: The producer could not be replaced after a failed attempt.
         """
-        group = None
+        group = None  # an attempt in the background received the group when it was started
         if not self._commits.is_in_background:
             group = self._get_membership()
             if group is None:
@@ -423,8 +436,11 @@ class KafkaSource:
     def _collect_positions(self) -> dict[TopicPartition, int]:
         """Return the offset of the next event to read from each partition, except partitions that are being restored.
 
-        The offset of a partition that is being restored is before its committed offset and must not be committed.
+        A partition is being restored until its saved state is loaded and the events before its committed offset, which
+        bring that state up to date, are read again. Until then, its offset must not be committed.
         """
+        # `_assigned_at` holds partitions whose saved state is not loaded yet. `_history_ends` holds those whose earlier
+        # events are still being read again.
         restored = [
             tp for tp in self._consumer.assignment() if tp not in self._history_ends and tp not in self._assigned_at
         ]
@@ -432,9 +448,10 @@ class KafkaSource:
         return {tp: position for tp, position in positions.items() if position >= 0}
 
     def _finish_rebalance(self) -> None:
-        """Poll kafka-python's consumer, which lets it rejoin its group, while all partitions are paused.
+        """Poll kafka-python's consumer, so that it rejoins its group if there is a rebalance.
 
-        So no messages are returned, which the engine could not process during a commit.
+        All partitions are paused meanwhile, so that the poll returns no messages. The engine could not process any
+        during a commit.
         """
         active = [tp for tp in self._consumer.assignment() if tp not in self._consumer.paused()]
         self._consumer.pause(*active)
@@ -464,10 +481,10 @@ class KafkaSource:
     def close(self) -> None:
         """Close the consumer without committing.
 
-        This process leaves the group, so that its partitions move to other members at once. With an instance name it
-        stays a member until its session times out, so that a restart moves no partitions.
+        Without an instance name, this process leaves the group, and its partitions move to other members at once. With
+        an instance name, it stays a member until its session times out, so that a restart moves no partitions.
         """
-        self._is_closed = True
+        self._is_closed = True  # `_on_revoked`, which the consumer may call while it closes, then commits nothing
         with translate_errors(self._servers, "closing the consumer"):
             self._consumer.close(autocommit=False, timeout_ms=CONNECT_SECONDS * 1000)
 
@@ -505,7 +522,7 @@ class KafkaSource:
                 self._commits.begin(positions, states)
                 try:
                     await self._commit_within(deadline)
-                finally:
+                finally:  # no later attempt could commit these partitions, because they belong to the next owner then
                     self._commits.give_up()
             except (errors.KafkaError, DeformerError) as error:
                 # The next owner repeats these messages. Raising here would end the group's rebalance instead.
@@ -523,6 +540,7 @@ class KafkaSource:
                 no time to find it out.
         """
         if self._commits.has_failed:
+            # `_on_revoked` logs this. Nothing is lost: the next owner processes the uncommitted messages again.
             raise errors.KafkaConnectionError("cannot commit, because the outcome of the previous commit is unknown")
         offsets = self._commits.send(self._consumer.group_metadata(), deadline - time.monotonic())
         if offsets is not None:

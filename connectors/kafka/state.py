@@ -90,6 +90,7 @@ class StateReference:
         """
         if not metadata.startswith(METADATA_PREFIX):
             return None
+        # `find_start` adds the topic, the partition and the remedy to these errors.
         damaged_error = StateError("the metadata of the committed offset is damaged")
         try:
             document = orjson.loads(metadata)
@@ -146,6 +147,7 @@ class StateTopic:
         max_message_bytes: int,
         verify: Callable[[bytes, tuple[bytes, ...]], None] | None = None,
     ) -> None:
+        # Of each message, `RESERVED_BYTES` are kept free for its key and headers.
         if max_message_bytes < 2 * RESERVED_BYTES:
             raise ConfigError(
                 f"topic {topic!r} has max.message.bytes={max_message_bytes}, too small for saved state: set it to "
@@ -189,8 +191,9 @@ class StateTopic:
             value, previous_commit = state.decisions, reference.last_commit
         else:
             raise InvariantViolated(
-                f"the state of partition {partition} cannot be saved: there are decisions (time-outs, evictions, "
-                "alerts), but no snapshot that they follow; this is a bug, please report it"
+                f"the state of partition {partition} cannot be saved: its changes since the last commit (time-outs, "
+                "evictions, alerts) were given, but the complete state was never saved before them; this is a bug, "
+                "please report it"
             )
         headers = [
             ("deformer", b"%d" % FORMAT_VERSION),
@@ -273,6 +276,7 @@ class StateTopic:
             for records in consumer.poll(timeout_ms=200).values():
                 for record in records:
                     headers = {name: (value or b"").decode(errors="replace") for name, value in record.headers}
+                    # Skip messages that another program has written to the topic.
                     is_state_message = record.value is not None and headers.keys() >= {"commit", "after"}
                     if is_state_message:
                         yield headers["commit"], headers["after"], record.value

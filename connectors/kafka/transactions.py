@@ -71,8 +71,8 @@ class Transactions:
         bootstrap_timeout_ms: int,
         **options: Any,
     ) -> None:
-        self._id, self._limits = transactional_id, limits
-        self._transaction_timeout, self._call_timeout = transaction_timeout, call_timeout
+        self._id, self._limits = transactional_id, limits  # the largest batch of each topic, in bytes
+        self._transaction_timeout, self._call_timeout = transaction_timeout, call_timeout  # seconds
         self._client = BrokerClient(call_timeout, kafka_client, bootstrap_timeout_ms, **options)
         self._cluster, self._partitioner = self._client.cluster, DefaultPartitioner()
         self._producer, self._epoch = NO_PRODUCER, NO_PRODUCER  # assigned by the broker in `open`
@@ -121,8 +121,9 @@ class Transactions:
     ) -> None:
         """Send the requests of one transaction in the order that the protocol requires, see `commit`.
 
-        Each method sends requests and returns a function that waits for the responses. So several requests are under
-        way at the same time, and a commit waits for fewer responses in sequence.
+        `add_partitions_and_group`, `write` and `send_offsets` send requests and return a function that waits for the
+        responses. So several requests are under way at the same time, and a commit waits for fewer responses in
+        sequence.
         """
         batches = self._batch_builder.build(messages, self._choose_partition)
         wait_for_group = self.add_partitions_and_group({batch.topic_partition for batch in batches}, group.group_id)
@@ -162,7 +163,7 @@ class Transactions:
                     v3_and_below_topics=[
                         entry(name=name, partitions=numbers) for name, numbers in partitions_by_topic.items()
                     ],
-                    max_version=3,  # later versions are for requests between brokers
+                    max_version=3,  # kafka-python would choose a later version, but those are for use between brokers
                 ),
             )
 
@@ -219,7 +220,7 @@ class Transactions:
             Raises:
                 KafkaError: The broker rejected a batch for another reason, or its response does not mention it.
             """
-            while pending_futures:
+            while pending_futures:  # of requests without response
                 rejected_indexes: list[int] = []
                 for batch_index, response in iterate_responses():
                     if response.error_code in LEADER_MOVED:
@@ -233,7 +234,8 @@ class Transactions:
                     self._client.refresh_metadata()
                 for batch_index in rejected_indexes:
                     send_batches(self._find_leader(batches[batch_index].topic_partition), [batch_index])
-            if awaited_index_by_partition:  # batches that are missing in the response to their request
+            # `iterate_responses` has removed each batch that a response mentions.
+            if awaited_index_by_partition:
                 raise errors.KafkaError(
                     "the Kafka broker did not acknowledge the messages to these partitions (topic, number): "
                     f"{sorted(awaited_index_by_partition)}"
@@ -286,7 +288,9 @@ class Transactions:
                     member_id=group.member_id,
                     group_instance_id=group.group_instance_id,
                     topics=[entry(name=name, partitions=entries) for name, entries in entries_by_topic.items()],
-                    max_version=4,  # since version 3 the broker rejects the offsets of a process that is not a member
+                    # From version 3 on, the broker checks that the process is a member of the group. From version 5 on,
+                    # it also adds the group to the transaction, which `add_partitions_and_group` does here.
+                    max_version=4,
                 ),
             )
 
@@ -310,6 +314,7 @@ class Transactions:
 
         def send_request() -> Any:
             """Send the request to the coordinator of the transaction, and return the future of its response."""
+            # From version 5 on, the broker would change the producer's epoch after each transaction.
             return self._client.send(self._coordinator, EndTxnRequest(**self._signature, committed=True, max_version=4))
 
         self._client.request_until_accepted(send_request(), send_request, _get_error_code, self._find_coordinator)
@@ -338,9 +343,9 @@ class Transactions:
         request = InitProducerIdRequest(
             transactional_id=self._id,
             transaction_timeout_ms=int(1000 * self._transaction_timeout),
-            producer_id=NO_PRODUCER,
+            producer_id=NO_PRODUCER,  # -1 in both fields requests new values
             producer_epoch=NO_PRODUCER,
-            max_version=4,
+            max_version=4,  # later versions add only error codes and two-phase commits, which are not used here
         )
         response = self._client.wait_for(self._client.send(self._coordinator, request))
         raise_for_code(response.error_code)
@@ -352,7 +357,9 @@ class Transactions:
         self._coordinator = self._client.retry(find)
 
     def _choose_partition(self, message: OutgoingMessage) -> TopicPartition:
-        """Return the topic and partition that a message goes to: its own choice, or the one that its key hashes to.
+        """Return the topic and partition that a message goes to.
+
+        It is the partition that the message states, or else the one that the hash of its key selects.
 
         Raises:
             TopicAuthorizationFailedError: This user may not write to the topic.
@@ -423,5 +430,5 @@ def _get_partition_error_code(response: Any) -> int:
         for partition in topic.results_by_partition
     }
     codes.discard(0)
-    # False sorts before True.
+    # Because False sorts before True, `min` returns OperationNotAttempted only if there is no other code.
     return int(min(codes, key=lambda code: code == errors.OperationNotAttemptedError.errno, default=0))
