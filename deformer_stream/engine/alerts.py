@@ -77,8 +77,8 @@ class AlertBuilder:
                 readings of one record with the same event time (a tie group) wait for each other. If they do, some of
                 `arrivals` are scored later, and some of `readings` arrived with an earlier batch.
             scored: The scores of the M readings.
-            num_crossed: (M,) at how many alphas each reading raises an alert. These alphas are at least the record's
-                p-value after the reading, and the record has not raised an alert at them before.
+            num_crossed: (M,) number of alerts that each reading raises. This is the number of alphas that are at least
+                the record's p-value after the reading, and at which the record has not raised an alert before.
         """
         alerting = np.flatnonzero(scored.is_alert)
         if not len(alerting):
@@ -132,7 +132,8 @@ class AlertBuilder:
             batch: The events.
             readings: The readings that have been scored now.
             arrivals: The readings and declarations that have been accepted from the batch. The readings can differ from
-                `readings`: those of one record with the same event time (a tie group) wait for each other.
+                `readings`: a reading may be scored with a later batch, when no further reading of its record with the
+                same event time is expected.
             alerting: (A,) indexes into `readings` of the readings that raise alerts.
         """
         record_index = readings.record_indices[alerting]
@@ -152,9 +153,9 @@ class AlertBuilder:
         """Return the index of the event in the batch that raises each of A alerts, (A,).
 
         It is the event of the alerting reading itself, if this reading did not wait for others with the same event
-        time. Otherwise it is the next reading of the record, which shows that the tie group is complete. If the batch
-        has no next reading, the end of the record or a timeout raises the alert after all events of the batch. The
-        returned index is then the number of events in the batch.
+        time (its tie group). Otherwise it is the event of the next reading of the record, which shows that the tie
+        group is complete. If the batch has no next reading, the end of the record or a timeout raises the alert after
+        all events of the batch. The returned index is then the number of events in the batch.
 
         Args:
             batch: The events.
@@ -163,15 +164,18 @@ class AlertBuilder:
             alerting: (A,) indexes into `readings` of the readings that raise alerts.
         """
         own_events = readings.event_indices[alerting]
-        if not self.records.holds_ties:
+        if not self.records.holds_ties:  # no reading waits for others
             return own_events
+        # `seq` is the position of a reading in its record. The event of a reading is found by its record and position.
         keys = zip(arrivals.record_indices.tolist(), arrivals.seq.tolist(), strict=True)
         event_by_reading = dict(zip(keys, arrivals.event_indices.tolist(), strict=True))
         raising_events = own_events.copy()
         record_and_seq = zip(readings.record_indices[alerting].tolist(), readings.seq[alerting].tolist(), strict=True)
         for i, (record_index, seq) in enumerate(record_and_seq):
-            arrival = event_by_reading.get((record_index, seq))  # None if the reading is from an earlier batch
-            if arrival is None or batch.times[arrival] != NO_TIME:  # a reading without a time does not wait
+            arrival = event_by_reading.get((record_index, seq))
+            # A reading from an earlier batch has waited. One of this batch has waited if it has an event time.
+            has_waited = arrival is None or batch.times[arrival] != NO_TIME
+            if has_waited:
                 raising_events[i] = event_by_reading.get((record_index, seq + 1), len(batch))
         return raising_events
 
@@ -222,7 +226,8 @@ class AlertBuilder:
             num_readings: (A,) number of readings of each record to consider, the first ones. L is the largest number.
 
         Returns:
-            (A, L) bool: entry [a, i] is for the reading at position i of record a, and true if there is none.
+            (A, L) bool: entry [a, i] is for the reading at position i of record a. It is true if the record has no
+            reading at this position.
         """
         # A reading is the last of its group, unless the record has a next reading that continues the group.
         next_position = np.arange(int(num_readings.max())) + 1

@@ -78,7 +78,7 @@ MAX_SUSPECTS = 3
 
 @dataclass(slots=True)
 class _RecordGroup:
-    """A alerting records that are explained together, because each has m = g + n readings, of which n are candidates.
+    """Alerting records that are explained together: A records with m = g + n readings each, of which n are candidates.
 
     Suspects are the readings of a record to which its alert is attributed. Candidates are the readings that may become
     suspects; the g other readings are given. A position is the index of a reading in its record's order of arrival,
@@ -187,8 +187,8 @@ class _TreeOutput:
     Attributes:
         tree: The tree, which orders W readings of each record.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
-        positions: (A, W) column w is for the reading that the tree numbers w: its position in the order of arrival of
-            the record, from 0.
+        positions: (A, W) entry [a, w] is for the reading of record a that has number w in the tree. It is the position
+            of this reading in the record's order of arrival, from 0.
         codes: (A, T) feature codes (indexes in the schema) at the nodes.
         values: (A, T) values at the nodes, in normalised units or label codes.
         conditional: The distributions at the nodes given their ancestors, of shape (A, T).
@@ -238,7 +238,8 @@ class _TreeOutput:
             quantiles = conditional.quantiles(probabilities)
         else:
             quantiles = self.kernels.quantiles(conditional, probabilities)
-        return np.asarray(quantiles.double().cpu().numpy())
+        quantile_array: Floats = quantiles.double().cpu().numpy()
+        return quantile_array
 
     def compute_surprise(self, nodes: Ints) -> Floats:
         """Return how improbable the values at some nodes of the tree are, given the readings at their ancestors.
@@ -254,17 +255,17 @@ class _TreeOutput:
         return -_compute_log_p_value(self.conditional[:, index], self.values[:, index], self.kernels)
 
     def sum_without_each_item(self) -> Floats:
-        """Return how large the surprisal of each record would be without one of its n items, for every item.
+        """Return the surprisal that each record would have without one of n readings (the items), for every item.
 
         The surprisal of a record is the sum of −ln p over its readings, each given the readings before it in some
-        order. Items are readings that are last in an order of the tree, in one order or in two. In this order, no other
-        reading depends on the item, so the sum without the last term is the surprisal without the item. If two orders
-        end with the item, the mean of both is returned.
+        order. One or two orders of the tree end with each item. No other reading of such an order depends on the item,
+        so the sum without the last term is the surprisal of the record without the item. If there are two orders, the
+        mean of both is returned. Extra readings, with which the remaining orders of the tree end, do not count.
 
         Returns:
             (A, n) surprisal in nats: entry [a, i] is that of record a without item i.
         """
-        # The last orders of the tree end with extra readings, which are no items.
+        # The last orders of the tree end with extra readings and not with items.
         num_orders = len(self.tree.paths) - self.tree.num_extra
         paths, last_nodes = self.tree.paths[:num_orders], self.tree.leaves[:num_orders]
         is_node = paths >= 0  # short orders are padded with −1
@@ -272,7 +273,8 @@ class _TreeOutput:
         totals_without_last = totals - self.surprisal[:, last_nodes]
         # Orders 0 … n − 1 end with items 0 … n − 1, and so do the next n orders if there are two per item.
         by_item = totals_without_last.reshape(len(totals), -1, self.tree.num_items)
-        return np.asarray(by_item.mean(1))
+        mean_by_item: Floats = by_item.mean(1)
+        return mean_by_item
 
 
 def explain_records(
@@ -349,8 +351,8 @@ def _group_similar_records(schema: Schema, codes: Ints) -> Iterator[Ints]:
 
     Yields:
         The row numbers of the records of one group, from 0 to A − 1. The size of a group is bounded, so that one
-        forward pass has at most `MAX_READINGS_PER_PASS` readings, unless a single record needs more. Records with
-        context features only are left out, because they are not scored.
+        forward pass has about `MAX_READINGS_PER_PASS` readings at most, unless a single record needs more. Records that
+        have only context features are left out, because these features are not scored.
     """
     is_reading = codes >= 0
     readings_by_record = is_reading.sum(1)
@@ -361,7 +363,8 @@ def _group_similar_records(schema: Schema, codes: Ints) -> Iterator[Ints]:
             continue
         rows = np.flatnonzero((readings_by_record == num_readings) & (context_by_record == num_context))
         # Many orders of a record's readings are computed in one pass, as a tree in which orders that begin alike share
-        # nodes. This is an upper bound of the number of nodes, each of which costs as much as a reading.
+        # nodes. Each node costs as much as a reading. The tree has two orders that end with each of n readings, and
+        # about 2 · n · log2(n) nodes.
         num_nodes = 2 * num_readings * max(1, num_readings.bit_length())
         batch_size = max(1, MAX_READINGS_PER_PASS // num_nodes)
         for start in range(0, len(rows), batch_size):
@@ -469,8 +472,8 @@ def _compute_tree(model: DEformer, group: _RecordGroup, positions: Ints, tree: O
     Args:
         model: The network.
         group: The A records.
-        positions: (A, W) column w is for the reading that the tree numbers w: its position in the order of arrival of
-            the record, from 0.
+        positions: (A, W) entry [a, w] is for the reading of record a that has number w in the tree. It is the position
+            of this reading in the record's order of arrival, from 0.
         tree: The orders of W readings, which are the same for all records.
 
     Returns:
@@ -494,8 +497,8 @@ def _find_suspects(model: DEformer, group: _RecordGroup, alert_rule: AlertRule) 
 
     Suspects are a small set of readings whose replacement by expected values avoids the alert; the other readings are
     trusted. First, single readings are tried, beginning with the one whose removal makes the record most probable. If
-    none avoids the alert, further suspects are added one by one, up to `MAX_SUSPECTS`. The next suspect is always the
-    reading whose removal leaves the smallest surprisal (sum of −ln p) of the trusted readings.
+    none avoids the alert, further suspects are added to the first one, up to `MAX_SUSPECTS`. The next suspect is always
+    the reading whose removal leaves the smallest surprisal (sum of −ln p) of the trusted readings.
 
     Args:
         model: The network.
@@ -576,7 +579,7 @@ def _try_single_suspects(
     for columns in (slice(0, 1), slice(1, NUM_SINGLE_SUSPECTS)):
         rows = np.flatnonzero(~avoids_alert.any(1))
         single_sets = ranked[rows, columns, None]  # (rows, columns, 1): sets of one candidate each
-        if single_sets.size:
+        if single_sets.size:  # there are records to test, and candidates that have not been tested
             avoids_alert[rows, columns] = _test_replacements(
                 model,
                 group.select(rows),
@@ -587,7 +590,8 @@ def _try_single_suspects(
             )
     first_column = avoids_alert.argmax(1)[:, None]  # 0 if no candidate avoids the alert
     found = np.take_along_axis(ranked, first_column, 1)
-    return np.take_along_axis(group.candidate_positions, found, 1), np.asarray(avoids_alert.any(1))
+    found_avoids_alert = np.take_along_axis(avoids_alert, first_column, 1)[:, 0]
+    return np.take_along_axis(group.candidate_positions, found, 1), found_avoids_alert
 
 
 def _remove_from_rows(positions: Ints, removed: Ints) -> Ints:
@@ -755,10 +759,12 @@ def _compute_log_p_value(conditional: Conditional, values: torch.Tensor, kernels
     Returns:
         Natural logarithms of the same shape.
     """
-    # Both compute −ln p of the values and its moments, from which p-values of continuous features are computed.
+    # The network's distributions and the compiled kernels offer the same function. It computes −ln p of the values and
+    # the minimum, mean and variance of −ln p, from which the p-values of continuous features follow.
     surprisal = conditional.compute_surprisal(values) if kernels is None else kernels.surprisal(conditional, values)
     log_p_value = conditional.compute_score_terms(values, surprisal).log_p_value
-    return np.asarray(log_p_value.double().cpu().numpy())
+    log_p_array: Floats = log_p_value.double().cpu().numpy()
+    return log_p_array
 
 
 def _build_explanation(
@@ -811,8 +817,8 @@ def _make_sort_key(contribution: Contribution) -> tuple[bool, bool, float]:
     Suspects (readings to which the alert is attributed) precede all others. Readings that were not considered as
     suspects come last. Within each of these classes, readings are ordered by the sum of surprise and relief, the
     largest first. The surprise is −ln of the reading's p-value given the readings that are not suspects. It is large
-    for a second fault. The relief is the decrease of the record's −ln p if the reading is left out. It is large for
-    either of two readings that contradict each other.
+    for any improbable reading, also for a further fault that is not a suspect. The relief is the decrease of the
+    record's −ln p if the reading is left out. It is large for each of two readings that contradict each other.
     """
     is_candidate = contribution.relief is not None  # the relief is computed for readings that may become suspects
     suspicion = contribution.surprise + (contribution.relief or 0.0)
@@ -846,7 +852,10 @@ def _format_value(feature: Feature, value: float, unseen_label: str | None) -> f
         feature: The feature of the reading.
         value: The value in raw units, or the code of the label. A code beyond the feature's labels stands for a label
             that the model does not have.
-        unseen_label: The text of such a label, if it is known; the result is None if it is needed but not known.
+        unseen_label: The text of such a label; None if the model has the label, or if the text is not known.
+
+    Returns:
+        The number or text; None if the model does not have the label and its text is not known.
     """
     if feature.kind == "continuous":
         return value

@@ -29,9 +29,11 @@ class StringColumn:
         strings = list(strings)
         utf8 = "".join(strings).encode()
         # The number of characters is faster to get than the number of bytes. The two are equal if a string is ASCII.
-        num_bytes = np.fromiter(map(len, strings), np.int64, len(strings))
-        is_all_ascii = num_bytes.sum() == len(utf8)
-        if not is_all_ascii:
+        num_characters = np.fromiter(map(len, strings), np.int64, len(strings))
+        is_all_ascii = num_characters.sum() == len(utf8)
+        if is_all_ascii:
+            num_bytes = num_characters
+        else:
             num_bytes = np.fromiter((len(string.encode()) for string in strings), np.int64, len(strings))
         offsets = np.concatenate([np.zeros(1, np.int64), num_bytes.cumsum()])
         return StringColumn(utf8, offsets)
@@ -46,7 +48,7 @@ class StringColumn:
 
 
 class BoundedIdSet:
-    """A set of at most `max_ids` record ids, which drops the id that was added first when it is full.
+    """A set of at most `max_ids` record ids. When it is full, each added id replaces the oldest one.
 
     Args:
         max_ids: Largest number of ids in the set. If it is 0, the set stays empty.

@@ -79,14 +79,14 @@ class IdleQueue:
     and then by when they were opened. The order therefore does not depend on their rows in the record table, and is the
     same after a restart.
 
-    Partitions can be excluded from a selection while their history is still being read, because their records must not
-    be closed then. Entries of excluded partitions move to separate queues. They return to this queue in the first
-    selection that does not exclude their partition.
+    Partitions can be excluded from a selection. After a restart, the earlier events of a partition are read again, and
+    its records must not be closed before that is done. Entries of excluded partitions move to separate queues. They
+    return to this queue in the first selection that does not exclude their partition.
 
     Args:
         is_current: A function of rows of the record table, (E,), and times, (E,). It returns (E,) whether the record in
             each row is open and its last event was accepted at that time. If not, the entry is outdated. The function
-            can also require other things of a record, so that the queue holds only some of the open records.
+            can have further conditions, so that the queue holds only some of the open records.
         partitions_of: A function of rows, (E,). It returns (E,) the partition number of the record in each row.
         open_order_of: A function of rows, (E,). It returns (E,) for the record in each row a unique number, which is
             larger the later the record was opened.
@@ -98,14 +98,20 @@ class IdleQueue:
         partitions_of: Callable[[Ints], NDArray[np.int32]],
         open_order_of: Callable[[Ints], Ints],
     ) -> None:
-        self._is_current, self._partitions_of, self._open_order_of = is_current, partitions_of, open_order_of
+        # The arguments are functions of rows of the record table. `is_current` also receives the time of an event for
+        # each row. It returns whether the record is open and has no later event, so that this entry is not outdated.
+        self._is_current = is_current
+        # `partitions_of` returns the partition number of each record; `open_order_of` a unique number, which is larger
+        # the later the record was opened.
+        self._partitions_of, self._open_order_of = partitions_of, open_order_of
         # A heap of (time of the first entry, number of the chunk, chunk). The number is unique, so that chunks with
         # equal times are never compared with each other, which `_Chunk` does not support.
         self._chunks: list[tuple[int, int, _Chunk]] = []
         self._chunk_number = count()
-        self._excluded_queues: dict[int, IdleQueue] = {}  # by partition
+        # By partition number, the entries of each partition that the last selection excluded.
+        self._excluded_queues: dict[int, IdleQueue] = {}
         self._num_entries = 0
-        # If there are more entries, `push` removes all outdated ones.
+        # If there are more entries than this, `push` removes all outdated ones.
         self._max_entries = MIN_ENTRIES_TO_COMPACT
 
     def push(self, record_indices: Ints, times: int | Ints) -> None:
@@ -176,7 +182,7 @@ class IdleQueue:
         num_candidates, latest_time = 0, None
         while num_records > 0 and self._chunks and (latest_time is None or self._chunks[0][0] <= latest_time):
             chunk = self._pop_chunk()
-            if not chunk.is_ordered:
+            if not chunk.is_ordered:  # entries with equal times are not sorted by partition and opening yet
                 chunk = self._sort_and_deduplicate(self._drop_outdated(chunk))
             first_current, remainder = self._take_first(chunk, num_records, excluded_partitions)
             candidates.append(first_current)
@@ -344,6 +350,7 @@ class IdleQueue:
         chunk = _concatenate([self._drop_outdated(chunk) for chunk in self.pop_chunks()])
         chunk = chunk.take(chunk.times.argsort(kind="stable"), is_ordered=False)
         self._push_chunk(chunk)
+        # Compact again after the queue has grown by a factor, so that the cost per pushed entry is bounded.
         self._max_entries = max(MIN_ENTRIES_TO_COMPACT, GROWTH_TO_COMPACT * len(chunk))
 
 

@@ -82,8 +82,8 @@ def impute(model: DEformer, values: Floats, is_requested: NDArray[np.bool_], int
         quantiles = conditional.quantiles(probabilities).double().cpu().numpy()
         for target, quantile in zip((imputed.low, imputed.median, imputed.high), quantiles, strict=True):
             target[cells] = denormalise_within_bounds(schema, codes, quantile)
-        # Quadrature: the mean in raw units is a weighted sum over several points of the distribution. The points are
-        # converted before they are added, because the conversion to raw units is not linear.
+        # Quadrature: the mean in raw units is a weighted sum over P points of the distribution, (M, P) for M readings.
+        # The points are converted before they are added, because the conversion to raw units is not linear.
         points, weights = (tensor.double().cpu().numpy() for tensor in conditional.quadrature_points())
         imputed.mean[cells] = (weights * denormalise_within_bounds(schema, codes[:, None], points)).sum(-1)
         mode = conditional.mode().double().cpu().numpy()
@@ -138,8 +138,9 @@ def iterate_conditionals(
             have no distribution.
 
     Yields:
-        Tuples for M requested readings of M different records: (M,) row of each record in `values`; (M,) feature code
-        of each reading, which is its column in `values`; and the distributions of the readings, of shape (M,).
+        Tuples (rows, codes, conditional) for M requested readings of M different records. `rows`, (M,), is the row of
+        each record in `values`. `codes`, (M,), is the feature code of each reading, which is its column in `values`.
+        `conditional` holds the distributions of the readings, of shape (M,).
     """
     is_present = ~np.isnan(values)
     is_requested = is_requested & ~is_present & ~model.schema.is_context
@@ -199,6 +200,7 @@ def _cache_readings(model: DEformer, codes: Ints, values: Floats) -> KVCacheView
         # All records have the same number of tokens, so the cache has no padding.
         num_tokens = num_readings * model.cached_tokens_per_reading
         lengths = torch.full((num_records,), num_tokens, device=model.device)
+    # `output.readings` holds the codes and values of the readings, None if the model does not need them later.
     return KVCacheView(output.keys, output.values, lengths, output.readings)
 
 
@@ -218,6 +220,7 @@ def _select_rows(cache: KVCacheView | None, rows: Ints, model: DEformer) -> KVCa
     index = to_tensor(rows, model)
     keys = [layer_keys[index] for layer_keys in cache.keys]
     values = [layer_values[index] for layer_values in cache.values]
+    # The codes and values of the cached readings, None if the model does not need them.
     readings = None if cache.readings is None else cache.readings[index]
     return KVCacheView(keys, values, cache.lengths[index], readings)
 
@@ -264,16 +267,17 @@ def find_likeliest_labels(schema: Schema, codes: Ints, conditional: Conditional)
     # A continuous feature has no labels. It is treated as if it had one, so that its result is 0.
     num_labels = np.maximum(schema.label_counts[codes], 1)
     is_own_label = np.arange(log_mass.shape[-1]) < num_labels[..., None]
-    return np.asarray(np.where(is_own_label, log_mass, -np.inf).argmax(-1), np.int64)
+    likeliest: Ints = np.where(is_own_label, log_mass, -np.inf).argmax(-1)
+    return likeliest
 
 
 def compute_raw_bounds(schema: Schema) -> tuple[Floats, Floats]:
     """Return the lowest and the highest raw value that may be imputed for each of F features, two arrays (F,).
 
     The bounds are the range of the training values, extended by its width on either side; they are infinite for a
-    feature without a known range. They are needed because normalisation is logarithmic for values far from the centre,
-    so imputed values could become extremely large. One outlier among the present readings must not cause an imputed
-    value of a thousand standard deviations.
+    feature without a known range. They are needed because normalisation is logarithmic for values far from the centre.
+    The conversion back to raw units is therefore exponential, and imputed values could become extremely large. One
+    outlier among the present readings must not cause an imputed value of a thousand standard deviations.
     """
     low, high = np.full(len(schema.features), -np.inf), np.full(len(schema.features), np.inf)
     for code, feature in enumerate(schema.features):
@@ -424,7 +428,7 @@ def _split_into_batches(model: DEformer, num_records: int, cache_bytes: int) -> 
     Yields:
         Slices of the records 0 … `num_records` − 1, with at least one and at most `MAX_RECORDS_PER_BATCH` records.
     """
-    # The cache is divided into pages of fixed size. An empty one is created only to compute the bytes of a record.
+    # The cache is divided into pages of fixed size. An empty cache is created only to compute the bytes of a record.
     empty_cache = TorchKVCache(model, 0)
     bytes_per_record = empty_cache.pages_per_record * empty_cache.page_bytes
     batch_size = int(np.clip(cache_bytes // bytes_per_record, 1, MAX_RECORDS_PER_BATCH))

@@ -30,25 +30,33 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class OrderTree:
-    """P orders of the W readings of a record, stored as a trie: orders that begin alike share nodes.
+    """P orders of a record's readings, stored as a trie: orders that begin alike share nodes.
 
-    Each of the T nodes holds one reading. An order is a path of nodes from a root to a leaf. The network computes the
-    distribution of the reading at each node given the readings at its ancestors, so shared nodes are computed once.
-    Nodes are numbered depth first.
+    The network computes the distribution of each reading given those before it in an order. Each of the T nodes of the
+    trie holds one reading, and an order is a path of nodes from a root to a leaf. A node that several orders share is
+    computed once. Nodes are numbered depth first.
+
+    The W readings of the record are numbered from 0, in three classes:
+
+    - Given readings: every order begins with them. If there are no others, they are the only order.
+    - Items: each item is the last reading of one order, after the given readings and all other items. If the tree is
+      mirrored, each item is the last reading of a second order, too.
+    - Extra readings: each is in a single order, after the given readings and all items. Such an order is one reading
+      longer than the others.
 
     Attributes:
         reading_index: (T,) number of the reading at each node, 0 … W − 1.
         ancestor_mask: (T, T) bool; entry [t, u] says whether node u is an ancestor of node t (the node itself is not).
         paths: (P, D) the nodes of each order from first to last; D is the length of the longest order. Shorter orders
-            are padded with −1 at the end. First come the orders that end with item 0, 1, …; in a mirrored tree, a
-            second order per item follows; then come the orders that end with an extra reading.
+            are padded with −1 at the end. The rows are the orders that end with the first item, the second item, …; in
+            a mirrored tree, the second orders that end with these items; and the orders that end with extra readings.
         path_and_depth: (2, T) where each node is in `paths`: row 0 holds the index of an order that contains the node,
             row 1 the position of the node in that order, from 0.
-        num_parts: Number of parts of the same shape of which the nodes consist, one after the other. No node has an
-            ancestor in another part, so the parts can be computed as separate records. It is 2 for a mirrored tree
-            without given and extra readings, and 1 otherwise.
-        num_items: Number of items. An item is a reading that is last in one order (in two orders of a mirrored tree).
-        num_extra: Number of extra readings, each of which is in one order only and last there.
+        num_parts: Number of equal parts of the nodes, one after the other. No node has an ancestor in another part, and
+            ancestors are the same in all parts, so each part can be computed like a record of its own. There are two
+            parts in a mirrored tree without given and extra readings, and one part otherwise.
+        num_items: Number of items.
+        num_extra: Number of extra readings.
     """
 
     reading_index: Ints
@@ -63,7 +71,8 @@ class OrderTree:
     def leaves(self) -> Ints:
         """The last node of each order, (P,), in the order of `paths`, which has P rows."""
         last_position = (self.paths >= 0).sum(1) - 1
-        return np.asarray(self.paths[np.arange(len(self.paths)), last_position])
+        last_nodes: Ints = self.paths[np.arange(len(self.paths)), last_position]
+        return last_nodes
 
 
 @lru_cache(maxsize=64)
@@ -96,8 +105,8 @@ def build_order_tree(num_given: int, num_items: int, num_extra: int = 0, is_mirr
         paths += mirrored_paths[::-1]  # path i ends with item i again
     else:
         last_added_path = paths[-1] if items else given_path
-    # All items can precede the extra readings in any order. They continue the order whose nodes were added last,
-    # because the nodes must be in depth-first order.
+    # An extra reading follows all items, and their order does not matter. The extra readings therefore continue the
+    # path whose nodes were added last, which keeps the nodes in depth-first order.
     first_extra = num_given + num_items
     paths += [builder.append_path(last_added_path, [first_extra + i]) for i in range(num_extra)]
     # Without given readings, the mirrored orders share no node with the others. They form a second part, which has the
@@ -161,8 +170,9 @@ class _TreeBuilder:
 
         Args:
             paths: For each order its nodes from a root to a leaf. Together they contain every node.
-            num_parts: Number of parts of the same shape of which the nodes consist, without edges between the parts.
-            num_items: Number of items. An item is a reading that is last in one order (in two of a mirrored tree).
+            num_parts: Number of equal parts of the nodes, one after the other. No edge joins nodes of two parts, so
+                each part can be computed like a record of its own.
+            num_items: Number of items. Each item is the last reading of one or two orders, after all other items.
             num_extra: Number of extra readings. The last `num_extra` paths end with them, and no other path has them.
         """
         num_nodes = len(self.reading_index)
@@ -190,8 +200,8 @@ def compute_tree_conditionals(
     Args:
         model: The network, in evaluation mode.
         tree: A tree with T nodes that orders W readings. It is applied to each of A records.
-        codes: (A, W) feature codes (indexes in the schema): column w is for the reading that the tree numbers w. There
-            is no padding.
+        codes: (A, W) feature codes (indexes in the schema). Entry [a, w] is for the reading of record a that has number
+            w in the tree. There is no padding.
         values: (A, W) the values of the same readings in normalised units, or label codes.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
 

@@ -81,6 +81,8 @@ def draw_orders(record_id: str, codes: Ints, num_context: int) -> Ints:
     elif num_permuted == 2:
         orders = np.array([[1, 0]])
     else:
+        # A fixed byte order gives the same seed on every machine. A record id from JSON can contain one half of a
+        # surrogate pair, which UTF-8 encodes only with "surrogatepass".
         seed_text = record_id.encode("utf-8", "surrogatepass") + b"\0" + codes.astype(">i8").tobytes()
         seed = int.from_bytes(hashlib.blake2b(seed_text, digest_size=8).digest())
         rng = np.random.default_rng(seed)
@@ -189,9 +191,9 @@ def _combine_orders(
         is_context: (M,) whether the reading is of a context feature, which is not scored.
 
     Returns:
-        (3, M) rows of combined terms: ln p, the mean over the orders plus the constant of the group; ln of the p-value,
-        the smallest over the orders; and the centered NLL, the mean over the orders. All three are NaN if a term of the
-        reading is not finite in some order.
+        (3, M) rows of combined terms. Row 0, ln p, is the mean over the orders plus the constant of the group. Row 1,
+        ln of the p-value, is the smallest over the orders. Row 2, the centered NLL, is the mean over the orders. All
+        three are NaN if a term of the reading is not finite in some order.
     """
     row, branch_terms = branches.row, branches.terms
     # If a term of a reading is not finite in some order, all its terms are replaced by 0 here and by NaN at the end.
@@ -247,9 +249,9 @@ def decide_tie_groups(
             has ended.
 
     Returns:
-        A batch and the decided readings. The batch is that of the argument, followed by an event for each decided
-        reading of an earlier batch. Such an event has the message index of the event that decided the group, −1 if no
-        event of this batch did. The readings are in the order in which their groups were completed.
+        First a batch: the given one, followed by an event for each decided reading of an earlier batch. Such an event
+        has the message index of the event that decided the group, −1 if no event of this batch did. Second the decided
+        readings, in the order in which their groups were completed.
     """
     arrivals = _mark_ties(records, batch, accepted, get_timeout_places)
     # Records that end without a new reading may have waiting ones.
@@ -296,8 +298,9 @@ class _SortedArrivals:
         start: (R,) index in `event_indices` of the first added reading of each record; arbitrary if there is none.
         num_waiting: (R,) number of readings of earlier batches that waited for their tie group before this batch.
         tie_time: (R,) event time of these waiting readings, microseconds since 1970.
-        message_index: (R,) index, within the poll, of the message whose event ends the group of the waiting readings,
-            if any event of the batch does. −1 if the batch has added no reading to the record.
+        message_index: (R,) index, within the poll, of the message with the first added reading that does not join the
+            group of the waiting readings, and thus ends it. If all added readings join the group, it is the message of
+            the last one. −1 if the batch has added no reading to the record.
     """
 
     event_indices: Ints
@@ -352,7 +355,8 @@ def _mark_ties(
             has ended.
 
     Returns:
-        The accepted readings sorted by record, with the readings that waited before this batch, and what decides them.
+        The accepted readings, sorted by record. For each record, also the number of readings that waited before this
+        batch, and the message that ends their group.
     """
     order = np.lexsort((accepted.seq, accepted.record_indices))  # by record, then by position in the record
     event_indices, owners = accepted.event_indices[order], accepted.record_indices[order]

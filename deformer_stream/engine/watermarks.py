@@ -17,7 +17,8 @@ class Watermarks:
 
     Args:
         max_devices: Largest number of devices whose watermark is kept. If there are more, the watermark of the device
-            that has sent no event for the longest time is dropped. Its open windows stay registered.
+            that has sent no event for the longest time is dropped. Its open windows stay registered. The next event of
+            this device starts a new watermark.
 
     Attributes:
         watermark_by_device: The watermark of each device, ordered by when the last event of the device was processed,
@@ -38,20 +39,23 @@ class Watermarks:
         """Advance the watermark (latest event time) of a device with a new event, and return the windows that end.
 
         A window is a record that collects the readings of one device within an interval of event time. The watermark
-        stays as it is if the event is earlier.
+        stays as it is if the event is earlier. The first event of a device starts its watermark. If there are
+        `max_devices` others, the watermark of the device that has sent no event for the longest time is dropped.
 
         Args:
             device: The device that sent the event.
             time: Event time of the event, microseconds since 1970.
 
         Returns:
-            The watermark of the device after the event; and the record ids of its open windows whose deadline is at or
-            before the watermark, ordered by deadline and then by id. They are returned by each call until
-            `close_window` removes them.
+            First the watermark of the device after the event. Second the record ids of its open windows whose deadline
+            is at or before the watermark, ordered by deadline and then by id. Each call for the device returns such a
+            window again, until `close_window` removes it.
         """
         watermark = self.watermark_by_device.get(device)
         if watermark is None and len(self.watermark_by_device) >= self.max_devices:
-            self.watermark_by_device.popitem(last=False)  # the device that has sent no event for the longest time
+            # The first device is the one that has sent no event for the longest time. Only its watermark is dropped.
+            # Its open windows are kept, and its next event starts a new watermark.
+            self.watermark_by_device.popitem(last=False)
         watermark = time if watermark is None else max(watermark, time)
         self.watermark_by_device[device] = watermark
         self.watermark_by_device.move_to_end(device)
