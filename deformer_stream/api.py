@@ -57,8 +57,8 @@ class Update:
         p_value: Anytime-valid p-value of the record: the probability that it ever falls to alpha or less is at most
             alpha for a normal record. It never rises within a record.
         alerts: The alerts that this call raised, the latest last. A record raises at most one alert for each alpha
-            (false-alarm rate). If a reading raises several, the largest alpha comes first. Alerts of other records
-            occur if a timeout has closed them or has ended the wait of their readings (`is_waiting`).
+            (false-alarm rate). If a reading raises several, the largest alpha comes first. There are also alerts of
+            other records if a timeout has closed these records, or has ended the wait of their readings (`is_waiting`).
         rejection: Why the reading was rejected, or None if it was accepted.
         is_waiting: Whether the reading is not scored yet, because further readings of the record with the same event
             time may follow (`ties="hold"` in `Detector.scorer`). A later update or `Scorer.finish` then returns its
@@ -75,7 +75,10 @@ class Update:
 
     @property
     def alert(self) -> Alert | None:
-        """The last entry of `alerts`, None if there is none. Of several alerts of one reading it is the most severe."""
+        """The last entry of `alerts`; None if there is none.
+
+        If a reading raised several alerts, this is the most severe one, which has the smallest alpha.
+        """
         return self.alerts[-1] if self.alerts else None
 
 
@@ -140,6 +143,7 @@ class Scorer:
         tie_wait: float | None = None,
         grace: float = 0.0,
     ) -> None:
+        # `Detector.scorer` explains the arguments.
         timeout_micros = _to_micros("record_timeout", record_timeout)
         tie_wait_micros = _to_micros("tie_wait", tie_wait)
         if not 0 <= grace <= 1e9:
@@ -149,6 +153,7 @@ class Scorer:
             )
         self._codec = _make_codec(detector.schema, grace)
         self._clock = WallClock()
+        # Whether time alone can close records or end the wait of readings, so that `update` must check for it.
         self._has_timeouts = timeout_micros is not None or tie_wait_micros is not None
         self._engine = detector.engine(alpha, Limits(timeout_micros, tie_wait=tie_wait_micros), ties)
 
@@ -172,11 +177,13 @@ class Scorer:
     def update_device(self, device: str, feature: str, value: Value, time: float | datetime) -> Update:
         """Add one reading of a device to the record of the time window that contains `time`.
 
-        Use it with models that were trained on windows: each window of a device's readings is one record.
+        Use it with models that were trained on windows: each window of a device's readings is one record. A sensor that
+        can report several times in a window has one feature for each part of the window. Its readings name the sensor,
+        and `time` selects the feature.
 
         Args:
             device: The name of the device.
-            feature: The name of the feature, or of the sensor if it can report several times in a window.
+            feature: The name of the feature, or of a sensor that can report several times in a window.
             value: The value; None declares that the feature will not be observed.
             time: Event time as seconds since 1970 or as a datetime with a time zone.
 
@@ -452,7 +459,8 @@ class Detector:
                 f"qs is {list(qs)}, but it must be one or more probabilities of quantiles, each between 0 and 1"
             )
         values = self._make_values(record)
-        # (Q, F) for the Q probabilities and the F features of the schema, NaN for features that were not imputed.
+        # (Q, F) for the Q probabilities and the F features of the schema, NaN for features that were not imputed. The
+        # middle index 0 selects the only record.
         quantiles = impute_quantiles(self.artifact.model, values, np.isnan(values), qs)[:, 0]
         codes = np.flatnonzero(~np.isnan(quantiles[0])).tolist()
         return {self.schema.names[code]: tuple(quantiles[:, code].tolist()) for code in codes}
@@ -538,6 +546,7 @@ class Detector:
         for rejection in rejections:
             # Each record is one message. The codec also rejects a record without any reading; here this is no error.
             if present_values[rejection.message_index]:
+                # `detail` names the feature and says what is wrong with its value.
                 raise InputError(
                     f"record {rejection.message_index} cannot be accepted: {rejection.detail} "
                     f"({rejection.reason.value})"
@@ -585,7 +594,10 @@ def _to_micros(name: str, seconds: float | None) -> int | None:
         ValueError: If the duration is not positive or is 1e12 seconds or more.
     """
     if seconds is not None and not 0 < seconds < 1e12:
-        raise ValueError(f"{name} is {seconds}, but it must be a positive number of seconds, or None for never")
+        raise ValueError(
+            f"{name} is {seconds}, but it must be a number of seconds greater than 0 and less than 1e12, or None for "
+            "never"
+        )
     return None if seconds is None else round(seconds * 1e6)
 
 
@@ -601,7 +613,8 @@ def _make_codec(schema: Schema, grace: float) -> Codec:
     window_assigner = None
     if schema.window is not None:
         window_assigner = WindowAssigner(schema.window.width, round(grace * 1e6))
-    max_readings = max(4096, len(schema))  # of a message; a record has at most one reading per feature
+    # The limit for one message: the codec's default, or more if a complete record has more readings.
+    max_readings = max(4096, len(schema))
     return Codec(schema, max_message_bytes=2**30, max_readings=max_readings, window_assigner=window_assigner)
 
 
@@ -642,6 +655,7 @@ def _convert_for_json(value: object) -> object:
         return value.item()
     if isinstance(value, datetime):
         return value.isoformat()
+    # `_encode_json` adds the record and the remedy to the message.
     raise TypeError(f"a value of type {type(value).__name__} cannot be a reading")
 
 

@@ -257,6 +257,7 @@ def _determine_version(manifest: dict[str, Any]) -> int:
     Args:
         manifest: The parsed manifest; its contents may be invalid.
     """
+    # Each version can also express what lower versions can, so the highest version is checked first.
     if "window" in manifest:
         return WINDOW_VERSION
     calibration = manifest.get("calibration")
@@ -303,18 +304,24 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         is_unaltered = _is_unaltered(manifest, raw)  # used below, because a version error is more useful to report
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path} is not JSON ({error}): it was cut short or altered; {_REMEDY}") from None
-    version = manifest.get("format_version") if isinstance(manifest, dict) else None
-    # `write` always states the lowest version that can express the contents.
-    if not isinstance(manifest, dict) or version != _determine_version(manifest):
-        is_newer = isinstance(version, int) and version > WINDOW_VERSION
-        remedy = "install the newer deformer-stream that wrote it, or train again" if is_newer else "train again"
+    if not isinstance(manifest, dict):
+        raise ArtifactError(f"{path} contains {_shorten(manifest)} instead of a JSON object: {_REMEDY}")
+    version = manifest.get("format_version")
+    expected_version = _determine_version(manifest)
+    if isinstance(version, int) and version > WINDOW_VERSION:
         raise ArtifactError(
-            f"{path} cannot be read: it has format version {_shorten(version)}, but the version must lie between "
-            f"{BASE_VERSION} and {WINDOW_VERSION} and match the contents of the file: {remedy}"
+            f"{path} has format version {_shorten(version)}, but this release reads no version above {WINDOW_VERSION}: "
+            "install the newer deformer-stream that wrote it, or train again"
+        )
+    # `write` always states the lowest version that can express the contents.
+    if version != expected_version:
+        raise ArtifactError(
+            f"{path} states the format version {_shorten(version)}, but its contents need version {expected_version}: "
+            "train again"
         )
     if not is_unaltered:
         raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {_REMEDY}")
-    return dict(manifest)
+    return manifest
 
 
 def _read_at_most(path: Path, max_bytes: int, remedy: str = _REMEDY) -> bytes:
@@ -475,30 +482,42 @@ def _check_manifest(manifest: dict[str, Any], schema: Schema) -> None:
     Raises:
         ValueError: The manifest has such an error. The caller adds the directory and the remedy to the message.
     """
-    if not isinstance(manifest["training"], dict):
-        raise ValueError(f"the entry `training` of {MANIFEST} must be a JSON object, but is not")
+    # The caller adds the directory and the remedy to each message.
+    training = manifest["training"]
+    if not isinstance(training, dict):
+        raise ValueError(f"the entry `training` of {MANIFEST} is {_shorten(training)}, but must be a JSON object")
     if manifest["schema_fingerprint"] != schema.fingerprint:
         raise ValueError(f"the entry `schema_fingerprint` of {MANIFEST} does not match the features")
     if manifest["fingerprint"] != _compute_fingerprint(manifest):
         raise ValueError(f"the entry `fingerprint` of {MANIFEST} does not match the schema, calibration and weights")
     for feature in schema.features:
         for text in (feature.name, *feature.labels):
-            if not isinstance(text, str) or len(text) > MAX_NAME_CHARS:
+            if not isinstance(text, str):
+                raise ValueError(f"the feature name or label {_shorten(text)} in {MANIFEST} is not a string")
+            if len(text) > MAX_NAME_CHARS:
                 raise ValueError(
-                    f"the name of a feature or a label begins with {str(text)[:40]!r}, but is not a string of at most "
-                    f"{MAX_NAME_CHARS} characters"
+                    f"the feature name or label that begins with {text[:40]!r} has {len(text)} characters, but at most "
+                    f"{MAX_NAME_CHARS} are accepted"
                 )
             text.encode()  # raises a ValueError if the text is not valid Unicode, because it has a lone surrogate
+        if not feature.name:
+            raise ValueError(f"a feature in {MANIFEST} has an empty name")
         if feature.sensor is not None and (not isinstance(feature.sensor, str) or not feature.sensor):
-            raise ValueError(f"the entry `sensor` of feature {feature.name!r} is empty or not a string")
-        if not feature.name or not isinstance(feature.reason, str):
-            raise ValueError(f"a feature has an empty name, or its entry `reason` is not a string: {feature.name!r}")
-        numbers = (feature.quantum, feature.low, feature.high, feature.period, *(feature.coordinates or ()))
-        if not all(number is None or math.isfinite(number) for number in numbers):
             raise ValueError(
-                f"the entry `quantum`, `low`, `high`, `period` or `coordinates` of feature {feature.name!r} has a "
-                "number that is not finite"
+                f"the entry `sensor` of feature {feature.name!r} is {_shorten(feature.sensor)}, but must be a string "
+                "that is not empty"
             )
+        if not isinstance(feature.reason, str):
+            raise ValueError(
+                f"the entry `reason` of feature {feature.name!r} is {_shorten(feature.reason)}, but must be a string"
+            )
+        for key in ("quantum", "low", "high", "period", "coordinates"):
+            entry = getattr(feature, key)
+            numbers = entry if isinstance(entry, tuple) else (entry,)  # only `coordinates` has several numbers
+            if not all(number is None or math.isfinite(number) for number in numbers):
+                raise ValueError(
+                    f"the entry `{key}` of feature {feature.name!r} is {_shorten(entry)}, but must be finite"
+                )
 
 
 def _check_tensors(tensors: dict[str, torch.Tensor], schema: Schema, config: ModelConfig) -> None:
