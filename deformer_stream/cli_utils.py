@@ -123,7 +123,7 @@ def run(command: click.Command, name: str) -> None:
         exit_code = result if isinstance(result, int) else 0
     except click.exceptions.Exit as end:  # after `--help` or `--version`
         exit_code = end.exit_code
-    except click.exceptions.NoArgsIsHelpError as error:
+    except click.exceptions.NoArgsIsHelpError as error:  # a group without a command; its message is the help
         click.echo(error.format_message())
         exit_code = USAGE_EXIT_CODE
     except click.UsageError as error:

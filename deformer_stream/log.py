@@ -53,8 +53,9 @@ def _name_logger(
     """Rename the key `component` of a log line to `logger`.
 
     This is a processor of structlog: a function through which each log line passes before it is written.
-    `structlog.get_logger` cannot set the key `logger` itself, because one of its own parameters has that name. If
-    `get_logger` called `bind` for it, loggers that are created before `configure` is called would not use its settings.
+    `structlog.get_logger` cannot set the key `logger` itself, because one of its own parameters has that name. The
+    method `bind` of a logger could, but a bound logger keeps the settings with which it was created, and a later call
+    of `configure` would not change them.
 
     Args:
         _logger: The logger; not used.

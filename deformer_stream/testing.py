@@ -35,7 +35,7 @@ class MemorySource:
         time: Broker timestamp of all messages in microseconds since 1970, or `NO_TIME` for none.
 
     Attributes:
-        committed: For each partition, the offset after the last message that was polled before the last commit.
+        committed: The committed offset by partition. `commit` sets it to the offset after the last polled message.
         closed: Whether the source was closed.
     """
 
@@ -43,10 +43,10 @@ class MemorySource:
         self,
         messages: Iterable[Message],
         *,
-        chunk: int = 1024,
+        chunk: int = 1024,  # messages per poll
         topic: str = "memory",
         partitions: int = 1,
-        time: int = NO_TIME,
+        time: int = NO_TIME,  # broker timestamp of all messages, in microseconds since 1970
     ) -> None:
         if chunk < 1 or partitions < 1:
             raise ValueError(
@@ -59,7 +59,7 @@ class MemorySource:
         self._topic = topic
         self._num_partitions = partitions
         self._time = time
-        self._next_offsets: Counter[int] = Counter()
+        self._next_offsets: Counter[int] = Counter()  # the offset of the next message of each partition
         self._is_exhausted = False
 
     @property
