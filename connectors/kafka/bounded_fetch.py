@@ -312,6 +312,7 @@ class _PartitionBatches:
         next_position = records._pos - len(records._next_slice)
         small_batches = read_small_batches(records._buffer, next_position)
         if small_batches is not None:
+            # Let the client continue after these batches.
             records._pos = small_batches.end_position
             records._cache_next()
             return _SmallBatchesAdapter(small_batches, self._fetcher)
@@ -389,6 +390,7 @@ class _BoundedBatch:
                 # `repr` escapes line breaks; the slice removes its quotation mark and bounds the length.
                 reason_text = repr(f"{type(error).__name__}: {error}")[1:120]
                 detail = f"the batch cannot be decoded ({reason_text})"
+                # NOT_JSON is the category of everything that cannot be decoded, whatever its format.
                 yield self._create_placeholder(num_read, last_offset, RejectionReason.NOT_JSON, detail)
 
     def _create_placeholder(

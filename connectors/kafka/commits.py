@@ -118,7 +118,8 @@ class CommitManager:
     ) -> None:
         """Begin a commit, without sending anything: fix what it will make durable.
 
-        It includes the messages that sinks have put into the delivery until now. Later ones belong to the next commit.
+        It includes the messages that sinks have put into the `Delivery` buffer until now. Later ones belong to the next
+        commit.
 
         Args:
             positions: For each partition, the offset of the next event to read.
@@ -171,7 +172,7 @@ class CommitManager:
             """Return the offsets to commit, and store them as the present attempt."""
             message_offsets = wait_for_message_offsets() if payload.snapshot_starts else []
             attempt = self._plan_attempt(payload, message_offsets)
-            if payload is self._payload:  # otherwise a later attempt has replaced this one
+            if payload is self._payload:  # otherwise this attempt has timed out and a later one has replaced it
                 self._attempt = attempt
             return dict(attempt.offsets)
 
@@ -206,7 +207,7 @@ class CommitManager:
                 delivery.begin(transaction)
                 delivery.end(timeout)
             return None
-        # There is nothing to send, or no transaction. Without `Delivery` there is no state topic either.
+        # Without transactions, or with nothing to send. Without `Delivery` there is no state topic, thus no messages.
         message_offsets = [] if delivery is None else delivery.send(payload.messages, timeout)
         # The metadata of the committed offsets state at which offset of the state topic a new snapshot begins.
         self._attempt = self._plan_attempt(payload, message_offsets)

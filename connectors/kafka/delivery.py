@@ -162,7 +162,7 @@ class Delivery:
             return compute_offsets(lambda: wait_for_offsets()[first_state_message:])
 
         def run() -> None:
-            """Commit the transaction."""
+            """Commit the transaction and call `on_committed`."""
             transactions.commit(messages, compute_offsets_from_all, group)
             on_committed()
 

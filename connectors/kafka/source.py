@@ -230,7 +230,7 @@ class KafkaSource:
             return dict(self._consumer.poll(timeout_ms=timeout * 1000))
         except errors.KafkaError as error:
             original = error.__cause__
-            # Other errors of kafka-python are of subclasses.
+            # A wrapped exception is of the class KafkaError itself. All other errors of kafka-python are of subclasses.
             if type(error) is errors.KafkaError and original is not None:
                 raise original from None
             raise
@@ -420,8 +420,8 @@ class KafkaSource:
         if not self._commits.is_in_background:
             group = self._get_membership()
             if group is None:
-                raise errors.RebalanceInProgressError()
-            self._commits.recover()
+                raise errors.RebalanceInProgressError()  # `end_commit` completes the rebalance and tries again
+            self._commits.recover()  # does nothing if no earlier attempt has failed
         offsets = self._commits.send(group)
         if offsets is not None:  # they were not committed in a transaction
             self._consumer.commit(offsets, timeout_ms=DELIVERY_SECONDS * 1000)

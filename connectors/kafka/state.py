@@ -250,6 +250,7 @@ class StateTopic:
             consumer.close(autocommit=False, timeout_ms=CONNECT_SECONDS * 1000)
         chain = _follow_chain(sequences, reference.last_commit)
         if _count_messages(chain) != reference.num_messages:
+            # `find_start` adds the remedy.
             raise StateError(
                 f"topic {self.topic!r}, partition {partition}: {_count_messages(chain)} of {reference.num_messages} "
                 f"messages of the saved state from offset {reference.first_offset} on are left, so the open records "

@@ -71,8 +71,10 @@ class Transactions:
         bootstrap_timeout_ms: int,
         **options: Any,
     ) -> None:
-        self._id, self._limits = transactional_id, limits  # the largest batch of each topic, in bytes
+        self._id = transactional_id
+        self._limits = limits  # for each topic, the size of the largest batch in bytes
         self._transaction_timeout, self._call_timeout = transaction_timeout, call_timeout  # seconds
+        # `kafka_client` creates kafka-python's network client; `options` are its arguments, such as the addresses.
         self._client = BrokerClient(call_timeout, kafka_client, bootstrap_timeout_ms, **options)
         self._cluster, self._partitioner = self._client.cluster, DefaultPartitioner()
         self._producer, self._epoch = NO_PRODUCER, NO_PRODUCER  # assigned by the broker in `open`
@@ -163,7 +165,8 @@ class Transactions:
                     v3_and_below_topics=[
                         entry(name=name, partitions=numbers) for name, numbers in partitions_by_topic.items()
                     ],
-                    max_version=3,  # kafka-python would choose a later version, but those are for use between brokers
+                    # kafka-python would choose a later version; those are for requests between brokers.
+                    max_version=3,
                 ),
             )
 
