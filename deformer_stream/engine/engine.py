@@ -75,8 +75,8 @@ class Limits:
         max_closed_ids: Number of ids of closed records that are kept per partition, so that late events of these
             records are rejected. It is also the number of devices whose watermark (latest event time) is kept.
         tie_wait: Only used if readings of one record with the same event time are scored together (a tie group). They
-            wait for further readings of this time until the record has had no accepted event for this number of
-            microseconds. None: they wait until a reading of another time arrives, or the record is closed.
+            wait for further readings of the group until the record has had no accepted event for `tie_wait`
+            microseconds. None: they wait until a reading with another event time arrives, or the record is closed.
     """
 
     record_timeout: int | None = None
@@ -127,7 +127,7 @@ class Engine:
     Attributes:
         alphas: The false-alarm rates at which alerts are raised, descending.
         limits: Limits on time and memory.
-        effort: How thoroughly alerts are explained: "full", "fast" or "off".
+        effort: How thoroughly alerts are explained: "full", "fast" (one forward pass per record) or "off".
         records: The table of open records.
         num_dropped_readings: Number of readings of open records that were dropped so far, because a new model lacks
             their feature.
@@ -160,7 +160,7 @@ class Engine:
             drift: Level of evidence at which a partition is reported because its records no longer resemble the
                 calibration records. Without such drift, the evidence ever reaches a level c with probability at most
                 1/c. Infinity computes the evidence without reporting it; None computes nothing.
-            effort: How thoroughly alerts are explained: "full", "fast" or "off".
+            effort: How thoroughly alerts are explained: "full", "fast" (one forward pass per record) or "off".
             ties: How readings of one record with the same event time are scored: "arrival" for one after the other,
                 "hold" for together as a tie group. None for the policy with which the calibration was made; the
                 false-alarm rate is only guaranteed with that one.
@@ -361,7 +361,7 @@ class Engine:
                 self.records, EventBatch.empty(), no_new_readings, np.array(timed_out, np.int64)
             )
             self._score(to_score.record_indices, to_score.seq, NO_ALPHAS)
-        # Records that have alerted or were closed in the previous run neither alert nor accept readings again.
+        # Records that alerted in the previous run must not alert again, and records that it closed are closed again.
         for record, alert_state in decisions.alert_states.items():
             if record in index_by_id:
                 self.records.mark_alerted(index_by_id[record], alert_state)
@@ -408,7 +408,7 @@ class Engine:
         """Replace the model by another one, which scores all records that are opened from now on.
 
         A record that is scored again does not raise a second alert at an alpha at which it has raised one. If its new
-        p-value is at most another alpha, that alert is raised with the next reading of the record.
+        p-value is at most a smaller alpha, it raises an alert at that alpha when its next reading is scored.
 
         The guarantee holds per model: under each model, a normal record raises an alert with probability at most alpha.
         A record that is scored again is tested under two models, so the probability that it raises an alert under
@@ -430,7 +430,7 @@ class Engine:
         has_same_ties = self._holds_ties(calibration) == self.records.holds_ties
         can_finish = open_records == "finish" and has_same_vocabulary and has_same_ties
         # Records to be scored again are exported to snapshots, and imported into a new table below. The import can
-        # translate them to other features and labels. Both use the time 0, so the records stay idle for as long.
+        # translate them to other features and labels. Both use the same time (0), so idle times do not change.
         snapshots = {} if can_finish else {p: self.snapshot(p, now=0) for p in self.records.partitions}
         self._newest_version += 1
         self._models_by_version[self._newest_version] = ModelVersion(model, calibration, fingerprint)
@@ -487,9 +487,9 @@ class Engine:
         return self.records.pop_late_tie_groups()
 
     def pop_unscorable(self) -> UnscorableReadings | None:
-        """Return how many scores since the last call were not finite, with the first as an example, and reset them.
+        """Return how many scores since the last call were not finite, with the first as an example.
 
-        The result is None if all scores were finite.
+        The count is reset. The result is None if all scores were finite.
 
         Readings with such a score raise no alert and do not change the score of their record. They show that the model
         is damaged, or that its precision is too low. Readings that are replayed or scored again are not counted.
@@ -527,7 +527,7 @@ class Engine:
     def _holds_ties(self, calibration: Calibration) -> bool:
         """Return whether readings of one record with the same event time are scored together as a tie group.
 
-        The option of the engine decides; without it, the policy with which the calibration was made.
+        The engine's argument `ties` decides. If it is None, the policy with which the calibration was made decides.
         """
         return (self._tie_policy or calibration.tie_policy) == "hold"
 
@@ -564,7 +564,8 @@ class Engine:
             self._drift_monitor.import_state(partition, snapshot.drift)
         record_index = import_state(self.records, partition, snapshot, now, version_by_record)
         self._grow_caches()
-        # The loaded records may be idle for longer than all others, so the next timeout is not known any more.
+        # The loaded records may be idle for longer than all others, so the next timeouts are not known any more. The
+        # time 0 lets the next batch search for records that have timed out.
         self._next_record_timeout = self._next_tie_timeout = 0
         self._rescore(record_index[needs_rescoring])
 
@@ -599,7 +600,10 @@ class Engine:
         return accepted, rejections
 
     def _grow_caches(self) -> None:
-        """Extend the page table of every KV cache, so that it has a row for each row of the table of records."""
+        """Extend the page table of every KV cache, so that it has a row for each row of the table of records.
+
+        The page table lists the pages (blocks of the cache) that hold the keys and values of each record.
+        """
         for cache in self._cache_by_shape.values():
             cache.ensure_capacity(self.records.capacity)
 
@@ -613,7 +617,8 @@ class Engine:
             to_score: The readings to score. They are the accepted ones, unless readings of one record with the same
                 event time wait for each other (a tie group). Some accepted readings then wait, and some of the readings
                 to score arrived in earlier batches.
-            accepted: The readings that were accepted from the batch of this call.
+            accepted: The readings that were accepted from the batch of this call. Alerts state how many features of the
+                record are expected, which depends on the features that these events have declared as missing.
 
         Returns:
             The scores in the order of `to_score`, and the alerts in the order of the readings that raise them.
@@ -706,8 +711,8 @@ class Engine:
     def _rescore(self, record_index: Ints) -> None:
         """Score all readings of records again, without alerts, after their model or the rules of scoring have changed.
 
-        An alert for which the new p-value of a record is small enough is raised with the next reading of the record.
-        Readings that still wait for others with the same event time are left out.
+        If the new p-value of a record is small enough for an alert, the record raises it when its next reading is
+        scored. Readings that still wait for others with the same event time are left out.
 
         Args:
             record_index: (R,) row of each record in the table.
@@ -759,7 +764,10 @@ class Engine:
         return [*accepted.close_reasons, *complete, *idle, *evicted], reasons
 
     def _free_unneeded_pages(self, ending: list[int], now: int) -> None:
-        """Free the KV cache of records that end without a reading to score, before the readings of others are scored.
+        """Free the KV cache of records that end without a reading to score.
+
+        It is called before the readings of other records are scored, which can then use the freed pages (blocks of the
+        cache).
 
         Args:
             ending: Rows of the records in the table.
@@ -793,8 +801,8 @@ class Engine:
         if wait is None or now < self._next_tie_timeout:
             return []
         idle, earliest_other = self.records.select_idle(now - wait, restoring_partitions, pending_only=True)
-        # The record that times out next is the longest idle one among the others: its last event was accepted at
-        # `earliest_other`. Without others, it is a record with an event after this call. No earlier search is needed.
+        # Of the other records, the longest idle one times out next: its last event was accepted at `earliest_other`.
+        # Without other records, none can time out before `now` plus the timeout. No earlier search is needed.
         self._next_tie_timeout = (now if earliest_other is None else earliest_other) + wait
         return [index for index in idle if index not in excluded]
 
@@ -813,8 +821,8 @@ class Engine:
         if timeout is None or now < self._next_record_timeout:
             return []
         idle, earliest_other = self.records.select_idle(now - timeout, restoring_partitions)
-        # The record that times out next is the longest idle one among the others: its last event was accepted at
-        # `earliest_other`. Without others, it is a record with an event after this call. No earlier search is needed.
+        # Of the other records, the longest idle one times out next: its last event was accepted at `earliest_other`.
+        # Without other records, none can time out before `now` plus the timeout. No earlier search is needed.
         self._next_record_timeout = (now if earliest_other is None else earliest_other) + timeout
         return idle
 

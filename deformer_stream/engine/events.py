@@ -98,7 +98,7 @@ class EventBatch:
             from 0. A label that the model does not have is represented by the number of labels, one more than the last
             code. NaN declares that the feature will not be observed.
         times: (N,) int64 event times in microseconds since 1970, `NO_TIME` for an event without a time.
-        message_indices: (N,) int32 index of the message that contained the event among the messages of the same poll.
+        message_indices: (N,) int32 index of each event's message among the messages of the same poll.
         partitions: (N,) int32 number of the partition from which the event was read.
         unseen_labels: By index of the event, the text of a label that the model does not have.
         windows: Which events belong to windows (records of one device's readings within an interval of time). None if
@@ -123,9 +123,10 @@ class EventBatch:
         return len(self.record_ids)
 
     def records_of_rows(self) -> tuple[list[str], NDArray[np.int64]]:
-        """Return the record id of each row of the input table, so that ids are looked up per row and not per event.
+        """Return the record id of each row of the input table from which the events were read.
 
-        If the events were not read from a table, each event counts as a row.
+        The caller can then look up an id once per row and not once per event. If the events were not read from a table,
+        each event counts as a row.
 
         Returns:
             The record ids of the R rows; and (N,) the index of each event's row.
@@ -231,7 +232,7 @@ class ScoredReadings:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedRange:
-    """The value of a reading that the model expected, as three quantiles of its conditional distribution.
+    """The value that the model expected for a reading, as three quantiles of the reading's conditional distribution.
 
     Attributes:
         low: 5% quantile in raw units, None for a discrete feature.
@@ -257,10 +258,10 @@ class Contribution:
         surprise: Negative logarithm of the reading's highest-density p-value (probability of a value at most as likely
             as the observed one); 0 for the most likely value. The probability is conditional on the readings that are
             not suspects (see `suspect`). With `--explanations fast`, it is conditional on the earlier readings.
-        expected: The range of values that the model expected, conditional on the same readings.
+        expected: The range of values that the model expected, conditional on the same readings as `surprise`.
         attribution: Mean of -ln p(value | readings before it) over several orders of the readings. p is a density in
             normalised units. The attributions of all readings sum up to -ln p of the record.
-        leave_one_out: -ln p(value | all other readings), with p in the same units.
+        leave_one_out: -ln p(value | all other readings). p is a density in normalised units.
         relief: By how many nats the surprisal (−ln p) of the record decreases without this reading.
         suspect: Whether the alert is attributed to this reading. The suspects are the smallest known set of readings
             such that there is no alert if their values are replaced by expected ones. If no such set was found, they
@@ -310,8 +311,8 @@ class Alert:
         running_log_likelihood: Sum of ln p(value | earlier values) over the record's readings so far.
         model: Fingerprint of the model, a hash that identifies it with its calibration.
         message_index: Index of the message that raised the alert among the messages of the same poll. -1 if no message
-            did: readings of one record with the same event time wait for each other (a tie group), and a timeout has
-            ended their waiting.
+            did: readings of one record with the same event time (a tie group) wait for each other. They can be scored
+            without a new message, after a timeout or when the record is closed.
         contributions: How much each reading contributed to the alert, the most suspicious reading first.
         partition: Number of the record's partition.
         is_record_closed: Whether the same batch closed the record because it is complete or its window (interval of
@@ -414,8 +415,8 @@ class Effects:
     A tie group is the readings of one record with the same event time, which are scored together.
 
     Attributes:
-        batch: The events to which `scored.event_indices` refers: the batch, followed by the readings of earlier batches
-            that waited for their tie group and are scored now.
+        batch: The events to which `scored.event_indices` refers: those of the batch that was handled, followed by the
+            readings of earlier batches that waited for their tie group and are scored now.
         scored: The readings that were scored, with their scores.
         alerts: The alerts that were raised.
         rejections: The rejected readings, in the order of the batch.
@@ -439,8 +440,10 @@ class Effects:
     def decisions(self) -> dict[int, Decisions]:
         """Return, by partition number, the decisions that cannot be reproduced by reading the partition's log again.
 
-        These are closings by timeout or eviction, alerts of records that the log leaves open, the evidence of drift,
-        and timeouts of tie groups. Partitions without such decisions are left out.
+        These are closings by timeout or eviction, the evidence of drift, timeouts of tie groups (readings of one record
+        with the same event time, which wait for each other), and alerts. An alert is left out if its record was closed
+        in the same batch because it is complete or its window is over: reading the log again closes the record again.
+        Partitions without decisions are left out.
         """
         alert_states: dict[int, dict[str, AlertState]] = {}
         for alert in self.alerts:
@@ -499,10 +502,12 @@ class Decisions:
 
     Attributes:
         closed_ids: Ids of records that were closed by a timeout or evicted, in the order of closing.
-        alert_states: By record id, a summary of the alerts of each record that the log alone would leave open.
+        alert_states: By record id, a summary of the record's alerts. An alert is left out if its record was closed in
+            the same batch because it is complete or its window is over: reading the log again closes the record again.
         drift_state: The evidence of drift so far, None if it has not changed.
-        tie_timeouts: By record id, the number of readings that the record had at each timeout of one of its tie groups.
-            A tie group is the readings of one record with the same event time; they wait for each other.
+        tie_timeouts: By record id, one number for each timeout of a tie group of the record: how many readings the
+            record had then. A tie group is the readings of one record with the same event time, which wait for each
+            other.
     """
 
     closed_ids: tuple[str, ...] = ()

@@ -51,8 +51,8 @@ def compute_record_scores(kernels: CpuKernels | None, model: DEformer, features:
     """Score N complete records, and return one statistic per record and one sum per feature.
 
     The statistic of a record is its largest anomaly score over all prefixes (its first 1, 2, … readings), from which
-    alerts are calibrated. The sum of a feature is that of −ln p-value over its readings. It shows how unusual the
-    values of the feature are.
+    alerts are calibrated. The sum of a feature adds up −ln p-value (probability of a value at most as likely) over the
+    readings of the feature in all records. It shows how unusual the values of the feature are.
 
     Args:
         kernels: The model's compiled kernels, or None to compute with PyTorch.

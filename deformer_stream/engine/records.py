@@ -115,8 +115,8 @@ class Partition:
         record_index_by_id: By record id, the row of each open record in the record table. The order of the mapping is
             the order in which the records were opened.
         closed_ids: Ids of the records that were closed last, so that late events of these records are rejected.
-        watermarks: The latest event time of each device. They decide when a window closes (a record that collects the
-            readings of one device within an interval of time).
+        watermarks: The latest event time of each device. They decide when a window (a record that collects the readings
+            of one device within an interval of time) closes.
     """
 
     def __init__(self, max_closed_ids: int = MAX_CLOSED_IDS) -> None:
@@ -172,9 +172,9 @@ class AcceptedReadings:
         event_indices: (M,) index of each reading's event in the batch.
         record_indices: (M,) row, in the record table, of each reading's record.
         seq: (M,) position of each reading in its record, from 0.
-        close_reasons: By row in the record table, why each record that this batch has ended is closed: it is complete,
-            or its window (interval of time) is over. The records are in the order in which they ended. Their ids are
-            closed already, but their rows stay readable until `RecordTable.release`.
+        close_reasons: The records that this batch has ended, in the order in which they ended. The key is the row in
+            the record table; the value is the reason: the record is complete, or its window (interval of time) is over.
+            Their ids are closed already, but their rows stay readable until `RecordTable.release`.
         missing_event_indices: (D,) index in the batch of each of D accepted events that declare a feature as missing
             ("will not be observed").
         missing_record_indices: (D,) row, in the record table, of the record of each of these events.
@@ -206,7 +206,7 @@ class RecordTable:
         max_closed_ids: Largest number of ids of closed records that are kept per partition, and of devices whose
             watermark (latest event time) is kept.
         holds_ties: Whether a tie group (readings of one record with the same event time) is scored together. Its
-            readings then wait until the group is decided, which means that no further reading of it is expected.
+            readings then wait until no further reading of the group is expected.
 
     Attributes:
         partitions: The `Partition` of each partition number.
@@ -221,7 +221,7 @@ class RecordTable:
         log: The accepted readings.
         is_open: Whether the row holds an open record.
         partition_ids: Partition number of the record.
-        open_order: Number that is larger the later the record was opened.
+        open_order: Sequence number of the opening of the record; larger for records that were opened later.
         model_version: Number of the model version that scores the record.
         last_accepted_at: When the last event of the record was accepted.
         num_readings: Number of accepted readings.
@@ -239,17 +239,20 @@ class RecordTable:
     def __init__(self, schema: Schema, max_closed_ids: int = MAX_CLOSED_IDS, holds_ties: bool = False) -> None:
         self.schema = schema
         self.max_closed_ids = max_closed_ids
-        self.holds_ties = holds_ties
+        self.holds_ties = holds_ties  # whether readings with the same event time wait for each other (a tie group)
         self.partitions: dict[int, Partition] = {}
+        # Records whose id is open in another partition, too, and the latest example: id, partition, other partition.
         self.num_misrouted = 0
         self.misrouted_example: tuple[str, int, int] | None = None
         self.record_ids: list[str] = []
+        # By row, then by position of the reading in its record: text of a label that the model does not have.
         self.unseen_labels: dict[int, dict[int, str]] = {}
         self.log = ReadingLog(len(schema), holds_ties)
         self._num_opened = 0
         self._num_late_tie_groups = 0
         self._free_indices: list[int] = []  # rows without a record
-        # Open records, and those with readings that wait for their tie group, by the time of their last event.
+        # Open records, and those with readings that wait for their tie group, by the time of their last event. The
+        # queues call these functions to skip outdated entries, and to order entries of the same time.
         self._idle_queue = IdleQueue(self._is_latest_event, self._partitions_of, self._open_order_of)
         self._pending_queue = IdleQueue(self._is_latest_pending, self._partitions_of, self._open_order_of)
         # The arrays of the table, at first without rows. `_grow` enlarges those that `_add_array` has registered.
@@ -337,7 +340,7 @@ class RecordTable:
         self.record_ids[record_index] = record_id
         partition.record_index_by_id[record_id] = record_index
         self._num_opened += 1
-        # Only some records are checked, because the check searches all partitions.
+        # Whether the id is open in another partition, too. This searches all partitions, so only some ids are checked.
         if self._num_opened % MISROUTED_CHECK_INTERVAL == 0 and len(self.partitions) > 1:
             self._check_misrouted(record_id, partition_id)
         return record_index
@@ -376,8 +379,8 @@ class RecordTable:
         """Set the rows of R new records to the state before their first reading.
 
         Args:
-            record_indices: (R,) rows from the last R calls of `allocate`, in the order of the calls. In this order,
-                `open_order` numbers the records.
+            record_indices: (R,) rows from the last R calls of `allocate`, in the order of the calls. `open_order`
+                numbers the records in this order.
             partition_ids: (R,) partition number of each record.
             model_version: Number of the model version that scores the records: one for all, or (R,).
         """
@@ -410,7 +413,8 @@ class RecordTable:
             record_indices, ids, self.partition_ids[rows].tolist(), strict=True
         ):
             partition = self.partitions[partition_id]
-            # The id of a record that ended within a batch is closed already, and may belong to a newer record now.
+            # The id of a record that ended within a batch is closed already. If the limited set of closed ids has
+            # dropped it since, a newer record can have the same id; that record must stay open.
             if partition.record_index_by_id.get(record_id) == record_index:
                 partition.close(record_id)
         self.is_open[rows] = False
@@ -518,7 +522,7 @@ class RecordTable:
             (A,) index into `record_indices` of each feature's record, and (A,) feature codes. They are ordered by the
             index and then by the code.
         """
-        # Only records with a declaration are examined; their bit sets become one boolean per record and feature.
+        # Examine only records with a declaration. Unpack their bit sets to one boolean per record and feature.
         with_missing = np.flatnonzero(self.num_declared_missing[record_indices] > 0)
         rows = record_indices[with_missing]
         mask = np.unpackbits(self.observed_mask[rows], axis=1, count=len(self.schema), bitorder="little")
@@ -623,7 +627,8 @@ class RecordTable:
             excluded_partitions: Partitions whose records are not selected. They are being restored: their history is
                 still being read, so their records must not be closed.
             num_bytes: Closing the selected records frees at least this number of bytes.
-            skipped: Rows that are not selected and do not count, because they are being closed already.
+            skipped: Rows of records that are being closed already. They are not selected, and do not count towards the
+                two numbers.
 
         Returns:
             The rows of the fewest records that suffice, ordered by the time of their last event, then by partition and
@@ -684,7 +689,7 @@ class RecordTable:
             alert: The position of the reading that raised the alert, and the alpha (false-alarm rate). The table keeps
                 the position of the first alert and the strictest alpha of all alerts.
         """
-        if self.alert_seq[record_index] < 0:
+        if self.alert_seq[record_index] < 0:  # the record's first alert
             self.alert_seq[record_index] = alert.seq
         self.alert_alpha[record_index] = min(self.alert_alpha[record_index], alert.alpha)
 
@@ -916,14 +921,15 @@ def _open_owners(records: RecordTable, batch: EventBatch, model_version: int) ->
 def _mask_bits(
     records: RecordTable, record_indices: Ints, features: NDArray[np.int32]
 ) -> tuple[Ints, NDArray[np.uint8]]:
-    """Return the byte and the bit in which `observed_mask` stores whether a record has a feature, for M such pairs.
+    """Return, for M pairs of a record and a feature, the byte and the bit of the pair in `observed_mask`.
 
-    The mask is a bit set: feature f is bit f % 8 of byte f // 8 in the row of its record.
+    The bit is 1 if the feature of the record was observed or declared as missing. Feature f is bit f % 8 of byte f // 8
+    in the row of its record.
 
     Args:
         records: The record table with the mask.
-        record_indices: (M,) rows of the table.
-        features: (M,) feature codes.
+        record_indices: (M,) row of each pair's record in the table.
+        features: (M,) feature code of each pair.
 
     Returns:
         (M,) index of the byte in the flattened mask; and (M,) a number in which only the feature's bit is 1.
@@ -1096,11 +1102,11 @@ def _store_accepted(
     records.log.reserve(touched, records.num_readings[touched], counts)
     features, values = batch.features[accepted.event_indices], batch.values[accepted.event_indices]
     records.log.write(accepted.record_indices, accepted.seq, features, values)
-    # Counts each declaration, also if a record has several.
+    # Unlike `+=`, `add.at` counts a row as often as it occurs: a record can have several declared features.
     np.add.at(records.num_declared_missing, accepted.missing_record_indices, 1)
     records.num_readings[touched] = counts
     records.touch(touched, now)  # restarts their timeouts
-    records.is_open[list(accepted.close_reasons)] = False
+    records.is_open[list(accepted.close_reasons)] = False  # the keys are the rows of the records that ended
 
 
 def _reject(records: RecordTable, batch: EventBatch, event_index: int, reason: RejectionReason) -> Rejection:

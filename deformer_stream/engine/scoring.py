@@ -109,7 +109,8 @@ class ModelVersion:
             record. Second (M,) the number of alphas that the p-value has reached with this reading for the first time.
             Third the number of records whose keys and values were missing in the cache and were computed again.
         """
-        # Sort by record, with closed records first: the others can use their pages (blocks of the cache) afterwards.
+        # Sort by record. Records that this batch has closed come first, so that the open ones can then use their pages
+        # (blocks of the cache). `capacity` exceeds every row, so adding it sorts open records after closed ones.
         sort_key = record_index + records.capacity * records.is_open[record_index]
         order = sort_key.argsort(kind="stable")
         sorted_record_index, sorted_seq = record_index[order], seq[order]
@@ -168,7 +169,8 @@ class ModelVersion:
             records: The table of open records, which holds their readings.
             cache: The KV cache of the records (keys and values of their earlier readings). If it does not hold exactly
                 the earlier readings of a record, they are computed again.
-            record_index: (R,) row of each record in the table, with records that are closed already first.
+            record_index: (R,) row of each record in the table. Records that the current batch has closed come first;
+                their rows stay in the table until they are scored.
             num_scored_before: (R,) number of readings of each record that are scored already.
             num_new: (R,) number of readings of each record to score.
             is_tied: (M,) whether a reading is in the same tie group (readings of one record with the same event time)
@@ -249,7 +251,7 @@ class ModelVersion:
             offsets=np.concatenate([[0], np.cumsum(num_processed)]),
             num_cached=num_cached,
             page_table=cache.page_table[record_index],
-            num_prefill_only=num_prefill_only if num_prefill_only.any() else None,
+            num_prefill_only=num_prefill_only if num_prefill_only.any() else None,  # None: all readings are scored
         )
         out[:] = kernels.score(cache, ragged_batch)
         cache.num_cached_readings[record_index] += num_processed
@@ -303,7 +305,8 @@ class ModelVersion:
         """Score the new readings of R records by PyTorch in one padded batch, and add them to the cache.
 
         All readings that the cache does not hold go through the network: the new ones, and earlier ones that are not
-        cached any more. L is the largest number of these readings of a record; the others are padded.
+        cached any more. The batch has L columns, as many as the record with most of these readings needs. The rows of
+        the other records are padded.
 
         Args:
             records: The table of open records, which holds their readings.
@@ -314,15 +317,16 @@ class ModelVersion:
             num_new: (R,) number of the readings of each record to score.
 
         Returns:
-            (R, L) whether an entry is a new reading, not padding and not a reading that was scored before; and
-            (3, R, L) score terms: ln p of the value; ln of its p-value (probability of a value at most as likely); and
-            centered NLL (−ln p minus its expected value).
+            Two arrays. First (R, L) whether an entry of the batch is a new reading, and neither padding nor a reading
+            that was scored before. Second (3, R, L) score terms: ln p of the value; ln of its p-value (probability of a
+            value at most as likely); and centered NLL (−ln p minus its expected value).
         """
         num_prefill_only = num_scored_before - num_cached  # readings that are only added to the cache
         num_processed = num_prefill_only + num_new
         column = np.arange(int(num_processed.max()))
         is_reading = column < num_processed[:, None]
-        places = np.where(is_reading, num_cached[:, None] + column, 0)  # padding reads the first reading, and is masked
+        # Padding reads the first reading of its record. The feature code −1 then marks it as padding.
+        places = np.where(is_reading, num_cached[:, None] + column, 0)
         codes, raw_values = records.log.gather(record_index[:, None], places)
         features, values = np.where(is_reading, codes, -1), self.schema.normalise(codes, raw_values)
         # A runner belongs to one cache. On a GPU it captures passes and replays them, which is faster.
@@ -481,7 +485,7 @@ def _advance_running(
 
     Args:
         running: The running statistics of all records in the table of open records (`RUNNING_DTYPE`). Those of the R
-            records are updated, except for the p-value.
+            records are updated, except for the p-value, which the caller computes.
         record_index: (R,) row of each record in the table.
         boundaries: (R + 1,) index of the first reading of each record among the M readings, followed by M.
         terms: (3, M) score terms of the readings: ln p of the value; ln of its p-value (probability of a value at most
@@ -548,8 +552,8 @@ def _count_crossed_alphas(
     num_crossed = np.zeros(len(seq), np.int64)
     if not len(alphas) or p_values.min(initial=1.0) > alphas[0]:
         return num_crossed  # the usual case: no p-value has reached the largest alpha
-    # Alphas are descending, so a p-value reaches the first ones. A record has alerted at those that are not smaller
-    # than its `alert_alpha`, which is larger than all alphas before its first alert.
+    # Alphas are descending, so a p-value reaches the first ones. A record has alerted at the alphas that are not
+    # smaller than its `alert_alpha`. A record without an alert has the `alert_alpha` 1, which exceeds all alphas.
     num_reached = (p_values[:, None] <= alphas).sum(1)
     num_alerted_before = (alphas >= records.alert_alpha[record_index, None]).sum(1)
     for i in (num_reached > num_alerted_before).nonzero()[0].tolist():
@@ -570,16 +574,19 @@ def _split_into_passes(
     """Divide R records into consecutive slices, each of which goes through the network in one pass.
 
     The keys and values of all readings of a slice fit into the cache together. A slice has at most
-    `MAX_READINGS_PER_PASS` readings to process, unless it is a single record. Closed records need no cache after their
-    pass. They get slices of their own if the cache would otherwise use memory that was never in use; the open records
-    can then use their pages (fixed-size blocks of the cache).
+    `MAX_READINGS_PER_PASS` readings to process, unless it is a single record.
+
+    The pages (fixed-size blocks of the cache) of closed records are free after their pass. If one pass for closed and
+    open records would need pages that were never in use, they get separate slices. The open records then use the freed
+    pages, and the process needs less memory.
 
     Args:
         cache: The KV cache of the records: the network's keys and values of their readings.
-        record_index: (R,) row of each record in the table of open records, with closed records first.
+        record_index: (R,) row of each record in the record table. Records that the current batch has closed come first;
+            their rows stay in the table until they are scored.
         num_scored_before: (R,) number of readings of each record that are scored already.
         num_new: (R,) number of readings of each record to score.
-        num_closed: Number of closed records.
+        num_closed: Number of closed records, which are the first of the R records.
 
     Yields:
         Slices of the R records.

@@ -112,8 +112,7 @@ class Snapshot:
         window_record: (W,) int32 index into `ids` of each of W open windows.
         window_device: Devices of the W windows.
         window_deadline: (W,) int64 event time at which each window closes, microseconds since 1970.
-        closed: Ids of closed records, the one that was closed first is the first. Late events of these records are
-            rejected.
+        closed: Ids of closed records, in the order of closing. Late events of these records are rejected.
         devices: Names of D devices, ordered by when their last event was processed.
         marks: (D,) int64 watermark (latest event time) of each device, microseconds since 1970.
         drift: The evidence that the partition's records no longer resemble the calibration records; None if there is
@@ -166,7 +165,7 @@ class Snapshot:
         return ragged_indices(self.counts)
 
     def translate(self, vocabulary: Vocabulary) -> tuple[Snapshot, int]:
-        """Return the snapshot with the codes of another model's vocabulary, so that this model can read it.
+        """Return the snapshot with the codes of another model's vocabulary, so that the other model can read it.
 
         Features are matched by name and kind, labels by their text. Readings of features that the other vocabulary
         does not have are dropped. If the reading that raised the first alert is dropped, `alert_seq` becomes the
@@ -223,10 +222,11 @@ class Snapshot:
             ties: The tie groups of all T readings.
             is_kept: (T,) false for readings that are dropped.
         """
-        # Number the groups. A kept reading is tied to the kept reading before it if both have the same number.
+        # Number the groups of all records. A kept reading is tied to the kept reading before it if both have the same
+        # number. The numbers are not negative, so the prepended −1 makes the first reading untied.
         group = np.cumsum(~ties.is_tied)[is_kept]
         is_tied = np.diff(group, prepend=-1) == 0
-        # The last readings of a record wait for further readings of their group: count those that are kept.
+        # The last `num_pending` readings of a record wait for further readings of their group: count the kept ones.
         record, place = self.reading_positions()
         num_not_pending = self.counts - ties.num_pending
         is_pending = is_kept & (place >= num_not_pending[record])
@@ -254,18 +254,19 @@ class Snapshot:
         text_by_reading: dict[int, str] = {}
         for old_feature, new_feature in enumerate(new_codes.tolist()):
             if new_feature < 0 or self.vocabulary.kinds[old_feature] != "discrete":
-                continue
-            # A label that a vocabulary does not have is unseen. The number of labels is the code of all unseen labels.
+                continue  # the caller drops the readings of this feature, or their values are no label codes
+            # A label is unseen by a vocabulary that does not have it. The number of a feature's labels is the code of
+            # all its unseen labels.
             old_labels = self.vocabulary.labels[old_feature]
             code_by_label = {label: code for code, label in enumerate(vocabulary.labels[new_feature])}
             unseen_code = len(code_by_label)
-            # Translate by a table from old to new label codes. Its last entry is for labels that are unseen here.
+            # Translate by a table from old to new label codes. Its last entry is for labels unseen by this vocabulary.
             new_label_codes = [code_by_label.get(label, unseen_code) for label in old_labels]
             table = np.array([*new_label_codes, unseen_code], np.float64)
             readings = np.flatnonzero(self.features == old_feature)
             values[readings] = table[self.values[readings].astype(np.int64)]
-            # The text decides about readings without a new code. A label that is unseen here may be in the other
-            # vocabulary, and the text of one that is unseen there is returned.
+            # The table gives `unseen_code` to every label that one of the vocabularies does not have. Look up its text:
+            # a label unseen by this vocabulary may have a code in the other one. If not, the text is returned.
             for reading in readings[values[readings] == unseen_code].tolist():
                 old_label = int(self.values[reading])
                 text = old_labels[old_label] if old_label < len(old_labels) else old_text_by_reading.get(reading)
@@ -388,8 +389,8 @@ def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, no
         records: The record table, which must not have records of the partition yet.
         partition_id: Number of the partition.
         snapshot: State of the partition. Its codes must be those of the table's schema (see `Snapshot.translate`).
-        now: Current time, microseconds since 1970. Each record counts as idle for as long as when the snapshot was
-            made, so the time between the two runs does not count.
+        now: Current time, microseconds since 1970. The idle time of each record continues from its value in the
+            snapshot, so the time between the two runs does not count.
         model_version: (R,) number of the model version that scores each record from now on.
 
     Returns:
@@ -411,6 +412,8 @@ def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, no
         alert_seq=snapshot.alert_seq,
         alert_alpha=snapshot.alert_alpha,
     )
+    # If only the table or only the snapshot has tie groups (readings of one record with the same event time), none are
+    # loaded, and the caller scores the records again.
     if records.holds_ties and snapshot.ties is not None:
         ties = snapshot.ties
         records.restore_ties(rows, ties.is_tied, ties.num_pending, ties.tie_time)
