@@ -41,7 +41,8 @@ def load_engine(settings: ConsumeSettings | ReplaySettings, drift_odds: float | 
     """
     from deformer_stream import model_store
 
-    loaded = model_store.read(settings.model, settings.device, settings.compiled == "auto")
+    use_compiled_kernels = settings.compiled == "auto"
+    loaded = model_store.read(settings.model, settings.device, use_compiled_kernels)
     _warn_about_alphas(loaded.calibration, settings.alpha)
     _warn_about_ties(loaded.calibration, settings.ties)
     timeout, effort = settings.record_timeout, settings.explanations
@@ -216,8 +217,10 @@ def make_codec(loaded: Artifact, settings: ScoringSettings, **others: Any) -> Co
         loaded.schema,
         get_field_names(settings),
         max_message_bytes=settings.max_message_bytes,
+        # Messages with more readings are rejected. One with one reading for each feature must always be accepted.
         max_readings=max(MIN_READINGS_LIMIT, len(loaded.schema)),
         window_assigner=make_window_assigner(loaded.schema, settings),
+        # Events further in the future than this are rejected. None accepts all times.
         max_ahead_micros=None if settings.max_ahead is None else _to_micros(settings.max_ahead),
         **others,
     )

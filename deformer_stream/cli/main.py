@@ -39,6 +39,7 @@ def build_demo() -> click.Command:
         settings = load_settings(DemoSettings, flags, config, "demo")
         from deformer_stream.demo import run as demo
 
+        # The demo passes the training time as an option to `deformer-train`, so it is a text such as "60s".
         return demo.run_demo(settings.output, settings.seed, f"{settings.train_time:.12g}s")
 
     return command

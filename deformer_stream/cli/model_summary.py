@@ -28,6 +28,7 @@ def print_model(loaded: Artifact, console: Console | None = None) -> None:
         loaded: The model, read from its directory.
         console: The rich console that prints the text; standard output by default.
     """
+    # A width of None is the width of the terminal.
     console = console or Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     config, calibration = loaded.model.config, loaded.calibration
     num_parameters = sum(p.numel() for p in loaded.model.parameters())
@@ -44,12 +45,13 @@ def print_model(loaded: Artifact, console: Console | None = None) -> None:
     console.print(_make_alpha_table(loaded))
     table = Table("training", "", title_justify="left")
     for key, value in loaded.manifest["training"].items():
-        if isinstance(value, str | int | float):
+        if isinstance(value, str | int | float):  # lists and nested tables are too long for a cell
             # The key "fingerprint" is that of the training data. The model's own fingerprint is printed above.
             name = "data fingerprint" if key == "fingerprint" else key.replace("_", " ")
             table.add_row(_escape(name), _escape(_format_value(value)))
     console.print(table)
     for name, group in calibration.calibration_by_group.items():
+        # A record id begins with the name of its group and a separator.
         prefix = _escape(name + calibration.separator)
         console.print(f"records {prefix}… are compared with {len(group.scores)} calibration records of their own group")
     if loaded.schema.is_context.any():

@@ -35,6 +35,7 @@ def write_recalibrated_model(
         "order": new.arrival_order,
         "ties": new.tie_policy,
         "groups": len(new.calibration_by_group),
+        # Groups with too few records for a calibration of their own; they use that of all records.
         "groups_pooled": len(recalibration.num_records_by_pooled_group),
     }
     try:
@@ -42,6 +43,7 @@ def write_recalibrated_model(
     except (OSError, UnicodeDecodeError):
         training_report = ""
     section = _render_section(recalibration, loaded.fingerprint, alphas)
+    # "Calibration report" is the title of a new page, if there is no training report to append to.
     report = pages.append_blocks(training_report, "Calibration report", *section)
     training = loaded.manifest["training"] | {"recalibrated": note}
     return model_store.write(directory, loaded.model, new, training, report)

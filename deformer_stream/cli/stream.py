@@ -116,7 +116,10 @@ def build_consume() -> click.Command:
 def _connect(
     settings: ConsumeSettings, codec: Codec, model: str, cleanup: ExitStack
 ) -> tuple[EventSource, list[Sink], bool]:
-    """Open the source of events, and the sinks to which alerts and rejected events are written.
+    """Open the source of events and the sinks of `consume`.
+
+    Events come from a Kafka topic or a file. With Kafka, alerts and rejected events are written to other topics. With
+    `--alerts`, alerts are also written to that file or to standard output.
 
     Args:
         settings: Options of `consume`.
@@ -125,7 +128,8 @@ def _connect(
         cleanup: An exit stack, to which the functions that close the source and the sinks are added.
 
     Returns:
-        The source; the sinks; and whether the source is finite (a file) or not (a Kafka topic).
+        A triple. First, the source. Second, the list of sinks. Third, whether the source ends: true for a file, false
+        for a Kafka topic.
 
     Raises:
         ConfigError: The options contradict each other.
@@ -135,7 +139,7 @@ def _connect(
     source: EventSource
     sinks: list[Sink] = []
     servers, topic = _find_kafka_topic(settings)
-    if topic is None:
+    if topic is None:  # `--source` names a file or standard input
         check_no_overwrite([str(settings.source)], {"--alerts": settings.alerts})
         source = open_source(
             [str(settings.source)],
@@ -150,18 +154,22 @@ def _connect(
         source, sink = _connect_to_kafka(settings, servers, topic, codec, model, cleanup)
         sinks.append(sink)
     if settings.alerts:
-        sinks.append(AlertLines(settings.alerts, append=True))
+        sinks.append(AlertLines(settings.alerts, append=True))  # keeps the alerts of earlier runs
         cleanup.callback(sinks[-1].close)
     return source, sinks, topic is None
 
 
 def _find_kafka_topic(settings: ConsumeSettings) -> tuple[str, str | None]:
-    """Return the Kafka brokers (comma-separated host:port) and the topic of events, from `--source` or other options.
+    """Return the Kafka brokers and the topic from which `consume` reads events.
 
-    The topic is None if the events come from a file.
+    Both come from `--source` if it is a kafka:// URL, otherwise from `--bootstrap-servers` and `--topic`.
+
+    Returns:
+        A pair. First, the brokers as host:port, comma-separated. Second, the topic. It is None if `--source` is a file;
+        the brokers are then not used.
 
     Raises:
-        ConfigError: The kafka:// URL of `--source` names no broker or no topic.
+        ConfigError: The kafka:// URL of `--source` does not name a broker and exactly one topic.
     """
     from urllib.parse import urlsplit
 
@@ -169,9 +177,11 @@ def _find_kafka_topic(settings: ConsumeSettings) -> tuple[str, str | None]:
 
     url = settings.source
     if url is None or not url.startswith("kafka://"):
+        # The settings permit only one of --source and --topic, so the topic is None if --source is a file.
         return settings.bootstrap_servers, settings.topic
+    # In kafka://HOST:PORT/TOPIC the topic is the path of the URL.
     servers, topic = urlsplit(url).netloc, urlsplit(url).path.strip("/")
-    if not servers or not topic or "/" in topic:
+    if not servers or not topic or "/" in topic:  # a name of a topic contains no slash
         raise ConfigError(f"--source {url!r} does not name a broker and one topic; write kafka://HOST:PORT/TOPIC")
     return servers, topic
 
@@ -265,7 +275,7 @@ def build_replay() -> click.Command:
 
         settings = load_settings(ReplaySettings, flags, config, "replay")
         log.configure(is_debugging())
-        stop = stop_on_signals()
+        stop = stop_on_signals()  # before the imports below, because these take seconds
         from connectors.files import check_no_overwrite
 
         check_no_overwrite(inputs, settings.get_output_by_flag())
@@ -273,10 +283,10 @@ def build_replay() -> click.Command:
         codec, source = factory.open_inputs(inputs, loaded, settings)
         with ExitStack() as cleanup:
             sinks = _open_replay_sinks(settings, loaded.schema, cleanup)
-            if source.ignored_columns:
+            if source.ignored_columns:  # columns of the tables that are not features of the model
                 log.get_logger("replay").info("columns_ignored", columns=list(source.ignored_columns))
             totals = _run_on_files("replay", source, codec, engine, sinks, stop)
-            # The run has succeeded: closing a sink completes its file, which `cleanup` then does not discard.
+            # Closing a sink completes its output file. After an error, `cleanup` calls `discard` of each sink instead.
             for connector in (*sinks, source):
                 connector.close()
         click.echo(_summarize_replay(totals, settings.alpha, stop.is_set()), err=True)
@@ -291,13 +301,13 @@ def _open_replay_sinks(settings: ReplaySettings, schema: Schema, cleanup: ExitSt
     Args:
         settings: Options of `replay`, which name the output files.
         schema: Schema (features) of the model.
-        cleanup: An exit stack, to which a function is added for each sink that discards its incomplete file after an
-            error. The function does nothing if the sink was closed before.
+        cleanup: An exit stack, to which the method `discard` of each sink is added. After an error, it deletes an
+            incomplete Parquet file, or closes a file of JSON lines. If the sink was closed before, it does nothing.
     """
     from connectors.files import AlertLines, ExplanationsParquet, RecordsParquet, RejectedLines, ScoresParquet
 
     def discard_on_error(sink: FileSink) -> FileSink:
-        """Let `cleanup` discard the file of a sink that was not closed, and return the sink."""
+        """Add the method `discard` of a sink to `cleanup`, and return the sink."""
         cleanup.callback(sink.discard)
         return sink
 
@@ -323,9 +333,9 @@ def _run_on_files(
     sinks: Sequence[Sink],
     stop: threading.Event,
 ) -> Totals:
-    """Process input files from the beginning to the end, with a progress bar, and return numbers of events and alerts.
+    """Process input files from the beginning to the end, and return the numbers of events, records and alerts.
 
-    Time-outs follow the event times in the files, not the clock of this machine.
+    A progress bar is shown. Time-outs follow the event times in the files, not the clock of this machine.
 
     Args:
         title: Title of the progress bar.
@@ -351,7 +361,7 @@ def _summarize_replay(totals: Totals, alphas: Sequence[float], is_interrupted: b
     """Return the last line that `replay` prints: numbers of events, records and alerts.
 
     Args:
-        totals: The numbers, with rejected readings by reason.
+        totals: The numbers. Those of rejected readings are given by reason.
         alphas: False-alarm rates at which alerts were raised.
         is_interrupted: Whether a signal ended the run before the end of the input.
     """
@@ -412,6 +422,7 @@ def build_calibrate() -> click.Command:
         for sentence in recalibration.describe_groups():
             click.echo(sentence)
         is_holding = statistics.tie_policy == "hold"
+        # Fragments of the sentence below.
         ties = ", with readings of the same event time scored together" if is_holding else ""
         refused = f" ({totals.rejected.total()} readings were refused)" if totals.rejected else ""
         click.echo(

@@ -38,8 +38,8 @@ def parse_duration(value: Any) -> Any:
     """
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*", value, re.ASCII)
-        if not match:
-            raise ValueError("a duration is a number with ms, s, m, h or d, like 30s")
+        if not match:  # `load_settings` adds the flag and the value to the message
+            raise ValueError("this is not a duration; write a number with the unit ms, s, m, h or d, like 30s")
         value = float(match[1]) * _SECONDS_BY_UNIT[match[2] or "s"]
     return value
 
@@ -55,11 +55,11 @@ def parse_size(value: Any) -> Any:
     """
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower(), re.ASCII)
-        if not match or match[2] not in _BYTES_BY_UNIT:
-            raise ValueError("a size is a number with KiB, MiB or GiB, like 512MiB")
+        if not match or match[2] not in _BYTES_BY_UNIT:  # `load_settings` adds the flag and the value to the message
+            raise ValueError("this is not a size; write a number with the unit KiB, MiB or GiB, like 512MiB")
         num_bytes = float(match[1]) * _BYTES_BY_UNIT[match[2]]
         if num_bytes >= 2**63:
-            raise ValueError("a size must be below 8 EiB; give a smaller one")
+            raise ValueError("this size is not below 8 EiB; give a smaller one")
         return int(num_bytes)
     return value
 
@@ -98,9 +98,14 @@ def parse_shares(value: Any) -> Any:
 
 
 def _sort_descending(shares: tuple[float, ...]) -> tuple[float, ...]:
-    """Return shares (numbers from 0 to 1) in descending order, and raise `ValueError` if a share occurs twice."""
-    if len(set(shares)) < len(shares):
-        raise ValueError("the same share occurs twice; give each share once")
+    """Return shares (numbers from 0 to 1) in descending order.
+
+    Raises:
+        ValueError: A share occurs more than once.
+    """
+    for share in shares:
+        if shares.count(share) > 1:
+            raise ValueError(f"the share {share:g} occurs more than once; give each share once")
     return tuple(sorted(shares, reverse=True))
 
 
@@ -161,7 +166,8 @@ class Settings(BaseSettings):
         They are the keyword arguments, the environment variables and, if there is one, the configuration file.
         pydantic-settings calls this method when it creates settings. Its other default sources are not used.
         """
-        make_file_source = FILE_SOURCE.get()  # is set by `load_settings` if the user has given a configuration file
+        # `load_settings` sets FILE_SOURCE if the user has given a configuration file; otherwise it is None.
+        make_file_source = FILE_SOURCE.get()
         if make_file_source is None:
             return init_settings, EnvSettingsSource(settings_cls)
         return init_settings, EnvSettingsSource(settings_cls), make_file_source(settings_cls)

@@ -189,7 +189,7 @@ class _KafkaSettings(Settings):
         password = self.sasl_password.get_secret_value() if self.sasl_password else None
         if self.sasl_password_file is not None:
             password = _read_secret("--sasl-password-file", self.sasl_password_file)
-        arguments = {
+        arguments = {  # None for an option that is not set
             "security_protocol": self.security_protocol,
             "ssl_cafile": self.ssl_cafile and str(self.ssl_cafile),
             "ssl_certfile": self.ssl_certfile and str(self.ssl_certfile),
@@ -215,7 +215,7 @@ def _read_secret(flag: str, path: Path) -> str:
     try:
         secret = path.read_text("utf-8").split("\n", 1)[0]
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", "it is not UTF-8 text")
+        reason = getattr(error, "strerror", "it is not UTF-8 text")  # a UnicodeDecodeError has no `strerror`
         raise ConfigError(f"{flag} {path} cannot be read ({reason}): check the path and the permissions") from None
     if not secret:
         raise ConfigError(f"{flag} {path} has an empty first line: write the password there")

@@ -70,6 +70,7 @@ def _format_error(error: Mapping[str, Any], command: str) -> str:
         error: An item of pydantic's `ValidationError.errors()`.
         command: Name of the command.
     """
+    # "loc" begins with the name of the field, or with its alias, such as DEFORMER_FROM.
     field = str(error["loc"][0]).removeprefix(VARIABLE_PREFIX).lower() if error["loc"] else ""
     if not field:  # a validator of the whole class has raised the error, about a combination of options
         # Without the name of a command, the text begins with ": ", which is removed.
@@ -128,7 +129,7 @@ class CommandTableSource(TomlConfigSettingsSource):
         """
         self._path, self._table = path, table
         try:
-            with path.open("rb"):  # raises an error for a missing file, which pydantic-settings would ignore
+            with path.open("rb"):  # reports a missing file as an error; pydantic-settings would ignore it
                 pass
             super().__init__(settings_cls, path)
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -144,11 +145,13 @@ class CommandTableSource(TomlConfigSettingsSource):
         """
         path, table = self._path, self._table
         top_values = {key: value for key, value in self.toml_data.items() if not isinstance(value, dict)}
-        # TOML tables are dicts. Each must be for a command; `deformer-train` is a program of its own.
+        # TOML tables are dicts. Each must have the name of a command, or of the program `deformer-train`, which shares
+        # the file.
         tables = self.toml_data.keys() - top_values.keys()
         for name in tables - SETTINGS_BY_COMMAND.keys() - {table, TRAIN_TABLE}:
             raise ConfigError(
-                f"the file {path} of --config has an unknown table [{name}]: name the table like a command"
+                f"the file {path} of --config has an unknown table [{name}]: name the table like a command, such as "
+                "[replay]"
             )
         table_values = self.toml_data.get(table, {})
         if not isinstance(table_values, dict):
@@ -174,7 +177,7 @@ class CommandTableSource(TomlConfigSettingsSource):
 
         Args:
             value_by_key: Values by key, from the top level of the file or from the table of the command.
-            allowed: Names of the options that may occur there, with underscores in place of hyphens.
+            allowed: Names of the options that the keys may name, with underscores in place of hyphens.
             field_by_name: Name of the settings field of each option of this command, by the name of the option.
 
         Raises:
