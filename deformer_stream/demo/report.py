@@ -112,10 +112,11 @@ def bound_false_alarms(
 ) -> int:
     """Return an upper bound of the number of false alarms, which holds with probability `confidence`.
 
-    A record raises an alert if it is one of the k = ⌊α(n + 1)⌋ most anomalous among itself and n calibration records
-    (normal records with which new ones are compared). The calibration records are random, so the probability of a false
-    alarm is random as well: it has the distribution Beta(k, n + 1 − k). Therefore the number of false alarms among m
-    normal records is beta-binomial (Vovk 2012; Bates et al., arXiv 2104.08279). The bound is a quantile of it.
+    Each new record is compared with the same n calibration records (normal records). It raises an alert if it is one of
+    the k = ⌊α(n + 1)⌋ most anomalous of these n + 1 records. The calibration records are random, so the probability of
+    a false alarm is random as well: it has the distribution Beta(k, n + 1 − k). Therefore the number of false alarms
+    among m normal records is beta-binomial (Vovk 2012; Bates et al., arXiv 2104.08279). The bound is the quantile of
+    this distribution at `confidence`.
 
     Args:
         alpha: False-alarm rate, the α of the formula.
@@ -127,16 +128,19 @@ def bound_false_alarms(
     k = math.floor(alpha * (n + 1) + 1e-9)  # the small term compensates rounding errors of the product
     if k < 1:  # no rank is extreme enough for an alert
         return 0
-    b = n + 1 - k
+    b = n + 1 - k  # the second parameter of the beta distribution
     lgamma = math.lgamma
-    # Log probability of x false alarms: ln C(m, x) + ln B(x + k, m − x + b) − ln B(k, b). C is the binomial
-    # coefficient, B the beta function. Both consist of gamma functions. `constant` has the terms without x.
+    # Log probability of x false alarms: ln C(m, x) + ln B(x + k, m − x + b) − ln B(k, b).
+    # C is the binomial coefficient: C(m, x) = Γ(m + 1) / (Γ(x + 1) Γ(m − x + 1)).
+    # B is the beta function: B(u, w) = Γ(u) Γ(w) / Γ(u + w). Here k + b = n + 1.
+    # `constant` has the terms without x.
     constant = lgamma(m + 1) + lgamma(n + 1) - lgamma(k) - lgamma(b) - lgamma(m + n + 1)
     log_probabilities = [
         constant - lgamma(x + 1) - lgamma(m - x + 1) + lgamma(x + k) + lgamma(m - x + b) for x in range(m + 1)
     ]
     cumulative_probabilities = np.cumsum(np.exp(log_probabilities))
-    # The first x whose cumulative probability is at least `confidence`. Rounding errors must not exceed m.
+    # The first x whose cumulative probability is at least `confidence`. If rounding errors keep all of them below it,
+    # the bound is m.
     return min(int(np.searchsorted(cumulative_probabilities, confidence)), m)
 
 

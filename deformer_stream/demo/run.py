@@ -83,7 +83,9 @@ class AlertPrinter:
         for i, event_index in enumerate(scored.event_indices.tolist()):
             feature = self.schema.features[int(batch.features[event_index])]
             value: float | str = float(batch.values[event_index])
-            if feature.labels:  # the value is a label code, unless the training data did not have the label
+            if feature.labels:
+                # A label that the training data did not have has no code, so the batch stores its text. Otherwise the
+                # value is the label's code: its index in `feature.labels`.
                 value = batch.unseen_labels.get(event_index) or feature.labels[int(value)]
             reading = Reading(feature.name, value, float(scored.score[i]), float(scored.p_value[i]))
             self.readings_by_record[batch.record_ids[event_index]].append(reading)
@@ -228,13 +230,13 @@ def stream_readings(
         fleet: The simulated records, with the time at which each reading arrives.
 
     Returns:
-        The sink, which has kept the scored readings and alerts, and the totals (such as the number of events) of the
-        pipeline.
+        A pair. First, the sink, which has kept the scored readings and the alerts. Second, the totals of the pipeline,
+        such as the number of events.
     """
     fault_by_record = dict(zip(fleet.table["record"].to_pylist(), fleet.table["fault"].to_pylist(), strict=True))
     printer = AlertPrinter(console, detector.schema, fault_by_record)
-    # A reading arrives at most MAX_DELAY seconds after its measurement. So if a record has not received a reading for
-    # longer (in microseconds), it is complete and can be closed.
+    # A reading arrives at most MAX_DELAY seconds after its measurement. So a record that has received no reading for
+    # this time and a margin of 1 s is complete and can be closed. The engine counts in microseconds.
     limits = Limits(record_timeout=round((MAX_DELAY + 1) * 1e6))
     pipeline = Pipeline(
         source=MemorySource(fleet.iterate_messages(), chunk=READINGS_PER_POLL),
@@ -266,7 +268,7 @@ def print_summary(console: Console, summary: Summary) -> None:
             pages.format_percent(detected_share, 0),
             pages.format_percent(detection.mean_share_seen, 0),
         )
-    detected_share = summary.num_detected / max(summary.num_faulty, 1)
+    detected_share = summary.num_detected / max(summary.num_faulty, 1)  # 0 if there are no faulty records
     table.add_row(
         "all",
         str(summary.num_faulty),

@@ -207,27 +207,32 @@ def simulate(
     order: Order = "random",
     fleet: int = 0,
 ) -> SimulatedFleet:
-    """Return simulated records of pumps. Equal arguments give equal records.
+    """Simulate measurements of pumps, and return them as records. Equal arguments give equal records.
 
     Args:
-        num_records: Number of records. Each one is a measurement of a random pump.
-        seed: Seed of everything except the properties of the pumps.
+        num_records: Number of records. A record is one measurement of one pump, which is chosen at random.
+        seed: Seed of all random choices except the properties of the pumps. Another seed with the same `fleet` gives
+            other measurements of the same pumps.
         fault_share: Share of faulty records, from 0 to 1. They are at random positions, and all kinds of fault are
             equally frequent.
         num_pumps: Number of pumps.
-        order: Order in which the readings of a record arrive. It has no effect on their values. "random" draws
-            independent uniform delays. "fixed" is the order of `FEATURES`. "bursty" lets the sensors of a device send
-            together, in random order, after a common delay.
+        order: Order in which the readings of a record arrive. It has no effect on their values. "random" draws an
+            independent uniform delay for each reading. "fixed" is the order of `FEATURES`. "bursty" draws a delay for
+            each device (which has several sensors), and its readings arrive shortly after it, in random order.
         fleet: Seed of the properties of the pumps (wear, piping, calibration errors).
+
+    Returns:
+        The records with the delays of their readings.
 
     Raises:
         ValueError: If a number is out of range, or if the order is unknown.
     """
-    if num_records < 0 or num_pumps < 1 or not 0 <= fault_share <= 1:
-        raise ValueError(
-            f"simulate: num_records={num_records}, num_pumps={num_pumps} or fault_share={fault_share} is out of range; "
-            "required are num_records >= 0, num_pumps >= 1 and 0 <= fault_share <= 1"
-        )
+    if num_records < 0:
+        raise ValueError(f"simulate: num_records is {num_records}; it must be at least 0")
+    if num_pumps < 1:
+        raise ValueError(f"simulate: num_pumps is {num_pumps}; it must be at least 1")
+    if not 0 <= fault_share <= 1:
+        raise ValueError(f"simulate: fault_share is {fault_share}; it must be from 0 to 1")
     rng = np.random.default_rng([seed, 1])
     properties_by_pump = _draw_pumps(num_pumps, np.random.default_rng([fleet, 2]))
     pump = rng.integers(num_pumps, size=num_records)
@@ -265,7 +270,6 @@ def _draw_pumps(num_pumps: int, rng: np.random.Generator) -> Columns:
         "offset NAME" is the calibration error of the sensor NAME, in its unit.
     """
     # Each parameter is a typical value times a random factor close to 1, except the lift.
-
     properties: Columns = {
         "head": 42.0 * rng.normal(1, 0.015, num_pumps),
         "efficiency": 0.76 * rng.normal(1, 0.015, num_pumps),
@@ -293,7 +297,8 @@ def _draw_duty(num_records: int, rng: np.random.Generator) -> Columns:
     mode = rng.choice(len(mode_names), size=num_records, p=shares)  # index of the mode of each record
     # A uniform multiple of SETPOINT_STEP between the lowest and the highest speed of the mode, both inclusive.
     setpoint_steps = rng.integers(lowest_speeds[mode] // SETPOINT_STEP, highest_speeds[mode] // SETPOINT_STEP + 1)
-    # The binomial distribution makes openings of 80 to 90% most frequent and a nearly closed valve rare.
+    # The binomial distribution makes openings of 80 to 90% most frequent and a nearly closed valve rare. It has more
+    # values than there are positions, so its largest values become the last position.
     position_index = np.minimum(rng.binomial(9, 0.62, num_records), len(VALVE_POSITIONS) - 1)
     return {
         "mode": mode_names[mode],
@@ -321,7 +326,7 @@ def _solve(duty: Columns, properties: Columns, damage: Mapping[str, Floats]) -> 
     """
 
     def damaged(name: str, neutral: float) -> Floats | float:
-        """Return the factors or temperature rises `name` of `damage`, or `neutral` if `damage` does not have them."""
+        """Return the factors or temperature rises `name` of `damage`; without these, `neutral`, which has no effect."""
         return damage.get(name, neutral)
 
     # The motor runs slightly below the set-point, by up to 0.4% (slip).
@@ -378,7 +383,8 @@ def _measure(true_values: Columns, properties: Columns, rng: np.random.Generator
     readings: Columns = {}
     for name, sensor in SENSORS.items():
         values = true_values[name]
-        if sensor.noise > 0:  # labels and set-points are exact; `_solve` has already randomised the vibration
+        # The noise is 0 for labels and set-points, which are exact, and for the vibration, which `_solve` randomises.
+        if sensor.noise > 0:
             values = values + properties[f"offset {name}"] + rng.normal(0, sensor.noise, len(values))
         readings[name] = values if name == "mode" else _round_to_resolution(values, sensor.resolution)
     return readings
@@ -421,7 +427,7 @@ def _draw_damage(faults: NDArray[Any], rng: np.random.Generator) -> dict[str, Fl
     """
 
     def draw_for(kind: str, low: float, high: float, neutral: float = 1.0) -> Floats:
-        """Return a number for each record: uniform from `low` to `high` if it has this fault, otherwise `neutral`."""
+        """Return a number for each record: random from `low` to `high` if its fault is `kind`, otherwise `neutral`."""
         return np.where(faults == kind, rng.uniform(low, high, len(faults)), neutral)
 
     # The current is measured in one phase, which draws either less or more than its share.
@@ -513,11 +519,12 @@ def _draw_delays(num_records: int, order: Order, rng: np.random.Generator) -> Fl
     if order == "random":
         return rng.uniform(0, MAX_DELAY, shape)
     if order == "fixed":  # readings at equal intervals
-        return np.broadcast_to(np.arange(shape[1]) * MAX_DELAY / shape[1], shape).copy()
+        delays = np.arange(shape[1]) * MAX_DELAY / shape[1]
+        return np.broadcast_to(delays, shape).copy()  # a copy, because a broadcast array is read-only
     if order == "bursty":
         devices = sorted({sensor.device for sensor in SENSORS.values()})
         device_index = np.array([devices.index(sensor.device) for sensor in SENSORS.values()])
-        # The time is divided into one interval per device. In each record the devices get the intervals in random
+        # The time is divided into one interval per device. In each record (row) the devices get the intervals in random
         # order.
         intervals = rng.permuted(np.broadcast_to(np.arange(len(devices)), (num_records, len(devices))), axis=1)
         width = MAX_DELAY / len(devices)

@@ -166,6 +166,9 @@ def draw_lines(
 
     def draw(layout: _Layout) -> str:
         """Return the chart of curves as SVG, in the sizes of the layout (for wide or narrow screens)."""
+        # From the enclosing function: `all_x` and `all_y` are all numbers that must be visible, `curves` the x and y
+        # values by name, and `visible` the mask of the finite points of each curve.
+        # The vertical axis is extended to round numbers. The horizontal axis ends exactly at the data.
         y_axis = _round_axis(all_y.min(), all_y.max(), y_unit)
         plot_width = layout.width - _left_margin(y_axis, layout) - RIGHT_MARGIN
         x_axis = _tight_axis(all_x.min(), all_x.max(), x_unit, layout, plot_width, log_x)
@@ -181,10 +184,11 @@ def draw_lines(
                 clip_on=False,  # a curve along the edge of the plotting area keeps its full width
                 gid=f"curve-{i}",  # from it `_to_svg` derives the CSS class of the curve
             )
-            if show_points or visible[i].sum() == 1:  # a curve through one point would be invisible
+            if show_points or visible[i].sum() == 1:  # a curve with only one point has no visible line
                 axes.plot(xs, ys, "o", color=_color(i), markersize=5, gid=f"points-{i}", clip_on=False)
         _draw_horizontal_lines(axes, horizontal_lines, layout)
         description = f"{title}: {y_label} against {x_label} for {', '.join(curves)}"
+        # The salt makes the ids in this SVG different from those of other drawings on the page.
         return _to_svg(figure, description, salt=f"{title} {layout.name}")
 
     return _render_chart(title, draw, list(curves))
@@ -298,6 +302,9 @@ def draw_histogram(
 
     def draw(layout: _Layout) -> str:
         """Return the histogram as SVG, in the sizes of the layout (for wide or narrow screens)."""
+        # From the enclosing function: `counts` has the number of values in each bin, `edges` the bounds of the bins.
+        # `low` and `high` are the smallest and the largest x that must be visible.
+        # The vertical axis is extended to a round number. The horizontal axis ends exactly at these bounds.
         y_axis = _round_axis(0.0, float(counts.max()), "")
         plot_width = layout.width - _left_margin(y_axis, layout) - RIGHT_MARGIN
         x_axis = _tight_axis(low, high, x_unit, layout, plot_width)
@@ -311,7 +318,9 @@ def draw_histogram(
                 )
                 bar.set_gid(f"bar-{i}")
                 tooltips[f"bar-{i}"] = f"{format_number(start)} to {format_number(end)}: {count}"
-        return _to_svg(figure, f"{title}: histogram of {len(finite)} values", f"{title} {layout.name}", tooltips)
+        description = f"{title}: histogram of {len(finite)} values"
+        # The salt makes the ids in this SVG different from those of other drawings on the page.
+        return _to_svg(figure, description, salt=f"{title} {layout.name}", tooltips=tooltips)
 
     return _render_chart(title, draw)
 
@@ -522,11 +531,11 @@ def _draw_horizontal_lines(axes: Axes, horizontal_lines: Mapping[str, float], la
         ]
         right_end = min(left_ends_of_close_labels, default=0.0)
         text = _shorten(replace_illegal_characters(label), MAX_LABEL_CHARACTERS)
-        placed_labels.append((height, right_end - layout.text_width(text) - 8))
+        placed_labels.append((height, right_end - layout.text_width(text) - 8))  # with a gap of 8 units
         axes.axhline(y, color=_ALARM, linewidth=1.5, linestyle=(0, (5, 4)), clip_on=False)
         axes.annotate(
             text,
-            (1, y),  # the right end of the line
+            (1, y),  # the right end of the line: x = 1 is the right edge of the plotting area, y is in data units
             (right_end, 5),  # offset of the label's lower right corner from this point
             xycoords=axes.get_yaxis_transform(),
             textcoords="offset points",
@@ -534,8 +543,8 @@ def _draw_horizontal_lines(axes: Axes, horizontal_lines: Mapping[str, float], la
             color=_ALARM,
             fontsize=layout.font_size,
             bbox={"facecolor": _CARD, "edgecolor": "none", "pad": 1.5},  # keeps the text readable above curves
-            parse_math=False,
-            annotation_clip=False,
+            parse_math=False,  # a dollar sign is an ordinary character
+            annotation_clip=False,  # the text may extend beyond the plotting area
         )
 
 
@@ -562,8 +571,8 @@ def _annotate(
         verticalalignment="center_baseline",
         color=color,
         fontsize=layout.font_size,
-        parse_math=False,
-        annotation_clip=False,
+        parse_math=False,  # a dollar sign is an ordinary character
+        annotation_clip=False,  # the text may extend beyond the plotting area
     )
 
 
@@ -587,7 +596,8 @@ def _set_x_axis(axes: Axes, x_axis: _Axis, label: str, layout: _Layout) -> None:
     """Set the range and the tick labels of the horizontal axis, and its name to `label`."""
     axes.set_xlim(x_axis.low, x_axis.high)
     axes.set_xticks(x_axis.ticks, x_axis.labels, parse_math=False)
-    max_characters = int(layout.width / layout.text_width("x")) - 2  # fit into the width of the drawing
+    # As many characters as fit into the width of the drawing, less two for its margins.
+    max_characters = int(layout.width / layout.text_width("x")) - 2
     axes.set_xlabel(
         _shorten(replace_illegal_characters(label), max_characters),
         color=_SOFT,
@@ -662,7 +672,8 @@ def _to_css(style: str) -> str:
 def _keep_finite(values: ArrayLike) -> Floats:
     """Return numbers as a flat array of numbers that can be drawn.
 
-    NaN replaces infinite numbers and numbers from `MAX_MAGNITUDE` on. Zero replaces numbers below `MIN_MAGNITUDE`.
+    Numbers with a magnitude of at least `MAX_MAGNITUDE` become NaN, because the arithmetic of axes would overflow.
+    Numbers with a magnitude below `MIN_MAGNITUDE` become zero.
     """
     array = np.asarray(values, np.float64).reshape(-1)
     array = np.where(np.abs(array) < MIN_MAGNITUDE, 0.0, array)
@@ -695,8 +706,8 @@ def _round_axis(low: float, high: float, unit: str) -> _Axis:
         high: Largest value of the data.
         unit: Unit shown after the numbers of the axis. With "%", the value 1 is shown as 100%.
     """
-    ticks = _round_values(low, high, 6).tolist()
-    return _Axis(ticks[0], ticks[-1], ticks, _label_ticks(ticks, unit, 6))
+    ticks = _round_values(low, high, num_steps=6).tolist()
+    return _Axis(ticks[0], ticks[-1], ticks, _label_ticks(ticks, unit, num_digits=6))
 
 
 def _tight_axis(
@@ -714,16 +725,18 @@ def _tight_axis(
     """
     tick_choices: list[list[float]]  # fewer and fewer ticks
     if is_logarithmic:
-        low, high = (low, high) if high > low * (1 + 1e-9) else (low / 3, high * 3)
+        if high <= low * (1 + 1e-9):  # nearly equal bounds are moved apart
+            low, high = low / 3, high * 3
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        multiples = (1, 2, 5) if len(powers) <= 4 else (1,)  # of a power of ten
+        multiples = (1, 2, 5) if len(powers) <= 4 else (1,)  # of each power of ten; fewer on a long axis
         round_values = [m * 10.0**power for power in powers for m in multiples]
+        # If no round value is in the range, the bounds are labelled.
         round_values = [value for value in round_values if low <= value <= high] or [low, high]
         # All values, then every second, every third, and so on.
         tick_choices = [round_values[::step] for step in range(1, len(round_values) + 1)]
     else:
         low, high = _widen(low, high)
-        tolerance = 1e-9 * (high - low)
+        tolerance = 1e-9 * (high - low)  # a tick at a bound must not be lost by rounding
         values_by_choice = [_round_values(low, high, num_steps).tolist() for num_steps in (6, 5, 4, 3, 2)]
         tick_choices = [
             [value for value in values if low - tolerance <= value <= high + tolerance] for values in values_by_choice
@@ -731,7 +744,7 @@ def _tight_axis(
     num_digits = 2 if is_logarithmic else 6
     for ticks in tick_choices:
         labels = _label_ticks(ticks, unit, num_digits)
-        needed_space = sum(layout.text_width(label) + 14 for label in labels)
+        needed_space = sum(layout.text_width(label) + 14 for label in labels)  # with a gap of 14 units per label
         if needed_space <= space:
             break  # if no choice fits, the last one with the fewest ticks is used
     return _Axis(low, high, ticks, labels)

@@ -53,6 +53,7 @@ def format_number(value: float, digits: int = 3) -> str:
         mantissa, exponent = f"{value:.{max(digits - 1, 0)}e}".split("e")
         return f"{mantissa}e{int(exponent)}".replace("-", "−")
     # The first significant digit stands for 10 to the power of `exponent_of_ten`. Each further digit is one power less.
+    # More than 12 decimals are never shown.
     num_decimals = min(max(digits - 1 - exponent_of_ten, 0), 12)
     text = f"{value:,.{num_decimals}f}"
     if "." in text:
@@ -132,12 +133,13 @@ def render_table(header: Sequence[str], rows: Iterable[Sequence[object]], captio
         ValueError: If a row has another number of cells than the header.
     """
     rows = [list(row) for row in rows]
-    wrong_lengths = [len(row) for row in rows if len(row) != len(header)]
-    if wrong_lengths:
-        raise ValueError(
-            f"a row of the table has {wrong_lengths[0]} cells; it must have {len(header)} cells, as the header has"
-        )
-    columns = zip(*rows, strict=True) if rows else [()] * len(header)
+    for i, row in enumerate(rows):
+        if len(row) != len(header):
+            raise ValueError(
+                f"row {i} of the table {caption!r} has {len(row)} cells; it must have {len(header)} cells, as the "
+                f"header {list(header)} has"
+            )
+    columns = zip(*rows, strict=True) if rows else [()] * len(header)  # without rows, each column is empty
     # The CSS class of each column: "number" aligns it to the right.
     classes = ["number" if cells and all(map(_is_numeric, cells)) else "" for cells in columns]
     texts = [[_format_cell(cell) for cell in row] for row in rows]
