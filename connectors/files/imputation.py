@@ -44,7 +44,8 @@ Floats = NDArray[np.float64]
 class _RowsParquet(ParquetSink):
     """A Parquet file to which rows are appended in batches.
 
-    Rows are written when enough of them, or enough bytes, have been collected. So wide rows need no more memory.
+    Rows are written when enough of them, or enough bytes, have been collected. The limit of bytes bounds the memory if
+    rows have many columns.
     """
 
     def append(self, batch: pa.RecordBatch) -> None:
@@ -355,7 +356,8 @@ def _fill_gaps(column: pa.Array, feature: Feature, values: Floats, description: 
             limits = np.iinfo(filled_type.to_pandas_dtype())
             values = np.clip(np.round(values), limits.min, limits.max)
         new_cells = _decode_labels(feature, values) if feature.labels else _make_nullable(values)
-        new_cells = new_cells.cast(filled_type, safe=False)  # null if the cell is not a gap
+        # Null if the cell is not a gap. With safe=False, a number may be rounded to the precision of the column.
+        new_cells = new_cells.cast(filled_type, safe=False)
         old_cells = decode_dictionary(convert_times_of_day(column)).cast(filled_type)
         return pc.if_else(new_cells.is_valid(), new_cells, old_cells)
     except pa.ArrowException as error:

@@ -235,7 +235,8 @@ def _compute_order(
     rank_by_record = np.zeros(int(record_indexes.max()) + 1, np.int64)
     rank_by_record[records_by_appearance] = np.arange(len(records_by_appearance))
     reading_keys = compute_shuffle_keys(record_hashes, codes, seed) if order == "random" else codes
-    # Sort by record, then events without a value first, then by the order within the record: the last key comes first.
+    # Sort by record, then events without a value before the others, then by the chosen order. `np.lexsort` expects the
+    # most important key last.
     return np.lexsort((reading_keys, is_observed, rank_by_record[record_indexes]))
 
 
@@ -263,6 +264,7 @@ def _split_line(line: bytes, field_names: FieldNames, max_message_bytes: int) ->
         return unchanged
     feature, value = document.get(field_names.feature), document.get(field_names.value)
     value_by_feature = document.get(field_names.values)
+    # A line that names a feature is one reading, even if it has a field with several readings as well.
     has_several_readings = isinstance(value_by_feature, dict) and value_by_feature and feature is None
     if not has_several_readings:
         feature_name = feature if isinstance(feature, str) else ""

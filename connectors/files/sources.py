@@ -80,7 +80,7 @@ def open_source(
         batch_events: Approximate number of events that one poll returns.
         max_message_bytes: Maximum length of a line; the codec rejects a longer one as too large.
         window_assigner: If records are time windows of a device's readings, it assigns readings to windows. It needs
-            the order "arrival" for long tables and JSON lines.
+            the order "arrival" for long tables and JSON lines. None if records are not time windows.
 
     Raises:
         InputError: A file is missing or unreadable, or its columns do not fit the model or the options.
@@ -98,9 +98,14 @@ def open_source(
         window_assigner,
     )
     if STANDARD_INPUT in map(str, inputs):
-        if len(inputs) > 1 or order != "arrival":
+        if len(inputs) > 1:
             raise ConfigError(
-                "standard input (-) cannot be combined with other inputs or with --order; write it to a file first"
+                "standard input (-) cannot be combined with other inputs; write it to a file first, and name the file"
+            )
+        if order != "arrival":
+            raise ConfigError(
+                f"--order {order} cannot be used with standard input (-), because reordering needs the whole input; "
+                "write it to a file first, and name the file"
             )
         return StandardInput(max_message_bytes=max_message_bytes, batch_events=batch_events)
     files = find_files(inputs)
@@ -198,7 +203,7 @@ class StandardInput:
         self._splitter = LineSplitter(max_message_bytes)
         self._batch_events = batch_events
         self._pending: list[tuple[int, bytes]] = []  # lines that were read but not yet returned, with their numbers
-        self._num_lines = 0
+        self._num_lines = 0  # lines read so far, to number the next ones
         self._is_at_end = False
         # poll(2), unlike epoll, accepts a regular file, as in `deformer-stream replay - < events.jsonl`.
         self._selector = selectors.PollSelector()
@@ -240,7 +245,7 @@ class StandardInput:
 
 @dataclass(frozen=True, slots=True)
 class _ReadOptions:
-    """The options for reading files; each attribute has the meaning of the argument of `open_source` of this name."""
+    """The options for reading files. Each attribute is the argument of `open_source` with the same name."""
 
     schema: Schema
     order: Order
@@ -311,6 +316,7 @@ class _WideTable:
         other_columns = [column for column in columns if column not in code_by_name]
         timestamp_columns = [name for name in other_columns if pa.types.is_timestamp(table.schema.field(name).type)]
         time_column = options.time_column or next(iter(timestamp_columns), None)
+        # The default record column is optional; a column that the user chose was checked above.
         record_column = options.record_column if options.record_column in other_columns else None
         ignored_columns = [column for column in other_columns if column not in (record_column, time_column)]
         return _WideTable(table, id_prefix, feature_columns, record_column, time_column, ignored_columns, options)
@@ -331,7 +337,7 @@ class _WideTable:
             columns.append(self.time_column)
         types |= _choose_timestamp_type(self.table, self.time_column)
         first_row = 0
-        batch_size = max(1, self.options.batch_events // len(schema))
+        batch_size = max(1, self.options.batch_events // len(schema))  # rows; each has an event per feature
         for batch in self.table.iterate_batches(columns, batch_size, types):
             record_ids = self._make_record_ids(batch, first_row)
             yield WideRows(str(self.table.path), batch, record_ids, first_row, self.time_column)
@@ -388,8 +394,8 @@ class _LongTable:
         for name in options.list_required_columns(table):
             if name not in columns:
                 raise InputError(
-                    f"{table.path}: a long table needs a column {name!r}; rename a column, or use --layout wide if a "
-                    "row is a record"
+                    f"{table.path}: there is no column {name!r}, which a long table (each row is one reading) needs; "
+                    f"rename a column to {name!r}, or use --layout wide if each row is a record"
                 )
             column_type = table.schema.field(name).type
             # The feature column of a CSV file is read as text, whatever type Arrow has inferred.
@@ -483,16 +489,16 @@ def make_record_prefixes(files: Sequence[Path]) -> dict[Path, str | None]:
         raise InputError(f"{duplicate}: the input names this file twice; name every file once")
     if len(files) == 1:
         return {files[0]: None}
-    prefix_by_file = {path: path.stem for path in files}
+    prefix_by_file: dict[Path, str | None] = {path: path.stem for path in files}
     if len(set(prefix_by_file.values())) == len(files):
-        return dict(prefix_by_file)
-    # Files in different folders have equal names.
+        return prefix_by_file
+    # Two files have the same name without ending, so the folders are needed to distinguish them.
     shared_folder = os.path.commonpath([path.resolve().parent for path in files])
     relative_paths = {path: path.resolve().relative_to(shared_folder) for path in files}
     prefix_by_file = {path: relative.with_suffix("").as_posix() for path, relative in relative_paths.items()}
     if len(set(prefix_by_file.values())) < len(files):
         prefix_by_file = {path: relative.as_posix() for path, relative in relative_paths.items()}
-    return dict(prefix_by_file)
+    return prefix_by_file
 
 
 def _iterate_messages(path: Path, options: _ReadOptions) -> Iterator[Messages]:

@@ -158,9 +158,11 @@ def _iterate_delayed(
     selection: _FeatureSelection,
     prefix: str,
 ) -> Iterator[OutgoingEvent]:
-    """Yield the readings of all files as events in the order of their delayed times.
+    """Yield the readings of all files as events in the order of their times, which include a random delay.
 
-    A delayed event waits in a heap until all rows before its time were read, so rows must be sorted by time.
+    An event is a triple of its key (record id or device), its message (JSON) and its time in microseconds since 1970.
+    Rows must be sorted by time. Events are kept in a heap until a row with a later time is read, or the heap is full.
+    Lines of JSON lines files are not delayed.
 
     Args:
         files: The files, in the order in which they are read.
@@ -192,7 +194,8 @@ def _iterate_delayed(
             id_field = "record"
             rows = _iterate_wide_rows(table, prefix_by_file[path], record_column, time_column, selection, default_times)
         for row_time, row_id, readings in _map_row_errors(path, rows):
-            # Rows are sorted by time, so no later row has an event before `row_time`.
+            # Rows are sorted by time, so no later row has an event before `row_time`. A full heap is emptied earlier,
+            # to bound the memory.
             while delayed and (delayed[0][0] <= row_time or len(delayed) > MAX_DELAYED):
                 yield _encode_event(*heapq.heappop(delayed))
             num_readings = len(readings)
@@ -322,8 +325,8 @@ def _iterate_long_rows(
     for name in (id_column, "feature", "value"):
         if name not in columns:
             raise InputError(
-                f"{table.path}: a long table needs a column {name!r}; rename a column, or use --layout wide if a row "
-                "is a record"
+                f"{table.path}: there is no column {name!r}, which a long table (each row is one reading) needs; "
+                f"rename a column to {name!r}, or use --layout wide if each row is a record"
             )
     table.check_columns(time_column)
     time_column = time_column or ("time" if "time" in columns else None)
@@ -368,7 +371,7 @@ def _get_times(
     for row, error in error_by_row.items():  # the first error is raised
         raise InputError(
             f"{table.path}: row {first_row + row}, column {time_column!r}, holds no valid time ({error.detail}); "
-            "correct it"
+            "correct this cell"
         )
     return [int(time) for time in times]
 
@@ -423,7 +426,8 @@ def _encode_event(time: int, number: int, key: bytes, document: dict[str, Any]) 
 
     Args:
         time: The event time, delay included.
-        number: The number of the event, which is not part of the result: it only orders events of equal time.
+        number: Not used. It is the second element of an entry in the heap of delayed events, whose elements are the
+            arguments of this function.
         key: The message key.
         document: The content of the message.
     """

@@ -348,7 +348,7 @@ def test_input_errors_name_the_file_and_the_reason(tmp_path: Path) -> None:
         assert says in message
         assert "\n" not in message
         assert caught.value.exit_code == 3
-    with pytest.raises(InputError, match="long table needs a column 'record'"):
+    with pytest.raises(InputError, match="there is no column 'record', which a long table"):
         read_events([good], layout="long")
     with pytest.raises(InputError, match="no time column 'noon'"):
         read_events([good], time_column="noon")

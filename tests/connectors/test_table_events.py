@@ -164,7 +164,7 @@ def test_input_errors_are_reported(tmp_path: Path) -> None:
     labels = write_parquet(tmp_path / "labels.parquet", anomaly=[1])
     with pytest.raises(InputError, match=r"labels\.parquet: there is no column to send"):
         list(iterate_events([labels], exclude=["anomaly"]))
-    with pytest.raises(InputError, match=r"long table needs a column 'record'"):
+    with pytest.raises(InputError, match=r"there is no column 'record', which a long table"):
         list(iterate_events([labels], layout="long"))
     nameless = write_parquet(tmp_path / "nameless.parquet", record=[None, "a"], a=[1.0, 2.0])
     with pytest.raises(InputError, match=r"nameless\.parquet: column 'record' has a null"):
