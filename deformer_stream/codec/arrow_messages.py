@@ -101,7 +101,7 @@ class ArrowDecoder:
             decoded = [self._decode_record_batch(record_batch, key, broker_time) for record_batch in record_batches]
         except RejectionError as error:
             return [], [Rejection(0, error.reason, error.detail)]
-        except InputError as error:
+        except InputError as error:  # a column has a type that no reading, time or id can have
             return [], [Rejection(0, RejectionReason.WRONG_TYPE, str(error))]
         except _READ_ERRORS as error:  # pyarrow found invalid bytes, perhaps only when a column was used
             problem = str(error) or type(error).__name__
@@ -134,29 +134,32 @@ class ArrowDecoder:
         if len(payload) > self._max_bytes:
             raise RejectionError(
                 RejectionReason.TOO_LARGE,
-                f"the message has {len(payload)} bytes; at most {self._max_bytes} are accepted",
+                f"the message has {len(payload)} bytes; at most {self._max_bytes} are accepted; send smaller messages",
             )
         data = pa.py_buffer(payload)
         # The stream is opened three times: for its compression and its schema, which read no cell, and for its cells.
         _reject_compressed(pa.ipc.MessageReader.open_stream(data))
         column_indices, unknown_features = self._select_columns(pa.ipc.open_stream(data).schema)
+        # One thread only: starting more would take longer than reading one message.
         options = pa.ipc.IpcReadOptions(included_fields=column_indices, use_threads=False)
         record_batches: list[pa.RecordBatch] = []
         num_readings = 0
         for record_batch in pa.ipc.open_stream(data, options=options):
-            # In wide layout each cell counts as a reading, also an id or a time: the limit needs no exact number.
+            # In wide layout each cell counts as a reading, also an id or a time: the limit needs no exact number. A row
+            # counts at least once, so that the number is 0 only if the stream has no rows.
             is_long = self._long_columns <= set(record_batch.schema.names)
             readings_per_row = 1 if is_long else max(1, record_batch.num_columns)
             num_readings += record_batch.num_rows * readings_per_row
             if num_readings > MAX_READINGS:
                 raise RejectionError(
                     RejectionReason.TOO_LARGE,
-                    f"the message has more than {MAX_READINGS} readings, the maximum that is accepted",
+                    f"the message has more than {MAX_READINGS} readings, the maximum that is accepted; split the "
+                    "message",
                 )
             record_batch.validate(full=True)  # the bytes are untrusted: offsets and lengths may point outside of them
             record_batches.append(record_batch)
         if not num_readings:
-            raise RejectionError(RejectionReason.MISSING_FIELD, "the Arrow stream has no rows")
+            raise RejectionError(RejectionReason.MISSING_FIELD, "the Arrow stream has no rows; send at least one")
         return record_batches, unknown_features
 
     def _select_columns(self, schema: pa.Schema) -> tuple[list[int], list[str]]:
@@ -214,7 +217,7 @@ class ArrowDecoder:
         columns = dict(zip(record_batch.schema.names, record_batch.columns, strict=True))
         columns[self._id_column] = self._fill_ids(columns.get(self._id_column), key, record_batch.num_rows)
         table = pa.RecordBatch.from_arrays(list(columns.values()), list(columns))
-        # Rows in wide layout take this type, too, because the long decoder converts their times and record ids.
+        # `LongRows` is also used for rows in wide layout, because the long decoder converts their times and record ids.
         data = LongRows("Arrow", table, first_row=0)
         if self._long_columns <= columns.keys():
             return self._long_decoder.decode(data, broker_time)
@@ -240,8 +243,7 @@ class ArrowDecoder:
         except UnicodeDecodeError:
             raise RejectionError(
                 RejectionReason.MISSING_FIELD,
-                f"{self._id_column!r} is missing, and the message key, which replaces a missing field, is not UTF-8 "
-                "text",
+                f"{self._id_column!r} is missing in a row, and the message key, which replaces it, is not UTF-8 text",
             ) from None
 
     def _decode_wide(self, data: LongRows, columns: Columns, broker_time: int) -> tuple[EventBatch, list[Rejection]]:

@@ -141,14 +141,18 @@ def _parse_timestamps(column: pa.Array) -> tuple[NDArray[np.int64], dict[int, Re
     """
     if pa.types.is_date(column.type):
         column = column.cast(pa.timestamp("s"))  # every date has a 64-bit number of seconds
-    # The range is checked in the unit of the column, because the conversion to microseconds could overflow.
-    per_second = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[column.type.unit]
-    limits = np.iinfo(np.int64)
-    smallest, largest = max(MIN_SECOND * per_second, limits.min), min(MAX_SECOND * per_second, limits.max)
+    # The range is checked in the unit of the column, because the conversion to microseconds could overflow. In
+    # nanoseconds, the years 1 to 9999 exceed int64, whose own limits then apply.
+    units_per_second = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[column.type.unit]
+    int64 = np.iinfo(np.int64)
+    smallest, largest = max(MIN_SECOND * units_per_second, int64.min), min(MAX_SECOND * units_per_second, int64.max)
     times = column.cast(pa.int64()).fill_null(0).to_numpy()
     is_null, is_outside = _is_null(column), (times < smallest) | (times > largest)
     in_range = np.where(is_outside, 0, times)
-    micros = in_range * (10**6 // per_second) if per_second <= 10**6 else in_range // (per_second // 10**6)
+    if units_per_second <= 10**6:
+        micros = in_range * (10**6 // units_per_second)
+    else:
+        micros = in_range // (units_per_second // 10**6)
     errors_by_row = {
         row: RejectionError(RejectionReason.WRONG_TYPE, "the time lies outside the years 1 to 9999")
         for row in np.flatnonzero(is_outside & ~is_null).tolist()
@@ -206,8 +210,8 @@ def convert_ids(column: pa.Array, file_and_column: str) -> pa.Array:
     column = decode_dictionary(column)
     if not (is_text(column.type) or pa.types.is_integer(column.type) or pa.types.is_null(column.type)):
         raise InputError(
-            f"{file_and_column} has the type {column.type}; record ids are text or whole numbers: convert the column "
-            "to text"
+            f"{file_and_column} has the type {column.type}; record ids are text or whole numbers, and so are device "
+            "names: convert the column to text"
         )
     return column.cast(pa.string())
 
@@ -235,6 +239,7 @@ def parse_numbers(column: pa.Array, feature: Feature) -> tuple[NDArray[np.float6
     numbers = [nan] * (len(distinct_values) + 1)
     errors: list[RejectionError | None] = [None] * (len(distinct_values) + 1)
     for index, value in enumerate(distinct_values):
+        # The value is a text or a boolean, as numeric columns were converted above. A boolean is an error.
         number = None if isinstance(value, bool) else parse_number(value)
         if number is None and feature.period == SECONDS_PER_DAY and isinstance(value, str):
             number = parse_time_of_day(value)

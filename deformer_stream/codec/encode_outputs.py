@@ -126,10 +126,13 @@ def encode_rejected(rejection: Rejection, data: Payload) -> bytes:
         "source": {"topic": topic, "partition": partition, "offset": offset},
     }
     for name, content in (("key", key), ("payload", payload)):
+        if content is None:  # a message without a key
+            document[name] = None
+            continue
         try:
-            document[name] = None if content is None else content.decode()
+            document[name] = content.decode()
         except UnicodeDecodeError:
-            document[f"{name}_base64"] = base64.b64encode(content or b"").decode()
+            document[f"{name}_base64"] = base64.b64encode(content).decode()
     return orjson.dumps(document)
 
 
@@ -172,6 +175,7 @@ def get_message(data: Payload, message_index: int) -> tuple[bytes | None, bytes]
     }
     record_id = data.record_ids[message_index] if isinstance(data, WideRows) else None
     key = record_id.encode("utf-8", "surrogateescape") if record_id else None
+    # Values that JSON cannot express, such as decimals, are written as text. A nested cell may have keys of any type.
     return key, orjson.dumps(row, default=str, option=orjson.OPT_NON_STR_KEYS)
 
 
@@ -188,7 +192,8 @@ def _cell_to_json(cell: pa.Array) -> Any:
         if pa.types.is_timestamp(cell.type):
             cell = cell.cast(pa.timestamp("us", cell.type.tz), safe=False)  # Python has no nanoseconds
         value = cell[0].as_py()
-        orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS)  # raises if the value cannot be encoded
+        # With the options of `get_message`, which encodes the value: this raises if it cannot be encoded.
+        orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS)
     except (ValueError, TypeError, ArithmeticError, LookupError, pa.ArrowException):
         if is_text(cell.type):
             return to_python_values(decode_dictionary(cell))[0].encode("utf-8", "backslashreplace").decode()

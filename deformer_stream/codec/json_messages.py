@@ -117,7 +117,8 @@ class DocumentReader:
         """
         try:
             # The readings belong to the record that the document names, or else to the window of its device that
-            # contains its time. In a window, the time slot (part of the window) helps to select the feature.
+            # contains its time. In a window, the time slot (part of the window) helps to select the feature. The device
+            # "" means that the document names its record.
             if self._window_assigner is None or document.get(self._field_names.record) is not None:
                 record_id, device = self._read_id(document, self._field_names.record, key), ""
                 time, time_slot = self._read_time(document, broker_time), NO_TIME_SLOT
@@ -234,7 +235,10 @@ class DocumentReader:
                     f"the fields {names.feature!r} and {names.values!r} are both missing; send one of them",
                 )
             if names.value not in document:
-                raise RejectionError(RejectionReason.MISSING_FIELD, f"the field {names.value!r} is missing")
+                raise RejectionError(
+                    RejectionReason.MISSING_FIELD,
+                    f"the field {names.feature!r} is present, but the field {names.value!r} is missing; send both",
+                )
             return [(feature, document[names.value])]
         if feature is not None:
             raise RejectionError(
@@ -253,7 +257,7 @@ class DocumentReader:
         if len(values) > self._max_readings:
             raise RejectionError(
                 RejectionReason.TOO_LARGE,
-                f"the message has {len(values)} readings; at most {self._max_readings} are accepted",
+                f"the message has {len(values)} readings; at most {self._max_readings} are accepted; split the message",
             )
         return list(values.items())
 
@@ -367,6 +371,7 @@ class MessageDecoder:
                         0 < len(record_id) <= MAX_TEXT_CHARS
                         and (time is None or MIN_SECOND <= time <= max_seconds[i])
                         and event.values is msgspec.UNSET  # no second form of readings in the same message
+                        # The parser skips unknown fields without validating their text.
                         and (payload.isascii() or is_utf8(payload))  # type: ignore[union-attr, arg-type]
                     ):
                         record_ids.append(record_id)
@@ -408,8 +413,9 @@ class MessageDecoder:
         """
         if self._future_time_limit is None:
             return [MAX_SECOND] * len(broker_times)
-        references = self._future_time_limit.reference_times(broker_times)
-        max_seconds = (references + self._future_time_limit.max_micros) / 1e6
+        # The broker's timestamp of each message, or the wall clock if it has none, in microseconds.
+        reference_times = self._future_time_limit.reference_times(broker_times)
+        max_seconds = (reference_times + self._future_time_limit.max_micros) / 1e6
         return cast("list[float]", np.minimum(max_seconds, MAX_SECOND).tolist())
 
     def _decode_other(
@@ -449,11 +455,13 @@ class MessageDecoder:
             RejectionError: If the value is missing, too large, or not a JSON object.
         """
         if payload is None:
-            raise RejectionError(RejectionReason.NOT_JSON, "the message has no value (a tombstone)")
+            raise RejectionError(
+                RejectionReason.NOT_JSON, "the message has no value (a tombstone); a JSON object is expected"
+            )
         if len(payload) > self._max_bytes:
             raise RejectionError(
                 RejectionReason.TOO_LARGE,
-                f"the message has {len(payload)} bytes; at most {self._max_bytes} are accepted",
+                f"the message has {len(payload)} bytes; at most {self._max_bytes} are accepted; send smaller messages",
             )
         try:
             document = orjson.loads(payload)
@@ -479,7 +487,8 @@ def _make_event_parser(field_names: FieldNames) -> Callable[[Any], Any]:
     """
     names = {name: getattr(field_names, name) for name in ("record", "feature", "value", "time", "values")}
     if len(set(names.values())) < len(names):
-        # A struct needs distinct names. A dictionary lacks the attributes, so every message takes the exact path.
+        # A struct needs distinct keys, so there is no fast path. `orjson.loads` returns a dictionary, which lacks the
+        # attributes, so that every message is decoded as an uncommon one.
         return orjson.loads
     event_type = msgspec.defstruct(
         "Event",
@@ -488,7 +497,7 @@ def _make_event_parser(field_names: FieldNames) -> Callable[[Any], Any]:
             ("feature", str),
             ("value", float),
             ("time", float | None, None),
-            ("values", msgspec.Raw | msgspec.UnsetType, msgspec.UNSET),
+            ("values", msgspec.Raw | msgspec.UnsetType, msgspec.UNSET),  # not parsed: only its presence matters
         ],
         rename=names,
         gc=False,  # an event cannot be part of a reference cycle
@@ -497,16 +506,19 @@ def _make_event_parser(field_names: FieldNames) -> Callable[[Any], Any]:
 
 
 class _EventColumns:
-    """The columns of an `EventBatch` under construction, as lists that grow by one element per event (reading).
+    """The events (decoded readings) of a poll, collected column by column for an `EventBatch`.
 
     Attributes:
-        record_ids: The record id of each event.
-        features: The feature code (index of the feature in the schema) of each event.
-        values: The number or the label code of each event, NaN for a feature that will not be observed.
-        times: The time of each event, microseconds since 1970 or `NO_TIME`.
-        message_indices: The index of each event's message in the poll.
-        unseen_labels: By event index, the text of a label that did not occur in training. Other events have no entry.
-        devices: By event index, the device of an event that names a device instead of a record.
+        record_ids: List of the record id of each event.
+        features: List of the feature code (index of the feature in the schema) of each event.
+        values: List of the value of each event: a number, or the label code of a discrete feature. NaN declares that
+            the feature will not be observed.
+        times: List of the time of each event, microseconds since 1970 or `NO_TIME`.
+        message_indices: List of the index of each event's message in the poll.
+        unseen_labels: Dictionary from the index of an event to its label. It contains only the events whose label did
+            not occur in training.
+        devices: Dictionary from the index of an event to its device. It contains only the events that name a device
+            instead of a record.
     """
 
     def __init__(self) -> None:
@@ -567,6 +579,7 @@ class _EventColumns:
             partitions = np.asarray(data.partitions, np.int32)[message_indices]
         windows = None
         if window_assigner is not None and self.devices:
+            # An event that names its record has the device "".
             devices = [self.devices.get(i, "") for i in range(len(self.record_ids))]
             windows = window_assigner.make_membership(devices, times)
         return EventBatch(
@@ -613,7 +626,9 @@ def _parse_lenient(payload: bytes, error: str) -> object:
     """
     try:
         document = json.loads(payload.decode(), parse_int=_parse_integer)
-        orjson.dumps(document)  # raises for lone surrogates and deep nesting, which a dead letter cannot contain
+        # Raises for lone surrogates and deep nesting: the report of the rejection, which orjson encodes, could not
+        # quote them.
+        orjson.dumps(document)
     except (ValueError, TypeError, RecursionError):
         raise RejectionError(RejectionReason.NOT_JSON, error.splitlines()[0] if error else "not JSON") from None
     return document

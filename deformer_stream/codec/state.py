@@ -117,7 +117,7 @@ class _InvalidStateError(Exception):
 
 def encode_snapshot(snapshot: Snapshot) -> bytes:
     """Return the snapshot of a partition (its complete state) as bytes, to be saved with a commit of offsets."""
-    vocabulary = snapshot.vocabulary  # the features and labels that the codes in the snapshot stand for
+    vocabulary = snapshot.vocabulary  # the names of the features and labels whose codes are in the snapshot
     columns: dict[str, Column] = {
         "names": vocabulary.names,
         "kinds": vocabulary.kinds,
@@ -127,7 +127,7 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
     # The other columns have the names of the snapshot's fields.
     columns |= {name: getattr(snapshot, name) for name in _SNAPSHOT_COLUMNS if name not in columns}
     columns |= _drift_to_columns(snapshot.drift)
-    if snapshot.ties is not None:
+    if snapshot.ties is not None:  # tie groups (readings of one record with the same event time) are in use
         columns |= {
             "tied": snapshot.ties.is_tied,
             "held": snapshot.ties.num_pending,
@@ -179,8 +179,8 @@ def encode_decisions(decisions: Decisions) -> bytes:
 def decode_decisions(data: bytes, description: str = "the saved decisions") -> Decisions:
     """Return the decisions that were encoded as `data`.
 
-    Decisions are what a run decided about a partition since its last snapshot and what the partition's messages do not
-    determine, such as records closed by a time-out.
+    Decisions are results of a run, such as records closed by a time-out, that do not follow from the messages of the
+    partition.
 
     Args:
         data: The result of `encode_decisions`.
@@ -209,12 +209,12 @@ def check_state(snapshot: bytes, decisions: Iterable[bytes]) -> None:
     try:
         _decode_snapshot(snapshot)
     except _InvalidStateError as error:
-        raise StateError(f"the saved snapshot cannot be decoded: {error}") from error
+        raise StateError(f"the saved snapshot cannot be decoded: {error}") from error  # the caller adds the remedy
     try:
         for data in decisions:
             _decode_decisions(data)
     except _InvalidStateError as error:
-        raise StateError(f"the saved decisions cannot be decoded: {error}") from error
+        raise StateError(f"the saved decisions cannot be decoded: {error}") from error  # the caller adds the remedy
 
 
 def _decode_snapshot(data: bytes) -> Snapshot:
@@ -225,11 +225,12 @@ def _decode_snapshot(data: bytes) -> Snapshot:
     """
     columns = _decode(SNAPSHOT, data, _SNAPSHOT_COLUMNS | _DRIFT_COLUMNS | _TIE_COLUMNS)
     # Format version 1 does not state at which alpha (false-alarm rate) a record has alerted. Such a record raises no
-    # further alert, so that none is repeated.
+    # further alert, so that none is repeated. `alert_seq` is the position of the reading that raised the first alert,
+    # −1 if the record has not alerted.
     columns.setdefault("alert_alpha", np.where(columns["alert_seq"] < 0, NO_ALERT, SUPPRESS_ALL))
     vocabulary = _decode_vocabulary(*(columns.pop(name) for name in _VOCABULARY_COLUMNS))
     drift = _pop_drift(columns)
-    ties = _pop_ties(columns) if "tied" in columns else None
+    ties = _pop_ties(columns) if "tied" in columns else None  # only format version 3 has tie groups
     columns["closed"] = StringColumn.from_strings(columns["closed"])
     models = tuple(columns.pop("models"))
     snapshot = Snapshot(vocabulary, models, **columns, drift=drift, ties=ties)  # the rest have the names of fields
@@ -290,7 +291,7 @@ def _decode_tie_timeouts(record_ids: list[str], num_readings: NDArray[np.int32])
         _InvalidStateError: If the arguments have different lengths, or if a number is not positive.
     """
     _require(len(record_ids) == len(num_readings), "the time-outs of tie groups and their records do not match")
-    _require(bool((num_readings > 0).all()), "a tie group was decided before the first reading of its record")
+    _require(bool((num_readings > 0).all()), "a tie group was scored before the first reading of its record")
     timeouts: dict[str, tuple[int, ...]] = {}
     for record_id, count in zip(record_ids, num_readings.tolist(), strict=True):
         timeouts[record_id] = (*timeouts.get(record_id, ()), count)
@@ -314,7 +315,9 @@ def _drift_to_columns(drift: DriftState | None) -> dict[str, Column]:
             "drift_bins": np.empty(0, np.int32),
             "drift_counts": np.empty(0, np.int64),
         }
-    # By calibration group, the number of records in each bin of ranks. The last two columns are these ragged rows.
+    # Each calibration group (records with a calibration of their own) has a histogram: how many records have an anomaly
+    # rank in each bin. The groups may have different numbers of bins, so the last column holds all histograms one after
+    # the other, and `drift_bins` their lengths.
     counts_of_groups = list(drift.bin_counts_by_group.values())
     return {
         "drift_model": [drift.model],
@@ -349,8 +352,9 @@ def _pop_drift(columns: dict[str, Any]) -> DriftState | None:
         len(model) == 1 and len(numbers) == 2 + len(BET_EXPONENTS),
         "the drift state does not have one model and one wealth per bet",
     )
+    # A group is a calibration group: records with a calibration of their own.
     _require(len(groups) == len(bins_per_group) == len(set(groups)), "the drift state does not have each group once")
-    # `counts` holds the number of records in each bin of ranks, one calibration group after the other.
+    # `counts` holds how many records have an anomaly rank in each bin of each group, one group after the other.
     _require(
         bool((bins_per_group >= 0).all()) and int(bins_per_group.sum()) == len(counts),
         "the drift state does not have one count per bin",
@@ -427,6 +431,7 @@ def _decode(kind: bytes, data: bytes, types: Mapping[str, pa.DataType]) -> dict[
         _InvalidStateError: If the data is not valid.
     """
     _require(len(data) >= HEADER.size, f"the data is cut short: {len(data)} bytes are fewer than the header has")
+    # The public functions of this module add to these messages which state is affected and what to do.
     magic, data_kind, version, digest = HEADER.unpack_from(data)
     _require(magic == MAGIC, "the data was written by another program")
     if not 1 <= version <= FORMAT_VERSION:
@@ -449,7 +454,10 @@ def _decode(kind: bytes, data: bytes, types: Mapping[str, pa.DataType]) -> dict[
         # Each column is a list in a single row; flattening returns the elements of the list.
         columns = {name: table.column(name).combine_chunks().flatten() for name in types}
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise _InvalidStateError(f"the stored data is not readable ({str(error).splitlines()[0]})") from error
+        first_line = str(error).splitlines()[0]
+        raise _InvalidStateError(
+            f"the saved state is damaged: its body, an Arrow stream, is not readable ({first_line})"
+        ) from error
     _require(not any(column.null_count for column in columns.values()), "a value is missing")
     return {name: column.to_pylist() if types[name] == _TEXT else column.to_numpy() for name, column in columns.items()}
 
@@ -463,15 +471,16 @@ def _require(condition: bool, problem: str) -> None:
 def _decode_vocabulary(
     names: list[str], kinds: list[Any], label_counts: NDArray[np.int32], labels: list[str]
 ) -> Vocabulary:
-    """Return the features and labels that the feature codes and label codes of a snapshot stand for.
+    """Return the vocabulary of a snapshot: its features and their labels, which the snapshot refers to by codes.
 
-    A code is an index: of a feature among the F features, or of a label among the labels of its feature.
+    The code of a feature is its index among the features. The code of a label is its index among the labels of its
+    feature.
 
     Args:
-        names: F feature names, in the order of the feature codes.
-        kinds: F feature kinds, "continuous" or "discrete".
+        names: The names of the F features.
+        kinds: The kind of each feature, "continuous" or "discrete".
         label_counts: (F,) the number of labels of each feature, 0 for a continuous one.
-        labels: The labels of all features, one feature after the other, each in the order of the label codes.
+        labels: The labels of the first feature, followed by those of the second feature, and so on.
 
     Raises:
         _InvalidStateError: If the arguments contradict each other.
@@ -494,12 +503,14 @@ def _check_snapshot(snapshot: Snapshot) -> None:
         _InvalidStateError: If arrays do not have matching lengths, or if an index or a value is out of range.
     """
     num_records, num_features = len(snapshot), len(snapshot.vocabulary)
+    # The columns with one value per record.
     for name in ("model", "age", "counts", "absent_counts", "scored", "alert_seq", "alert_alpha", *_RUNNING_SUMS):
         _require(len(getattr(snapshot, name)) == num_records, f"the column {name!r} does not have one value per record")
     _require(len(set(snapshot.ids)) == num_records, "a record occurs twice")
     _require(_is_within(snapshot.model, len(snapshot.models)), "the model of a record is not in the list of models")
     _check_readings(snapshot, num_records, num_features)
     _check_values(snapshot)
+    # A record that has not alerted has the alert position −1 and the alpha (false-alarm rate) `NO_ALERT`, which is 1.
     _require(
         bool((snapshot.alert_seq >= -1).all()) and bool((snapshot.scored >= 0).all()),
         "the position of an alert or the number of scored readings is negative",
@@ -511,6 +522,8 @@ def _check_snapshot(snapshot: Snapshot) -> None:
     if snapshot.ties is not None:
         _check_ties(snapshot, snapshot.ties)
 
+    # An unseen label (one that did not occur in training) is stored with its record and with the position of its
+    # reading in the record.
     num_unseen, num_windows = len(snapshot.unseen_text), len(snapshot.window_device)
     _require(
         len(snapshot.unseen_record) == len(snapshot.unseen_place) == num_unseen,
@@ -577,7 +590,7 @@ def _check_ties(snapshot: Snapshot, ties: TieGroups) -> None:
     num_readings = int(snapshot.counts.sum())
     _require(len(ties.is_tied) == num_readings, "the ties do not have one value per reading")
     _require(len(ties.num_pending) == len(ties.tie_time) == len(snapshot), "the ties do not have one value per record")
-    _require(_is_within(ties.num_pending, snapshot.counts + 1), "more readings are undecided than the record has")
+    _require(_is_within(ties.num_pending, snapshot.counts + 1), "more readings are pending than the record has")
     # Whether a reading belongs to the tie group of the reading before it in its record. The readings of all records
     # are stored one record after the other.
     is_tied = ties.is_tied
@@ -590,7 +603,7 @@ def _check_ties(snapshot: Snapshot, ties: TieGroups) -> None:
     # it, a tie group is scored in part.
     has_pending = ties.num_pending > 0
     first_pending = (first_readings + snapshot.counts - ties.num_pending)[has_pending]
-    _require(not is_tied[first_pending].any(), "a tie group is decided in part")
+    _require(not is_tied[first_pending].any(), "a tie group is scored in part")
 
 
 def _check_values(snapshot: Snapshot) -> None:

@@ -58,7 +58,7 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 def hash_record_ids(record_ids: Iterable[str]) -> NDArray[np.uint64]:
-    """Return the CRC-32 hashes of N record ids as an array (N,), from which `compute_shuffle_keys` derives orders."""
+    """Return the CRC-32 hash of each of N record ids as an array (N,), for `compute_shuffle_keys`."""
     return np.array([zlib.crc32(record_id.encode("utf-8", "surrogatepass")) for record_id in record_ids], np.uint64)
 
 
@@ -185,9 +185,9 @@ class WideDecoder:
             column: The cells.
 
         Returns:
-            (N,) raw values of a continuous feature or label codes of a discrete one: NaN if not observed, infinite if
-            rejected. A dictionary by row index, for discrete features only: the text of a label that did not occur in
-            training, or the error of a label that is rejected.
+            Two results. First (N,) raw values of a continuous feature or label codes of a discrete one: NaN if not
+            observed, infinite if rejected. Second a dictionary by row index, which is empty for a continuous feature.
+            It contains the text of each label that did not occur in training, and the error of each rejected label.
 
         Raises:
             InputError: If the column's type does not fit the feature.
@@ -219,26 +219,28 @@ class WideDecoder:
         column = data.table.column(data.time_column)
         times, errors = parse_times(column, f"{data.origin}: column {data.time_column!r}")
         if errors:
-            row, error = next(iter(errors.items()))
+            row, error = next(iter(errors.items()))  # one error is enough, because the whole table is refused
             raise InputError(
-                f"{data.origin}: the time in column {data.time_column!r} of row {data.first_row + row} is not valid: "
-                f"{error.detail}"
+                f"{data.origin}: the time in column {data.time_column!r} of row {data.first_row + row} is not valid "
+                f"({error.detail}); correct it, or leave the cell empty"
             )
         return times
 
     def _order_features(
         self, data: WideRows, present_codes: list[int], values: NDArray[np.float64]
     ) -> NDArray[np.intp]:
-        """Return the order of the events of each record: the features that are not observed first, then the readings.
+        """Return the feature codes of each record in the order in which its events are generated.
+
+        A record gets one event per feature. Features that are not observed come first. The features with a value follow
+        in the order that was chosen for the decoder. A feature code is the index of the feature in the schema.
 
         Args:
             data: The N rows, one record per row.
             present_codes: The codes of the features that have a column, in the table's column order.
-            values: (N, F) values of the F features of the model by feature code, NaN if not observed.
+            values: (N, F) value of each of the F features of the model by feature code, NaN if not observed.
 
         Returns:
-            (N, F) feature codes (indices of features in the schema). Row i is a permutation of 0 to F − 1, in the order
-            of the events of record i.
+            (N, F) feature codes. Row i is a permutation of 0 to F − 1: the order for record i.
         """
         num_rows, num_features = values.shape
         if self._order == "random":
@@ -246,6 +248,7 @@ class WideDecoder:
             shuffle_keys = compute_shuffle_keys(record_hashes, np.arange(num_features), self._seed)
             codes = np.argsort(shuffle_keys, axis=1)
         else:
+            # A feature without a column is not observed in any row. The last step moves it to the front.
             present = set(present_codes)
             absent_codes = [code for code in range(num_features) if code not in present]
             order_of_all_rows = present_codes + absent_codes if self._order == "arrival" else list(range(num_features))
@@ -436,8 +439,8 @@ class LongDecoder:
             is_replaced_by_broker_time = name == self._field_names.time and broker_time != NO_TIME
             if name not in columns and not is_replaced_by_broker_time:
                 raise InputError(
-                    f"{data.origin}: column {name!r} is missing, which a table with one reading per row needs; "
-                    "rename the column, or use --layout wide for a table with one record per row"
+                    f"{data.origin}: column {name!r} is missing; a table with one reading per row needs it: rename a "
+                    "column, or use --layout wide for a table with one record per row"
                 )
 
         times, errors = self.parse_times(data, columns, broker_time)
@@ -476,8 +479,8 @@ class LongDecoder:
                 without a time get this time. `NO_TIME` for rows of a file.
 
         Returns:
-            (N,) event times in microseconds since 1970, or `NO_TIME`. A dictionary by row index: the error of a time
-            that is not valid or too far in the future.
+            Two results. First (N,) event times in microseconds since 1970, `NO_TIME` for a row without a time. Second a
+            dictionary by row index: the error of each time that is not valid or too far in the future.
         """
         column = columns.get(self._field_names.time)
         if column is None:
@@ -492,7 +495,7 @@ class LongDecoder:
         """Return the device of each event and the time at which its window closes, or None if there are no windows.
 
         Args:
-            devices: The device of each of N rows, "" if the row names its record; None if there are no windows.
+            devices: The device of each of N rows, "" if the row names its record; None if no row can name a device.
             times: (N,) the time of each row, microseconds since 1970.
             rows: (E,) index of the row of each of E events.
         """
@@ -503,7 +506,7 @@ class LongDecoder:
     def parse_record_ids(
         self, data: LongRows, columns: dict[str, pa.Array], times: NDArray[np.int64], time_errors: ErrorsByRow
     ) -> tuple[NDArray[np.object_], list[str] | None, ErrorsByRow]:
-        """Return the record id of each row, which the row states or which follows from its device and time.
+        """Return the record id of each row. A row either states it, or names a device whose time window is the record.
 
         Args:
             data: The N rows.
@@ -512,8 +515,9 @@ class LongDecoder:
             time_errors: A dictionary by row index: the error of a time that is rejected.
 
         Returns:
-            (N,) record ids, None if a row has none. The N devices, "" if the row names its record; None instead of the
-            list if there are no windows. A dictionary by row index: the error of a row without a valid record id.
+            Three results. First (N,) record ids, None if a row has none. Second a list of the N devices, "" if the row
+            names its record; if no row can name a device, None replaces the list. Third a dictionary by row index: the
+            error of each row without a valid record id.
         """
         names, assigner = self._field_names, self._window_assigner
         if names.record in columns:
@@ -549,8 +553,8 @@ class LongDecoder:
             name: The name of the column, for error messages.
 
         Returns:
-            (N,) ids, None if missing. A dictionary by row index: the error of an id that is missing, empty, too long or
-            not UTF-8.
+            Two results. First (N,) ids, None if missing. Second a dictionary by row index: the error of each id that is
+            missing, empty, too long or not UTF-8.
         """
         column = convert_ids(column, f"{data.origin}: column {name!r}")
         indices, distinct_ids = encode_distinct(column)
@@ -566,17 +570,17 @@ class LongDecoder:
         slot of a reading determine its feature.
 
         Args:
-            devices: N devices, "" if the row names its record; None if there are no windows.
+            devices: The device of each of N rows, "" if the row names its record; None if no row can name a device.
             times: (N,) the time of each row, microseconds since 1970.
 
         Returns:
-            (N,) time slots, counted from 0 in each window, `NO_TIME_SLOT` if the row names its record and the exact
-            feature. (1,) if a single entry holds for all rows; it is 0 if the model has no features for time slots.
+            (N,) time slots, counted from 0 in each window. `NO_TIME_SLOT` if the row names its record; then it must
+            also name the exact feature. The array may have a single entry instead, which holds for all rows.
         """
         window = self._schema.window
         if window is None or not self._schema.has_repeating_sensors:
-            return np.zeros(1, np.int64)
-        if devices is None:
+            return np.zeros(1, np.int64)  # the value has no effect, because no feature depends on a time slot
+        if devices is None:  # each row names its record
             return np.full(1, NO_TIME_SLOT)
         belongs_to_window = np.array([device != "" for device in devices], bool)
         return np.where(belongs_to_window, window.time_slot_index(times), NO_TIME_SLOT)
@@ -593,8 +597,8 @@ class LongDecoder:
                 same for all rows.
 
         Returns:
-            (N,) feature codes, −1 if the name is missing or unknown to the model. A dictionary by row index: the error
-            of such a name.
+            Two results. First (N,) feature codes, −1 if the name is missing or unknown to the model. Second a
+            dictionary by row index: the error of each such name.
 
         Raises:
             InputError: If the column does not hold text.
@@ -642,9 +646,9 @@ class LongDecoder:
             codes: (N,) feature code (index of the feature in the schema) of each row, −1 if the feature is unknown.
 
         Returns:
-            (N,) raw values of continuous features and label codes of discrete ones, NaN for null. A dictionary by row
-            index: the text of a label that did not occur in training. A dictionary by row index: the error of a value
-            that does not fit its feature.
+            Three results. First (N,) raw values of continuous features and label codes of discrete ones, NaN for null.
+            Second a dictionary by row index: the text of each label that did not occur in training. Third a dictionary
+            by row index: the error of each value that does not fit its feature.
 
         Raises:
             InputError: If the column of values has a type that no reading can have.

@@ -69,6 +69,7 @@ def _guess_unit(number: float) -> str | None:
     Args:
         number: The time as it was sent, counted from 1970 in an unknown unit.
     """
+    # The finer units are listed from coarse to fine.
     return next((unit for unit, per_second in _FINER_UNITS if 0 < number / per_second <= _YEAR_2100), None)
 
 
@@ -79,7 +80,7 @@ def parse_rfc3339(text: str) -> int:
         RejectionError: If the text is not RFC 3339, has no UTC offset, or lies outside the years 1 to 9999.
     """
     try:
-        moment = _parse_datetime(text.upper())
+        moment = _parse_datetime(text.upper())  # RFC 3339 also permits the letters t and z
     except (ValueError, OverflowError):
         raise RejectionError(
             RejectionReason.WRONG_TYPE, f"the time {quote(text)} is not RFC 3339 text such as 2020-03-09T10:34:33Z"
@@ -90,7 +91,7 @@ def parse_rfc3339(text: str) -> int:
         )
     micros = (moment - EPOCH) // _MICROSECOND
     if not MIN_MICROS <= micros <= MAX_MICROS:
-        raise RejectionError(RejectionReason.WRONG_TYPE, f"the time {quote(text)} lies outside the years 1 to 9999")
+        raise RejectionError(RejectionReason.WRONG_TYPE, f"the time {quote(text)} lies outside the years 1 to 9999 UTC")
     return micros
 
 
@@ -107,10 +108,12 @@ def _parse_datetime(text: str) -> datetime:
         leap_second = _LEAP_SECOND.fullmatch(text)
         if leap_second is None:
             raise
-    # Group 1 is the text up to the minute, group 2 the fraction and the UTC offset.
+    # Group 1 is the text up to the minute, group 2 the fraction and the UTC offset. `datetime` has no second 60, so the
+    # result is computed as one second after second 59.
     next_second = datetime.fromisoformat(f"{leap_second[1]}59{leap_second[2]}") + _SECOND
     if (next_second - EPOCH) % _DAY >= _SECOND:  # the second after a leap second is the first one of a day
-        raise ValueError("a leap second can only be the last second of a day")
+        # `parse_rfc3339` reports every ValueError as text that is not RFC 3339.
+        raise ValueError(f"{quote(text)} has a second 60 (a leap second) before the end of a day in UTC; use 00 to 59")
     return next_second
 
 

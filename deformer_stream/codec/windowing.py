@@ -102,19 +102,20 @@ class WindowAssigner:
         if time == NO_TIME:
             raise RejectionError(
                 RejectionReason.MISSING_FIELD,
-                f"{field_names.time!r} is missing; an event without a record id needs a time, which determines its "
-                "window",
+                f"{field_names.time!r} is missing; an event without a record id needs it, because the time determines "
+                "the window that is the record",
             )
         record_id = self.make_record_id(device, time)
         if record_id is None:
             raise RejectionError(
-                RejectionReason.WRONG_TYPE, "the time lies in a window that starts before the year 1; send a later time"
+                RejectionReason.WRONG_TYPE,
+                f"the time {format_rfc3339(time)} lies in a window that starts before the year 1; send a later time",
             )
         if len(record_id) > MAX_TEXT_CHARS:
             raise RejectionError(
                 RejectionReason.TOO_LARGE,
                 f"the name in {field_names.device!r} is too long: the record id made of it and the start of the window "
-                f"has {len(record_id)} characters, and at most {MAX_TEXT_CHARS} are accepted",
+                f"has {len(record_id)} characters, and at most {MAX_TEXT_CHARS} are accepted; shorten the name",
             )
         return record_id
 
@@ -126,7 +127,7 @@ class WindowAssigner:
 
         Args:
             devices: N device names, "" for an event that names its record explicitly.
-            times: (N,) event times, microseconds since 1970.
+            times: (N,) event times, microseconds since 1970. If an event names its record, its deadline is not used.
         """
         deadlines = floor_to_window(times, self.width) + (self.width + self.grace)
         return WindowMembership(devices, deadlines)
