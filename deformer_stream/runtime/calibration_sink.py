@@ -45,7 +45,7 @@ class MaxStatisticSink:
         return np.concatenate([np.empty(0), *self._max_statistics])
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        """Collect the scores of the records that were closed in one turn of the pipeline's loop, and scored readings.
+        """Collect the final scores of the records that one turn of the pipeline's loop closed, and some readings.
 
         Args:
             effects: The results of the turn.
@@ -111,7 +111,7 @@ class MaxStatisticSink:
         Raises:
             ConfigError: If some records were scored in another order than the others.
         """
-        # Without the option, readings that do not come from wide rows are scored in their order of arrival.
+        # Without the option, readings that do not come from rows of wide tables are scored in their order of arrival.
         order_of_other_readings = requested_order or "arrival"
         if not self.has_wide_rows:
             return order_of_other_readings

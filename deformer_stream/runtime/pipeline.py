@@ -254,7 +254,8 @@ class Pipeline:
             else:
                 source.commit(states)
                 observe_duration()
-            # A commit in the background is repeated by the source until it succeeds or the run fails.
+            # The states count as saved even if the commit still runs in the background: the source repeats it until it
+            # succeeds or the run fails.
             self.recovery.mark_committed(states)
         self.metrics.set_lag(source.get_lag())
         log.get_logger("runtime").debug("offsets_committed", saved_partitions=sorted(states))
@@ -280,7 +281,7 @@ class Pipeline:
             self._report(effects, 0.0)
             self.recovery.drop_partitions(polled.revoked_partitions)
             log.get_logger("runtime").info("partitions_revoked", partitions=list(polled.revoked_partitions))
-        for restored in polled.restored_partitions:
+        for restored in polled.restored_partitions:  # each with its saved state, which is loaded now
             self.recovery.start_restore(restored, now)
         data = self.recovery.replay_history(polled.data, self.codec, now)
         for partition in polled.caught_up_partitions:
@@ -296,9 +297,10 @@ class Pipeline:
             partitions: The partitions that are given up.
 
         Returns:
-            The state to save, by partition. It also contains the state of partitions that stay, if it is due.
+            The state to save, by partition. Partitions that are not given up are included if their state is due to be
+            saved.
         """
-        for sink in self.sinks:  # the source commits next, and the effects must be durable before
+        for sink in self.sinks:  # the source commits next, and the effects must be durable before that
             sink.flush()
         return self.recovery.collect_state(self._now(), partitions)
 
@@ -308,7 +310,7 @@ class Pipeline:
         If the model does not fit the options of the run, the model in use stays and a warning is logged.
         """
         artifact = self.take_new_model() if self.take_new_model is not None else None
-        if artifact is None or self.make_codec is None:
+        if artifact is None or self.make_codec is None:  # `make_codec` is given if `take_new_model` is
             return
         try:
             codec = self.make_codec(artifact)
@@ -319,7 +321,8 @@ class Pipeline:
         # The policy in use may differ from the option: records cannot be finished by a model with other features.
         policy = self.engine.change_model(artifact.model, artifact.calibration, artifact.fingerprint, self.open_records)
         self.codec = codec
-        self.recovery.request_snapshots()  # a restart then processes no message again that the old model has scored
+        # With new snapshots, a restart does not process messages again that the old model has scored.
+        self.recovery.request_snapshots()
         self.metrics.set_model(artifact.fingerprint)
         if self._partitioned_source is not None:
             self._partitioned_source.model_fingerprint = artifact.fingerprint
@@ -328,7 +331,7 @@ class Pipeline:
         )
 
     def _is_behind(self) -> bool:
-        """Return whether more than `BEHIND_MESSAGES` messages are not yet read, about as many as one poll returns."""
+        """Return whether more than `BEHIND_MESSAGES` messages are unread. One poll returns about as many."""
         source = self._partitioned_source
         return source is not None and sum(source.get_lag().values()) > BEHIND_MESSAGES
 
@@ -339,7 +342,9 @@ class Pipeline:
     # Logs and metrics
 
     def _report(self, effects: Effects, scoring_seconds: float) -> None:
-        """Log and count the effects of one batch of events, after they were written, so that no alert is delayed.
+        """Log and count the effects of one batch of events.
+
+        This is called after the effects were written, so that it does not delay alerts.
 
         Args:
             effects: The effects (scores, alerts, closed records, rejections).

@@ -133,7 +133,7 @@ class PartitionedSource(EventSource, Protocol):
         """The partitions that are assigned to this process now."""
 
     def commit(self, states: Mapping[int, PartitionState] = NO_STATE) -> None:
-        """Commit the offsets of all polled messages, the states, and what sinks have written in the same transaction.
+        """Commit the offsets of all polled messages, the states, and what sinks have written to the transaction.
 
         Either all of this takes effect or nothing. Blocks until it has taken effect.
 
@@ -161,7 +161,7 @@ class AsyncCommitSource(PartitionedSource, Protocol):
         Args:
             states: State to save, by partition.
             on_committed: Called when the commit has taken effect, possibly from another thread, to measure how long it
-                took. A commit that needed more than one attempt may not call it.
+                took. If the commit needs more than one attempt, there may be no call.
         """
 
 
@@ -194,5 +194,5 @@ class Clock(Protocol):
 
         Args:
             times: (N,) the event times of the batch in microseconds since 1970, or `NO_TIME`. A wall clock ignores
-                them. The clock of a replay of recorded events returns the latest one so far.
+                them. The clock of a replay of recorded events returns the latest event time so far.
         """

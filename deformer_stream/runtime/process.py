@@ -50,7 +50,8 @@ def limit_thread_spinning() -> None:
     """Let idle OpenMP threads of torch sleep after a short time instead of spin. Call it before torch is imported.
 
     A spinning thread occupies a core that other threads need, which makes scoring up to forty times slower on a busy
-    machine. On an idle machine, sleeping has no measurable cost. An environment variable set by the user is kept.
+    machine. On an idle machine, sleeping has no measurable cost. If the user has set the environment variable
+    `GOMP_SPINCOUNT`, it is kept.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
@@ -59,9 +60,10 @@ def reserve_core() -> None:
     """Let torch use one thread fewer than the process has cores. Call it before torch is imported.
 
     The Kafka client's thread needs a core, and on a small machine so does the broker. Scoring a poll consists of about
-    a hundred short parallel steps, and each of them is delayed if another process occupies the last core. An
-    environment variable set by the user is kept.
+    a hundred short parallel steps, and each of them is delayed if another process occupies the last core. If the user
+    has set the environment variable `OMP_NUM_THREADS`, it is kept.
     """
+    # Only Linux can state which cores the process may use. Elsewhere all cores of the machine are counted.
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores - 1)))
 

@@ -38,7 +38,8 @@ class Recovery:
     The saved state of a partition is a snapshot (its complete state) and the decisions since then (alerts raised,
     records closed by a time-out or evicted), which its messages do not determine.
 
-    A source that saves no state, such as a file, has no partitions to restore. Then `collect_state` returns nothing.
+    A source that saves no state, such as a file, has no partitions to restore. Then `collect_state` returns an empty
+    dictionary.
 
     Args:
         engine: The engine with the state of the partitions.
@@ -56,6 +57,7 @@ class Recovery:
     ) -> None:
         self._engine, self._metrics = engine, metrics
         self._interval, self._now = interval, now
+        # Partitions whose history (messages that a previous run has processed) is still being read, by number.
         self._restoring: dict[int, RestoredPartition] = {}
         # All partitions that are assigned and not being restored, with their decisions since the last commit.
         self._unsaved_decisions: dict[int, Decisions] = {}
@@ -84,25 +86,27 @@ class Recovery:
         if restored.snapshot is not None:
             snapshot = decode_snapshot(restored.snapshot, _describe("snapshot", restored))
             self._engine.restore(restored.partition, snapshot, now)
-        # The engine must know some decisions before it processes the history. `finish_restore` applies the others.
+        # Some decisions must be loaded before the history is processed, because they determine which of its readings
+        # are scored together. `finish_restore` applies the others.
         for decisions in self._decode_decisions(restored):
             self._engine.preload_decisions(restored.partition, decisions)
         self._restoring[restored.partition] = restored
 
     def replay_history(self, data: Payload | None, codec: Codec, now: int) -> Payload | None:
-        """Process the messages again that a previous run has processed already, without writing scores or alerts again.
+        """Process the history of partitions that are being restored, and return the other messages.
 
-        Such a message belongs to a partition that is being restored, and its offset is below the committed offset.
+        The history of a partition is the messages below its committed offset, which a previous run has processed. They
+        only rebuild the state of the engine, and no score or alert is written again.
 
         Args:
-            data: The messages or table rows that the source returned, or None.
+            data: The messages or table rows that the source returned, which may contain history, or None.
             codec: Decodes the messages.
             now: The time of the pipeline's clock, microseconds since 1970.
 
         Returns:
-            The messages that are new, or None if there are none.
+            The messages that are not history, or None if there are none.
         """
-        if not self._restoring or not isinstance(data, Messages):
+        if not self._restoring or not isinstance(data, Messages):  # table rows have no partition
             return data
         # The committed offset by partition number; 0 for a partition that is not being restored and has no history.
         committed_offsets = np.zeros(int(data.partitions.max()) + 1, np.int64)
@@ -221,7 +225,8 @@ class Recovery:
         snapshot = encode_snapshot(self._engine.snapshot(partition, now))
         process.release_free_memory()  # encoding uses several times the size of the snapshot
         duration = self._now() - start
-        # If each partition takes this long once per `min_interval`, all together take the largest allowed share of it.
+        # Snapshots of all partitions together may take at most the given share of the time. They take this share if one
+        # snapshot of each partition is made per `min_interval` and each takes as long as this one.
         num_partitions = len(self._unsaved_decisions)
         min_interval = duration * num_partitions / MAX_SNAPSHOT_TIME_SHARE
         self._next_snapshot[partition] = self._now() + max(self._interval, min_interval)

@@ -48,10 +48,12 @@ class ModelReloader:
         self._directory, self._device, self._compiled = artifact.directory, device, compiled
         self._reload_requested, self._now = reload_requested, now
         self._fingerprint = artifact.fingerprint
+        # The inode, modification time and size of the manifest of the model in use, to detect that it was replaced.
         self._loaded_state = _get_directory_state(artifact.directory)
         self._last_check = now()
-        self._reader: threading.Thread | None = None
-        self._new_artifact: Artifact | None = None
+        self._reader: threading.Thread | None = None  # reads the directory in the background; None if none runs
+        self._new_artifact: Artifact | None = None  # the result of this thread
+        # The last logged failure, as state of the directory and error text, so that it is not logged again.
         self._logged_failure: tuple[DirectoryState, str] | None = None
 
     def take_new_model(self) -> Artifact | None:

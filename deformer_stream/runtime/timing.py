@@ -88,7 +88,10 @@ class CommitSchedule:
 
     @contextmanager
     def time_commit(self) -> Iterator[None]:
-        """Measure the duration of a commit that is made inside the context, after which no alert waits for a commit."""
+        """Measure how long the commit inside the context takes.
+
+        The commit makes all alerts visible, so `is_urgent` is False afterwards.
+        """
         start = self._now()
         yield
         self._last_end = self._now()
