@@ -251,8 +251,8 @@ class RecordTable:
         self._num_opened = 0
         self._num_late_tie_groups = 0
         self._free_indices: list[int] = []  # rows without a record
-        # Open records, and those with readings that wait for their tie group, by the time of their last event. The
-        # queues call these functions to skip outdated entries, and to order entries of the same time.
+        # Open records, and those with readings that wait for their tie group, by the time of their last event. A queue
+        # calls the functions that it is given to skip outdated entries, and to order entries of the same time.
         self._idle_queue = IdleQueue(self._is_latest_event, self._partitions_of, self._open_order_of)
         self._pending_queue = IdleQueue(self._is_latest_pending, self._partitions_of, self._open_order_of)
         # The arrays of the table, at first without rows. `_grow` enlarges those that `_add_array` has registered.
@@ -266,8 +266,8 @@ class RecordTable:
         self.num_declared_missing: Ints = self._add_array("num_declared_missing", np.int64)
         bytes_per_mask = -(-len(schema) // 8)  # one bit per feature, rounded up to bytes
         self.observed_mask: NDArray[np.uint8] = self._add_array("observed_mask", np.uint8, (bytes_per_mask,))
-        self.num_pending: Ints = self._add_array("num_pending", np.int64)
-        self.tie_time: Ints = self._add_array("tie_time", np.int64)
+        self.num_pending: Ints = self._add_array("num_pending", np.int64)  # readings that wait for their tie group
+        self.tie_time: Ints = self._add_array("tie_time", np.int64)  # event time of the last tie group
         self.running: NDArray[np.void] = self._add_array("running", RUNNING_DTYPE)
         self.alert_seq: NDArray[np.int32] = self._add_array("alert_seq", np.int32)
         self.alert_alpha: Floats = self._add_array("alert_alpha", np.float64)

@@ -254,7 +254,7 @@ class Snapshot:
         text_by_reading: dict[int, str] = {}
         for old_feature, new_feature in enumerate(new_codes.tolist()):
             if new_feature < 0 or self.vocabulary.kinds[old_feature] != "discrete":
-                continue  # the caller drops the readings of this feature, or their values are no label codes
+                continue  # the other vocabulary lacks the feature, or the feature has no labels
             # A label is unseen by a vocabulary that does not have it. The number of a feature's labels is the code of
             # all its unseen labels.
             old_labels = self.vocabulary.labels[old_feature]
@@ -272,7 +272,7 @@ class Snapshot:
                 text = old_labels[old_label] if old_label < len(old_labels) else old_text_by_reading.get(reading)
                 if text in code_by_label:
                     values[reading] = code_by_label[text]
-                elif text is not None:
+                elif text is not None:  # None: this snapshot has no text for the unseen label
                     text_by_reading[reading] = text
         return values, text_by_reading
 
