@@ -351,7 +351,7 @@ def _group_similar_records(schema: Schema, codes: Ints) -> Iterator[Ints]:
 
     Yields:
         The row numbers of the records of one group, from 0 to A − 1. The size of a group is bounded, so that one
-        forward pass has about `MAX_READINGS_PER_PASS` readings at most, unless a single record needs more. Records that
+        forward pass has at most `MAX_READINGS_PER_PASS` readings, unless a single record needs more. Records that
         have only context features are left out, because these features are not scored.
     """
     is_reading = codes >= 0
@@ -363,12 +363,19 @@ def _group_similar_records(schema: Schema, codes: Ints) -> Iterator[Ints]:
             continue
         rows = np.flatnonzero((readings_by_record == num_readings) & (context_by_record == num_context))
         # Many orders of a record's readings are computed in one pass, as a tree in which orders that begin alike share
-        # nodes. Each node costs as much as a reading. The tree has two orders that end with each of n readings, and
-        # about 2 · n · log2(n) nodes.
-        num_nodes = 2 * num_readings * max(1, num_readings.bit_length())
-        batch_size = max(1, MAX_READINGS_PER_PASS // num_nodes)
+        # nodes. Each node costs as much as a reading.
+        batch_size = max(1, MAX_READINGS_PER_PASS // bound_num_nodes(num_readings))
         for start in range(0, len(rows), batch_size):
             yield rows[start : start + batch_size]
+
+
+def bound_num_nodes(num_items: int) -> int:
+    """Return an upper bound of the number of nodes of a mirrored tree of orders with n items and no other readings.
+
+    `order_trees.build_order_tree` halves the items until one is left, which gives at most ⌈log2 n⌉ + 1 levels. A level
+    has at most n nodes, and the tree consists of two such parts.
+    """
+    return 2 * num_items * ((num_items - 1).bit_length() + 1)
 
 
 def _score_on_arrival(model: DEformer, codes: Ints, raw_values: Floats, kernels: CpuKernels | None) -> _Findings:

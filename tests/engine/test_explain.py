@@ -16,7 +16,13 @@ from deformer_stream.calibration.conformal import Calibration, PrefixState, adva
 from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import Contribution, EventBatch, Explanation
-from deformer_stream.engine.explain import MAX_CANDIDATES, MAX_SUSPECTS, AlertRule, explain_records
+from deformer_stream.engine.explain import (
+    MAX_CANDIDATES,
+    MAX_SUSPECTS,
+    AlertRule,
+    bound_num_nodes,
+    explain_records,
+)
 from deformer_stream.engine.imputation import impute
 from deformer_stream.engine.order_trees import build_order_tree, compute_tree_conditionals
 from deformer_stream.model.deformer import DEformer, ModelConfig, to_tensor
@@ -176,6 +182,12 @@ def test_attributions_approximate_shapley_values() -> None:
         leave_one_out = parts[f"f{f}"].leave_one_out
         assert leave_one_out is not None
         assert last_terms.min() - 1e-6 <= leave_one_out <= last_terms.max() + 1e-6
+
+
+def test_number_of_tree_nodes_is_bounded() -> None:
+    for num_items in range(1, MAX_CANDIDATES + 1):
+        tree = build_order_tree(0, num_items, is_mirrored=True)
+        assert len(tree.reading_index) <= bound_num_nodes(num_items)
 
 
 @pytest.mark.parametrize("faulty", [0, 1, 2])
