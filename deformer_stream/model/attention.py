@@ -224,6 +224,7 @@ class _ObservationAttention(torch.autograd.Function):
         grad_values_u = weights.transpose(1, 2) @ grad - grad_values_z
         grad_weights = grad @ values_u.transpose(1, 2)
         _diagonal(grad_weights).copy_((grad_z * values_z).sum(-1))
+        # The backward pass of the softmax that computed `weights` from the scores.
         grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
         # The scores on the diagonal depend on keys_z. Remove their gradients before the products with keys_u.
         grad_own_scores = _diagonal(grad_scores).clone().unsqueeze(-1)

@@ -140,6 +140,7 @@ class DEformer(nn.Module):
         self._init_cycles()
         self._init_encoders()
         self.blocks = nn.ModuleList(TransformerLayer(config) for _ in range(config.layers))
+        # With "post", the last layer has already normalised its output.
         self.norm = nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
         self.gaussians: GaussianPrior | None = None
         self.guidance: nn.Linear | None = None  # maps the prior's conditionals to what is added to the tokens
@@ -169,6 +170,7 @@ class DEformer(nn.Module):
             )
         num_sensors = len(schema.sensor_names)
         self.embedding = nn.Embedding(num_sensors, config.embedding) if config.identity != "coordinates" else None
+        # If no sensor has several features, row i of the embedding is for feature i, and no indexes are needed.
         sensor_indexes = torch.from_numpy(schema.sensor_indexes) if schema.has_repeating_sensors else None
         self.register_buffer("sensor_indexes", sensor_indexes, persistent=False)
         coordinates = None
@@ -192,6 +194,7 @@ class DEformer(nn.Module):
         num_rows, first_rows = _allocate_label_rows(self.schema, is_shared=self.embedding is None)
         # One row means that no feature is discrete. The network then has no label embedding.
         self.label_width = self.config.embedding if num_rows > 1 else 0
+        # With `padding_idx`, row 0 is the zero vector and stays so in training.
         self.label_embedding = nn.Embedding(num_rows, self.label_width, padding_idx=0) if self.label_width else None
         self.register_buffer("label_offsets", first_rows, persistent=False)
         self.register_buffer("label_counts", counts, persistent=False)
@@ -308,7 +311,7 @@ class DEformer(nn.Module):
         full_precision = torch.autocast(self.device.type, enabled=False)
         with full_precision:
             # (N, 2L, d): the L query tokens, then the L observation tokens. (N, L, d) with single tokens.
-            x = torch.cat(self._embed_tokens(codes, values, prior, None, earlier_mask), 1)
+            x = torch.cat(self._embed_tokens(codes, values, prior, cache=None, earlier_mask=earlier_mask), 1)
         for layer_index, layer in enumerate(self._iterate_layers()):
             q, k, v = layer.project_qkv(x)  # (N, H, 2L, d_head) each, or (N, H, L, d_head) with single tokens
             if layer_index == self.config.layers - 1:
@@ -387,9 +390,10 @@ class DEformer(nn.Module):
             ValueError: The model needs the cached readings, but the cache does not hold them.
         """
         if cache.readings is None and self.has_cached_readings:
+            reason = "has a Gaussian prior" if self.gaussians is not None else "makes a single token for each reading"
             raise ValueError(
-                "the KV cache has no readings (KVCacheView.readings is None), but a model that has a Gaussian prior or "
-                "single tokens (hyperparameter tokens) needs them: store StepOutput.readings in the cache"
+                f"the KV cache has no readings (KVCacheView.readings is None), but a model that {reason} needs them: "
+                "store StepOutput.readings in the cache"
             )
         codes = features.clamp(min=0)
         prior = self.compute_prior(features, values, cache) if prior is None else prior
@@ -565,8 +569,8 @@ class DEformer(nn.Module):
         """
         if prior is None or self.guidance is None:
             return tokens
-        prior_token: Tensor = self.guidance(prior.to_network_input().to(self.dtype))
-        return tokens + math.sqrt(self.config.d_model) * prior_token
+        prior_term: Tensor = self.guidance(prior.to_network_input().to(self.dtype))
+        return tokens + math.sqrt(self.config.d_model) * prior_term
 
     def _build_reading_inputs(self, identities: Tensor, features: Tensor, values: Tensor) -> Tensor:
         """Return vectors that represent readings, as inputs of the encoder that makes tokens.
@@ -648,8 +652,9 @@ class DEformer(nn.Module):
         """Return the attention mask among the new tokens of a record.
 
         With two tokens per reading, the tokens are in the order z_1, u_1, z_2, u_2, …. The query token z_k predicts the
-        value of the k-th new reading, the observation token u_k holds it. Each token attends to itself and to the
-        tokens before it: to all of them, or only to observation tokens if `attention_context` is "values".
+        value of the k-th new reading, the observation token u_k holds it. With a single token per reading, the tokens
+        are in the order of the readings. Each token attends to itself and to the tokens before it: to all of them, or
+        only to observation tokens if `attention_context` is "values".
 
         Args:
             num_tokens: The number T of new tokens.
@@ -707,6 +712,7 @@ def _allocate_label_rows(schema: Schema, is_shared: bool) -> tuple[int, Tensor]:
     num_rows_by_feature = torch.where(label_counts > 0, label_counts + 1, 0)
     num_rows_by_sensor = num_rows_by_feature[first_codes]  # the features of a sensor have the same labels
     if is_shared:
+        # The rows suffice for the feature with the most labels, and the first label of every feature has row 1.
         return 1 + int(num_rows_by_sensor.max()), torch.ones_like(label_counts)
     # A sensor's rows begin after row 0 and the rows of all sensors before it.
     first_row_by_sensor = 1 + num_rows_by_sensor.cumsum(0) - num_rows_by_sensor

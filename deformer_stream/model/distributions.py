@@ -189,6 +189,8 @@ class Conditional:
         """
         # A feature with n labels has n + 1 finite entries: codes 0 … n − 1, and code n for labels not in training.
         unseen_code = self.log_mass.isfinite().sum(-1) - 1
+        # Codes beyond the labels become `unseen_code`. The lower limits are for continuous readings, whose values are
+        # not codes.
         valid_codes = torch.minimum(codes.long().clamp(min=0), unseen_code.clamp(min=0))
         return self.log_mass.gather(-1, valid_codes.unsqueeze(-1)).squeeze(-1)
 
@@ -390,9 +392,10 @@ class Conditional:
         Returns:
             The points and the weights, (*S, 3J) each, where S is the shape of the batch and J the number of components.
         """
-        weights = self.log_weights.exp()
+        component_weights = self.log_weights.exp()
+        # Scale the quadrature of a standard normal variable to each component.
         x = torch.stack([self.means + node * self.scales for node in _QUADRATURE_NODES], -1)  # (*S, J, 3)
-        point_weights = torch.stack([weight * weights for weight in _QUADRATURE_WEIGHTS], -1)  # (*S, J, 3)
+        point_weights = torch.stack([component_weights * weight for weight in _QUADRATURE_WEIGHTS], -1)  # (*S, J, 3)
         return x.flatten(-2), point_weights.flatten(-2)
 
     def compute_surprisal_moments(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -468,7 +471,8 @@ class Conditional:
         log_prob = self._compute_label_log_mass(values)
         # The tolerance keeps rounding errors from making labels of equal probability unequal.
         is_more_probable = self.log_mass > log_prob.unsqueeze(-1) + 1e-6
-        log_p_value = torch.logsumexp(self.log_mass.masked_fill(is_more_probable, -math.inf), -1).clamp(max=0.0)
+        log_p_value = torch.logsumexp(self.log_mass.masked_fill(is_more_probable, -math.inf), -1)
+        log_p_value = log_p_value.clamp(max=0.0)  # rounding can make the sum of probabilities exceed 1
         finite_log_mass = self.log_mass.masked_fill(self.log_mass.isinf(), 0.0)  # 0 · ln 0 counts as 0
         entropy = -(self.log_mass.exp() * finite_log_mass).sum(-1)
         return ScoreTerms(log_prob, log_p_value, centered_nll=-log_prob - entropy)
@@ -518,7 +522,8 @@ def _compute_continuous_score_terms(surprisal: Surprisal) -> ScoreTerms:
     degree of freedom. This is a Gamma variable with shape 1/2 and scale 1, so the p-value is exact. For a mixture, the
     distribution of the surprisal has no closed form. It is approximated by s₀ plus a Gamma variable with the same mean
     and variance. The Gamma family contains the exact case, and its exponential tail lets p-values keep falling however
-    improbable the value is. It is also practically exact for components of equal weight and scale that do not overlap.
+    improbable the value is. The approximation is practically exact for components of equal weight and scale that do not
+    overlap.
 
     An error of the approximation does not invalidate alerts, because their threshold is calibrated on records.
 
@@ -610,6 +615,7 @@ def log_gamma_sf(shape: Tensor, x: Tensor, max_shape: float) -> Tensor:
     Returns:
         Natural logarithms, a tensor of the same size as `shape`.
     """
+    # For such x, the incomplete gamma function would underflow sooner or later, and the fraction converges fast.
     is_far = x > 20.0 + shape
     # On a GPU, this test would wait for the device, so both formulas are always computed there.
     if is_far.device.type == "cpu" and not bool(is_far.any()):
@@ -659,6 +665,7 @@ def _sample_indexes(log_weights: Tensor, generator: torch.Generator | None) -> T
     threshold = u * cumulative[..., -1]  # uniform from 0 to the sum of the weights
     # The drawn index is the first one whose cumulative weight reaches the threshold.
     index = (cumulative < threshold.unsqueeze(-1)).sum(-1)
+    # A safeguard: the index must be valid for the caller's lookup, however the device rounds.
     return index.clamp(max=log_weights.shape[-1] - 1)
 
 
@@ -690,8 +697,8 @@ class Head(nn.Module):
         # The names `project` and `adjust` are part of the keys in model.safetensors.
         self.project = nn.Linear(d_model, 3 * self.num_components + self.num_labels)
         self.adjust = nn.Linear(d_model, 3 * num_prior_components) if num_prior_components else None
-        # The smallest scale of a component: half of the sensor's resolution, in normalised units, but within the limits
-        # SCALE_FLOOR and 1.
+        # The smallest scale of a component: half of the sensor's resolution (`quantum`, None if unknown), in normalised
+        # units, but within the limits SCALE_FLOOR and 1.
         floors = [max(SCALE_FLOOR, (f.quantum or 0.0) / f.scale / 2) for f in schema.features]
         scale_floor = torch.tensor(np.minimum(floors, 1.0), dtype=torch.float64)
         unseen_mass = torch.tensor([f.unseen for f in schema.features], dtype=torch.float64)

@@ -139,7 +139,7 @@ class GaussianPrior(nn.Module):
             ValueError: A covariance matrix is not positive definite, so that it has no Cholesky factorisation.
         """
         covariances = state_dict.get(prefix + "covariances")
-        if covariances is not None:
+        if covariances is not None:  # if the tensor is missing, the overridden method reports it
             error_codes = torch.linalg.cholesky_ex(covariances.double()).info  # one per matrix, 0 for success
             if bool(error_codes.any()):
                 raise ValueError(
@@ -203,7 +203,8 @@ class GaussianPrior(nn.Module):
         variant = torch.zeros(len(columns), dtype=torch.long, device=columns.device) if variant is None else variant
         columns = columns.clamp(min=0)
         log_weights, means, covariances = (t.double() for t in (self.log_weights, self.means, self.covariances))
-        # Select the variant and the features of each record. Indexing moves the slice, the components, to the end.
+        # Select the variant and the features of each record. Advanced indexing moves the sliced dimension, that of the
+        # components, to the end.
         mean = means[variant[:, None], :, columns]  # (N, L, K)
         mean = mean.transpose(1, 2) * has_prior.unsqueeze(1)  # (N, K, L)
         covariance = covariances[variant[:, None, None], :, columns.unsqueeze(2), columns.unsqueeze(1)]  # (N, L, L, K)

@@ -90,7 +90,8 @@ class Encoder(nn.Module):
         *hidden_maps, last_map = cast(list[nn.Linear], list(self.maps))
         for linear in hidden_maps:
             x = nn.functional.relu(linear(x))
-        # The tokens are multiplied by `output_scale`. To scale the weights is cheaper than to scale the tokens.
+        # The tokens are multiplied by `output_scale`, which is √d for tokens of width d. It is cheaper to scale the
+        # weights than the tokens.
         return nn.functional.linear(x, self.output_scale * last_map.weight, self.output_scale * last_map.bias)
 
 

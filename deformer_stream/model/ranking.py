@@ -105,8 +105,10 @@ class Ranking(nn.Module):
             if label_positions is None:
                 positions[:, code] = (raw_values[:, code] - feature.location) / feature.scale
             else:
+                # The last position is for all codes after the known labels. A missing reading can have any value.
                 label_codes = np.clip(values[:, code], 0, len(label_positions) - 1).astype(np.int64)
                 positions[:, code] = label_positions[label_codes]
+        # The limits keep the sums of differences finite in float32.
         return torch.from_numpy(np.clip(positions, -MAX_POSITION, MAX_POSITION)).float()
 
     def compute_distances(self, positions: Tensor, known: Tensor, own_exemplar: Tensor | None = None) -> Tensor:
@@ -116,22 +118,25 @@ class Ranking(nn.Module):
             positions: (R, F), for each of R records the positions of its readings of the F features. They are numbers
                 on a line, computed by `compute_positions` and divided by `deviations`.
             known: (R, F) bool, false where the record has no reading of the feature.
-            own_exemplar: (R,), for each record the index of an exemplar to leave out. Training passes the exemplar that
-                is the record itself, whose distance would be zero. By default no exemplar is left out.
+            own_exemplar: (R,), for each record the index of an exemplar to leave out. In training the records are
+                themselves exemplars, and their distance to themselves would be 0. By default none is left out.
 
         Returns:
             (R,), the mean of the distances to the `NUM_NEIGHBORS` nearest exemplars, or to all if there are fewer.
         """
         num_records, num_features = positions.shape
         distances = torch.empty(num_records, device=positions.device)
-        num_neighbors = min(NUM_NEIGHBORS, self.num_exemplars - (own_exemplar is not None))
-        # Process the records in chunks, to limit the memory for the differences.
+        num_candidates = self.num_exemplars if own_exemplar is None else self.num_exemplars - 1
+        num_neighbors = min(NUM_NEIGHBORS, num_candidates)
+        # Each record has a difference of positions for each exemplar and feature. Process the records in chunks, to
+        # limit the memory for these differences.
         rows_at_once = max(1, MAX_DIFFERENCES // max(1, self.num_exemplars * num_features))
         for start in range(0, num_records, rows_at_once):
             rows = slice(start, start + rows_at_once)
             distances_to_exemplars = self._compute_pairwise_distances(positions[rows], known[rows])
             if own_exemplar is not None:
-                distances_to_exemplars.scatter_(1, own_exemplar[rows, None], torch.inf)  # never among the nearest
+                # With an infinite distance, the exemplar to leave out is never among the nearest.
+                distances_to_exemplars.scatter_(1, own_exemplar[rows, None], torch.inf)
             nearest_distances = torch.topk(distances_to_exemplars, num_neighbors, largest=False).values
             distances[rows] = nearest_distances.mean(1)
         return distances
@@ -158,12 +163,14 @@ class Ranking(nn.Module):
             return torch.cdist(positions, self.positions, p=1.0)
         differences = (positions[:, None] - self.positions).abs()  # (R, M, F)
         if self.cycle_lengths is not None:
-            cycle_lengths = self.cycle_lengths.to(differences) / self.deviations  # infinite if not cyclic
+            # The length is infinite for features that are not cyclic; their differences stay unchanged.
+            cycle_lengths = self.cycle_lengths.to(differences) / self.deviations
             differences = differences % cycle_lengths
             differences = torch.minimum(differences, cycle_lengths - differences)
         differences = torch.where(self.is_text_label, (differences > 0) / self.deviations, differences)
         both_known = known[:, None] & self.known  # (R, M, F)
-        num_features, num_shared = positions.shape[1], both_known.sum(-1).clamp(min=1)
+        num_features = positions.shape[1]
+        num_shared = both_known.sum(-1).clamp(min=1)  # at least 1, to avoid a division by 0
         return (differences * both_known).sum(-1) * num_features / num_shared
 
     def score(self, codes: NDArray[np.int64], values: FloatArray, centered_nll: FloatArray) -> FloatArray:
@@ -222,6 +229,7 @@ def _compute_label_positions(feature: Feature) -> FloatArray | None:
     if not _has_numeric_labels(feature):
         return np.arange(len(feature.labels) + 1, dtype=np.float64)
     numbers = np.array([float(label) for label in feature.labels])
-    # Labels that did not occur in training are as far beyond the greatest label as the labels spread, but at least 1.
+    # The position of labels that did not occur in training is greater than all others. Its distance from the greatest
+    # label is the range of the labels, but at least 1.
     unseen_position = numbers.max() + max(float(np.ptp(numbers)), 1.0)
     return np.append(numbers, unseen_position)

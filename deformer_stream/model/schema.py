@@ -106,6 +106,8 @@ class Feature:
                 f"feature {self.name!r} is {self.kind} and has period {self.period}: the period must be positive and "
                 "finite, and only continuous features can have one"
             )
+        # `scale` measures how far the values spread. If it spans too many periods, rounding errors of single precision
+        # hide the position on the cycle.
         if self.period is not None and not self.scale <= MAX_PERIODS_PER_SCALE * self.period:
             raise ValueError(
                 f"the values of feature {self.name!r} spread over more than {MAX_PERIODS_PER_SCALE:g} periods (scale "
@@ -121,16 +123,16 @@ class Feature:
     def sensor_name(self) -> str:
         """The name that input messages use for readings of this feature.
 
-        It is the sensor's name if the sensor has one feature for each time slot of a record's window. Otherwise it is
-        the name of the feature.
+        A sensor that can report several times in a record has a feature for each time slot of the record's window. The
+        input messages then use the name of the sensor. Otherwise they use the name of the feature.
         """
         return self.name if self.sensor is None else self.sensor
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict from attribute names to JSON values, for the manifest (manifest.json) of a model directory.
 
-        The keys `sensor` and `period` are left out if they are None, because models that were written before these keys
-        existed must keep their fingerprints.
+        The keys `sensor` and `period` are left out if they are None. The dict is part of the hash that identifies a
+        schema, and schemas that were written before these keys existed must keep their hash.
         """
         optional_keys = ("sensor", "period")
         return {key: value for key, value in asdict(self).items() if key not in optional_keys or value is not None}
@@ -159,17 +161,24 @@ class Schema:
         if not self.features:
             raise ValueError("the schema has no features: give it at least one")
         if len(self.code_by_name) != len(self.features):
-            raise ValueError("two features of the schema have the same name: give each feature a unique name")
-        if len({len(f.coordinates or ()) for f in self.features}) > 1:
-            raise ValueError("the features have different numbers of coordinates: give all of them the same number")
+            # `code_by_name` keeps the last of several features with the same name.
+            repeated_name = next(f.name for code, f in enumerate(self.features) if self.code_by_name[f.name] != code)
+            raise ValueError(f"two features of the schema have the name {repeated_name!r}: give each a unique name")
+        first = self.features[0]
+        for f in self.features:
+            if len(f.coordinates or ()) != len(first.coordinates or ()):
+                raise ValueError(
+                    f"feature {f.name!r} has {len(f.coordinates or ())} coordinates, but feature {first.name!r} has "
+                    f"{len(first.coordinates or ())}: give all features the same number"
+                )
         self._check_sensors()
 
     def _check_sensors(self) -> None:
-        """Check that the features of each sensor match the time slots of the window and each other.
+        """Check that each sensor has the features that it must have.
 
         A window (the time span of a record) can be divided into time slots. A sensor that can report several times in a
         record must have one feature for each time slot. These features must be adjacent and agree in kind, context,
-        labels and period. Every other sensor has a single feature.
+        labels and period. Every other sensor must have a single feature.
 
         Raises:
             ValueError: The features do not satisfy these conditions.
@@ -177,14 +186,15 @@ class Schema:
         num_slots = 1 if self.window is None else self.window.slots
         if num_slots > 1 and all(f.sensor is None for f in self.features):
             raise ValueError(
-                f"the window has {num_slots} time slots, but no feature names a sensor that reports in them: use a "
-                "window without time slots, or expand the features with expand_time_slots"
+                f"the window has {num_slots} time slots, but no sensor has a feature for each of them: use a window "
+                "without time slots, or create the features with expand_time_slots"
             )
-        num_checked_features = 0
+        checked_codes: set[int] = set()
         for name, (first_code, code_step) in self.slot_layout_by_sensor.items():
-            has_time_slots = code_step == 1  # the step is 0 if the sensor has a single feature
+            # `first_code` is the index of the sensor's first feature. `code_step` is 1 if the sensor has a feature for
+            # each time slot, and 0 if it has a single feature.
+            has_time_slots = code_step == 1
             num_features = num_slots if has_time_slots else 1
-            num_checked_features += num_features
             features = self.features[first_code : first_code + num_features]
             # The slice is shorter than `num_features` if the schema ends before the last time slot.
             if {f.sensor_name for f in features} != {name} or len(features) != num_features:
@@ -192,22 +202,29 @@ class Schema:
                     f"sensor {name!r} does not have {num_slots} adjacent features, one for each time slot of the "
                     "window: create the features with expand_time_slots"
                 )
-            if has_time_slots and (self.window is None or features[0].coordinates is None):
+            checked_codes.update(range(first_code, first_code + num_features))
+            if has_time_slots and self.window is None:
                 raise ValueError(
-                    f"sensor {name!r} has time slots, but the schema has no window or the features have no "
-                    "coordinates: create the features with expand_time_slots"
+                    f"sensor {name!r} has time slots, but the schema has no window: create the features with "
+                    "expand_time_slots"
+                )
+            if has_time_slots and features[0].coordinates is None:
+                raise ValueError(
+                    f"sensor {name!r} has time slots, but its features have no coordinates, which express the time of "
+                    "a slot: create the features with expand_time_slots"
                 )
             if len({(f.sensor, f.kind, f.context, f.labels, f.period) for f in features}) > 1:
                 raise ValueError(
                     f"the features for the time slots of sensor {name!r} differ: give all of them the same sensor, "
                     "kind (continuous or discrete), context, labels and period"
                 )
-        # The loop checked one run of adjacent features per sensor. Any other feature repeats a sensor elsewhere.
-        if len(self.features) != num_checked_features:
-            raise ValueError(
-                "the features for the time slots of a sensor are not adjacent in the schema: create the features with "
-                "expand_time_slots"
-            )
+        # The loop checked as many features as each sensor may have. Any other feature belongs to one of these sensors.
+        for code, f in enumerate(self.features):
+            if code not in checked_codes:
+                raise ValueError(
+                    f"feature {f.name!r} is one too many for sensor {f.sensor_name!r}, which must have either a single "
+                    f"feature or one for each of {num_slots} time slots: create the features with expand_time_slots"
+                )
 
     def __len__(self) -> int:
         """Return the number of features."""
@@ -315,7 +332,7 @@ class Schema:
         """Two arrays (F,): the location and the scale of each of the F features.
 
         Normalisation subtracts the location and divides by the scale. Discrete features have location 0 and scale 1,
-        so that it leaves label codes unchanged.
+        so that normalisation leaves label codes unchanged.
         """
         rows = [(0.0, 1.0) if f.kind == "discrete" else (f.location, f.scale) for f in self.features]
         table = np.array(rows, np.float64)
@@ -400,11 +417,11 @@ class Schema:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that identify the schema, used to detect data that were made with another schema.
+        """A hash of the schema (16 hexadecimal digits), by which files that were made with another schema are detected.
 
-        They are a hash of the window and of all attributes of the features except `Feature.reason`, which is text for
-        people and does not affect the meaning of a value.
+        It covers the window and all attributes of the features except `Feature.reason`, a text for people.
         """
+        # The reason for a feature's kind does not affect the meaning of its values, so it may change.
         rows: list[Any] = [{key: v for key, v in row.items() if key != "reason"} for row in self.to_json()]
         if self.window is not None:
             rows.append(self.window.to_json())

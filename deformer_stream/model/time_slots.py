@@ -79,9 +79,10 @@ def collapse_time_slots(schema: Schema) -> Schema:
 
 
 def describe_records(schema: Schema) -> str:
-    """Return sentences for reports that describe the windows of event time that are the records.
+    """Return sentences for reports about the window of event time that makes up each record.
 
-    The text is empty if records are not windows, that is, if the input messages contain record ids.
+    They state the width and the time slots of a window, and the sensors that report only once in a window. The text is
+    empty if records are not windows, that is, if the input messages contain record ids.
     """
     if schema.window is None:
         return ""

@@ -87,13 +87,14 @@ class Window:
 
     @staticmethod
     def from_json(row: dict[str, Any] | None) -> Window | None:
-        """Return the window from the JSON object that `to_json` returned, or None if there is no window.
+        """Return the window from the JSON object that `to_json` returned, or None if `row` is None.
 
         Args:
-            row: The JSON object, or None if the manifest has no window.
+            row: The entry `window` of the manifest of a model directory. It is None if the records of the model are not
+                windows of event time, but have ids in the input messages.
 
         Raises:
-            ValueError: The width and the number of slots do not describe a window.
+            ValueError: The width or the number of slots is not allowed (see `Window`).
             TypeError: A key is missing or unknown.
         """
         return None if row is None else Window(**row)
@@ -120,7 +121,7 @@ def format_duration(microseconds: int) -> str:
     """
     if not microseconds:
         return "0s"
-    for unit, unit_length in _MICROSECONDS_BY_UNIT.items():
+    for unit, unit_length in _MICROSECONDS_BY_UNIT.items():  # from the largest unit to the smallest
         if microseconds % unit_length == 0:
             return f"{microseconds // unit_length}{unit}"
     milliseconds, remainder = divmod(microseconds, 1000)
