@@ -125,7 +125,8 @@ def advance_prefix_state(
             of a tie group (readings of one record with the same event time) except the last. None if all count.
 
     Returns:
-        (R, L) the running statistic after each reading, larger is more anomalous; and the state after the last reading.
+        running statistics: (R, L) the running statistic after each reading; larger is more anomalous.
+        state: The state of the R records after these readings.
     """
     # ln of the p-value raised to the exponent. Rounding can make ln p positive. Readings that are not scored add 0.
     scaled_log_p = np.where(is_scored, P_VALUE_EXPONENT * np.minimum(log_p, 0.0), 0.0)
@@ -172,10 +173,11 @@ def _compute_fisher_statistic(num_scored: NDArray[np.int64], neg_log_p_sum: Floa
         The scores, of the same shape; larger is more anomalous.
     """
     gamma_shape = np.maximum(num_scored, 1).astype(np.float64)
-    x = torch.from_numpy(np.ascontiguousarray(neg_log_p_sum))
+    x = torch.from_numpy(np.ascontiguousarray(neg_log_p_sum))  # torch.from_numpy refuses negative strides
     max_shape = gamma_shape.max(initial=1.0)  # decides how many terms `log_gamma_sf` computes
     statistic: Floats = -log_gamma_sf(torch.from_numpy(gamma_shape), x, max_shape).numpy()
-    return np.maximum(statistic, 0.0)  # rounding can make the logarithm of a probability positive
+    # Rounding can make the logarithm of a probability positive.
+    return np.maximum(statistic, 0.0)
 
 
 def _compute_sidak_statistic(num_scored: NDArray[np.int64], min_log_p: Floats) -> Floats:
@@ -217,7 +219,10 @@ def extract_group(record_id: str, separator: str) -> str:
 
 
 def group_indexes_by_key(keys: Iterable[Key]) -> dict[Key, list[int]]:
-    """Return the ascending indexes at which each key occurs, by key; keys are in order of first occurrence."""
+    """Return a mapping from each key to the indexes at which it occurs.
+
+    The indexes are ascending, and the keys are in order of first occurrence.
+    """
     indexes_by_key: dict[Key, list[int]] = {}
     for index, key in enumerate(keys):
         indexes_by_key.setdefault(key, []).append(index)
@@ -239,7 +244,7 @@ def trim_largest(statistics: Floats, share: float) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The anomaly scores of normal records, by comparison with which a new anomaly score is converted into a p-value.
+    """The anomaly scores of normal records. A new record is compared with them to compute its p-value.
 
     The normal records are called calibration records. They may belong to groups, for example one per device. If a group
     has a calibration of its own, new records of this group are compared with the group's calibration records only. All
@@ -268,12 +273,32 @@ class Calibration:
     tie_policy: TiePolicy = "arrival"
 
     def __post_init__(self) -> None:
-        if self.scores.ndim != 1 or not np.isfinite(self.scores).all() or (np.diff(self.scores) < 0).any():
-            raise ValueError("the scores of a calibration must be one ascending list of finite numbers, but are not")
-        if bool(self.calibration_by_group) != bool(self.separator):
+        # If the calibration is read from a model directory, the reader adds the directory and the remedy to the errors.
+        if self.scores.ndim != 1:
             raise ValueError(
-                "the calibration has groups of records, but no separator that ends the group's name in a record id, or "
-                "a separator but no groups: give both or none"
+                f"the scores of a calibration must be a flat list of numbers, but have {self.scores.ndim} dimensions"
+            )
+        is_finite = np.isfinite(self.scores)
+        if not is_finite.all():
+            raise ValueError(
+                f"the scores of a calibration must be finite, but one is {self.scores[~is_finite][0]}: remove it"
+            )
+        is_descent = np.diff(self.scores) < 0
+        if is_descent.any():
+            index = int(is_descent.argmax())
+            raise ValueError(
+                f"the scores of a calibration must be in ascending order, but {self.scores[index]} is before "
+                f"{self.scores[index + 1]}: sort them"
+            )
+        if self.calibration_by_group and not self.separator:
+            raise ValueError(
+                "the calibration has groups of records, but no separator that ends the group's name in a record id: "
+                "give the separator too"
+            )
+        if self.separator and not self.calibration_by_group:
+            raise ValueError(
+                f"the calibration has the separator {self.separator!r}, but no groups of records: give the groups too, "
+                "or no separator"
             )
         for feature, mean in self.mean_neg_log_p_by_feature.items():
             if not math.isfinite(mean):
@@ -294,11 +319,16 @@ class Calibration:
                 raise ValueError(
                     f"the calibration group {name!r} contains groups: remove them, groups cannot be nested"
                 )
-            if (group.arrival_order, group.tie_policy) != (self.arrival_order, self.tie_policy):
+            if group.arrival_order != self.arrival_order:
                 raise ValueError(
-                    f"the calibration group {name!r} has another arrival order of readings, or another tie policy (how "
-                    "readings with the same event time are scored), than the whole calibration: calibrate all groups "
-                    "in the same way"
+                    f"the calibration group {name!r} has the arrival order of readings {group.arrival_order!r}, but "
+                    f"the whole calibration has {self.arrival_order!r}: calibrate all groups in the same way"
+                )
+            if group.tie_policy != self.tie_policy:
+                raise ValueError(
+                    f"the calibration group {name!r} has the tie policy (how readings with the same event time are "
+                    f"scored) {group.tie_policy!r}, but the whole calibration has {self.tie_policy!r}: calibrate all "
+                    "groups in the same way"
                 )
 
     @staticmethod
@@ -342,9 +372,9 @@ class Calibration:
             for name, statistics in statistics_by_group.items()
             if name and len(statistics) >= min_records
         }
-        return replace(
-            self, separator=separator if calibration_by_group else "", calibration_by_group=calibration_by_group
-        )
+        # A calibration without groups must not have a separator.
+        separator = separator if calibration_by_group else ""
+        return replace(self, separator=separator, calibration_by_group=calibration_by_group)
 
     def find_unreachable_alphas(self, alphas: Iterable[float]) -> dict[float, int]:
         """Return the alphas (false-alarm rates) at which this calibration has too few records for any alert.
@@ -494,13 +524,13 @@ class Calibration:
         arrival_order, tie_policy = str(document["order"]), document.get("ties", "arrival")
         scores_by_group = document.get("groups", {})
         return Calibration(
-            np.asarray(document["scores"], np.float64),
-            arrival_order,
-            document.get("separator", ""),
-            {
+            scores=np.asarray(document["scores"], np.float64),
+            arrival_order=arrival_order,
+            separator=document.get("separator", ""),
+            calibration_by_group={
                 name: Calibration(np.asarray(scores, np.float64), arrival_order, tie_policy=tie_policy)
                 for name, scores in scores_by_group.items()
             },
-            {str(name): float(mean) for name, mean in document.get("surprise", {}).items()},
-            tie_policy,
+            mean_neg_log_p_by_feature={str(name): float(mean) for name, mean in document.get("surprise", {}).items()},
+            tie_policy=tie_policy,
         )

@@ -93,7 +93,8 @@ class RankBins:
         ascending = np.lexsort((tie_breakers, keys))  # by key, and by tie-breaker if keys are equal
         self._keys, self._tie_breakers = keys[ascending], tie_breakers[ascending]
         self.num_intervals = len(scores) + 1
-        # The bins before bin b hold 1 + 2 + … + 2^(b−1) = 2^b − 1 intervals.
+        # The bins before bin b hold 1 + 2 + … + 2^(b−1) = 2^b − 1 intervals. Bin b exists if this is less than the
+        # number of all intervals, that is, if b is less than the bit length of that number.
         self.num_intervals_above = [2**b - 1 for b in range(self.num_intervals.bit_length())]
         self.num_intervals_in_bin = [
             min(2**b, self.num_intervals - above) for b, above in enumerate(self.num_intervals_above)
@@ -217,9 +218,10 @@ class PartitionEvidence:
         # Stake a part of the reserved wealth: the prior probability that drift begins with this record.
         unstaked_before, self._unstaked_wealth = self._unstaked_wealth, _compute_unstaked_wealth(self.num_records)
         stake = unstaked_before - self._unstaked_wealth
-        # A strategy with exponent ε multiplies its wealth by ε p^(ε−1), which is large for small p. The mean of this
-        # factor over uniform p is 1, so wealth does not grow on average without drift. The upper bound keeps the wealth
-        # after a long drift so small that it soon falls again.
+        # The total wealth is the mean over the strategies, so each of them gets the whole stake. A strategy with the
+        # exponent ε multiplies its wealth by ε p^(ε−1), which is large for small p. The mean of this factor over
+        # uniform p is 1, so wealth does not grow on average without drift. The upper bound keeps the wealth after a
+        # long drift so small that it soon falls again.
         self.wealth_by_bet = [
             min((wealth + stake) * exponent * p ** (exponent - 1.0), MAX_WEALTH)
             for wealth, exponent in zip(self.wealth_by_bet, BET_EXPONENTS, strict=True)
@@ -269,6 +271,7 @@ class DriftMonitor:
         self._separator = calibration.separator
         # Random numbers are derived from the fingerprint, so that a restarted consumer draws the same ones.
         seed = int.from_bytes(hashlib.blake2b(model.encode(), digest_size=8).digest(), "big")
+        # The hash of the fingerprint, to which `_draw_uniforms` adds a record id.
         self._hash = hashlib.blake2b(f"{model}\0".encode("utf-8", "surrogatepass"), digest_size=16)
         self._rank_bins_by_group = {"": RankBins(calibration.scores, seed)}
         for name, group in calibration.calibration_by_group.items():
@@ -296,7 +299,8 @@ class DriftMonitor:
                 readings).
             get_readings: Returns the readings of the record with a given index, 0 … R − 1. They are kept, so that a
                 notice of drift can name the features that have shifted. It is only called for the last
-                `NUM_RECENT_RECORDS` records of each partition, and only if alarms are possible.
+                `NUM_RECENT_RECORDS` records of each partition, and only if alarms are possible. It can be None if
+                `collect_notices` is never called.
         """
         self._changed_partitions.update(partitions)
         # The readings of recent records are only needed for notices.
@@ -331,10 +335,14 @@ class DriftMonitor:
     def _draw_uniforms(self, record_id: str) -> tuple[float, float]:
         """Return two pseudo-random numbers for a record, both uniform in (0, 1], with which its p-value is randomised.
 
+        The first one decides the record's order among calibration records with an equal score, which gives the bin of
+        its rank. The second one chooses a rank within this bin.
+
         They are computed from a hash of the model's fingerprint and the record id. If a restarted consumer adds the
         record again, it therefore gets the same p-value.
         """
         record_hash = self._hash.copy()
+        # An id that was read from JSON can contain an unpaired surrogate, which UTF-8 alone cannot encode.
         record_hash.update(record_id.encode("utf-8", "surrogatepass"))
         first, second = unpack(">QQ", record_hash.digest())  # 16 bytes as two 64-bit integers
         return (first + 1) * 2.0**-64, (second + 1) * 2.0**-64
@@ -365,9 +373,10 @@ class DriftMonitor:
             now: The current time in microseconds since 1970, UTC.
 
         Returns:
-            A notice for each alarm. And by partition the evidence of drift, for the partitions that had a closed record
-            since the last call. The mapping is empty if the level is infinite: no alarm is possible then, so the
-            evidence need not be stored.
+            notices: A notice for each alarm.
+            states: The evidence of drift of each partition with a closed record since the last call, by partition. The
+                mapping is empty if the level is infinite: no alarm is possible then, so the evidence need not be
+                stored.
         """
         changed, self._changed_partitions = self._changed_partitions, set()
         states: dict[int, DriftState] = {}
@@ -451,6 +460,7 @@ def make_notice_id(alarm: DriftAlarm, model: str) -> str:
         alarm: The alarm.
         model: Fingerprint (hash) of the model.
     """
+    # An id that was read from JSON can contain an unpaired surrogate, which UTF-8 alone cannot encode.
     text = f"drift\0{model}\0{alarm.partition}\0{alarm.record}"
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
@@ -495,5 +505,5 @@ def find_shifted_features(
     """
     shifts = [FeatureShift(name, mean, expected.get(name, 1.0)) for name, mean in recent.items()]
     increased = [shift for shift in shifts if shift.recent_neg_log_p > shift.calibration_neg_log_p]
-    increased.sort(key=lambda shift: shift.calibration_neg_log_p - shift.recent_neg_log_p)
+    increased.sort(key=lambda shift: shift.recent_neg_log_p - shift.calibration_neg_log_p, reverse=True)
     return tuple(increased[:max_features])

@@ -70,7 +70,8 @@ class DriftNotice:
         record: Id of the closed record with which the evidence reached the level.
         partition: Number of the partition.
         model: Fingerprint (hash) of the model.
-        level: The level. In a partition without drift, the probability of ever getting a notice is at most 1/level.
+        level: The level that the user has set. In a partition without drift, the probability of ever getting a notice
+            is at most 1/level.
         log10_wealth: Base-10 logarithm of the evidence after this record; larger is stronger.
         num_records: Number of the partition's records since the model was loaded.
         time: When the notice was made, in microseconds since 1970, UTC.

@@ -45,7 +45,7 @@ class CalibrationStatistics:
         arrival_order: The distribution of the orders in which the readings of the records arrived: "arrival" for
             logged arrivals, "random", or "schema" for the order of the features in the schema.
         tie_policy: How readings of one record with the same event time were scored: "arrival" for one after the other,
-            "hold" for together.
+            "hold" for all together.
     """
 
     max_statistics: NDArray[np.float64]
@@ -83,9 +83,10 @@ class Recalibration:
             alphas: False-alarm rates to show, in addition to `DEFAULT_ALPHAS`.
 
         Returns:
-            One row of four texts for each alpha, the largest alpha first: the alpha; the anomaly score above which an
-            alert is raised at it with the old calibration; the same with the new one; and whether alerts at it are
-            possible with the new one. The last row shows the smallest possible p-value with the old and the new one.
+            One row of four texts for each alpha, the largest alpha first. The first text is the alpha. The second and
+            the third are the alert thresholds (the anomaly scores above which an alert is raised) of the old and the
+            new calibration. The fourth says whether alerts at this alpha are possible with the new calibration. A last
+            row shows the smallest possible p-value of the old and the new calibration.
         """
         rows = [
             (

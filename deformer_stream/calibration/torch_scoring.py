@@ -79,7 +79,8 @@ def score_records(model: DEformer, features: NDArray[np.int64], values: Floats, 
         start = batch_index * batch_size
         scored_codes = features[start : start + batch_size][is_scored]  # flat: one code per scored reading
         _, state = advance_prefix_state(PrefixState.initial(len(is_scored)), log_p, is_scored)
-        neg_log_p_sums = np.bincount(scored_codes, -log_p[is_scored], num_features).astype(np.float64)
+        # Sum −ln p over the readings of each feature, and count them.
+        neg_log_p_sums = np.bincount(scored_codes, weights=-log_p[is_scored], minlength=num_features).astype(np.float64)
         num_readings = np.bincount(scored_codes, minlength=num_features)
         total += RecordScores(state.max_statistic, neg_log_p_sums, num_readings)
     return total
@@ -144,6 +145,7 @@ def _iterate_score_terms(
         entries in the other two arrays are meaningless.
     """
     for start in range(0, len(features), batch_size):
+        # torch.from_numpy refuses negative strides, as reversed arrays have.
         batch_codes = np.ascontiguousarray(features[start : start + batch_size])
         batch_values = np.ascontiguousarray(values[start : start + batch_size])
         with torch.inference_mode():
