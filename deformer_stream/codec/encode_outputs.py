@@ -58,9 +58,11 @@ def encode_alert(alert: Alert, data: Payload | None) -> bytes:
         "silenced_by": alert.silenced_by,
         "contributions": [_contribution_to_json(contribution) for contribution in alert.contributions],
     }
-    while len(encoded := orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)) > MAX_ALERT_BYTES:
+    encoded = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+    while len(encoded) > MAX_ALERT_BYTES and document["contributions"]:
         num_kept = len(document["contributions"]) // 2  # halving needs few attempts
         document["contributions"] = document["contributions"][:num_kept]
+        encoded = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
     return encoded
 
 

@@ -454,7 +454,7 @@ def _decode(kind: bytes, data: bytes, types: Mapping[str, pa.DataType]) -> dict[
         # Each column is a list in a single row; flattening returns the elements of the list.
         columns = {name: table.column(name).combine_chunks().flatten() for name in types}
     except (pa.ArrowException, OSError, ValueError) as error:
-        first_line = str(error).splitlines()[0]
+        first_line = (str(error) or type(error).__name__).splitlines()[0]
         raise _InvalidStateError(
             f"the saved state is damaged: its body, an Arrow stream, is not readable ({first_line})"
         ) from error
