@@ -40,7 +40,7 @@ class TimeBudget:
         limit: Seconds that the whole command may take. None if it is not limited.
         clock: A function that returns the current time in seconds. Processes that train one model together must read
             the same clock, so that all of them stop at the same training step.
-        reserve: Seconds at the end of the limit that training must leave for the work after it.
+        reserve: Seconds of the limit that are kept for the work after training.
         spent: Seconds that were used before this object was created, such as those of an interrupted run that is
             continued, or of importing modules.
         started: Value of the clock when this object was created.
@@ -99,7 +99,7 @@ class Costs:
     """Measured costs from which the training loop plans its time under a time limit.
 
     Attributes:
-        after: Seconds to reserve for all work after training (calibration, ranking, held-out figures, report).
+        after: Seconds to reserve for all work after training, such as calibration and the report.
         record: Seconds to compute the likelihood of one record in one order of its readings, as validation does.
     """
 
@@ -145,7 +145,14 @@ class RecordCounts:
     held_out_passes: int
 
     def estimate_seconds(self, costs: PhaseCosts) -> float:
-        """Return the seconds that the phases take with these numbers of records, without `costs.fixed`."""
+        """Return the seconds that the phases after training take if they use the numbers of records in this object.
+
+        The phases are calibration, ranking and held-out figures. The time that does not depend on the number of
+        records (`costs.fixed`: report, model files, end of the process) is not included.
+
+        Args:
+            costs: Measured seconds per record of each phase.
+        """
         calibration_seconds = costs.calibration * self.calibration
         # For ranking, a record is compared with the exemplars and also scored like a calibration record.
         ranking_seconds = (costs.ranking + costs.calibration) * self.ranking
@@ -156,31 +163,33 @@ class RecordCounts:
 def compute_min_counts(maximum: RecordCounts) -> RecordCounts:
     """Return the smallest numbers of records that the phases after training use, even if the time is over.
 
-    An alert rule with false-alarm rate alpha needs about 1 / alpha calibration records. The result has enough of them
-    for the largest of `DEFAULT_ALPHAS`.
+    The phases are calibration, ranking and held-out figures. An alert rule with false-alarm rate alpha needs about
+    1 / alpha calibration records. The result has enough of them for the largest of `DEFAULT_ALPHAS`.
 
     Args:
         maximum: The numbers of records without a time limit. No count of the result exceeds its maximum.
     """
     num_calibration = Calibration.count_required_records(max(DEFAULT_ALPHAS))
     return RecordCounts(
-        min(maximum.calibration, num_calibration),
-        min(maximum.ranking, MIN_RANKING_RECORDS),
-        min(maximum.held_out_passes, MIN_HELD_OUT_PASSES),
+        calibration=min(maximum.calibration, num_calibration),
+        ranking=min(maximum.ranking, MIN_RANKING_RECORDS),
+        held_out_passes=min(maximum.held_out_passes, MIN_HELD_OUT_PASSES),
     )
 
 
 def plan_record_counts(costs: PhaseCosts, seconds: float, maximum: RecordCounts) -> RecordCounts:
     """Choose how many records the phases after training may use in a given time.
 
-    The phases are calibration, ranking and held-out figures. All phases first get their smallest numbers of records
+    The phases are calibration, ranking (typical values of normal records for comparison) and held-out figures
+    (likelihoods of unused records, for the report). All phases first get their smallest numbers of records
     (`compute_min_counts`). Calibration then gets records until there are enough of them for alerts at the smallest of
     `DEFAULT_ALPHAS` (false-alarm rates). In the time that is left, every phase gets the same share of the records that
     it still lacks.
 
     Args:
         costs: Measured seconds per record of each phase.
-        seconds: The time for all phases, without `costs.fixed`.
+        seconds: The time for all phases. It does not include `costs.fixed`, the time that does not depend on the
+            number of records.
         maximum: The numbers of records without a time limit.
 
     Returns:
@@ -202,9 +211,9 @@ def plan_record_counts(costs: PhaseCosts, seconds: float, maximum: RecordCounts)
     missing_seconds = maximum.estimate_seconds(costs) - counts.estimate_seconds(costs)
     share = min(1.0, spare_seconds / max(missing_seconds, 1e-12))
     return RecordCounts(
-        counts.calibration + int(share * (maximum.calibration - counts.calibration)),
-        counts.ranking + int(share * (maximum.ranking - counts.ranking)),
-        counts.held_out_passes + int(share * (maximum.held_out_passes - counts.held_out_passes)),
+        calibration=counts.calibration + int(share * (maximum.calibration - counts.calibration)),
+        ranking=counts.ranking + int(share * (maximum.ranking - counts.ranking)),
+        held_out_passes=counts.held_out_passes + int(share * (maximum.held_out_passes - counts.held_out_passes)),
     )
 
 
@@ -233,7 +242,7 @@ class Phase:
     ) -> None:
         self.name, self.num_records, self.min_records = name, num_records, min_records
         self._deadline, self._clock, self._on_message = deadline, clock, on_message
-        self._last_message_at = clock()
+        self._last_message_at = clock()  # progress messages are limited to one every PROGRESS_SECONDS
 
     def should_continue(self, num_done: int) -> bool:
         """Return whether to process more records, and send a progress message every `PROGRESS_SECONDS`.

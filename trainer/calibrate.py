@@ -50,8 +50,8 @@ def choose_order(chosen: Order | None, data: PreparedTable) -> Order:
         data: The prepared table.
 
     Raises:
-        ConfigError: The logged order is chosen and the table has none; or another order is chosen and `--ties hold` is
-            set, which needs the logged order.
+        ConfigError: The logged order is chosen, but the table has none. Or another order is chosen, but the option
+            `--ties hold` needs the logged order.
     """
     if data.ties == "hold" and chosen not in (None, "arrival"):
         raise ConfigError(
@@ -79,7 +79,9 @@ def sample_rows(rows: NDArray[np.int64], seed: int, max_rows: int = MAX_CALIBRAT
     """
     if len(rows) <= max_rows:
         return rows
-    return np.sort(np.random.default_rng([seed, 0xCA11]).choice(rows, max_rows, replace=False))
+    # The constant in the seed makes this sample independent of others with the same seed.
+    rng = np.random.default_rng([seed, 0xCA11])
+    return np.sort(rng.choice(rows, max_rows, replace=False))
 
 
 def score_calibration_records(
@@ -95,8 +97,7 @@ def score_calibration_records(
 
     Calibration must give the same scores as the stream. Therefore the same code is used (the compiled kernels if they
     are available), and values get no noise, unlike in training. If `data.ties` is "hold", readings with the same event
-    time are scored together. The streaming engine then computes the scores, as an average over the orders of these
-    readings.
+    time are scored together: the streaming engine averages over the orders of these readings.
 
     Args:
         model: The trained model, in evaluation mode.
@@ -111,7 +112,8 @@ def score_calibration_records(
 
     Returns:
         The scores of the N records, or of the first ones if `should_continue` returned False. They contain for each
-        record the largest prefix statistic (anomaly score of the record after its first k readings, for any k).
+        record the largest prefix statistic. A prefix statistic is the anomaly score of a record after its first k
+        readings.
     """
     generator = create_generator(seed, 0xCA1B)
     num_features = len(data.schema)
@@ -168,7 +170,8 @@ def _score_tie_groups(
     event_times = times[record_indexes, positions]
     zeros = np.zeros(len(record_ids), np.int32)  # all events are of message 0 and partition 0
     batch = EventBatch(record_ids, event_codes.astype(np.int32), event_values, event_times, zeros, zeros)
-    # Complete records are closed at once; `finish` closes those with missing readings.
+    # Complete records are closed at once; `finish` closes those with missing readings. The time `now` is arbitrary,
+    # because no record is closed by a timeout here.
     closed = ClosedRecords.concatenate([engine.handle(batch, now=0).closed, engine.finish().closed])
     statistic_by_id = dict(zip(closed.record_ids, closed.score.tolist(), strict=True))
     return np.array([statistic_by_id.get(str(index), 0.0) for index in range(len(feature_codes))])
@@ -177,7 +180,9 @@ def _score_tie_groups(
 def compute_statistics(
     model: DEformer, data: PreparedTable, rows: NDArray[np.int64], order: Order, seed: int
 ) -> NDArray[np.float64]:
-    """Return the largest prefix statistic of each record (anomaly score after its first k readings, for any k).
+    """Return the largest prefix statistic of each record.
+
+    A prefix statistic is the anomaly score of a record after its first k readings.
 
     Args:
         model: The trained model, in evaluation mode.
@@ -249,7 +254,7 @@ def split_folds(data: PreparedTable, num_folds: int, seed: int) -> Iterator[Prep
     far as these models give similar scores.
 
     Args:
-        data: The prepared table. Its own split is fold 0, and its `Split.LEFT_OUT` records stay left out.
+        data: The prepared table. Its calibration records are fold 0, and its `Split.LEFT_OUT` records stay left out.
         num_folds: Number of models in total, at least 2.
         seed: Seed of the random division.
     """

@@ -70,8 +70,12 @@ class ProgressDisplay:
             self._task = self._bar.add_task("", total=1.0)
 
     def __call__(self, status: TrainingStatus) -> None:
-        """Update the bar, or write a log line if the last one was written more than `SECONDS_BETWEEN_LINES` ago."""
-        if self._bar is not None:
+        """Show the progress: update the bar on a terminal, otherwise write a log line every `SECONDS_BETWEEN_LINES`.
+
+        Args:
+            status: The state of the training. Its losses are NaN as long as they are not known.
+        """
+        if self._bar is not None:  # there is a bar only if standard error is a terminal
             validation = "" if math.isnan(status.validation_nll) else f" · validation {status.validation_nll:.3f} nats"
             description = f"epoch {status.epoch} · train {status.train_nll:.3f}{validation}"
             self._bar.update(self._task, completed=status.progress, description=description)
@@ -82,7 +86,7 @@ class ProgressDisplay:
                 step=status.step,
                 epoch=status.epoch,
                 progress=round(status.progress, 3),
-                train=_round(status.train_nll),
+                train=_round(status.train_nll),  # `_round` replaces NaN by None, because JSON has no NaN
                 validation=_round(status.validation_nll),
             )
 
@@ -99,11 +103,15 @@ class ProgressDisplay:
 
 
 def print_line(line: str) -> None:
-    """Write a line of text to standard error: unchanged on a terminal, otherwise as the text of a log line."""
+    """Write a line of text to standard error.
+
+    On a terminal the line is written unchanged. Otherwise a log line with the event name `training_message` is written,
+    which contains the text under the key `text`.
+    """
     if sys.stderr.isatty():
         Console(stderr=True).print(line, markup=False)
     else:
-        LOG.info(line)
+        LOG.info("training_message", text=line)
 
 
 def _describe_model(result: TrainingOutput) -> str:

@@ -48,7 +48,7 @@ class Split(enum.IntEnum):
 
     Weights are fitted to TRAIN records, and the best weights are chosen on VALIDATION records. The alert rule is
     calibrated on CALIBRATION records. LEFT_OUT records are suspected anomalies that training must not see. TEST
-    records, which only experiments have, are used for their final figures.
+    records exist only in experiments, which compute their final figures from them.
     """
 
     TRAIN = 0
@@ -230,7 +230,8 @@ def assign_split(num_records: int, calibration_share: float, seed: int) -> NDArr
         seed: Seed of the random choice. Only the seed and the number of records determine the choice.
 
     Returns:
-        (N,) uint8 values of `Split`. The number of records of each part is the rounded share, not a random number.
+        (N,) uint8 values of `Split`. The size of each part is its share of N, rounded. Only the assignment of the
+        records to the parts is random.
 
     Raises:
         ConfigError: Too few records would be left for training.
@@ -243,7 +244,8 @@ def assign_split(num_records: int, calibration_share: float, seed: int) -> NDArr
             f"--calibration-share {calibration_share:g} leaves too few of the {num_records} records for training; "
             "choose a smaller share or give more records"
         )
-    # Set the exact number of records of each part, then assign them to random records.
+    # Fill the parts with their exact numbers of records, then shuffle. The constant in the seed makes these random
+    # numbers independent of others with the same seed.
     split = np.full(num_records, Split.TRAIN, np.uint8)
     split[:num_calibration] = Split.CALIBRATION
     split[num_calibration : num_calibration + num_validation] = Split.VALIDATION
@@ -302,7 +304,7 @@ def _choose_columns(tables: InputTables, options: DataOptions) -> list[ExcludedC
             tables.feature_columns.append(name)
     if not tables.feature_columns:
         raise InputError(
-            f"{tables.files[0]}: no column is left that could be a feature ({_list_names(column_names)}); "
+            f"{tables.files[0]}: none of its columns ({_list_names(column_names)}) can be a feature; "
             "name fewer columns in --exclude, or add columns to the table"
         )
     return excluded
@@ -658,17 +660,19 @@ def _rank_arrivals(
         is_present = np.isfinite(values[chunk])
         time_keys = np.where(times[chunk] == NO_TIME, unknown_time_key, times[chunk])
         sort_keys = np.where(is_present, time_keys, missing_key)
-        # The columns (features) of each record in order of arrival. `lexsort` uses its last key first.
+        # In each row: the columns (features) of the record in order of arrival. `lexsort` sorts by its last key first,
+        # so the position in the input decides only between equal times.
         columns_by_arrival = np.lexsort((event_indexes[chunk], sort_keys), axis=1)
-        sorted_ranks = np.broadcast_to(np.arange(columns_by_arrival.shape[1]), columns_by_arrival.shape)
+        # In each row: the ranks of the readings in order of arrival, 0, 1, 2, ... if all ranks are different.
+        ranks_by_arrival = np.broadcast_to(np.arange(columns_by_arrival.shape[1]), columns_by_arrival.shape)
         if ties == "hold":
-            # The rank increases at each new time, and at each reading without a time. `prepend` makes the time of the
-            # first reading a new one.
-            sorted_keys = np.take_along_axis(time_keys, columns_by_arrival, 1)
-            is_new_time = np.diff(sorted_keys, axis=1, prepend=sorted_keys[:, :1] - 1) != 0
-            sorted_ranks = np.cumsum(is_new_time | (sorted_keys == unknown_time_key), 1) - 1
+            # The rank increases at each new time, and at each reading without a time. `prepend` makes the first time a
+            # new one, so that the first rank is 0. Ranks of missing readings, which are last, are replaced below.
+            times_by_arrival = np.take_along_axis(time_keys, columns_by_arrival, 1)
+            is_new_time = np.diff(times_by_arrival, axis=1, prepend=times_by_arrival[:, :1] - 1) != 0
+            ranks_by_arrival = np.cumsum(is_new_time | (times_by_arrival == unknown_time_key), 1) - 1
         chunk_ranks = np.empty_like(columns_by_arrival)
-        np.put_along_axis(chunk_ranks, columns_by_arrival, sorted_ranks, 1)  # back to the order of features
+        np.put_along_axis(chunk_ranks, columns_by_arrival, ranks_by_arrival, 1)  # back to the order of features
         ranks[chunk] = np.where(is_present, chunk_ranks, -1)
     ranks.flush()
     return ranks

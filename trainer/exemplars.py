@@ -54,10 +54,10 @@ def add_ranking(
 ) -> DEformer:
     """Store exemplars (training records for comparison) and typical values of normal records in the model.
 
-    The ranking of complete records guarantees no false-alarm rate. Therefore exemplars are drawn at random from all
-    records, including calibration records. If suspected anomalies were left out of training, only training and
-    validation records are used. If a model is adapted (`--init-from`), its old exemplars are kept as far as
-    `max_exemplars` permits.
+    The model ranks complete records from normal to anomalous by comparison with them. The ranking guarantees no
+    false-alarm rate. Therefore exemplars are drawn at random from all records, including calibration records. If
+    suspected anomalies were left out of training, only training and validation records are used. If a model is adapted
+    (`--init-from`), its old exemplars are kept as far as `max_exemplars` permits.
 
     Args:
         model: The trained model. Its ranking and its configuration are replaced.
@@ -236,7 +236,7 @@ def _compute_deviations(ranking: Ranking, positions: torch.Tensor) -> torch.Tens
 
 
 def _compute_distances_to_others(ranking: Ranking, exemplar_indexes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the distance of each of R exemplars (stored training records) to the nearest exemplars except itself.
+    """Return the mean distance of each of R exemplars (stored training records) to its nearest other exemplars.
 
     Exemplars are normal records, so these distances show which distance is typical of a normal record.
 
@@ -250,7 +250,8 @@ def _compute_distances_to_others(ranking: Ranking, exemplar_indexes: NDArray[np.
     indexes = torch.from_numpy(exemplar_indexes)
     # `own_exemplar` excludes each record itself, whose distance is 0.
     distances = ranking.compute_distances(ranking.positions[indexes], ranking.known[indexes], own_exemplar=indexes)
-    return np.asarray(distances.double().numpy())
+    result: NDArray[np.float64] = distances.double().numpy()
+    return result
 
 
 def _compute_centered_nll(
@@ -270,7 +271,7 @@ def _compute_centered_nll(
         (N,) centered NLL in nats, by ascending row number.
     """
     values, _ = read_rows(data, np.sort(rows))
-    keys = draw_random_keys(values.shape, create_generator(seed, RANKING_SEED))
+    keys = draw_random_keys(values.shape, create_generator(seed, RANKING_SEED))  # sorting by them gives a random order
     features, columns = order_readings(values, keys)
     ordered_values = gather_values(values, columns).double().numpy()
     with attached_kernels(model) as kernels:  # the streaming engine computes its sums with the same kernels

@@ -153,7 +153,7 @@ class ColumnStatistics:
         self.minimum = min(self.minimum, float(numbers.min()))
         self.maximum = max(self.maximum, float(numbers.max()))
         self.is_integer = self.is_integer and bool((numbers == np.round(numbers)).all())
-        if self.count_by_number is not None:
+        if self.count_by_number is not None:  # None: an earlier batch had too many different numbers
             distinct_numbers, counts = np.unique(numbers, return_counts=True)
             for number, count in zip(distinct_numbers.tolist(), counts.tolist(), strict=True):
                 self.count_by_number[number] = self.count_by_number.get(number, 0) + count
@@ -275,8 +275,8 @@ def _list_candidate_steps(
     Returns:
         (inexact, exact). Inexact candidates have a rounding error. They are quantiles of the differences between
         neighbouring readings, and simple fractions of the smallest difference. The fractions are needed if readings
-        occupy only few points of their grid. Exact candidates are powers of ten, and the greatest common divisor of
-        integers.
+        occupy only few points of their grid. Exact candidates are powers of ten, which are usual resolutions, and the
+        greatest common divisor of integers.
     """
     gaps = np.diff(values)
     gaps = np.sort(gaps[gaps > min_step])
@@ -354,11 +354,10 @@ def _shorten_step(offsets: NDArray[np.float64], counts: NDArray[np.int64], step:
 
 
 def compute_location_and_scale(sample: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the location and the scale by which a measurement is normalised.
+    """Return the location and the scale by which a measurement is normalised: (value − location) / scale.
 
-    They are the mean and the standard deviation of the readings after clipping to their 0.1% and 99.9% quantiles.
-    Quantiles are rounded inwards, so that at least the lowest and the highest reading are clipped to their neighbours.
-    If all readings are equal, the scale is their absolute value, and at least 1.
+    They are the mean and the standard deviation of the readings after clipping to their 0.1% and 99.9% quantiles, which
+    limits the effect of extreme readings. If all readings have the same value x, the scale is the larger of |x| and 1.
 
     Args:
         sample: At least one reading, in any order.
@@ -366,14 +365,17 @@ def compute_location_and_scale(sample: NDArray[np.float64]) -> tuple[float, floa
     Returns:
         (location, scale) in the unit of the readings. The scale is positive.
     """
+    # If a quantile lies between two readings, it is rounded to the one nearer to the median. So even in a small sample
+    # the smallest and the largest reading are clipped to their neighbours.
     low = np.quantile(sample, CLIP_QUANTILES[0], method="higher")
     high = np.quantile(sample, CLIP_QUANTILES[1], method="lower")
-    # With very few readings, the quantiles that were rounded inwards may be in reverse order.
+    # With very few readings, this rounding may make `low` larger than `high`.
     clipped = np.clip(sample, min(low, high), max(low, high))
     location, scale = float(clipped.mean()), float(clipped.std())
-    if scale <= 1e-12 * float(np.abs(clipped).max()):  # clipping has made all readings equal, so do not clip
+    # If clipping has made all readings equal (up to rounding errors), use the readings without clipping.
+    if scale <= 1e-12 * float(np.abs(clipped).max()):
         location, scale = float(sample.mean()), float(sample.std())
-    are_all_equal = scale <= 1e-300
+    are_all_equal = scale <= 1e-300  # practically 0, so it cannot be a divisor
     return location, max(abs(location), 1.0) if are_all_equal else scale
 
 
@@ -505,7 +507,7 @@ def _infer_from_numbers(column: ColumnStatistics, is_context: bool) -> Feature:
     """Return the feature of a numeric column for which the user has not chosen a kind.
 
     It is a label if there are few distinct numbers that occur often, otherwise a measurement. Fractional numbers on an
-    even grid are measurements of a coarse sensor, even if there are few of them.
+    even grid are measurements of a coarse sensor, even if there are few distinct ones.
 
     Args:
         column: The statistics of the numbers.
@@ -549,7 +551,7 @@ def _infer_from_text(
     """Return the discrete feature of a column of texts or booleans, or the reason why the column is excluded.
 
     A column is excluded if it has too many distinct texts. Unless the user has chosen its kind, it is also excluded if
-    there are more distinct texts than half of its values, because it is then an identifier or a remark.
+    the number of distinct texts is more than half the number of values: it is then an identifier or a remark.
 
     Args:
         column: The statistics of the values.
@@ -567,6 +569,7 @@ def _infer_from_text(
             )
         return ExcludedColumn(column.name, f"more than {MAX_LABELS} distinct texts")
     num_texts = sum(column.count_by_label.values())
+    # Fewer texts than MIN_READINGS_PER_LABEL do not show whether texts repeat.
     are_mostly_distinct = num_texts >= MIN_READINGS_PER_LABEL and len(column.count_by_label) > num_texts / 2
     if not chosen_kind and are_mostly_distinct:
         return ExcludedColumn(column.name, "most texts occur once: an identifier or a remark")
@@ -611,7 +614,7 @@ def _create_discrete(column: ColumnStatistics, is_context: bool, reason: str) ->
     else:
         count_by_label = dict(sorted((column.count_by_label or {}).items()))
     num_readings = sum(count_by_label.values())
-    # Laplace's rule of succession: after n readings, a label that never occurred has probability of about 1/(n + 2).
+    # Laplace's rule of succession: after n readings, a label that never occurred has the probability 1 / (n + 2).
     unseen_probability = float(np.clip(1.0 / (num_readings + 2), 1e-6, 1e-2))
     labels = tuple(count_by_label)
     return Feature(column.name, "discrete", is_context, labels=labels, unseen=unseen_probability, reason=reason)

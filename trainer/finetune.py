@@ -55,7 +55,7 @@ ADAPT_SEED = 0xADA7
 def extend_model(old: DEformer, schema: Schema) -> DEformer:
     """Return a copy of a model with more features.
 
-    Before it is trained, it predicts the old features exactly as the old model does. The exemplars (stored training
+    Before training, the copy predicts the old features exactly as the old model does. The exemplars (stored training
     records) are not copied.
 
     Args:
@@ -88,8 +88,8 @@ def extend_model(old: DEformer, schema: Schema) -> DEformer:
             # New features, labels and inputs are appended, so old weights are the first entries of each dimension.
             old_entries: tuple[slice | torch.Tensor, ...] = tuple(slice(0, size) for size in old_parameter.shape)
             if name in ("value_encoder.maps.0.weight", "start"):
-                # The last dimension of these two is that of the value encoder's inputs. Only there, new entries may lie
-                # before old ones.
+                # The value encoder encodes a reading; `start` replaces the reading before a record's first one. The
+                # last dimension of both is that of the encoder's inputs. Only there, new entries may precede old ones.
                 old_entries = *old_entries[:-1], _locate_old_inputs(old, model, old_parameter.shape[-1])
             if name == "value_encoder.maps.0.weight":
                 new_parameters[name].zero_()  # new inputs have no effect before training
@@ -240,6 +240,7 @@ def _maximize_a_posteriori(x: Floats, prior: Mixture, strength: float) -> Mixtur
         shift_scatter = MEAN_STRENGTH * shift[:, :, None] * shift[:, None, :]
         prior_scatter = strength * prior.covariances + shift_scatter
         covariances = (scatter + prior_scatter) / (sizes + strength)[:, None, None]
+        # Like the old covariances, the old probabilities of the components count as `strength` records.
         component_weights = sizes + strength * np.exp(prior.log_weights)
         mixture = Mixture(np.log(component_weights / component_weights.sum()), means, covariances)
     return mixture

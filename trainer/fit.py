@@ -190,8 +190,10 @@ class TrainingRun:
         ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
         self.data, self.model, self.recipe, self.seed = data, model, recipe, seed
-        self.folder, self.budget, self.identity = folder, budget, identity
-        self.priors, self.ranks = priors, ranks
+        self.folder, self.budget = folder, budget  # the folder for checkpoints, the time that training may take
+        self.identity = identity  # options and fingerprint of the data, which must be the same in a continued run
+        self.priors = priors  # the Gaussian prior, None if the model has none
+        self.ranks = ranks  # the processes that train together
         self.train_rows = data.select_rows(Split.TRAIN)
         # The order is random, because a time limit may reduce the validation records to the first ones.
         shuffled_rows = np.random.default_rng([seed, 0x7A1]).permutation(data.select_rows(Split.VALIDATION))
@@ -211,13 +213,14 @@ class TrainingRun:
         self.optimizers = _create_optimizers(model, recipe)
         self.is_low_precision = should_use_bfloat16(recipe.training_precision, model.device)
         self.step = 0  # number of steps that are done
-        self.validations_since_best = 0
+        self.validations_since_best = 0  # number of validations without improvement
         self.best_validation = math.inf  # smallest validation loss, in nats
         self.history: list[dict[str, float]] = []
         self.next_validation_progress = 1.0 / EVALUATIONS
         self.losses: list[float] = []  # mean −ln p of a record in each step since the last validation
+        # Whether time was reserved for the work after training, which needs measured costs.
         self.has_measured_costs = False
-        # An epoch and its permutation of the training records.
+        # (epoch, its permutation of the training records); −1 before the first epoch.
         self._epoch_permutation: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
         self._validated_at = -math.inf  # clock at the end of the last validation
         self._validation_seconds = 0.0  # duration of the last validation
@@ -280,15 +283,18 @@ class TrainingRun:
         return TrainingResult(self.averaged_model, self.history, self.step, num_epochs, stopped_early)
 
     def _is_too_late(self, step_seconds: float) -> bool:
-        """Return whether more than half of another step would lie after the time for training.
+        """Return whether the time for training is too short for another step.
+
+        A step is started if at least half of it fits. So training ends at most half a step late.
 
         Args:
-            step_seconds: Seconds that the last step took.
+            step_seconds: Seconds that the last step took. Another step is assumed to take as long.
         """
         if self.budget.limit is None:
             return False
-        training_ends_at = self.budget.limit - self.budget.reserve  # the rest is reserved for the work after training
-        return self.budget.elapsed + 0.5 * step_seconds > training_ends_at
+        # Seconds of the budget after which training must end, because the rest is for the work after it.
+        training_seconds = self.budget.limit - self.budget.reserve
+        return self.budget.elapsed + 0.5 * step_seconds > training_seconds
 
     def _reserve_time(self, costs: Costs, limit: float) -> None:
         """Reserve time for the last validation and the work after training, and limit the validation records.
@@ -300,12 +306,14 @@ class TrainingRun:
             limit: The time limit in seconds.
         """
         self.has_measured_costs = True
-        # `costs.record` is the time of one record in one order of its readings.
+        # `costs.record` is the time of one record in one order of its readings. Validation uses several orders.
         seconds_per_record = max(VALIDATION_ORDERS * costs.record, 1e-9)
+        # Number of records for which each of the EVALUATIONS validations has time.
         num_affordable = VALIDATION_SHARE * limit / EVALUATIONS / seconds_per_record
         self.validation_rows = self.validation_rows[: max(MIN_VALIDATION_ROWS, int(num_affordable))]
         self.validation_batch_size = choose_batch_size(costs.record, BATCH_SIZE)
         last_validation_seconds = len(self.validation_rows) * seconds_per_record
+        # `costs.after` is the time of all work after training, such as calibration and the report.
         self.budget.reserve = costs.after + last_validation_seconds
 
     def get_status(self) -> TrainingStatus:
@@ -413,9 +421,9 @@ class TrainingRun:
     def _compute_learning_rate(self) -> float:
         """Return the learning rate of this step.
 
-        It is `recipe.learning_rate` times two factors. The first rises linearly to 1 in `recipe.warmup` steps, but at
-        most in 8% of the schedule. The second falls along half a cosine from 1 to 0.01. With "adam", the paper's
-        optimizer, both are omitted.
+        It is `recipe.learning_rate` times two factors. The first rises linearly to 1 in `recipe.warmup` steps or
+        in 8% of the schedule, whichever is shorter. The second falls along half a cosine from 1 to 0.01. With "adam",
+        the paper's optimizer, both are omitted.
         """
         if self.recipe.optimizer == "adam":
             return self.recipe.learning_rate
@@ -440,7 +448,8 @@ class TrainingRun:
         """Return whether to validate after this step.
 
         There are `EVALUATIONS` validations at equal distances in the schedule. Under a time limit, a validation is
-        postponed until training since the last one has taken more than eight times as long as that validation.
+        postponed until training since the last one has taken more than eight times as long as that validation. So
+        validations take at most about a ninth of the time.
         """
         if self.progress < self.next_validation_progress:
             return False
@@ -494,12 +503,13 @@ class TrainingRun:
     def _validate_initial_weights(self) -> float:
         """Return the mean −ln p of the validation records under the initial weights, in nats.
 
-        The initial weights reproduce the predictions of the Gaussian prior, or of the model that is adapted. They are
-        kept if training does not improve them. The method may only be called before the first validation.
+        The initial weights reproduce the predictions of the Gaussian prior (mixture fitted before training), or of the
+        model that is adapted. If training does not make this value smaller, the initial weights are the result. The
+        method may only be called before the first validation, as long as `best_weights` are the initial weights.
         """
+        # `_validate` evaluates the averaged model. It gets the initial weights meanwhile, then its own ones again.
         averaged_weights = [parameter.clone() for parameter in self.averaged_parameters]
         with torch.no_grad():
-            # Until the first validation, `best_weights` are the initial weights.
             torch._foreach_copy_(self.averaged_parameters, list(self.best_weights.values()))
             nll = self._validate()
             torch._foreach_copy_(self.averaged_parameters, averaged_weights)
@@ -510,7 +520,8 @@ class TrainingRun:
 
         Only the first process writes the file.
         """
-        elapsed = self.budget.elapsed  # read in all processes, because they share the first one's clock
+        # All processes must read the clock, because the first one sends its time to the others.
+        elapsed = self.budget.elapsed
         if not self.ranks.is_first:
             return
         # All tensors are stored in one dictionary, under names whose prefixes say what they belong to.
@@ -572,6 +583,7 @@ class TrainingRun:
                 if name.startswith(f"optimizer.{i}."):
                     _, _, parameter_index, moment_name = name.split(".")
                     moments_by_parameter.setdefault(int(parameter_index), {})[moment_name] = tensor
+            # The groups (weights and hyperparameters) are not stored, because the recipe determines them.
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": moments_by_parameter, "param_groups": groups})
 
@@ -658,7 +670,7 @@ def _create_muon(matrix_by_name: dict[str, nn.Parameter], recipe: Recipe) -> tor
 
 @contextmanager
 def _deterministic_algorithms(device: torch.device) -> Iterator[None]:
-    """Use deterministic algorithms while the context is open, so that a run can be repeated with the same bits.
+    """Use deterministic algorithms while the context is open, so that a repeated run has exactly the same result.
 
     On a GPU nothing is changed, because deterministic algorithms would be slower there.
     """

@@ -322,7 +322,7 @@ def _select_mixture(
 def _increase_components(
     x: Floats, folds: Ints, max_components: int, seed: int, is_time_short: Callable[[], bool], separates_repeated: bool
 ) -> _CandidateMixture:
-    """Increase the number of components until two numbers in a row bring no improvement, and return the best mixture.
+    """Fit mixtures of more and more components until two in a row are no better, and return the best mixture.
 
     Components are the Gaussians of the mixture. Their covariances are moved towards a common one (see `Shrinkage`).
     `Shrinkage.diagonal_share` is selected with one component. Each larger number of components is tried with the best
@@ -421,7 +421,7 @@ def _mark_repeated_values(x: Floats) -> Floats:
         # If the interval contains all readings, the feature is constant and needs no indicator.
         if REPEATED_SHARE * len(x) <= counts.max() < len(x):
             indicators.append((column >= lowest) & (column <= lowest + width))
-    return np.array(indicators, np.float64).reshape(-1, len(x)).T
+    return np.array(indicators, np.float64).reshape(-1, len(x)).T  # the shape is (N, 0) if there are no indicators
 
 
 def _initialize_memberships(x: Floats, num_components: int, seed: int, separates_repeated: bool) -> Floats:
@@ -501,17 +501,19 @@ def _run_expectation_maximization(x: Floats, memberships: Floats, shrinkage: Shr
 
 
 def _refit(x: Floats, initial: Mixture, shrinkage: Shrinkage) -> Mixture:
-    """Refit a mixture to fewer records in a few rounds of expectation-maximisation.
+    """Refit a mixture, which was fitted to all records, to the records outside one fold of a cross-validation.
 
-    The order of the components stays the same, because the network identifies components by their index.
+    A few rounds of expectation-maximisation suffice, because they begin with the given mixture. For the same reason the
+    components keep their order, by which the network identifies them.
 
     Args:
-        x: (N, D) records with D features, without missing values.
+        x: (N, D) records outside the fold with D features, without missing values.
         initial: The mixture that was fitted to all records.
         shrinkage: How far covariances are moved towards a common one.
     """
-    # E step: the share of each record that belongs to each component.
-    log_densities = initial.compute_log_densities(x)
+    # E step: the share of each record that belongs to each component is its density under the component, divided by its
+    # density under the mixture.
+    log_densities = initial.compute_log_densities(x)  # (N, K), each contains the weight of the component
     memberships = np.exp(log_densities - np.logaddexp.reduce(log_densities, 1)[:, None])
     return _run_expectation_maximization(x, memberships, shrinkage, MAX_REFIT_ROUNDS)
 
@@ -543,7 +545,7 @@ def _maximize(x: Floats, memberships: Floats, shrinkage: Shrinkage) -> Mixture:
 
 
 def _compute_outer_products(vectors: Floats) -> Floats:
-    """Return the outer product of each of K vectors with itself.
+    """Return the outer product v vᵀ of each of K vectors v with itself.
 
     Args:
         vectors: (K, D) K vectors of length D.
@@ -551,7 +553,8 @@ def _compute_outer_products(vectors: Floats) -> Floats:
     Returns:
         (K, D, D) outer products.
     """
-    return np.asarray(vectors[:, :, None] * vectors[:, None, :])
+    outer_products: Floats = vectors[:, :, None] * vectors[:, None, :]
+    return outer_products
 
 
 def extract_mixture(prior: GaussianPrior) -> Mixture:
@@ -564,13 +567,15 @@ def extract_mixture(prior: GaussianPrior) -> Mixture:
 
 
 def build_prior(schema: Schema, mixtures: list[Mixture]) -> GaussianPrior:
-    """Return a Gaussian prior with one variant for each of the given mixtures, from which it computes conditionals.
+    """Return a Gaussian prior with one variant for each of the given mixtures.
+
+    The prior computes the conditionals of a mixture, which are inputs of the network.
 
     Args:
         schema: The features of the model.
         mixtures: Mixtures with the same number of components over the continuous features of the schema, in its order.
     """
-    prior = GaussianPrior(schema, len(mixtures[0].means), len(mixtures))
+    prior = GaussianPrior(schema, num_components=len(mixtures[0].means), num_variants=len(mixtures))
     prior.log_weights = torch.from_numpy(np.stack([mixture.log_weights for mixture in mixtures]))
     prior.means = torch.from_numpy(np.stack([mixture.means for mixture in mixtures]))
     prior.covariances = torch.from_numpy(np.stack([mixture.covariances for mixture in mixtures]))

@@ -266,6 +266,7 @@ def run_worker_rank(
         DeformerError: A file or an option cannot be used.
         Interrupted: `should_stop` returned True in one of the processes.
     """
+    # Each process writes its own matrix of the table's values. That of this process is deleted after training.
     with tempfile.TemporaryDirectory() as folder:
         _train_model(_prepare_run(tables, settings, Path(folder), budget, ranks), should_stop)
 
@@ -306,7 +307,7 @@ class _FinalPhases:
         rows = data.select_rows(Split.CALIBRATION)
         if self.costs is None:  # there is no time limit
             rows = sample_rows(rows, seed)
-            phase = self._start_phase("calibrating", len(rows), 0, 0.0)
+            phase = self._start_phase("calibrating", len(rows), min_records=0, later_seconds=0.0)
             return score_calibration_records(model, data, rows, order, seed, should_continue=phase.should_continue)
         maximum = count_all_records(data)
         minimum = compute_min_counts(maximum)
@@ -331,7 +332,7 @@ class _FinalPhases:
         maximum = replace(count_all_records(data), calibration=0)  # calibration is finished
         self.num_ranking_records = maximum.ranking if max_exemplars else 0
         if self.costs is None:  # there is no time limit
-            phase = self._start_phase("ranking", maximum.ranking, 0, 0.0)
+            phase = self._start_phase("ranking", maximum.ranking, min_records=0, later_seconds=0.0)
             return add_ranking(model, data, max_exemplars, seed, should_continue=phase.should_continue)
         minimum = compute_min_counts(maximum)
         num_records = self._plan(maximum).ranking
@@ -350,11 +351,12 @@ class _FinalPhases:
         As many records and orders of their readings as the time permits are used.
         """
         rows, seed = data.select_rows(Split.CALIBRATION), self.settings.seed
+        order_seed = seed + 1  # for other random orders than in validation
         if self.costs is None:  # there is no time limit
             sampled = sample_rows(rows, seed, HELD_OUT_ROWS)
-            phase = self._start_phase("held-out figures", len(sampled), 0, 0.0)
+            phase = self._start_phase("held-out figures", len(sampled), min_records=0, later_seconds=0.0)
             return evaluate_held_out(
-                model, data, sampled, HELD_OUT_ORDERS, seed + 1, should_continue=phase.should_continue
+                model, data, sampled, HELD_OUT_ORDERS, order_seed, should_continue=phase.should_continue
             )
         maximum = replace(count_all_records(data), calibration=0, ranking=0)
         num_passes = self._plan(maximum).held_out_passes
@@ -363,18 +365,19 @@ class _FinalPhases:
         has_many_passes = num_passes >= 100 * HELD_OUT_ORDERS or num_passes == maximum.held_out_passes
         num_orders = HELD_OUT_ORDERS if has_many_passes else 1
         num_records = max(1, num_passes // num_orders)
-        phase = self._start_phase("held-out figures", num_records, 0, 0.0, min(len(rows), HELD_OUT_ROWS))
+        num_available = min(len(rows), HELD_OUT_ROWS)
+        phase = self._start_phase("held-out figures", num_records, 0, later_seconds=0.0, num_available=num_available)
         batch_size = choose_batch_size(self.costs.held_out, EVALUATION_BATCH_SIZE)
         sampled = sample_rows(rows, seed, num_records)
         return evaluate_held_out(
-            model, data, sampled, num_orders, seed + 1, batch_size=batch_size, should_continue=phase.should_continue
+            model, data, sampled, num_orders, order_seed, batch_size=batch_size, should_continue=phase.should_continue
         )
 
     def warn_if_unreachable(self, calibration: Calibration, data: PreparedTable) -> None:
         """Send a message for each of `DEFAULT_ALPHAS` that cannot be used, because the time limit was too short.
 
-        An alert rule with false-alarm rate alpha needs about 1 / alpha calibration records. There is no message if the
-        table itself has fewer than that.
+        An alert rule with false-alarm rate alpha needs about 1 / alpha calibration records. If the table itself has
+        fewer than that, there is no message for this alpha.
         """
         num_available = len(data.select_rows(Split.CALIBRATION))
         for alpha, num_needed in calibration.find_unreachable_alphas(DEFAULT_ALPHAS).items():
@@ -385,14 +388,18 @@ class _FinalPhases:
                 )
 
     def _plan(self, maximum: RecordCounts) -> RecordCounts:
-        """Return the numbers of records that the remaining phases can use in the time that is left.
+        """Return how many records the phases after training can use in the time that is left.
+
+        The phases are calibration, ranking and held-out figures.
 
         Args:
-            maximum: The numbers without a time limit, 0 for phases that are finished.
+            maximum: The numbers of records without a time limit, 0 for phases that are finished.
         """
-        if self.costs is None:
+        if self.costs is None:  # there is no time limit
             return maximum
-        return plan_record_counts(self.costs, self.budget.remaining - self.costs.fixed, maximum)
+        # Time that does not depend on the number of records: report, model files, end of the process.
+        fixed_seconds = self.costs.fixed
+        return plan_record_counts(self.costs, self.budget.remaining - fixed_seconds, maximum)
 
     def _start_phase(
         self, name: str, num_records: int, min_records: int, later_seconds: float, num_available: int | None = None
@@ -418,13 +425,13 @@ class _FinalPhases:
 def count_all_records(data: PreparedTable) -> RecordCounts:
     """Return the numbers of records that the phases after training use if the time limit leaves enough time.
 
-    The phases are calibration, ranking and held-out figures.
+    The phases are calibration, ranking and held-out figures. All of them score calibration records.
     """
     num_calibration = int((data.split == Split.CALIBRATION).sum())
     return RecordCounts(
-        min(num_calibration, MAX_CALIBRATION_RECORDS),
-        min(num_calibration, MAX_REFERENCE_RECORDS),
-        min(num_calibration, HELD_OUT_ROWS) * HELD_OUT_ORDERS,
+        calibration=min(num_calibration, MAX_CALIBRATION_RECORDS),
+        ranking=min(num_calibration, MAX_REFERENCE_RECORDS),
+        held_out_passes=min(num_calibration, HELD_OUT_ROWS) * HELD_OUT_ORDERS,  # a pass is one record in one order
     )
 
 
@@ -438,7 +445,7 @@ def _train_model(
     should_stop: Callable[[], bool],
     on_status: Callable[[TrainingStatus], None] = lambda status: None,
 ) -> TrainingResult:
-    """Run the training loop. Under a time limit, it leaves the time that the phases after it need.
+    """Run the training loop. Under a time limit, it ends early enough for calibration and the other later phases.
 
     Args:
         planned: The training run with the measured costs of the phases after it.
@@ -454,14 +461,14 @@ def _train_model(
     """
 
     def compute_costs(model: DEformer) -> Costs:
-        """Return the seconds to reserve for the phases after training, and the seconds to validate a record.
+        """Return the seconds to reserve for the work after training, and the seconds to validate a record.
 
-        The model is not needed, because the costs were measured when the run was planned.
+        The model is not used, because the costs were measured when the run was planned.
         """
-        if planned.costs is None or planned.run.budget.limit is None:
-            return Costs(0.0, 0.0)
+        if planned.costs is None or planned.run.budget.limit is None:  # there is no time limit
+            return Costs(after=0.0, record=0.0)
         after = _compute_reserve(planned.costs, planned.run.data, planned.run.budget.limit)
-        return Costs(after, planned.costs.held_out)
+        return Costs(after, record=planned.costs.held_out)  # validation computes the same likelihoods
 
     return planned.run.run(should_stop, on_status, compute_costs)
 
@@ -469,9 +476,8 @@ def _train_model(
 def _compute_reserve(costs: PhaseCosts, data: PreparedTable, limit: float) -> float:
     """Return the seconds to reserve for the phases after training: calibration, ranking and held-out figures.
 
-    The phases would take some time with all records. This time is reserved, but at most `AFTER_SHARE` of the time
-    limit. If the phases take longer than that even with the smallest numbers of records, the time for these is
-    reserved.
+    The result is the time of the phases with all records, but at most `AFTER_SHARE` of the time limit, and at least the
+    time of the phases with the smallest numbers of records.
 
     Args:
         costs: Measured costs of the phases.
@@ -481,7 +487,7 @@ def _compute_reserve(costs: PhaseCosts, data: PreparedTable, limit: float) -> fl
     maximum = count_all_records(data)
     max_seconds = maximum.estimate_seconds(costs)
     min_seconds = compute_min_counts(maximum).estimate_seconds(costs)
-    allowed_seconds = AFTER_SHARE * limit - costs.fixed
+    allowed_seconds = AFTER_SHARE * limit - costs.fixed  # fixed: report, model files, end of the process
     return costs.fixed + max(min(max_seconds, allowed_seconds), min_seconds)
 
 
@@ -592,7 +598,7 @@ def _create_model(
     Args:
         data: The prepared table.
         settings: All options of `deformer-train`.
-        budget: The time limit, after a share of which no larger number of Gaussians is tried.
+        budget: The time limit. When the share `PRIOR_SHARE` of it is used, no larger number of Gaussians is tried.
         state: JSON state of the interrupted run that is continued, or None.
 
     Returns:

@@ -39,7 +39,8 @@ def model_config(settings: TrainConfig, has_repeating_sensors: bool = False) -> 
     Raises:
         ConfigError: The hyperparameters contradict each other.
     """
-    user_values = {name: getattr(settings, name, None) for name in SHAPE_HYPERPARAMETERS}  # `identity` has no option
+    # The settings have no field for the hyperparameter `identity` (the input that identifies a feature).
+    user_values = {name: getattr(settings, name, None) for name in SHAPE_HYPERPARAMETERS}
     if has_repeating_sensors:
         # A feature is then identified by a learned embedding (the sensor) and by coordinates (the time slot).
         user_values["identity"] = "both"
@@ -131,6 +132,6 @@ def choose_exemplars(settings: TrainConfig) -> int:
     """Return the largest number of exemplars, 0 for none.
 
     Exemplars are training records that the model stores. Complete records are ranked from normal to anomalous by their
-    distance to the nearest exemplar.
+    mean distance to the nearest exemplars.
     """
     return MAX_EXEMPLARS if settings.exemplars is None else settings.exemplars

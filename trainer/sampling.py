@@ -189,9 +189,10 @@ def read_rows(data: PreparedTable, rows: NDArray[np.int64]) -> tuple[Tensor, Ten
         missing. `arrival_ranks` are float64: the position of each reading in its record's order of arrival, −1 if
         missing. They are None if the table has no order of arrival.
     """
-    values = torch.from_numpy(np.ascontiguousarray(data.values[rows]))
+    values = torch.from_numpy(np.ascontiguousarray(data.values[rows]))  # a plain array instead of a np.memmap
     if data.arrival_ranks is None:
         return values, None
+    # Callers use the ranks as sort keys, which are float64 like random sort keys.
     return values, torch.from_numpy(data.arrival_ranks[rows].astype(np.float64))
 
 

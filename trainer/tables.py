@@ -193,10 +193,12 @@ def open_tables(
         _check_same_columns(schema, _read_schema(path), files[0], path)
     layout = _check_layout(files[0], schema.names, layout, window)
     if (label_column is None) != (normal_label is None):
-        raise ConfigError(
-            "--label and --normal belong together: set --label to the name of the column, and --normal to the value "
-            "that it has in normal rows"
+        missing, meaning = (
+            ("--normal", f"the value of the column {label_column!r} in normal rows")
+            if normal_label is None
+            else ("--label", f"the name of the column that contains {normal_label!r} in normal rows")
         )
+        raise ConfigError(f"--label and --normal belong together, but {missing} is missing; set it to {meaning}")
     if label_column is not None and label_column not in schema.names:
         raise ConfigError(
             f"--label {label_column}: {files[0]} has no such column; give one of its columns: {', '.join(schema.names)}"
@@ -224,6 +226,7 @@ def _check_layout(path: Path, column_names: list[str], layout: Layout | None, wi
     required = (RECORD, FEATURE, VALUE) if window is None else (DEVICE, FEATURE, VALUE, TIME)
     missing = [column for column in required if column not in column_names]
     if layout is None:
+        # A table of readings of devices has no records unless --window makes them.
         if window is None and {DEVICE, FEATURE, VALUE, TIME} <= set(column_names) and missing:
             raise ConfigError(
                 f"{path}: the rows seem to be readings of devices, but no column {RECORD!r} says to which records "
@@ -396,7 +399,7 @@ def parse_times(values: pa.Array, where: str, first_row: int = 0) -> NDArray[np.
         # streams is used for texts that it cannot parse.
         with contextlib.suppress(pa.ArrowInvalid):
             values = values.cast(pa.timestamp("us", "UTC"))
-    elif pa.types.is_floating(values.type):
+    elif pa.types.is_floating(values.type):  # NaN means an unknown time, like null
         values = pc.if_else(pc.is_nan(values), None, values)
     times, error_by_row = columns.parse_times(values, where)
     if error_by_row:
@@ -422,6 +425,7 @@ def index_records(tables: InputTables) -> None:
     elif tables.label_column is None:  # every row is a normal record
         tables.num_records = sum(pq.read_metadata(path).num_rows for path in tables.files)
     else:
+        # `open_tables` has checked that there is a normal label if there is a label column.
         _count_normal_rows(tables, tables.label_column, tables.normal_label or "")
 
 
@@ -567,6 +571,7 @@ def _number_windows(
         # `setdefault` returns the number of a known window, and adds a new one with the number of windows so far.
         number_by_unique_key[i] = number_by_key.setdefault((devices[device_code], window_start), len(number_by_key))
     numbers = np.full(len(times), -1)
+    # NumPy 2.0 returns these indexes with two dimensions, other versions with one.
     numbers[usable_indexes] = number_by_unique_key[unique_key_indexes.reshape(-1)]
     return numbers
 

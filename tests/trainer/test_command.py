@@ -178,13 +178,14 @@ def test_signal_saves_progress_and_resume_continues(
     assert not out.exists()
     again = here(*arguments)
     assert again.code == 2
-    assert "interrupted run" in again.err
+    assert "interrupted training run" in again.err
     other = here(*arguments, "--resume", "--seed", 5)
     assert other.code == 2
     assert "--resume: " in other.err
     resumed = here(*arguments, "--resume")
     assert resumed.code == 0, resumed.err
-    assert "continuing at step" in resumed.err
+    assert '"text": "continuing at step' in resumed.err
+    assert '"event": "training_message"' in resumed.err
     assert model_store.read(out).manifest["training"]["steps"] > 0
     assert not folder.exists()
 
