@@ -119,7 +119,7 @@ def _describe_model(result: TrainingOutput) -> str:
 
     It contains the number of layers and their width, and the size of the Gaussian prior (mixture of Gaussians fitted
     before training). Complete records are ranked from normal to anomalous by the density. If the model has exemplars
-    (stored training records), the distance to the nearest of them counts too.
+    (stored training records), the mean distance to the nearest of them counts too.
     """
     config = result.model.config
     plural = "" if config.gaussians == 1 else "s"

@@ -191,7 +191,7 @@ def prepare_table(paths: Sequence[Path], options: DataOptions, folder: Path) -> 
     index_records(tables)  # first pass over the input: numbers the records
     if tables.num_records < MIN_RECORDS:
         raise InputError(
-            f"{tables.files[0]}: {tables.num_records} records to train on are too few; "
+            f"{tables.description}: {tables.num_records} records to train on are too few; "
             f"give at least {MIN_RECORDS} normal records, better 1000"
         )
     split = assign_split(tables.num_records, options.calibration_share, options.seed)
@@ -304,7 +304,7 @@ def _choose_columns(tables: InputTables, options: DataOptions) -> list[ExcludedC
             tables.feature_columns.append(name)
     if not tables.feature_columns:
         raise InputError(
-            f"{tables.files[0]}: none of its columns ({_list_names(column_names)}) can be a feature; "
+            f"{tables.description}: none of the columns ({_list_names(column_names)}) can be a feature; "
             "name fewer columns in --exclude, or add columns to the table"
         )
     return excluded

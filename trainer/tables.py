@@ -110,6 +110,13 @@ class InputTables:
     skipped_by_reason: dict[str, int] = field(default_factory=dict)
     row_by_event: NDArray[np.int64] | None = None
 
+    @property
+    def description(self) -> str:
+        """The first file and, if there are more, their number, for messages that concern all of them."""
+        num_others = len(self.files) - 1
+        others = {0: "", 1: " and 1 other file"}.get(num_others, f" and {num_others} other files")
+        return f"{self.files[0]}{others}"
+
     def iterate_readings(self) -> Iterator[FeatureReadings]:
         """Yield the readings of all normal records, batch by batch in the order of the input, grouped by feature."""
         return _iterate_wide_readings(self) if self.layout == "wide" else _iterate_long_readings(self)
@@ -453,7 +460,7 @@ def _count_normal_rows(tables: InputTables, label_column: str, normal_label: str
         first_labels = list(count_by_label.items())[:10]
         contents = ", ".join(f"{label} ({count} rows)" for label, count in first_labels) or "nothing"
         raise InputError(
-            f"no row of {tables.files[0]} has {label_column} = {normal_label}; the column contains {contents}: "
+            f"no row of {tables.description} has {label_column} = {normal_label}; the column contains {contents}: "
             "give one of these values to --normal"
         )
 
@@ -516,7 +523,7 @@ def _index_long_records(tables: InputTables) -> None:
         tables.skipped_by_reason["records that are not normal"] = int((~is_normal_record).sum())
     if len(is_normal_record) and not is_normal_record.any():
         raise InputError(
-            f"no record of {tables.files[0]} has {tables.label_column} = {tables.normal_label} in all of its rows; "
+            f"no record of {tables.description} has {tables.label_column} = {tables.normal_label} in all of its rows; "
             "give another value to --normal"
         )
 

@@ -413,3 +413,9 @@ def test_time_outside_the_years_1_to_9999_is_rejected(tmp_path: Path, times: pa.
     columns["record"] = [f"r{i // 3}" for i in range(90)]
     with pytest.raises(InputError, match=r"column 'time', row 0: .* outside the years 1 to 9999"):
         prepare_in(tmp_path, write(tmp_path / "log.parquet", columns | {"time": times}))
+
+
+def test_too_few_records_are_reported_for_all_files_together(tmp_path: Path) -> None:
+    tables = [write(tmp_path / f"{i}.parquet", {"x": [1.0 * i, 2.0, 3.0]}) for i in range(3)]
+    with pytest.raises(InputError, match=r"0\.parquet and 2 other files: 9 records to train on are too few"):
+        prepare_in(tmp_path, *tables)
