@@ -322,7 +322,7 @@ class _WideTable:
         return _WideTable(table, id_prefix, feature_columns, record_column, time_column, ignored_columns, options)
 
     def iterate_rows(self) -> Iterator[WideRows]:
-        """Yield the rows of the table in batches of about `options.batch_events` cells."""
+        """Yield the rows of the table in batches of about `options.batch_events` events; each cell is one event."""
         schema = self.options.schema
         # The types replace those that are inferred for a CSV file.
         types = {

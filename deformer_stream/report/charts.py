@@ -302,13 +302,15 @@ def draw_histogram(
 
     def draw(layout: _Layout) -> str:
         """Return the histogram as SVG, in the sizes of the layout (for wide or narrow screens)."""
-        # From the enclosing function: `counts` has the number of values in each bin, `edges` the bounds of the bins.
-        # `low` and `high` are the smallest and the largest x that must be visible.
-        # The vertical axis is extended to a round number. The horizontal axis ends exactly at these bounds.
-        y_axis = _round_axis(0.0, float(counts.max()), "")
+        # From the enclosing function: `finite` has the values that are drawn, `counts` the number of values in each
+        # bin, `edges` the bounds of the bins. `low` and `high` are the smallest and largest x that must be visible.
+        # The horizontal axis ends exactly at `low` and `high`. The vertical axis is extended to a round number.
+        y_axis = _round_axis(low=0.0, high=float(counts.max()), unit="")
         plot_width = layout.width - _left_margin(y_axis, layout) - RIGHT_MARGIN
         x_axis = _tight_axis(low, high, x_unit, layout, plot_width)
-        figure, axes = _new_axes(layout, x_axis, y_axis, x_label, "count", False, vertical_lines)
+        figure, axes = _new_axes(
+            layout, x_axis, y_axis, x_label, y_label="count", log_x=False, vertical_lines=vertical_lines
+        )
         tooltips = {}  # range and count of each bar by the gid of the bar
         for i, count in enumerate(counts.tolist()):
             if count:  # an empty bin has no bar
@@ -344,7 +346,7 @@ def _render_chart(title: str, draw: Callable[[_Layout], str], legend: Sequence[s
 
 
 def _draw_empty(title: str) -> Markup:
-    """Return a chart that has only a title and the text "no data", in one drawing for all screens."""
+    """Return a chart that has only a title and the text "no data". One drawing serves wide and narrow screens."""
     from markupsafe import Markup
 
     figure = _new_figure(340, 70)
@@ -466,9 +468,10 @@ def _arrange_line_labels(
 ) -> tuple[list[_LineLabel], int]:
     """Choose a row above the plotting area for the label of each vertical line, so that labels do not overlap.
 
-    Each line ends at the row of its label. All labels are on the same side of their lines: on the right if all of them
-    fit there, else on the left. Labels are placed from that side inwards (from the rightmost line to the leftmost, or
-    the reverse), each in the lowest row with enough space. Therefore no line crosses the label of another line.
+    Each line ends at the row of its label. All labels are to the right of their lines if all of them fit there. The
+    rightmost line then gets its label first, and the others follow from right to left. Otherwise the labels are to the
+    left of their lines, and are placed from left to right. Each label is put into the lowest row in which it ends
+    before the next line that reaches this row. So no line crosses the label of another line.
 
     Args:
         vertical_lines: x value of each line by its label.
