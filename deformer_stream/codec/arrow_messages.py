@@ -119,7 +119,7 @@ class ArrowDecoder:
         return [batch for batch, _ in decoded], Rejection.merge_by_message(rejections)
 
     def _read_stream(self, payload: bytes) -> tuple[list[pa.RecordBatch], list[str]]:
-        """Read the known columns of an Arrow IPC stream, after checks that bound the memory for it.
+        """Read the known columns of an Arrow IPC stream, after checks that limit the memory that it can take.
 
         Args:
             payload: The bytes of the stream.
@@ -299,10 +299,10 @@ class ArrowDecoder:
             codes[rows, column_indices],
             values[rows, column_indices],
             times[rows],
-            zeros,
-            zeros,
-            {int(event_indices[cell]): text for cell, text in unseen_labels.items() if is_accepted[cell]},
-            self._long_decoder.make_membership(devices, times, rows),
+            message_indices=zeros,
+            partitions=zeros,
+            unseen_labels={int(event_indices[cell]): text for cell, text in unseen_labels.items() if is_accepted[cell]},
+            windows=self._long_decoder.make_membership(devices, times, rows),
         )
         return batch, rejections
 
@@ -394,7 +394,7 @@ def _find_field(data: bytes, table: int, field_number: int) -> int:
     vtable = table - vtable_distance
     (vtable_size,) = struct.unpack_from("<H", data, vtable)
     entry_offset = 4 + 2 * field_number  # the two sizes take 4 bytes
-    if entry_offset >= vtable_size:  # the vtable ends before this field, if this and all later fields are missing
+    if entry_offset >= vtable_size:  # a vtable may omit missing fields at its end
         return 0
     (field_offset,) = struct.unpack_from("<H", data, vtable + entry_offset)
     return table + int(field_offset) if field_offset else 0

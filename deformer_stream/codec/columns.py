@@ -90,9 +90,9 @@ def _choose_label(value: object, code_by_label: dict[str, int]) -> str:
 
 
 def _list_spellings(text: str) -> list[str]:
-    """Return other spellings of a label: in lower case and, if it is a number, the number's canonical text.
+    """Return other spellings of a label: trimmed and in lower case, and as a number if it spells one.
 
-    For example, "3.0" gives "3.0" (in lower case) and "3".
+    For example, " True" gives "true", and "3.0" gives "3.0" and "3".
     """
     spellings = [text.strip().lower()]
     spelled_number = parse_number(text)
@@ -109,7 +109,8 @@ def parse_times(column: pa.Array, file_and_column: str) -> tuple[NDArray[np.int6
         file_and_column: The names of the file and of the column, for error messages.
 
     Returns:
-        (N,) microseconds, `NO_TIME` for null. A dictionary by row index: the error of a cell that is rejected.
+        (N,) microseconds, `NO_TIME` for null and for rejected cells. A dictionary by row index: the error of a cell
+        that is rejected.
 
     Raises:
         InputError: If the column has any other type.
@@ -334,16 +335,17 @@ def decode_dictionary(column: pa.Array) -> pa.Array:
 
 
 def format_labels(column: pa.Array) -> pa.Array:
-    """Return a column of N discrete values as N label texts in canonical form, null for null and NaN.
+    """Return the label of each of the N cells of a column as text; null and NaN become null.
 
-    Equal values of different types have the same canonical form (3 and 3.0 become "3", True becomes "true"). Text that
-    is not valid UTF-8 keeps its bytes, so that a later check of the label can reject it.
+    Equal values of different types give the same text: 3 and 3.0 become "3", True becomes "true". Text that is not
+    valid UTF-8 is returned unchanged, without an error. A later check of the labels rejects it.
     """
     indices, distinct_values = encode_distinct(column)
     labels = [None if isinstance(value, float) and isnan(value) else format_label(value) for value in distinct_values]
     labels.append(None)  # `encode_distinct` gives null cells the index after the last distinct value
+    # `encode_distinct` replaces invalid bytes by lone surrogates; "surrogateescape" restores these bytes.
     label_bytes = [None if label is None else label.encode("utf-8", "surrogateescape") for label in labels]
-    # Viewing bytes as strings skips the validation of UTF-8.
+    # Viewing bytes as strings does not check that they are UTF-8.
     return pa.array(label_bytes, pa.binary()).view(pa.string()).take(pa.array(indices))
 
 

@@ -164,7 +164,8 @@ def encode_arrow_stream(readings: list[dict[str, Any]]) -> bytes:
         readings: The fields of each reading: `record`, `feature`, `value` and perhaps `time` (seconds since 1970).
     """
     values = [reading["value"] for reading in readings]
-    # Booleans are labels, which `type(value)` tells from numbers. Larger integers would be rounded in float64.
+    # Booleans are labels. `isinstance` would accept them as integers, so the exact type is compared. Integers beyond
+    # `MAX_EXACT_INTEGER` would be rounded in float64.
     fits_float64 = all(
         value is None or (type(value) in (int, float) and abs(value) <= MAX_EXACT_INTEGER) for value in values
     )

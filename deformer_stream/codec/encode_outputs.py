@@ -91,7 +91,8 @@ def encode_drift(notice: DriftNotice) -> bytes:
             with which p-values are computed).
     """
     # The public format has names of its own: the wealth (evidence of drift) is the value of a test martingale, and the
-    # mean of −ln p over the readings of a feature is called surprise.
+    # mean of −ln p over the readings of a feature is called surprise. The level is the evidence at which a notice is
+    # sent.
     document = {
         "kind": "drift",
         "id": notice.id,
@@ -194,7 +195,7 @@ def _cell_to_json(cell: pa.Array) -> Any:
         if pa.types.is_timestamp(cell.type):
             cell = cell.cast(pa.timestamp("us", cell.type.tz), safe=False)  # Python has no nanoseconds
         value = cell[0].as_py()
-        # With the options of `get_message`, which encodes the value: this raises if it cannot be encoded.
+        # `get_message` will encode the value with the same options. This raises if the value cannot be encoded.
         orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS)
     except (ValueError, TypeError, ArithmeticError, LookupError, pa.ArrowException):
         if is_text(cell.type):

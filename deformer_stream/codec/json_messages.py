@@ -370,7 +370,7 @@ class MessageDecoder:
                     if (
                         0 < len(record_id) <= MAX_TEXT_CHARS
                         and (time is None or MIN_SECOND <= time <= max_seconds[i])
-                        and event.values is msgspec.UNSET  # no second form of readings in the same message
+                        and event.values is msgspec.UNSET  # the message does not hold several readings as well
                         # The parser skips unknown fields without validating their text.
                         and (payload.isascii() or is_utf8(payload))  # type: ignore[union-attr, arg-type]
                     ):
@@ -388,7 +388,8 @@ class MessageDecoder:
     def decode_document(self, document: Mapping[str, object]) -> tuple[EventBatch, list[Rejection]]:
         """Decode a message that is a Python mapping instead of JSON bytes.
 
-        The rules are those of JSON messages. It has message index 0, no key, no broker timestamp and partition 0.
+        The rules are those of JSON messages. The mapping counts as message 0 of partition 0, without a key and a broker
+        timestamp.
 
         Args:
             document: The fields of the message: one reading, or several readings of one record. Values must have the
@@ -398,7 +399,7 @@ class MessageDecoder:
             The accepted readings as events, and one rejection per reason.
         """
         events = _EventColumns()
-        readings, rejections = self._documents.read(0, document, None, NO_TIME)
+        readings, rejections = self._documents.read(0, document, key=None, broker_time=NO_TIME)
         events.add_readings(0, readings)
         return events.to_batch(None, self._window_assigner), rejections
 
@@ -626,8 +627,8 @@ def _parse_lenient(payload: bytes, error: str) -> object:
     """
     try:
         document = json.loads(payload.decode(), parse_int=_parse_integer)
-        # Raises for lone surrogates and deep nesting: the report of the rejection, which orjson encodes, could not
-        # quote them.
+        # Raises for lone surrogates and deep nesting. The report of the rejection could not quote them, because orjson
+        # encodes it.
         orjson.dumps(document)
     except (ValueError, TypeError, RecursionError):
         raise RejectionError(RejectionReason.NOT_JSON, error.splitlines()[0] if error else "not JSON") from None

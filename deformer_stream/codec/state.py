@@ -159,6 +159,8 @@ def encode_decisions(decisions: Decisions) -> bytes:
         decisions: What was decided since the last commit and cannot be derived from the partition's messages, such as
             records closed by a time-out.
     """
+    # By record id: the position of the reading that raised the first alert (`seq`), and the smallest alpha (false-alarm
+    # rate) at which the record has alerted.
     alert_states = decisions.alert_states
     columns: dict[str, Column] = {
         "closed": decisions.closed_ids,
@@ -224,9 +226,9 @@ def _decode_snapshot(data: bytes) -> Snapshot:
         _InvalidStateError: If the data is not valid.
     """
     columns = _decode(SNAPSHOT, data, _SNAPSHOT_COLUMNS | _DRIFT_COLUMNS | _TIE_COLUMNS)
-    # Format version 1 does not state at which alpha (false-alarm rate) a record has alerted. Such a record raises no
-    # further alert, so that none is repeated. `alert_seq` is the position of the reading that raised the first alert,
-    # −1 if the record has not alerted.
+    # `alert_seq` is the position of the reading that raised the first alert of a record, −1 if it has not alerted.
+    # Format version 1 does not state the alpha (false-alarm rate) of the alert. Such a record gets the alpha
+    # `SUPPRESS_ALL`, with which it raises no further alert, so that none is repeated.
     columns.setdefault("alert_alpha", np.where(columns["alert_seq"] < 0, NO_ALERT, SUPPRESS_ALL))
     vocabulary = _decode_vocabulary(*(columns.pop(name) for name in _VOCABULARY_COLUMNS))
     drift = _pop_drift(columns)
@@ -245,8 +247,9 @@ def _decode_decisions(data: bytes) -> Decisions:
         _InvalidStateError: If the data is not valid.
     """
     columns = _decode(DECISIONS, data, _DECISION_COLUMNS | _TIE_DECISION_COLUMNS)
-    # For each record with alerts: its id, the position of the reading that raised the first alert, and the strictest
-    # alpha (false-alarm rate). Format version 1 has no alphas; such a record raises no further alert.
+    # For each record with alerts: its id, the position of the reading that raised the first alert, and the smallest
+    # alpha (false-alarm rate) at which it has alerted. Format version 1 has no alphas. Its records with alerts get
+    # `SUPPRESS_ALL`, with which they raise no further alert.
     alerted_ids, positions = columns["alerted"], columns["alert_seq"]
     alphas = columns.get("alert_alpha", np.full(len(positions), SUPPRESS_ALL))
     has_one_state_per_record = len(alerted_ids) == len(positions) == len(alphas) == len(set(alerted_ids))
@@ -265,6 +268,10 @@ def _pop_ties(columns: dict[str, Any]) -> TieGroups:
 
     Args:
         columns: The columns of a snapshot by name. The columns `_TIE_COLUMNS` are removed.
+
+    Returns:
+        For each reading, whether it is tied to the reading before it. For each record, how many of its last readings
+        are not scored yet, and the event time of its last tie group.
 
     Raises:
         _InvalidStateError: If the column that marks tied readings has a number other than 0 and 1.
@@ -301,8 +308,9 @@ def _decode_tie_timeouts(record_ids: list[str], num_readings: NDArray[np.int32])
 def _drift_to_columns(drift: DriftState | None) -> dict[str, Column]:
     """Return the state of a drift monitor as the columns `_DRIFT_COLUMNS`.
 
-    A drift monitor collects evidence that the records of a partition differ from the calibration records (the normal
-    records with which p-values are computed).
+    A drift monitor compares the records of a partition with the calibration records (the normal records with which
+    p-values are computed). It ranks each record among them by its anomaly score. Several bets are made that the ranks
+    are too anomalous. The wealth of a bet, which is what it has won so far, is the evidence that the records differ.
 
     Args:
         drift: The state. None if there is no monitor; then all columns are empty.
@@ -315,9 +323,9 @@ def _drift_to_columns(drift: DriftState | None) -> dict[str, Column]:
             "drift_bins": np.empty(0, np.int32),
             "drift_counts": np.empty(0, np.int64),
         }
-    # Each calibration group (records with a calibration of their own) has a histogram: how many records have an anomaly
-    # rank in each bin. The groups may have different numbers of bins, so the last column holds all histograms one after
-    # the other, and `drift_bins` their lengths.
+    # Each calibration group (records with a calibration of their own) has a histogram of the ranks: how many records
+    # have a rank in each bin. The groups may have different numbers of bins. The column `drift_counts` therefore holds
+    # all histograms one after the other, and `drift_bins` holds their lengths.
     counts_of_groups = list(drift.bin_counts_by_group.values())
     return {
         "drift_model": [drift.model],
@@ -331,8 +339,9 @@ def _drift_to_columns(drift: DriftState | None) -> dict[str, Column]:
 def _pop_drift(columns: dict[str, Any]) -> DriftState | None:
     """Remove the columns of the drift monitor and return its state.
 
-    A drift monitor collects evidence that the records of a partition differ from the calibration records (the normal
-    records with which p-values are computed).
+    A drift monitor compares the records of a partition with the calibration records (the normal records with which
+    p-values are computed). It ranks each record among them by its anomaly score. Several bets are made that the ranks
+    are too anomalous. The wealth of a bet, which is what it has won so far, is the evidence that the records differ.
 
     Args:
         columns: The decoded columns by name. The columns `_DRIFT_COLUMNS` are removed.
@@ -346,15 +355,15 @@ def _pop_drift(columns: dict[str, Any]) -> DriftState | None:
     model, numbers, groups, bins_per_group, counts = (columns.pop(name, ()) for name in _DRIFT_COLUMNS)
     if not len(model):
         return None
-    # `numbers` holds the number of records, 1 if an alarm is raised (else 0), and the wealth of each bet: the evidence
-    # of drift that each of several betting strategies has collected.
+    # `numbers` holds the number of records, then 1 if an alarm is raised (else 0), then the wealth of each bet.
     _require(
         len(model) == 1 and len(numbers) == 2 + len(BET_EXPONENTS),
         "the drift state does not have one model and one wealth per bet",
     )
     # A group is a calibration group: records with a calibration of their own.
     _require(len(groups) == len(bins_per_group) == len(set(groups)), "the drift state does not have each group once")
-    # `counts` holds how many records have an anomaly rank in each bin of each group, one group after the other.
+    # Each group has a histogram of the ranks. `counts` holds the number of records in each bin of these histograms, one
+    # group after the other.
     _require(
         bool((bins_per_group >= 0).all()) and int(bins_per_group.sum()) == len(counts),
         "the drift state does not have one count per bin",
@@ -572,7 +581,8 @@ def _check_readings(snapshot: Snapshot, num_records: int, num_features: int) -> 
         _is_within(snapshot.features, num_features) and _is_within(snapshot.absent, num_features),
         "a reading belongs to no feature",
     )
-    # A feature that occurs twice in a record sets the same element twice, so fewer elements than readings are set.
+    # Each reading and each absent feature sets one element of a table of records and features. If a feature occurs
+    # twice in a record, the same element is set twice, so the number of set elements is too small.
     record_of_reading, _ = ragged_indices(snapshot.counts)
     record_of_absent_feature, _ = ragged_indices(snapshot.absent_counts)
     has_feature = np.zeros((num_records, num_features), bool)
@@ -620,7 +630,7 @@ def _check_values(snapshot: Snapshot) -> None:
     _require(bool(np.isfinite(values).all()), "a value is not finite")
     is_label_code = (values >= 0) & (values <= num_labels[features]) & (values == np.floor(values))
     _require(bool(is_label_code[is_discrete_feature[features]].all()), "the code of a label is out of range")
-    # The age (time since the last event) is negative if the clock was set back.
+    # The age (time since the last event) lies between −MAX_AGE and MAX_AGE. It is negative if the clock was set back.
     _require(_is_within(snapshot.age + MAX_AGE, 2 * MAX_AGE), "the age of a record is out of range")
     for name in _RUNNING_SUMS:
         _require(bool(np.isfinite(getattr(snapshot, name)).all()), f"a value in the column {name!r} is not finite")

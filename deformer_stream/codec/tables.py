@@ -390,7 +390,7 @@ def find_feature_codes(
     if not schema.has_repeating_sensors:
         return codes_by_name
     # The feature of a sensor in a time slot has the code `first_code + code_step * time_slot`. The step is 1 if the
-    # sensor has a feature for each time slot, and 0 if it has a single one. An unknown name has the code −1 + 0.
+    # sensor has a feature for each time slot, and 0 if it has a single one. For an unknown name, (−1, 0) gives −1.
     layouts = [schema.slot_layout_by_sensor.get(name or "", (-1, 0)) for name in names]
     first_codes, code_steps = np.array(layouts, np.int32).reshape(-1, 2).T  # reshape: there may be no names
     codes_by_slot = first_codes[name_indices] + code_steps[name_indices] * time_slots

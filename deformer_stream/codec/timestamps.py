@@ -145,8 +145,8 @@ def drop_impossible_times(times: NDArray[np.int64]) -> NDArray[np.int64]:
 class FutureTimeLimit:
     """The rule that rejects events whose own time lies too far in the future.
 
-    An event's time is compared with the broker's timestamp of its message. The wall clock is used only if there is no
-    such timestamp, because a message that is read again after a restart must give the same result as before.
+    An event's time is compared with the broker's timestamp of its message, or with the wall clock if there is no such
+    timestamp. The timestamp is preferred, because it is still the same if the message is read again after a restart.
 
     Attributes:
         max_micros: Maximum distance into the future in microseconds, at least 0.

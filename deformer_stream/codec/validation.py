@@ -37,16 +37,19 @@ class RejectionError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """The names of an event's fields in JSON messages, and of the columns in a table with one reading per row.
+    """The names of the fields of a JSON message, and of the columns of a table with one reading per row.
+
+    Each attribute is the name that the user has chosen for a field or a column.
 
     Attributes:
-        record: Field with the record id.
-        feature: Field with the feature name of a single reading.
-        value: Field with the value of a single reading.
-        values: Field with an object of several readings, with feature names as keys; JSON only.
-        time: Field with the event time.
-        label: Column with the labels of discrete features, next to a numeric value column; tables only.
-        device: Field with the device name, from which a record id is made if records are time windows.
+        record: The field with the record id.
+        feature: The field with the feature name, if the message is a single reading.
+        value: The field with the value of this reading.
+        values: The field with several readings: an object from feature names to values. Tables do not have it.
+        time: The field with the event time.
+        label: A column with the values of discrete features as text. A table needs it only if its column of values
+            holds numbers. JSON messages do not have it.
+        device: The field with the device name. If records are time windows of devices, it replaces the record id.
     """
 
     record: str = "record"
@@ -124,12 +127,13 @@ def find_time_slot(schema: Schema, time: int) -> int:
 def find_feature_code(schema: Schema, name: str, time_slot: int) -> int | None:
     """Return the code of the feature that an event names.
 
+    If records are windows of time that are divided into time slots, a sensor may have one feature for each time slot.
+    An event then names the sensor, and its time slot selects the feature.
+
     Args:
         schema: The features of the model.
-        name: The feature name in the event. With a time slot it is the name of a sensor, which may have one feature for
-            each time slot.
-        time_slot: The time slot (part of a window) of the reading, or `NO_TIME_SLOT` if the name alone determines the
-            feature.
+        name: The name in the event: of a sensor if there is a time slot, otherwise of a feature.
+        time_slot: The index of the reading's time slot, or `NO_TIME_SLOT` if the name alone determines the feature.
 
     Returns:
         The feature code (index of the feature in the schema), or None if the model does not have such a feature.
@@ -146,13 +150,15 @@ def find_feature_code(schema: Schema, name: str, time_slot: int) -> int | None:
 def unknown_feature_error(schema: Schema, name: str, time_slot: int) -> RejectionError:
     """Return the exception for a feature name that the model does not have.
 
-    If the name is that of a sensor with one feature for each time slot (part of a window), the message states how to
-    name one of these features.
+    If records are windows of time that are divided into time slots, a sensor may have one feature for each time slot.
+    The name of this sensor is then not enough in an event that names its record. The message of the exception states
+    what to send instead.
 
     Args:
         schema: The features of the model.
-        name: The unknown feature name.
-        time_slot: The time slot of the reading, or `NO_TIME_SLOT` if the event names its record instead of a device.
+        name: The unknown name in the event.
+        time_slot: The index of the reading's time slot. `NO_TIME_SLOT` if it has none, because the event names its
+            record instead of a device, or because the model has no time slots.
     """
     detail = f"feature {quote(name)} is unknown to the model"
     if time_slot == NO_TIME_SLOT and name in schema.slot_layout_by_sensor:

@@ -45,7 +45,9 @@ class MaxStatisticSink:
         return np.concatenate([np.empty(0), *self._max_statistics])
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        """Collect the final scores of the records that one turn of the pipeline's loop closed, and some readings.
+        """Collect the final scores of the records that one turn of the pipeline's loop closed.
+
+        Also keep some of the scored readings, and whether the input had rows of wide tables (one record per row).
 
         Args:
             effects: The results of the turn.

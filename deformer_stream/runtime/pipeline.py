@@ -92,7 +92,7 @@ class Pipeline:
 
     Attributes:
         source: The connector that returns messages or table rows.
-        codec: Decodes them into events.
+        codec: Decodes these messages or rows into events.
         engine: Scores the events and returns effects (scores, alerts, closed records).
         sinks: The connectors that write effects.
         clock: Returns the time at which a batch is handled, for time-outs.
@@ -160,8 +160,8 @@ class Pipeline:
             self._report_poll(polled)
         if self.is_finite and self.source.is_exhausted:
             effects = self.engine.finish()  # closes all open records
-            self._write(effects, None)
-            self._report(effects, 0.0)
+            self._write(effects, data=None)
+            self._report(effects, scoring_seconds=0.0)
         self._commit(is_final=True)
         return self.totals
 
@@ -277,8 +277,8 @@ class Pipeline:
         now = self._now()
         if polled.revoked_partitions:
             effects = self.engine.revoke(polled.revoked_partitions)  # closes the records of these partitions
-            self._write(effects, None)
-            self._report(effects, 0.0)
+            self._write(effects, data=None)
+            self._report(effects, scoring_seconds=0.0)
             self.recovery.drop_partitions(polled.revoked_partitions)
             log.get_logger("runtime").info("partitions_revoked", partitions=list(polled.revoked_partitions))
         for restored in polled.restored_partitions:  # each with its saved state, which is loaded now
@@ -318,7 +318,8 @@ class Pipeline:
             log.get_logger("model").warning("model_rejected", model=artifact.fingerprint, error=str(error))
             return
         previous_fingerprint = self.engine.fingerprint
-        # The policy in use may differ from the option: records cannot be finished by a model with other features.
+        # The policy in use may differ from the option: open records are always scored again ("rescore") if the features,
+        # the labels or the handling of equal event times of the new model differ.
         policy = self.engine.change_model(artifact.model, artifact.calibration, artifact.fingerprint, self.open_records)
         self.codec = codec
         # With new snapshots, a restart does not process messages again that the old model has scored.
@@ -331,7 +332,7 @@ class Pipeline:
         )
 
     def _is_behind(self) -> bool:
-        """Return whether more than `BEHIND_MESSAGES` messages are unread. One poll returns about as many."""
+        """Return whether more than `BEHIND_MESSAGES` messages (about as many as one poll returns) are unread."""
         source = self._partitioned_source
         return source is not None and sum(source.get_lag().values()) > BEHIND_MESSAGES
 

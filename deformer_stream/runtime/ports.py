@@ -37,8 +37,8 @@ class PartitionState:
 class RestoredPartition:
     """A partition that was assigned to this process, with its saved state.
 
-    The source returns the partition's messages from the snapshot's offset on. Those before `committed_offset` are its
-    history: they rebuild the state and have no other effect, because their effects were written by a previous run.
+    The source returns the partition's messages from the snapshot's offset on. The messages before `committed_offset`
+    are its history. They only rebuild the state, because a previous run has already written their effects.
 
     Attributes:
         partition: Number of the partition.
@@ -115,7 +115,7 @@ class EventSource(Protocol):
 
 @runtime_checkable
 class PartitionedSource(EventSource, Protocol):
-    """A source whose partitions are divided among several consumers, and that stores the state saved with offsets.
+    """A source whose partitions are divided among several consumers. Each commit also saves state of the partitions.
 
     Partitions may be revoked and assigned at any poll. Before a partition is given up, the source commits the messages
     whose effects are written, together with the state that `collect_state` returns for it.
@@ -161,7 +161,7 @@ class AsyncCommitSource(PartitionedSource, Protocol):
         Args:
             states: State to save, by partition.
             on_committed: Called when the commit has taken effect, possibly from another thread, to measure how long it
-                took. If the commit needs more than one attempt, there may be no call.
+                took. If the commit needs more than one attempt, it may never be called.
         """
 
 

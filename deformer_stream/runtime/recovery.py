@@ -108,7 +108,8 @@ class Recovery:
         """
         if not self._restoring or not isinstance(data, Messages):  # table rows have no partition
             return data
-        # The committed offset by partition number; 0 for a partition that is not being restored and has no history.
+        # The committed offset by partition number. Messages below it are history. It is 0 for a partition that is not
+        # being restored, so that none of its messages are history.
         committed_offsets = np.zeros(int(data.partitions.max()) + 1, np.int64)
         for partition, restored in self._restoring.items():
             if partition < len(committed_offsets):
@@ -225,8 +226,8 @@ class Recovery:
         snapshot = encode_snapshot(self._engine.snapshot(partition, now))
         process.release_free_memory()  # encoding uses several times the size of the snapshot
         duration = self._now() - start
-        # Snapshots of all partitions together may take at most the given share of the time. They take this share if one
-        # snapshot of each partition is made per `min_interval` and each takes as long as this one.
+        # Snapshots of all partitions together may take at most this share of the time. `min_interval` is the interval
+        # of a partition's snapshots at which they take exactly this share, if all take as long as this one.
         num_partitions = len(self._unsaved_decisions)
         min_interval = duration * num_partitions / MAX_SNAPSHOT_TIME_SHARE
         self._next_snapshot[partition] = self._now() + max(self._interval, min_interval)
