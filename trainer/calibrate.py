@@ -160,7 +160,8 @@ def _score_tie_groups(
     Returns:
         (N,) statistics, larger is more anomalous; 0 for a record without readings.
     """
-    # Alerts, their explanations and p-values are not needed: no alphas, no effort, and a calibration without scores.
+    # Alerts are not needed (no alphas), nor explanations of them (effort "off"), nor p-values (a calibration without
+    # scores).
     calibration = Calibration(np.empty(0), "arrival", tie_policy="hold")
     engine = Engine(model, calibration, fingerprint="", alpha=(), effort="off")
     record_indexes, positions = np.nonzero(feature_codes >= 0)
@@ -242,13 +243,13 @@ def build_calibration(
 
 
 def split_folds(data: PreparedTable, num_folds: int, seed: int) -> Iterator[PreparedTable]:
-    """Yield the table with `num_folds` − 1 other splits into training, validation and calibration records.
+    """Yield the table `num_folds` − 1 times, each time split differently into training, validation and calibration.
 
-    They are used for cross-conformal calibration of small tables (after Vovk, "Cross-conformal predictors", 2015):
-    several models are trained, and each record is scored by the model that was trained without it. The calibration
-    records of the table's own split are fold 0. All other records are divided at random into folds 1, 2, ... of nearly
-    equal size. In split k, the records of fold k are for calibration. As many records as in the table's own split are
-    for validation, and the others for training.
+    The splits are used for cross-conformal calibration of small tables (after Vovk, "Cross-conformal predictors",
+    2015). Several models are trained, and each record is scored by the model that was trained without it. The
+    calibration records of the table's own split are fold 0. All other records are divided at random into folds 1, 2,
+    ... of nearly equal size. In split k, the records of fold k are for calibration. As many records as in the table's
+    own split are for validation, and the others for training.
 
     The scores of different folds come from different models. Therefore the guaranteed false-alarm rate holds only as
     far as these models give similar scores.

@@ -431,19 +431,20 @@ def _choose_window(options: DataOptions) -> tuple[Window | None, frozenset[str]]
             "--window and --slots do not fit the old model (--init-from), whose records are "
             f"{old_records}; leave --window and --slots out"
         )
-    # Without an attribute `sensor`, a feature is not repeated for each time slot.
+    # Features of sensors that report in each time slot have the attribute `sensor`. All others report once.
     old_once = {feature.name for feature in base.features if feature.sensor is None}
     return base.window, frozenset(options.once) | old_once
 
 
 def repeat_by_time_slot(schema: Schema, window: Window | None, once: Collection[str]) -> Schema:
-    """Return a schema in which each sensor has one feature for each time slot (equal part of the window of time).
+    """Return a schema in which each sensor has one feature for each time slot of a window.
 
-    A record is the window, so such a sensor may report once in each time slot of a record.
+    A record contains the readings of one window of time. The window is divided into time slots, which are equally long.
+    A sensor may report once in each time slot, and each of these readings is a feature of its own.
 
     Args:
         schema: A schema with one feature for each sensor.
-        window: The window of time of a record, divided into time slots. None returns the schema unchanged.
+        window: The width and the number of time slots of a window. If it is None, the schema is returned unchanged.
         once: Names of sensors that report only once in a window. Each of them keeps one feature.
 
     Raises:
@@ -451,6 +452,7 @@ def repeat_by_time_slot(schema: Schema, window: Window | None, once: Collection[
     """
     if window is None:
         return schema
+    # This is an upper bound, because the sensors in `once` keep one feature.
     num_features = len(schema) * window.slots
     if num_features > MAX_FEATURES:
         raise ConfigError(

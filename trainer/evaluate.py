@@ -64,9 +64,9 @@ def evaluate_held_out(
 ) -> HeldOutLikelihood:
     """Compute the mean negative log-likelihood of records over several orders of their readings.
 
-    A sensor with a limited resolution reports multiples of a step. Its readings get uniform noise of the width of the
-    step, as in training, because only then is their density well defined. Orders and noise depend on the seed and the
-    rows alone, so that different models can be compared.
+    A sensor with a limited resolution reports multiples of a step. As in training, its readings get uniform noise of
+    the width of the step. Without noise, a density at the multiples could be arbitrarily large. Orders and noise depend
+    on the seed and the rows alone, so that different models can be compared.
 
     Args:
         model: The model. It is in evaluation mode during this call only.

@@ -54,9 +54,9 @@ def add_ranking(
 ) -> DEformer:
     """Store exemplars (training records for comparison) and typical values of normal records in the model.
 
-    The model ranks complete records from normal to anomalous by comparison with them. The ranking guarantees no
-    false-alarm rate. Therefore exemplars are drawn at random from all records, including calibration records. If
-    suspected anomalies were left out of training, only training and validation records are used. If a model is adapted
+    The model ranks complete records from normal to anomalous by comparison with them. Alerts do not depend on the
+    ranking. Therefore exemplars are drawn at random from all records, including calibration records. If suspected
+    anomalies were left out of training, only training and validation records are used. If a model is adapted
     (`--init-from`), its old exemplars are kept as far as `max_exemplars` permits.
 
     Args:
@@ -169,8 +169,9 @@ def _create_ranking(
         return None
     values = np.asarray(data.values[rows], np.float64)
     known = torch.from_numpy(~np.isnan(values))
-    # Coordinates of the records in the space in which distances are computed; a ranking without exemplars suffices.
-    positions = Ranking(data.schema, 0).compute_positions(np.nan_to_num(values))
+    # Coordinates of the records in the space in which distances are computed. They depend on the schema alone, so an
+    # empty ranking can compute them.
+    positions = Ranking(data.schema, num_exemplars=0).compute_positions(np.nan_to_num(values))
     if model.ranking is not None:
         positions, known = _prepend_old_exemplars(model.ranking, positions, known, max_exemplars, rng)
     ranking = Ranking(data.schema, len(positions))
@@ -279,7 +280,7 @@ def _compute_centered_nll(
 
 
 def _summarize_typical(values: NDArray[np.float64]) -> list[float]:
-    """Return [median, spread] of the values, which express other values relative to them: (value − median) / spread.
+    """Return [median, spread] of the values. Another value is compared with them by (value − median) / spread.
 
     The spread is the 90% quantile minus the median. It is at least 1e-9, because it is a divisor.
     """

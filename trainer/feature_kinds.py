@@ -135,14 +135,16 @@ class ColumnStatistics:
         is_training: NDArray[np.bool_],
         num_other_texts: int,
     ) -> None:
-        """Update the statistics of numbers with a batch of M numbers.
+        """Update the statistics of numbers with a batch of M values, which were converted to numbers.
 
         Args:
-            numbers: (M,) numbers, NaN for missing values and for texts that do not represent a number.
+            numbers: (M,) numbers. NaN stands for a missing value or for a text that does not represent a number.
             rows: (M,) number of the record to which each number belongs.
             is_training: (M,) whether that record is a training record.
-            num_other_texts: Number of texts that do not represent a number. They are not counted as missing.
+            num_other_texts: How many elements of `numbers` are NaN because of such a text. They are not counted as
+                missing.
         """
+        # Infinite and missing values are counted in all records, everything else in training records only.
         self.num_infinite += int(np.isinf(numbers).sum())
         self.num_missing += int(np.isnan(numbers).sum()) - num_other_texts
         is_usable = is_training & np.isfinite(numbers)
@@ -208,7 +210,11 @@ class ColumnStatistics:
 
     @property
     def is_numeric(self) -> bool:
-        """Whether all readings are numbers, numbers written as text, or times of day (seconds since midnight)."""
+        """Whether every value of the column can be used as a number.
+
+        Numbers can be used, and times of day as seconds since midnight. Texts can be used if numbers may be written as
+        text (`has_numbers_as_text`) and all texts in training records represent numbers.
+        """
         has_only_number_texts = self.has_numbers_as_text and self.num_readings > 0 and not self.num_non_numeric
         return self.form in ("number", "clock") or (self.form == "text" and has_only_number_texts)
 
@@ -322,8 +328,9 @@ def _refine_step(offsets: NDArray[np.float64], step: float) -> float:
 def _is_on_grid(offsets: NDArray[np.float64], counts: NDArray[np.int64], step: float) -> bool:
     """Return whether the readings lie on a grid with the given step.
 
-    At least 99.9% of them must be within 5% of a step from a multiple. At least 99% of the distinct readings must
-    belong to different multiples, because a step that is too large would unite several readings in one.
+    At least 99.9% of their offsets must be near to a multiple of the step: at most 5% of the step away from it. If the
+    step is too large, several distinct readings are near to the same multiple. Therefore at least 99% of the distinct
+    readings must be near to different multiples.
 
     Args:
         offsets: (V,) the V distinct readings minus a reading that is on the grid.

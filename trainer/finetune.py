@@ -88,8 +88,9 @@ def extend_model(old: DEformer, schema: Schema) -> DEformer:
             # New features, labels and inputs are appended, so old weights are the first entries of each dimension.
             old_entries: tuple[slice | torch.Tensor, ...] = tuple(slice(0, size) for size in old_parameter.shape)
             if name in ("value_encoder.maps.0.weight", "start"):
-                # The value encoder encodes a reading; `start` replaces the reading before a record's first one. The
-                # last dimension of both is that of the encoder's inputs. Only there, new entries may precede old ones.
+                # The value encoder encodes a reading. `start` is its input before a record's first reading. The last
+                # dimension of both parameters is that of the encoder's inputs. Inputs are the exception to the rule
+                # above: new ones may lie between old ones.
                 old_entries = *old_entries[:-1], _locate_old_inputs(old, model, old_parameter.shape[-1])
             if name == "value_encoder.maps.0.weight":
                 new_parameters[name].zero_()  # new inputs have no effect before training
@@ -114,7 +115,7 @@ def _locate_old_inputs(old: DEformer, model: DEformer, num_inputs: int) -> torch
     old_indexes = torch.arange(num_inputs)
     # `cycle_angles` is None if no feature is on a cycle.
     num_inserted = 2 if old.cycle_angles is None and model.cycle_angles is not None else 0
-    is_label_input = old_indexes >= num_inputs - old.label_width
+    is_label_input = old_indexes >= num_inputs - old.label_width  # `label_width` is the number of inputs for labels
     return old_indexes + num_inserted * is_label_input  # only inputs for labels are shifted
 
 
@@ -132,8 +133,9 @@ def adapt_priors(old: GaussianPrior, data: PreparedTable, num_old_features: int,
         seed: Seed of folds, noise and imputed readings.
 
     Returns:
-        The adapted prior, and one variant of it for each of `NUM_FOLDS` parts of the records, adapted without the part.
-        In training, each record gets the variant that was adapted without it.
+        The adapted prior and its variants. The records are divided at random into `NUM_FOLDS` folds, and each variant
+        is adapted without the records of one fold. In training, each record gets the variant that was adapted without
+        it.
     """
     rng = np.random.default_rng([seed, ADAPT_SEED])
     fold_by_row = rng.integers(0, NUM_FOLDS, len(data.split))

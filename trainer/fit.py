@@ -89,8 +89,8 @@ class Recipe:
         averaging: The final weights are an average over the latest steps. It covers this share (0 to 1) of all steps.
         patience: Number of validations without improvement after which training stops. By default it never stops early,
             because a falling learning rate improves the model most at the end.
-        accumulate: Number of batches whose gradients are added for one step. The step is that of one batch this many
-            times as large, but needs less memory.
+        accumulate: Number of batches whose gradients are added for one step. The step is the same as with a single
+            batch of all their records, but needs less memory.
         training_precision: Precision of the matrix products in the Transformer layers. "auto" selects bfloat16 if the
             processor or GPU is faster with it.
         optimizer: "adamw"; "muon" for the matrices of the Transformer layers, with AdamW for other weights; or "adam"
@@ -447,9 +447,9 @@ class TrainingRun:
     def _is_validation_due(self) -> bool:
         """Return whether to validate after this step.
 
-        There are `EVALUATIONS` validations at equal distances in the schedule. Under a time limit, a validation is
-        postponed until training since the last one has taken more than eight times as long as that validation. So
-        validations take at most about a ninth of the time.
+        There are `EVALUATIONS` validations at equal distances in the schedule. Under a time limit, they may take at
+        most about a ninth of the time. Therefore a validation that took s seconds is followed by more than 8 · s
+        seconds of training before the next one.
         """
         if self.progress < self.next_validation_progress:
             return False
@@ -658,7 +658,7 @@ def _create_muon(matrix_by_name: dict[str, nn.Parameter], recipe: Recipe) -> tor
     )
 
     def share_gradients(*_: Any) -> None:
-        """Set the gradient of each part to the part of the joint matrix's gradient, or to None if there is none."""
+        """Divide the gradient of each joint matrix among its parts. Parts of a matrix without a gradient get None."""
         for matrix, parts in parts_by_matrix:
             gradients = [None] * len(parts) if matrix.grad is None else matrix.grad.chunk(len(parts))
             for part, gradient in zip(parts, gradients, strict=True):

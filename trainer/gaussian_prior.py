@@ -131,7 +131,8 @@ class Mixture:
 class Shrinkage:
     """How far the covariances of a mixture's components are moved towards a common one, against overfitting.
 
-    The common covariance is that of all records, each relative to the mean of its component.
+    The common covariance is computed from all records. Each record counts by its difference from the mean of its
+    component.
 
     Attributes:
         strength: Weight of the common covariance in each component, as a number of records.
@@ -191,7 +192,7 @@ class CrossFittedPriors:
 def fit_priors(
     data: PreparedTable, max_components: int, seed: int, is_time_short: Callable[[], bool] = lambda: False
 ) -> CrossFittedPriors | None:
-    """Fit a mixture of Gaussians to the continuous features of the training records.
+    """Fit a mixture of Gaussians to the continuous features of the training records, except cyclic ones.
 
     Missing readings are imputed several times, each time at random from the mixture that was fitted before. Imputing
     the expected values would make the covariances too small.
@@ -204,8 +205,9 @@ def fit_priors(
             is used.
 
     Returns:
-        The prior, with one variant for each of `NUM_FOLDS` parts of the records, fitted without the part. None if
-        `max_components` is 0, or if there are no continuous features or more than `MAX_FEATURES`.
+        The prior and its variants. The records are divided at random into `NUM_FOLDS` folds, and each variant is fitted
+        without the records of one fold. None if `max_components` is 0, or if there are no continuous features or more
+        than `MAX_FEATURES`.
     """
     linear_codes = np.flatnonzero(data.schema.is_linear)
     rng = np.random.default_rng([seed, FIT_SEED])
@@ -224,11 +226,11 @@ def fit_priors(
     folds = fold_by_row[rows]
 
     def impute(mixture: Mixture, draw: int) -> Floats:
-        """Return the records `x` with missing readings drawn at random from a mixture, given the observed readings.
+        """Return the training records, with missing readings drawn at random from a mixture given the observed ones.
 
         Args:
-            mixture: The mixture.
-            draw: Number of the draw, for different random numbers in each.
+            mixture: The mixture of Gaussians.
+            draw: Number of the draw. Each draw gets other random numbers.
         """
         observed = torch.from_numpy(np.where(is_missing, np.nan, x))
         prior = build_prior(data.schema, [mixture])
@@ -298,18 +300,18 @@ class _CandidateMixture:
 def _select_mixture(
     x: Floats, folds: Ints, max_components: int, seed: int, is_time_short: Callable[[], bool]
 ) -> _CandidateMixture:
-    """Return the mixture with the best number of components, which is that with the smallest cross-validated −ln p.
+    """Fit mixtures with different numbers of components (Gaussians), and return the one that predicts records best.
 
-    A value that many readings share, such as the zeros of a flow meter while a pump is off, should have a component of
-    its own. Clustering seldom finds it. If there is such a value, the mixture is also fitted beginning with a
-    clustering that separates it.
+    The best mixture has the smallest cross-validated −ln p. A value that many readings share, such as the zeros of a
+    flow meter while a pump is off, should have a component of its own. The clustering that initialises a mixture
+    seldom finds such values. If there are any, mixtures are also fitted from a clustering that separates them.
 
     Args:
         x: (N, D) records with D features, without missing values.
         folds: (N,) fold of each record, from 0 to `NUM_FOLDS` − 1.
         max_components: Largest number of components.
         seed: Seed of the clustering.
-        is_time_short: If it returns True, no further mixture is tried.
+        is_time_short: Called before a further mixture is tried. If it returns True, the best one so far is returned.
     """
     plain = _increase_components(x, folds, max_components, seed, is_time_short, separates_repeated=False)
     num_features_with_repeated_value = _mark_repeated_values(x).shape[1]
@@ -322,18 +324,19 @@ def _select_mixture(
 def _increase_components(
     x: Floats, folds: Ints, max_components: int, seed: int, is_time_short: Callable[[], bool], separates_repeated: bool
 ) -> _CandidateMixture:
-    """Fit mixtures of more and more components until two in a row are no better, and return the best mixture.
+    """Fit mixtures of more and more components (Gaussians), and return the best mixture.
 
-    Components are the Gaussians of the mixture. Their covariances are moved towards a common one (see `Shrinkage`).
-    `Shrinkage.diagonal_share` is selected with one component. Each larger number of components is tried with the best
-    `Shrinkage.strength` so far and with a tenth of it, because strong shrinkage makes narrow clusters too wide.
+    The search ends when two larger numbers of components in a row bring no improvement. Covariances are moved towards a
+    common one (see `Shrinkage`). `Shrinkage.diagonal_share` is selected with one component. `Shrinkage.strength` begins
+    with its largest value. Each larger number of components is tried with the best strength so far and with a tenth of
+    it, because strong shrinkage makes narrow clusters too wide.
 
     Args:
         x: (N, D) records with D features, without missing values.
         folds: (N,) fold of each record, from 0 to `NUM_FOLDS` − 1.
         max_components: Largest number of components.
         seed: Seed of the clustering that initialises each mixture.
-        is_time_short: If it returns True, no larger number is tried.
+        is_time_short: Called before each larger number of components. If it returns True, the search ends.
         separates_repeated: Whether the clustering separates repeated values (a value that many readings of a feature
             share) from others.
     """
@@ -558,9 +561,10 @@ def _compute_outer_products(vectors: Floats) -> Floats:
 
 
 def extract_mixture(prior: GaussianPrior) -> Mixture:
-    """Return the mixture of Gaussians of a trained model's prior as float64 arrays.
+    """Return the mixture of Gaussians that the prior of a trained model contains, as float64 NumPy arrays.
 
-    A trained model's prior has only one variant (mixture), the one at index 0.
+    A `GaussianPrior` can store several mixtures (variants), one after the other in the first dimension of its tensors.
+    The prior of a trained model stores a single one, at index 0.
     """
     tensors = (prior.log_weights[0], prior.means[0], prior.covariances[0])
     return Mixture(*(tensor.double().cpu().numpy() for tensor in tensors))

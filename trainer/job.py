@@ -313,7 +313,7 @@ class _FinalPhases:
         minimum = compute_min_counts(maximum)
         num_records = self._plan(maximum).calibration
         rows = _shuffle(rows, seed)[:num_records]
-        # The phase must end early enough for the later ones, ranking and held-out figures, with the fewest records.
+        # Time is kept for ranking and held-out figures, which follow, with their smallest numbers of records.
         later_seconds = replace(minimum, calibration=0).estimate_seconds(self.costs)
         phase = self._start_phase("calibrating", num_records, minimum.calibration, later_seconds, maximum.calibration)
         batch_size = choose_batch_size(self.costs.calibration, CALIBRATION_BATCH_SIZE)
@@ -336,7 +336,7 @@ class _FinalPhases:
             return add_ranking(model, data, max_exemplars, seed, should_continue=phase.should_continue)
         minimum = compute_min_counts(maximum)
         num_records = self._plan(maximum).ranking
-        # The phase must end early enough for the later one, held-out figures, with the fewest records.
+        # Time is kept for the held-out figures, which follow, with their smallest number of records.
         later_seconds = replace(minimum, ranking=0).estimate_seconds(self.costs)
         phase = self._start_phase("ranking", num_records, minimum.ranking, later_seconds, maximum.ranking)
         self.num_ranking_records = min(self.num_ranking_records, num_records)
@@ -348,7 +348,7 @@ class _FinalPhases:
     def evaluate_held_out(self, model: DEformer, data: PreparedTable) -> HeldOutLikelihood:
         """Compute the likelihood of calibration records, which training has not used, for the report.
 
-        As many records and orders of their readings as the time permits are used.
+        The time that is left determines how many records are used, and how many orders of the readings of each.
         """
         rows, seed = data.select_rows(Split.CALIBRATION), self.settings.seed
         order_seed = seed + 1  # for other random orders than in validation
@@ -360,13 +360,15 @@ class _FinalPhases:
             )
         maximum = replace(count_all_records(data), calibration=0, ranking=0)
         num_passes = self._plan(maximum).held_out_passes
-        # A pass is one record in one order. If there is time for few passes, different records give a more precise mean
-        # than several orders of the same records.
+        # A pass is one record in one order. With few passes, one order of many records gives a more precise mean than
+        # several orders of few records.
         has_many_passes = num_passes >= 100 * HELD_OUT_ORDERS or num_passes == maximum.held_out_passes
         num_orders = HELD_OUT_ORDERS if has_many_passes else 1
         num_records = max(1, num_passes // num_orders)
         num_available = min(len(rows), HELD_OUT_ROWS)
-        phase = self._start_phase("held-out figures", num_records, 0, later_seconds=0.0, num_available=num_available)
+        phase = self._start_phase(
+            "held-out figures", num_records, min_records=0, later_seconds=0.0, num_available=num_available
+        )
         batch_size = choose_batch_size(self.costs.held_out, EVALUATION_BATCH_SIZE)
         sampled = sample_rows(rows, seed, num_records)
         return evaluate_held_out(
@@ -374,7 +376,7 @@ class _FinalPhases:
         )
 
     def warn_if_unreachable(self, calibration: Calibration, data: PreparedTable) -> None:
-        """Send a message for each of `DEFAULT_ALPHAS` that cannot be used, because the time limit was too short.
+        """Send a message for each false-alarm rate in `DEFAULT_ALPHAS` at which the time limit makes alerts impossible.
 
         An alert rule with false-alarm rate alpha needs about 1 / alpha calibration records. If the table itself has
         fewer than that, there is no message for this alpha.
@@ -595,21 +597,23 @@ def _create_model(
 ) -> tuple[DEformer, CrossFittedPriors | None]:
     """Fit the Gaussian prior (a mixture of Gaussians) to the table, and create a model with new weights.
 
+    The prior is fitted with more and more Gaussians, as long as they improve it and there is time.
+
     Args:
         data: The prepared table.
         settings: All options of `deformer-train`.
-        budget: The time limit. When the share `PRIOR_SHARE` of it is used, no larger number of Gaussians is tried.
-        state: JSON state of the interrupted run that is continued, or None.
+        budget: The time limit of the run. Fitting the prior may use the share `PRIOR_SHARE` of it.
+        state: JSON state of the interrupted run that is continued. None to start from the beginning.
 
     Returns:
-        (model, priors). `priors` are the prior and its variants that are used in training, None if the model has no
-        prior.
+        (model, priors). `priors` contains the prior and its variants that are used in training. It is None if the model
+        has no prior.
     """
-    # An interrupted run is continued with its own number of Gaussians, regardless of the time.
+    # A run that is continued must get the same prior again, so its number of Gaussians must not depend on the time.
     max_gaussians = choose_gaussians(settings) if state is None else state["identity"]["gaussians"]
 
     def is_time_short() -> bool:
-        """Return whether the time for the prior is over, so that no larger number of Gaussians is tried."""
+        """Return whether to stop adding Gaussians to the prior, because the time for fitting it is used up."""
         return state is None and budget.is_share_used(PRIOR_SHARE)
 
     priors = gaussian_prior.fit_priors(data, max_gaussians, settings.seed, is_time_short)

@@ -205,7 +205,7 @@ class TrainSettings(Settings):
         """Check that options without effect are not set: --slots without --window, and --once without --slots.
 
         Raises:
-            ValueError: The option that another one needs is missing.
+            ValueError: An option is set without the other option that it needs.
         """
         if self.slots is not None and self.window is None:
             raise ValueError("--slots needs --window, because it divides the window; add --window, such as 60s")

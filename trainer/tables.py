@@ -358,8 +358,8 @@ def encode_labels(values: pa.Array) -> tuple[NDArray[np.int64], list[str]]:
         values: N labels: numbers, booleans or texts, perhaps dictionary-encoded.
 
     Returns:
-        (indexes, labels). `indexes` has shape (N,) and contains −1 for null and NaN. `labels` are texts, numbers in one
-        spelling such as "1" for 1.0. Some of them may not occur in `values`.
+        (indexes, labels). `indexes` has shape (N,) and contains −1 for null and NaN. `labels` are texts. Equal numbers
+        have the same text, such as "1" for 1 and 1.0. Some labels may not occur in `values`.
     """
     encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
     is_numeric = classify_type(encoded.dictionary.type) == "number"
