@@ -318,8 +318,8 @@ class Pipeline:
             log.get_logger("model").warning("model_rejected", model=artifact.fingerprint, error=str(error))
             return
         previous_fingerprint = self.engine.fingerprint
-        # The policy in use may differ from the option: open records are always scored again ("rescore") if the new model
-        # has other features or labels, or handles equal event times differently.
+        # The policy in use may differ from the option. It is always "rescore" if the new model has other features or
+        # labels, or handles equal event times differently.
         policy = self.engine.change_model(artifact.model, artifact.calibration, artifact.fingerprint, self.open_records)
         self.codec = codec
         # With new snapshots, a restart does not process messages again that the old model has scored.
