@@ -163,7 +163,7 @@ class Engine:
             effort: How thoroughly alerts are explained: "full", "fast" (one forward pass per record) or "off".
             ties: How readings of one record with the same event time are scored: "arrival" for one after the other,
                 "hold" for together as a tie group. None for the policy with which the calibration was made; the
-                false-alarm rate is only guaranteed with that one.
+                false-alarm rate is only guaranteed with that policy.
         """
         self.alphas = np.unique(np.atleast_1d(np.asarray(alpha, np.float64)))[::-1]
         self.limits, self.effort, self._tie_policy = limits or Limits(), effort, ties
@@ -295,7 +295,8 @@ class Engine:
         to_score = accepted
         if self.records.holds_ties:
             # Readings with the same event time (a tie group) wait for each other. Only groups that get no further
-            # reading are scored now. A timeout ends a group where it has ended it in the previous run.
+            # reading are scored now. If a timeout ended a group in the previous run, the replay ends the group at the
+            # same position in the record.
             _, to_score = decide_tie_groups(
                 self.records, batch, accepted, np.array(ending, np.int64), self._get_timeout_places
             )
@@ -442,7 +443,7 @@ class Engine:
             self._models_by_version = {self._newest_version: self.current_version}
             self._cache_by_shape.clear()  # the table of records is new, so the rows of the caches have no meaning
         self._drop_unused_models()
-        self._allocate_caches()
+        self._allocate_caches()  # the new model may need a cache of another shape
         for partition, snapshot in snapshots.items():
             self._import_snapshot(partition, snapshot, now=0)
         return "finish" if can_finish else "rescore"
@@ -487,9 +488,9 @@ class Engine:
         return self.records.pop_late_tie_groups()
 
     def pop_unscorable(self) -> UnscorableReadings | None:
-        """Return how many scores since the last call were not finite, with the first as an example.
+        """Return the number of readings whose score was not finite since the last call, with the first as an example.
 
-        The count is reset. The result is None if all scores were finite.
+        The number is then reset. The result is None if all scores were finite.
 
         Readings with such a score raise no alert and do not change the score of their record. They show that the model
         is damaged, or that its precision is too low. Readings that are replayed or scored again are not counted.
@@ -500,8 +501,9 @@ class Engine:
     def measure_drift(self) -> dict[int, float]:
         """Return, by partition, log10 of the evidence that its records no longer resemble the calibration records.
 
-        The value is 0 at the start, and grows if the records of the partition are more anomalous. Without such drift,
-        it ever reaches x with probability at most 10^−x. The mapping is empty if drift is not monitored.
+        The value is 0 at the start, and grows if the records of the partition are more anomalous than the calibration
+        records. Without such drift, it ever reaches x with probability at most 10^−x. The mapping is empty if drift is
+        not monitored.
         """
         return {} if self._drift_monitor is None else self._drift_monitor.compute_log10_wealth()
 
@@ -612,17 +614,21 @@ class Engine:
     ) -> tuple[ScoredReadings, list[Alert]]:
         """Score readings and build the alerts that they raise.
 
+        The readings to score need not be those that have just arrived. Readings of one record with the same event time
+        (a tie group) may wait for each other and are scored together. Some of the new readings then wait, and some of
+        the readings to score arrived in earlier batches.
+
         Args:
-            batch: The batch that `to_score.event_indices` refers to.
-            to_score: The readings to score. They are the accepted ones, unless readings of one record with the same
-                event time wait for each other (a tie group). Some accepted readings then wait, and some of the readings
-                to score arrived in earlier batches.
-            accepted: The readings that were accepted from the batch of this call. Alerts state how many features of the
-                record are expected, which depends on the features that these events have declared as missing.
+            batch: The events to which the `event_indices` of `to_score` and `accepted` refer.
+            to_score: The readings to score.
+            accepted: The readings that have just arrived, and the features that their events have declared as "will not
+                be observed". An alert states how many features of its record are expected. These features do not count.
 
         Returns:
             The scores in the order of `to_score`, and the alerts in the order of the readings that raise them.
         """
+        # `num_crossed` is the number of alphas that the p-value of the record has reached for the first time with each
+        # reading. The reading raises an alert for each of these alphas.
         score_rows, num_crossed = self._score(to_score.record_indices, to_score.seq, self.alphas)
         log_likelihood, running_log_likelihood, score, p_value = score_rows
         self._count_unscorable(batch, to_score, log_likelihood)
@@ -633,8 +639,9 @@ class Engine:
             running_log_likelihood,
             score,
             p_value,
-            is_alert=num_crossed > 0,  # the p-value has reached an alpha for the first time
+            is_alert=num_crossed > 0,
         )
+        # To explain an alert, the builder needs the model version that scores the record: the last argument finds it.
         builder = AlertBuilder(self.records, self.alphas, self.effort, self._group_by_version)
         return scored, builder.build(batch, to_score, accepted, scored, num_crossed)
 
@@ -742,7 +749,7 @@ class Engine:
         idle = self._select_timeouts(now, restoring_partitions)
         if complete:
             idle = [index for index in idle if index not in complete]
-        # Records above the limits are evicted. Those that are closed anyway do not count towards the limits.
+        # If a limit is exceeded, further records are evicted. Those that are closed anyway do not count.
         # `len(self.records)` leaves out the records that the batch has ended, but `num_bytes` still includes them.
         selected = {*complete, *idle}
         excess_records = len(self.records) - len(selected) - self.limits.max_open_records
@@ -903,8 +910,9 @@ class Engine:
         for cache in self._cache_by_shape.values():
             cache.free(np.array(closed, np.int64))
         self.records.release(closed)
+        # The closed records may have been the last ones of an older model.
         if len(self._models_by_version) > 1:
-            self._drop_unused_models()  # the closed records may have been the last ones of an older model
+            self._drop_unused_models()
 
     def _drop_unused_models(self) -> None:
         """Drop the model versions that score no open record, except the current one."""

@@ -177,7 +177,9 @@ class Rejection:
         return sorted(merged, key=lambda rejection: rejection.message_index)
 
     def _with_num_readings(self, num_readings: int) -> Rejection:
-        """Return this rejection extended to further readings of its message; the detail states how many were added.
+        """Return a copy of this rejection with a larger number of readings, all of the same message.
+
+        Its detail then states how many readings were added. If none was added, the result is the rejection itself.
 
         Args:
             num_readings: Total number of rejected readings, those of this rejection included.
@@ -254,7 +256,8 @@ class Contribution:
 
     Attributes:
         feature: Name of the feature.
-        value: The value in raw units, or the label of a discrete feature.
+        value: The value in raw units, or the label of a discrete feature. None if the model does not have the label and
+            its text is not known.
         surprise: Negative logarithm of the reading's highest-density p-value (probability of a value at most as likely
             as the observed one); 0 for the most likely value. The probability is conditional on the readings that are
             not suspects (see `suspect`). With `--explanations fast`, it is conditional on the earlier readings.
@@ -412,20 +415,21 @@ class ClosedRecords:
 class Effects:
     """The results of the engine for one batch of events. Sinks write them; the engine itself writes nothing.
 
-    A tie group is the readings of one record with the same event time, which are scored together.
+    Readings of one record with the same event time (a tie group) may wait for each other, to be scored together. The
+    waiting ends when a reading with another time arrives, when the record is closed, or after a timeout.
 
     Attributes:
-        batch: The events to which `scored.event_indices` refers: those of the batch that was handled, followed by the
-            readings of earlier batches that waited for their tie group and are scored now.
+        batch: The events to which `scored.event_indices` refers. First the events of the batch that was handled. Then
+            one event for each reading of an earlier batch that has waited for its tie group and is scored now.
         scored: The readings that were scored, with their scores.
         alerts: The alerts that were raised.
         rejections: The rejected readings, in the order of the batch.
         closed: The records that were closed.
-        drift_notices: Notices that the records of a partition differ from the calibration records.
+        drift_notices: Notices that the records of a partition no longer resemble the calibration records (drift).
         drift_states: By partition number, the evidence of drift so far. Only partitions whose evidence has changed are
             included.
-        tie_timeouts: By partition number and record id, the number of readings that the record had when a timeout ended
-            the waiting of its tie group.
+        tie_timeouts: The timeouts of tie groups. By partition number, then by record id: the number of readings that
+            the record had at the timeout.
     """
 
     batch: EventBatch
@@ -441,9 +445,10 @@ class Effects:
         """Return, by partition number, the decisions that cannot be reproduced by reading the partition's log again.
 
         These are closings by timeout or eviction, the evidence of drift, timeouts of tie groups (readings of one record
-        with the same event time, which wait for each other), and alerts. An alert is left out if its record was closed
-        in the same batch because it is complete or its window is over: reading the log again closes the record again.
-        Partitions without decisions are left out.
+        with the same event time, which wait for each other), and alerts. Partitions without decisions are left out.
+
+        An alert is left out if its record was closed in the same batch because it is complete or its window is over.
+        Reading the log again closes such a record again, so it cannot repeat its alert.
         """
         alert_states: dict[int, dict[str, AlertState]] = {}
         for alert in self.alerts:
@@ -459,17 +464,17 @@ class Effects:
             # These closings depend on the clock and on memory. The other reasons follow from the log.
             if reason in (CloseReason.TIMEOUT, CloseReason.EVICTED):
                 closed_ids.setdefault(partition, []).append(record_id)
-        # Decisions of several batches can be added up, so they hold a tuple of numbers of readings for each record.
+        # `Decisions` of several batches can be added up, so they hold a tuple of numbers of readings for each record.
         tie_timeouts = {
             partition: {record_id: (num_readings,) for record_id, num_readings in num_readings_by_record.items()}
             for partition, num_readings_by_record in self.tie_timeouts.items()
         }
         return {
             partition: Decisions(
-                tuple(closed_ids.get(partition, ())),
-                alert_states.get(partition, {}),
-                self.drift_states.get(partition),
-                tie_timeouts.get(partition, {}),
+                closed_ids=tuple(closed_ids.get(partition, ())),
+                alert_states=alert_states.get(partition, {}),
+                drift_state=self.drift_states.get(partition),
+                tie_timeouts=tie_timeouts.get(partition, {}),
             )
             for partition in sorted({*closed_ids, *alert_states, *self.drift_states, *tie_timeouts})
         }
@@ -503,7 +508,8 @@ class Decisions:
     Attributes:
         closed_ids: Ids of records that were closed by a timeout or evicted, in the order of closing.
         alert_states: By record id, a summary of the record's alerts. An alert is left out if its record was closed in
-            the same batch because it is complete or its window is over: reading the log again closes the record again.
+            the same batch because it is complete or its window is over. Reading the log again closes such a record
+            again, so it cannot repeat its alert.
         drift_state: The evidence of drift so far, None if it has not changed.
         tie_timeouts: By record id, one number for each timeout of a tie group of the record: how many readings the
             record had then. A tie group is the readings of one record with the same event time, which wait for each

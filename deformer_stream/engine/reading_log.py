@@ -53,9 +53,10 @@ class _IndexStack:
 class ReadingLog:
     """The readings of the open records of a table, in order of arrival within each record.
 
-    Records are identified by their row in the record table. A place is the position of a reading in its record, counted
-    from 0. The readings of a record occupy an extent: consecutive elements of arrays that all records share. The size
-    of an extent depends only on the number of readings, so the bytes in use are the same after a restart.
+    Records are identified by their row in the record table. The readings of a record occupy an extent: consecutive
+    elements of arrays that all records share. A place is an element of an extent, which holds one reading or is free;
+    places are counted from 0 in each record. The size of an extent depends only on the number of readings. The bytes in
+    use are therefore the same after a restart.
 
     Args:
         num_features: Number of features of the schema; a record has at most one reading of each.
@@ -88,9 +89,11 @@ class ReadingLog:
 
     @property
     def bytes_per_place(self) -> int:
-        """Bytes of one reading: its feature code, its value and, if the log stores tie groups, its tie flag.
+        """Number of bytes that the log needs to store one reading.
 
-        The tie flag states whether the reading has the same event time as the reading before it.
+        It stores the feature code and the value of the reading. If readings of one record with the same event time (a
+        tie group) are scored together, it also stores a flag: whether the reading continues the group of the reading
+        before it.
         """
         return self._features.itemsize + self._values.itemsize + (self._is_tied.itemsize if self._has_ties else 0)
 

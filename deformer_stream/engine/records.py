@@ -466,7 +466,7 @@ class RecordTable:
             self.partitions.pop(partition_id, None)
 
     def empty_copy(self, schema: Schema, holds_ties: bool) -> RecordTable:
-        """Return a table without records, for another model.
+        """Return a new record table without records, for another model.
 
         The counts of misrouted records (with an id that is open in two partitions) and of late tie groups are copied,
         because they describe the input and not the model.
@@ -535,15 +535,18 @@ class RecordTable:
         return with_missing[record_of_feature], code
 
     def indices_of_partitions(self, partition_ids: Iterable[int] | None = None) -> list[int]:
-        """Return the rows of open records, ordered by partition and then by when they were opened.
+        """Return the rows of the table that hold open records of some partitions, or of all.
+
+        The rows are ordered by partition number. Within a partition, they are in the order in which the records were
+        opened.
 
         Args:
-            partition_ids: Numbers of the partitions whose records are returned, None for all partitions.
+            partition_ids: Numbers of the partitions, None for all.
         """
-        is_member = self.is_open
+        is_selected = self.is_open
         if partition_ids is not None:
-            is_member = is_member & np.isin(self.partition_ids, list(partition_ids))
-        rows = np.flatnonzero(is_member)
+            is_selected = is_selected & np.isin(self.partition_ids, list(partition_ids))
+        rows = np.flatnonzero(is_selected)
         order = np.lexsort((self.open_order[rows], self.partition_ids[rows]))  # the last key is the primary one
         record_indices: list[int] = rows[order].tolist()
         return record_indices
@@ -565,10 +568,11 @@ class RecordTable:
         return self.open_order[record_indices]
 
     def _is_latest_event(self, record_indices: Ints, times: Ints) -> Bools:
-        """Return, for each of E entries of a queue, whether its record is open and has no later event, (E,).
+        """Return which of E entries of the queue of idle records are current, (E,).
 
-        The queue orders records by the time of their last event. Each accepted event adds an entry with a record and a
-        time, so older entries of the record are outdated.
+        The queue orders open records by the time of their last event. Each accepted event adds an entry to it: the row
+        of the event's record, and the time. An entry is outdated if the record has been closed or has a later event.
+        The queue calls this function to skip outdated entries.
 
         Args:
             record_indices: (E,) row of each entry's record.
@@ -578,10 +582,11 @@ class RecordTable:
         return is_latest
 
     def _is_latest_pending(self, record_indices: Ints, times: Ints) -> Bools:
-        """Return, for each of E entries of a queue, whether it is current and its record has pending readings, (E,).
+        """Return which of E entries of the queue of pending records are current, (E,).
 
-        Pending readings wait for others of the same record with the same event time (a tie group). An entry is current
-        if its record is open and has no later event.
+        A pending record has readings that wait for others with the same event time (a tie group). The queue orders
+        these records by the time of their last event. An entry is current if its record is open and still pending, and
+        has no later event. The queue calls this function to skip the other entries.
 
         Args:
             record_indices: (E,) row of each entry's record.
@@ -632,7 +637,7 @@ class RecordTable:
 
         Returns:
             The rows of the fewest records that suffice, ordered by the time of their last event, then by partition and
-            order of opening. If all eligible records do not suffice, all of them.
+            order of opening. If there are not enough records, all that may be selected are returned.
         """
         # Each record frees at least `_row_bytes`, so this number of records suffices (rounded up).
         num_candidates = max(num_records, -(-num_bytes // self._row_bytes), 1)
@@ -898,9 +903,10 @@ def _open_owners(records: RecordTable, batch: EventBatch, model_version: int) ->
         record_indices[i] = index
     owners = record_indices if batch.row_boundaries is None else record_indices[input_row_by_event]
     reading_keys = owners * num_features + batch.features  # a number that is unique for each record and feature
-    reading_keys.sort()
+    reading_keys.sort()  # equal keys are neighbours then
     if (reading_keys[1:] == reading_keys[:-1]).any():
         return None  # the batch has a feature of a record twice
+    # Only records that were open before this batch can have the feature of an event already.
     is_old = owners < capacity if provisional_index else slice(None)
     byte, bit = _mask_bits(records, owners[is_old], batch.features[is_old])
     if (records.observed_mask.reshape(-1)[byte] & bit).any():
@@ -1014,15 +1020,18 @@ def _ingest_sequential(
     seq: list[int] = []
     rejections: list[Rejection] = []
     close_reasons: dict[int, CloseReason] = {}
-    new_counts: dict[int, int] = {}  # readings of the records that have accepted events
-    num_awaited: dict[int, int] = {}  # features of these records that are still to come
-    opened_by_event: dict[int, int] = {}  # record index to event index
+    # By row of the table, for records with accepted events: the number of readings, old and new ones together, and the
+    # number of features that are neither observed nor declared as missing yet.
+    new_counts: dict[int, int] = {}
+    num_awaited: dict[int, int] = {}
+    opened_by_event: dict[int, int] = {}  # by row of each new record: index of the event that has opened it
     missing_events: list[int] = []  # events that declare a feature as missing
     missing_records: list[int] = []
     unseen_labels, windows, num_features = batch.unseen_labels, batch.windows, len(records.schema)
     features, is_missing = batch.features.tolist(), np.isnan(batch.values).tolist()
+    # The bits of observed or missing features as a flat memoryview, whose single bytes are accessed faster.
     mask, mask_width = records.observed_mask.reshape(-1).data, records.observed_mask.shape[1]
-    current_id, partition = -1, Partition(0)
+    current_id, partition = -1, Partition(max_closed_ids=0)  # placeholders, replaced at the first event
     index_by_id, closed_ids = partition.record_index_by_id, partition.closed_ids
     for i, (record_id, partition_id) in enumerate(zip(batch.record_ids, batch.partitions.tolist(), strict=True)):
         if partition_id != current_id:
@@ -1045,13 +1054,14 @@ def _ingest_sequential(
             opened_by_event[record_index], new_counts[record_index] = i, 0
             num_awaited[record_index] = num_features
         feature = features[i]
+        # Feature f is bit f % 8 of byte f // 8 in the row of its record.
         byte, bit = record_index * mask_width + (feature >> 3), 1 << (feature & 7)
         if mask[byte] & bit:
             rejections.append(_reject(records, batch, i, RejectionReason.DUPLICATE))
             continue
         mask[byte] |= bit
-        place = new_counts.get(record_index)
-        if place is None:
+        place = new_counts.get(record_index)  # position of the next reading: the number of earlier ones
+        if place is None:  # the first accepted event of a record that was open before this batch
             place = int(records.num_readings[record_index])
             num_awaited[record_index] = num_features - place - int(records.num_declared_missing[record_index])
         num_awaited[record_index] -= 1

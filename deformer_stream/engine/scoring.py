@@ -76,6 +76,7 @@ class ModelVersion:
         # Copies of the cached readings before tie groups, so that other orders of a group do not change the cache.
         self._branch_cache: CpuKVCache | None = None
         self._graph_runner: CudaGraphs | None = None  # runs the PyTorch model over the cache that was used last
+        # The compiled kernels and PyTorch store keys and values differently, so the last property tells them apart.
         self.cache_shape: CacheShape = *cache_shape(model), None if self.kernels is None else model.config.precision
 
     def create_cache(self, max_bytes: int) -> Cache:
@@ -513,6 +514,8 @@ def _advance_running(
             min_log_p=running_before["least"],
             max_statistic=running_before["peak"],
         )
+        # The anomaly score of a record changes only at decision points: the last readings of its tie groups. Without tie
+        # groups, every reading is a decision point, and the argument is None.
         is_decision_point = None if is_group_end is None else is_group_end[reading]
         score, state = advance_prefix_state(state, log_p_value, is_counted, is_decision_point)
         # Sums run in arrival order, so that any division of the readings into batches gives the same bits.
@@ -657,8 +660,9 @@ def _group_by_length(num_processed: Ints, num_cached: Ints) -> Iterator[Ints]:
 def _split_by_num_cached(rows: Ints, num_processed: Ints, num_cached: Ints) -> Iterator[Ints]:
     """Divide a group of records into smaller groups that fit one padded pass, records with few cached readings first.
 
-    A pass of G records computes matrices with G rows, and with a column for each reading that the longest record has in
-    the pass and in the cache. Such a matrix has at most about `MAX_READINGS_PER_PASS` entries.
+    A pass of G records computes matrices with G rows. Their number of columns is the largest number of readings of one
+    record, those in the pass and those in the cache together. Such a matrix has at most about `MAX_READINGS_PER_PASS`
+    entries.
 
     Args:
         rows: Indexes of the records of the group, some of 0 … R − 1.

@@ -188,9 +188,10 @@ class Snapshot:
         # record's first reading counts kept readings of the record: the new position of a reading.
         num_kept_before = np.concatenate([[0], np.cumsum(is_kept)])
         first_reading = np.cumsum(self.counts) - self.counts
-        # The new position of the alerting reading, or of the last kept one before it. `alert_seq` is −1 without alert.
-        after_alert = np.clip(self.alert_seq + 1, 0, self.counts)
-        num_kept_until_alert = num_kept_before[first_reading + after_alert] - num_kept_before[first_reading]
+        # Count the kept readings of each record up to and including the one that raised its first alert. The new
+        # `alert_seq` is the position of the last one counted. Without an alert, `alert_seq` is −1 and stays so.
+        num_until_alert = np.clip(self.alert_seq + 1, 0, self.counts)
+        num_kept_until_alert = num_kept_before[first_reading + num_until_alert] - num_kept_before[first_reading]
         alert_seq = np.where(self.alert_seq < 0, -1, np.maximum(num_kept_until_alert - 1, 0))
         # Kept readings with a label that the other vocabulary does not have, and their new positions.
         unseen = np.array(sorted(reading for reading in text_by_reading if is_kept[reading]), np.int64)
