@@ -514,8 +514,8 @@ def _advance_running(
             min_log_p=running_before["least"],
             max_statistic=running_before["peak"],
         )
-        # The anomaly score of a record changes only at decision points: the last readings of its tie groups. Without tie
-        # groups, every reading is a decision point, and the argument is None.
+        # The anomaly score of a record changes only at decision points: the last readings of its tie groups. Without
+        # tie groups, every reading is a decision point, and the argument is None.
         is_decision_point = None if is_group_end is None else is_group_end[reading]
         score, state = advance_prefix_state(state, log_p_value, is_counted, is_decision_point)
         # Sums run in arrival order, so that any division of the readings into batches gives the same bits.
