@@ -80,7 +80,7 @@ Key = TypeVar("Key", int, str)
 
 @dataclass(frozen=True, slots=True)
 class PrefixState:
-    """Running statistics of R records whose readings have arrived in part, so that further readings can be added.
+    """The statistics of the readings of R records so far, from which scoring continues when further readings arrive.
 
     p is the highest-density p-value of a reading (probability of a value at most as likely as the observed one), raised
     to the power `P_VALUE_EXPONENT`.
@@ -359,12 +359,15 @@ class Calibration:
         )
 
     def with_groups(self, statistics_by_group: Mapping[str, Floats], separator: str, min_records: int) -> Calibration:
-        """Return this calibration extended by one calibration for each group of records that has enough records.
+        """Return a copy of this calibration that also holds calibrations of single groups of records.
+
+        A group is a set of records, for example those of one device. It gets a calibration of its own if it has at
+        least `min_records` records. If no group has, the copy is a calibration without groups.
 
         Args:
             statistics_by_group: By the name of each group, the anomaly scores of its calibration records in any order.
-                The group "" (records without a group) is ignored.
-            separator: The text that separates the group from the rest of a record id.
+                The name "" (records without a group) is ignored.
+            separator: The text that separates the name of the group from the rest of a record id.
             min_records: Number of records that a group needs for a calibration of its own.
         """
         calibration_by_group = {

@@ -133,9 +133,9 @@ def _round_to_tolerance(scores: Floats) -> Ints:
 def _compute_unstaked_wealth(num_records: int) -> float:
     """Return which part of the initial wealth 1 has not been staked yet after n records of a partition.
 
-    The drift test is a game: a fictitious gambler stakes a part of the wealth before each record, and reserves the rest
-    for drift that begins later. The reserve is (n + 1)^−a with a = `CHANGE_PRIOR_DECAY`, the prior probability that
-    drift begins after more than n records.
+    The drift test is a game: a fictitious gambler stakes a part of the initial wealth before each record, and reserves
+    the rest for drift that begins later. The reserve is (n + 1)^−a with a = `CHANGE_PRIOR_DECAY`. It is the prior
+    probability that drift begins after more than n records.
 
     Args:
         num_records: The number n of records so far.
@@ -290,7 +290,8 @@ class DriftMonitor:
     ) -> None:
         """Add R closed records to the evidence of drift of their partitions.
 
-        If the evidence of a partition reaches the level of this monitor, an alarm is stored for `pop_alarms`.
+        The evidence grows if the records are more anomalous than the calibration records. If the evidence of a
+        partition reaches the level of this monitor, an alarm is stored, which `pop_alarms` returns.
 
         Args:
             partitions: The partition of each record, in the order in which the records were closed.
@@ -366,7 +367,11 @@ class DriftMonitor:
         return alarms
 
     def collect_notices(self, model: DEformer, now: int) -> tuple[list[DriftNotice], dict[int, DriftState]]:
-        """Return the notices of the alarms since the last call, and the evidence that has changed since then.
+        """Return the drift notices since the last call, and the evidence of drift that has changed since then.
+
+        The evidence of a partition is a number that grows while its records are more anomalous than the calibration
+        records. When it reaches the level of this monitor (the attribute `level`), an alarm is raised. A notice
+        is the message to the user about an alarm.
 
         Args:
             model: The network, with which recent records are scored again to find the features that have shifted.
@@ -374,9 +379,9 @@ class DriftMonitor:
 
         Returns:
             notices: A notice for each alarm.
-            states: The evidence of drift of each partition with a closed record since the last call, by partition. The
-                mapping is empty if the level is infinite: no alarm is possible then, so the evidence need not be
-                stored.
+            states: By partition, the evidence of each partition in which a record was closed since the last call. The
+                caller stores it in snapshots. The mapping is empty if the level is infinite, because no alarm is
+                possible then.
         """
         changed, self._changed_partitions = self._changed_partitions, set()
         states: dict[int, DriftState] = {}
@@ -406,7 +411,7 @@ class DriftMonitor:
         )
 
     def export_state(self, partition: int) -> DriftState | None:
-        """Return the evidence of drift in a partition, which its snapshot stores; None if no record has been closed."""
+        """Return the evidence of drift in a partition, for its snapshot; None if there is no evidence yet."""
         evidence = self._evidence_by_partition.get(partition)
         return None if evidence is None else evidence.to_state()
 
@@ -424,10 +429,11 @@ class DriftMonitor:
             self._evidence_by_partition[partition] = PartitionEvidence.from_state(state)
 
     def _has_matching_bins(self, bin_counts_by_group: Mapping[str, tuple[int, ...]]) -> bool:
-        """Return whether counts of records per bin fit this calibration: its groups, and the number of bins of each.
+        """Return whether counts from a snapshot were made with the groups and the bins of this monitor's calibration.
 
         Args:
-            bin_counts_by_group: For each calibration group, the number of records in each bin of ranks.
+            bin_counts_by_group: For each calibration group, the number of records in each bin of ranks. Each group must
+                exist in the calibration, with the same number of bins.
         """
         for name, counts in bin_counts_by_group.items():
             bins = self._rank_bins_by_group.get(name)

@@ -63,8 +63,8 @@ class Recalibration:
         old: The calibration that is replaced.
         new: The calibration that replaces it.
         num_records: Number of records from which the new calibration was made.
-        num_records_by_pooled_group: The number of records of each group (such as a device) that has too few for a
-            calibration of its own. New records of such a group are compared with the records of all groups.
+        num_records_by_pooled_group: The groups (such as devices) that have too few records for a calibration of their
+            own, with their numbers of records. New records of such a group are compared with the records of all groups.
         min_records: Number of records that a group needs for a calibration of its own.
         num_ungrouped: Number of records whose id does not contain the name of a group.
     """
@@ -163,7 +163,14 @@ def recalibrate(
     )
     min_records = max(1, *(Calibration.count_required_records(alpha) for alpha in alphas))
     if group_by is None:
-        return Recalibration(old, pooled, len(scores), {}, min_records, 0)
+        return Recalibration(
+            old=old,
+            new=pooled,
+            num_records=len(scores),
+            num_records_by_pooled_group={},
+            min_records=min_records,
+            num_ungrouped=0,
+        )
     # Each group with enough records gets a calibration of its own; the others use the pooled one, of all records.
     separator = WINDOW_SEPARATOR if group_by == DEVICE_GROUP else group_by
     indexes_by_group = group_indexes_by_key(extract_group(record, separator) for record in statistics.record_ids)

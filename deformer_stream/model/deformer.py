@@ -63,9 +63,9 @@ class KVCacheView:
             d_head.
         values: The attention values, one tensor (N, H, P, d_head) per Transformer layer.
         lengths: (N,), the number of cached tokens of each record. Entries after them are padding of any value.
-        readings: (N, P, 2) for each token, the feature code (the feature's index in the schema) and the normalised
-            value of the reading that the token was made from, as floating-point numbers. None if the model does not
-            need them (`DEformer.has_cached_readings`).
+        readings: (N, P, 2), for each token two floating-point numbers that describe its reading: the feature code (the
+            feature's index in the schema) and the normalised value or label code. None if the model does not need them
+            (`DEformer.has_cached_readings`).
     """
 
     keys: Sequence[Tensor]
@@ -86,9 +86,8 @@ class StepOutput:
         keys: The attention keys of the new tokens, one tensor (N, H, M, d_head) per Transformer layer, for H attention
             heads of width d_head.
         values: The attention values of the new tokens, one tensor (N, H, M, d_head) per Transformer layer.
-        readings: (N, M, 2) for each token, the feature code (the feature's index in the schema) and the normalised
-            value of the reading that the token was made from, as floating-point numbers. None if the model does not
-            need them.
+        readings: (N, M, 2), for each token two floating-point numbers that describe its reading: the feature code (the
+            feature's index in the schema) and the normalised value or label code. None if the model does not need them.
     """
 
     conditional: Conditional
@@ -261,7 +260,7 @@ class DEformer(nn.Module):
 
     @property
     def has_cached_readings(self) -> bool:
-        """Whether the KV cache must also hold the readings (feature codes and values) that its tokens were made from.
+        """Whether the KV cache must also hold the reading (feature code and value) of each cached token.
 
         They are needed if the model has a Gaussian prior, because its distributions depend on the values of the earlier
         readings. They are also needed if each reading has a single token, because that token is made from the reading
@@ -298,7 +297,7 @@ class DEformer(nn.Module):
             earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
                 With such a mask, one call computes several arrival orders of the same readings. Readings with which
                 several orders begin are then present only once (`engine.order_trees`). If the model has a Gaussian
-                prior, `prior` must then be passed too, because the prior itself ignores the mask.
+                prior, `prior` must then be passed too, because the default computation ignores the mask.
 
         Returns:
             Distributions of shape (N, L); those of padding are meaningless.
@@ -649,12 +648,14 @@ class DEformer(nn.Module):
         return torch.cat([before_first, reading_inputs], 1)[:, previous_index]
 
     def _build_token_mask(self, num_tokens: int) -> Tensor:
-        """Return the attention mask among the new tokens of a record.
+        """Return the mask that says to which of the new tokens of a record each new token attends.
 
         With two tokens per reading, the tokens are in the order z_1, u_1, z_2, u_2, …. The query token z_k predicts the
-        value of the k-th new reading, the observation token u_k holds it. With a single token per reading, the tokens
-        are in the order of the readings. Each token attends to itself and to the tokens before it: to all of them, or
-        only to observation tokens if `attention_context` is "values".
+        value of the k-th new reading. The observation token u_k holds this value. With a single token per reading, the
+        tokens are in the order of the readings.
+
+        Each token attends to itself and to all tokens before it. If `attention_context` is "values", it does not attend
+        to query tokens other than itself.
 
         Args:
             num_tokens: The number T of new tokens.
@@ -720,10 +721,10 @@ def _allocate_label_rows(schema: Schema, is_shared: bool) -> tuple[int, Tensor]:
 
 
 def count_state_values(schema: Schema, config: ModelConfig) -> int:
-    """Return the number of numbers in all tensors of a model's state dict, without building the model.
+    """Return the total number of elements of all tensors in a model's state dict, without building the model.
 
-    `model_store` compares it with the size of a weights file before it builds the model. Otherwise, a forged manifest
-    with huge hyperparameters could make it allocate much more memory than the weights file needs.
+    `model_store` compares it with the size of the weights file before it builds the model. Without this check, a forged
+    manifest with huge hyperparameters could cause the allocation of far more memory than the weights file needs.
 
     Args:
         schema: The features of the model.

@@ -264,9 +264,8 @@ class Conditional:
 
         Args:
             qs: Q probabilities between 0 and 1, the same for all readings.
-            continuous: (Q, *S), the quantiles of the continuous readings, where S is the shape of the batch, if the
-                caller has computed them already. By default they are computed by bisection, to about the resolution of
-                the dtype.
+            continuous: (Q, *S), the quantiles of the continuous readings if the caller has already computed them; S is
+                the shape of the batch. By default they are computed by bisection, to about the resolution of the dtype.
 
         Returns:
             (Q, *S), for each probability and reading a normalised value of a continuous feature or a label code of a
@@ -323,8 +322,8 @@ class Conditional:
         """Return a mode of each continuous reading's distribution, and the most probable label of each discrete one.
 
         The mode is a local maximum of the density. It is computed by mean shift, a fixed-point iteration that never
-        decreases the density (Carreira-Perpiñán, IEEE TPAMI 22, 2000). The iteration starts at the mean of a component,
-        the one at which the density of the mixture is largest. It can end at a maximum that is not the global one.
+        decreases the density (Carreira-Perpiñán, IEEE TPAMI 22, 2000). The iteration starts at the component mean where
+        the density of the mixture is largest. It can end at a maximum that is not the global one.
 
         Returns:
             One value for each reading of the batch: normalised values of continuous features and label codes of
@@ -605,7 +604,7 @@ def log_gamma_sf(shape: Tensor, x: Tensor, max_shape: float) -> Tensor:
 
     Let a be the shape. For x up to 20 + a, the result is the logarithm of the regularised incomplete gamma function.
     For larger x, it is ln(x^a e^−x / Γ(a)) − ln f, where f is Legendre's continued fraction (DLMF 8.9.2). The fraction
-    is truncated after a number of terms that gives about ten correct digits for all shapes up to `max_shape`.
+    is truncated after enough terms for about ten correct digits for all shapes up to `max_shape`.
 
     Args:
         shape: The shape parameters a, positive.

@@ -37,18 +37,21 @@ MAX_DIFFERENCES = 4_000_000
 class Ranking(nn.Module):
     """A nearest-neighbour ranking of complete records, relative to M stored training records (exemplars).
 
-    Each reading has a position on a line: its number, or a number for its label (`compute_positions`). The distance of
-    two records is the sum over the F features of the absolute differences of positions, in units of `deviations`.
+    A record that is far from its nearest exemplars is anomalous. To compare readings, each one is represented by a
+    number, its position: the scaled value, or a number for the label (`compute_positions`). The distance of two records
+    is the sum of the absolute differences of their positions over the F features. The difference of each feature is
+    first divided by its typical size in training (`deviations`).
 
     Args:
         schema: The F features.
-        num_exemplars: The number M of exemplars. The buffers have default values until training sets them.
+        num_exemplars: The number M of exemplars.
 
     Attributes:
-        positions: (M, F), the positions of the readings of the exemplars, in units of `deviations`.
+        positions: (M, F), the positions of the readings of the exemplars, divided by `deviations`. This and the
+            following attributes are buffers with default values, until training sets them.
         known: (M, F) bool, false where the exemplar has no reading of the feature.
-        deviations: (F,), the standard deviation of the positions of each feature in training. For labels that are not
-            numbers, it is the probability that the labels of two records differ.
+        deviations: (F,), the typical difference of each feature, which is the standard deviation of its positions in
+            training. For labels that are not numbers, it is the probability that two records have different labels.
         typical: (2, 2), statistics of normal records. Row 0 is for the distance to the nearest exemplars, row 1 for the
             centered NLL (negative log-likelihood minus its expectation). Column 0 is the median, column 1 the
             difference between the 90% quantile and the median.
@@ -83,12 +86,12 @@ class Ranking(nn.Module):
         return len(self.positions)
 
     def compute_positions(self, values: FloatArray) -> Tensor:
-        """Return the position of each reading on a line. The differences of positions measure how records differ.
+        """Return the number that represents each reading (its position) when records are compared.
 
-        The position of a number is (number − location) / scale, with the location and the scale of its feature. It
-        lacks the logarithm that `Schema.normalise` applies to large values. If all labels of a feature are numbers, the
-        position of a label is its number, otherwise its code. The position of labels that did not occur in training is
-        greater than all others.
+        The position of a number is (number − location) / scale, with the location and the scale of its feature. This is
+        the normalised value without the logarithm that `Schema.normalise` applies to large values. If all labels of a
+        feature are texts of numbers, the position of a label is its number, otherwise its code. All labels that did not
+        occur in training have one position, which is greater than those of the known labels.
 
         Args:
             values: (R, F), for each of R records the normalised values or label codes of the F features; any value for
@@ -114,10 +117,13 @@ class Ranking(nn.Module):
     def compute_distances(self, positions: Tensor, known: Tensor, own_exemplar: Tensor | None = None) -> Tensor:
         """Return the mean distance of each record to its nearest exemplars (stored training records).
 
+        The distance of two records is the sum of the absolute differences of their readings. Features that one of the
+        two records lacks are left out, and the sum is scaled up accordingly (`_compute_pairwise_distances`).
+
         Args:
-            positions: (R, F), for each of R records the positions of its readings of the F features. They are numbers
-                on a line, computed by `compute_positions` and divided by `deviations`.
-            known: (R, F) bool, false where the record has no reading of the feature.
+            positions: (R, F), the numbers that represent the readings of R records for the F features. They are
+                computed by `compute_positions` and divided by the attribute `deviations` (typical differences).
+            known: (R, F) bool, false where the record has no reading of the feature. Its position is then ignored.
             own_exemplar: (R,), for each record the index of an exemplar to leave out. In training the records are
                 themselves exemplars, and their distance to themselves would be 0. By default none is left out.
 
@@ -145,14 +151,15 @@ class Ranking(nn.Module):
         """Return the distance of each record to each exemplar (stored training record).
 
         The distance is the sum of the absolute differences of positions over the features that both records have. It
-        is multiplied by F / (number of these features), so that records with missing readings are comparable. The
-        difference of two positions on a cycle is the shorter way around the cycle. Two different labels that are not
-        numbers have the difference 1. All differences are divided by the feature's entry of `deviations`.
+        is multiplied by F / (number of these features), so that records with missing readings are comparable. Two
+        values of a cyclic feature, such as times of day, differ by the shorter way around the cycle. Two different
+        labels that are not numbers differ by 1. All differences are divided by the feature's entry of `deviations`, its
+        typical difference.
 
         Args:
-            positions: (R, F), for each of R records the positions of its readings of the F features. They are numbers
-                on a line, computed by `compute_positions` and divided by `deviations`.
-            known: (R, F) bool, false where the record has no reading of the feature.
+            positions: (R, F), the numbers that represent the readings of R records for the F features. They are
+                computed by `compute_positions` and divided by the attribute `deviations`.
+            known: (R, F) bool, false where the record has no reading of the feature. Its position is then ignored.
 
         Returns:
             (R, M), the distance of each record to each of the M exemplars.
@@ -216,13 +223,13 @@ def _has_numeric_labels(feature: Feature) -> bool:
 
 
 def _compute_label_positions(feature: Feature) -> FloatArray | None:
-    """Return a position on a line for each label of a feature. The differences of positions measure how records differ.
+    """Return the number that represents each label of a feature (its position) when readings are compared.
 
-    If all labels are numbers, their positions are these numbers. Otherwise they are the label codes.
+    If all labels are texts of numbers, their positions are these numbers. Otherwise they are the label codes.
 
     Returns:
-        An array with one position for each label, in the order of the label codes, and a last one for all labels that
-        did not occur in training. None for a continuous feature.
+        An array with one position for each label, in the order of the label codes. One more position at the end is for
+        all labels that did not occur in training. None for a continuous feature.
     """
     if feature.kind == "continuous":
         return None

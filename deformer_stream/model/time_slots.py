@@ -34,7 +34,7 @@ def expand_time_slots(schema: Schema, window: Window, reported_once: Collection[
 
     Args:
         schema: A schema without a window, with one feature for each sensor.
-        window: The width and the number of time slots of the windows of event time that are the records.
+        window: The width of the windows of event time, each of which is one record, and their number of time slots.
         reported_once: The names of sensors that report at most once in a window. They keep their single feature.
 
     Raises:
@@ -79,7 +79,7 @@ def collapse_time_slots(schema: Schema) -> Schema:
 
 
 def describe_records(schema: Schema) -> str:
-    """Return sentences for reports about the window of event time that makes up each record.
+    """Return sentences that explain to the reader of a report that each record is a window of event time.
 
     They state the width and the time slots of a window, and the sensors that report only once in a window. The text is
     empty if records are not windows, that is, if the input messages contain record ids.
