@@ -124,16 +124,16 @@ class AlertBuilder:
     ) -> Ints:
         """Return how many features each of A alerting records was expected to have when its alert was raised, (A,).
 
-        These are all features of the schema, except those that earlier events have declared as "will not be observed".
-        Such declarations do not count if they follow the alert in the same batch. The content of an alert therefore
-        does not depend on how the input is divided into batches.
+        These are all features of the schema, except those that events before the alert have declared as "will not be
+        observed". A declaration after the alert is ignored, even if it is in the same batch. The content of an alert
+        therefore does not depend on how the input is divided into batches.
 
         Args:
             batch: The events.
             readings: The readings that have been scored now.
-            arrivals: The readings and declarations that have been accepted from the batch. The readings can differ from
-                `readings`: a reading may be scored with a later batch, when no further reading of its record with the
-                same event time is expected.
+            arrivals: The readings and declarations that have been accepted from the batch. Readings of one record with
+                the same event time wait for each other. Some of these readings may therefore be scored with a later
+                batch, and some of `readings` may have arrived with an earlier batch.
             alerting: (A,) indexes into `readings` of the readings that raise alerts.
         """
         record_index = readings.record_indices[alerting]
@@ -142,7 +142,7 @@ class AlertBuilder:
             return num_expected
         raising_event = self._find_raising_events(batch, readings, arrivals, alerting)
         for i, (index, event) in enumerate(zip(record_index.tolist(), raising_event.tolist(), strict=True)):
-            # `num_declared_missing` includes the declarations after the alert, so they are added again.
+            # `num_declared_missing` counts all declarations of the batch. Those after the alert are added back.
             is_later = (arrivals.missing_record_indices == index) & (arrivals.missing_event_indices > event)
             num_expected[i] += int(is_later.sum())
         return num_expected
@@ -154,8 +154,8 @@ class AlertBuilder:
 
         It is the event of the alerting reading itself, if this reading did not wait for others with the same event
         time (its tie group). Otherwise it is the event of the next reading of the record, which shows that the tie
-        group is complete. If the batch has no next reading, the end of the record or a timeout raises the alert after
-        all events of the batch. The returned index is then the number of events in the batch.
+        group is complete. If the batch has no next reading of the record, the alert is raised by the end of the record
+        or by a timeout, after all events of the batch. The returned index is then the number of events in the batch.
 
         Args:
             batch: The events.
@@ -173,7 +173,7 @@ class AlertBuilder:
         record_and_seq = zip(readings.record_indices[alerting].tolist(), readings.seq[alerting].tolist(), strict=True)
         for i, (record_index, seq) in enumerate(record_and_seq):
             arrival = event_by_reading.get((record_index, seq))
-            # A reading from an earlier batch has waited. One of this batch has waited if it has an event time.
+            # A reading from an earlier batch has waited. A reading of this batch has waited if it has an event time.
             has_waited = arrival is None or batch.times[arrival] != NO_TIME
             if has_waited:
                 raising_events[i] = event_by_reading.get((record_index, seq + 1), len(batch))
@@ -186,18 +186,19 @@ class AlertBuilder:
 
         Args:
             record_index: (A,) row of each record in the record table.
-            num_readings: (A,) number of readings of each record when the alert was raised. Later ones are ignored.
+            num_readings: (A,) number of readings of each record when the alert was raised. Later readings are ignored.
             record_ids: The A record ids.
 
         Returns:
             A list with a pair for each record: the fingerprint of its model version, and the explanation of its alert.
         """
-        explanations = [("", Explanation(()))] * len(record_index)  # placeholders, all of which are replaced below
+        explanations = [("", Explanation(()))] * len(record_index)  # placeholders, which the loop replaces
         # Records of one model version are explained together; `members` are their indexes, from 0 to A − 1.
         for version, members in self.group_by_version(record_index):
             member_index, member_counts = record_index[members], num_readings[members]
             codes, values = self.records.log.gather_padded(member_index, member_counts)
-            # If readings with the same event time (a tie group) are scored together, only the last can raise an alert.
+            # Readings of a record with the same event time (a tie group) can be scored together. Then only the last of
+            # them can raise an alert. None means that every reading can.
             is_decision_point = self._find_group_ends(member_index, member_counts) if self.records.holds_ties else None
             explained = explain_records(
                 version.model,
@@ -205,7 +206,8 @@ class AlertBuilder:
                 values,
                 unseen_labels=[self.records.unseen_labels.get(index, {}) for index in member_index.tolist()],
                 record_ids=[record_ids[member] for member in members.tolist()],
-                # An explanation names the readings without which there is no alert at any alpha, not even the largest.
+                # Alerts are raised most easily at the largest alpha. Replacements of readings that avoid an alert at
+                # this alpha therefore avoid it at every alpha.
                 alert_rule=version.calibration.make_alert_rule(alpha=float(self.alphas[0])),
                 effort=self.effort,
                 kernels=version.kernels,
@@ -223,10 +225,11 @@ class AlertBuilder:
 
         Args:
             record_index: (A,) row of each record in the record table.
-            num_readings: (A,) number of readings of each record to consider, the first ones. L is the largest number.
+            num_readings: (A,) how many readings of each record are considered, from the first. L is the largest of
+                these numbers.
 
         Returns:
-            (A, L) bool: entry [a, i] is for the reading at position i of record a. It is true if the record has no
+            (A, L) bool: entry [a, i] is for the reading at position i of record a. It is also true if the record has no
             reading at this position.
         """
         # A reading is the last of its group, unless the record has a next reading that continues the group.

@@ -78,7 +78,7 @@ MAX_SUSPECTS = 3
 
 @dataclass(slots=True)
 class _RecordGroup:
-    """Alerting records that are explained together: A records with m = g + n readings each, of which n are candidates.
+    """A records that have raised alerts and are explained together. Each has m readings: g given ones and n candidates.
 
     Suspects are the readings of a record to which its alert is attributed. Candidates are the readings that may become
     suspects; the g other readings are given. A position is the index of a reading in its record's order of arrival,
@@ -108,7 +108,7 @@ class _RecordGroup:
     kernels: CpuKernels | None
 
     def select(self, rows: Ints) -> _RecordGroup:
-        """Return a group of some of the A records.
+        """Return a group that contains only some of the A records of this group.
 
         Args:
             rows: Indexes of these records, from 0 to A − 1.
@@ -158,7 +158,7 @@ class _Findings:
 
     @staticmethod
     def empty(num_records: int, num_readings: int) -> _Findings:
-        """Return findings in which nothing has been computed yet.
+        """Return findings (the computed parts of explanations) in which nothing has been computed yet.
 
         Args:
             num_records: Number of records.
@@ -204,7 +204,7 @@ class _TreeOutput:
     surprisal: Floats
 
     def select(self, rows: Ints) -> _TreeOutput:
-        """Return the output for some of the A records.
+        """Return the network's output at the nodes of the same tree of orders, for only some of the A records.
 
         Args:
             rows: Indexes of these records, from 0 to A − 1.
@@ -221,9 +221,10 @@ class _TreeOutput:
         )
 
     def compute_quantiles(self, nodes: Ints, probabilities: Sequence[float]) -> Floats:
-        """Return quantiles of the distributions at some nodes of the tree of orders.
+        """Return quantiles of the network's distributions at some nodes of the tree of orders.
 
-        Each node stands for a reading given the readings at its ancestors.
+        The tree is a trie of several orders of a record's readings. Each node stands for a reading given the readings
+        at its ancestors.
 
         Args:
             nodes: (K,) indexes of the nodes in the tree.
@@ -242,7 +243,10 @@ class _TreeOutput:
         return quantile_array
 
     def compute_surprise(self, nodes: Ints) -> Floats:
-        """Return how improbable the values at some nodes of the tree are, given the readings at their ancestors.
+        """Return how improbable the values at some nodes of the tree of orders are.
+
+        The tree is a trie of several orders of a record's readings. Each node stands for a reading given the readings
+        at its ancestors.
 
         Args:
             nodes: (K,) indexes of the nodes in the tree.
@@ -255,12 +259,12 @@ class _TreeOutput:
         return -_compute_log_p_value(self.conditional[:, index], self.values[:, index], self.kernels)
 
     def sum_without_each_item(self) -> Floats:
-        """Return the surprisal that each record would have without one of n readings (the items), for every item.
+        """Return for each of n readings (the items) the surprisal that each record would have without this reading.
 
         The surprisal of a record is the sum of −ln p over its readings, each given the readings before it in some
         order. One or two orders of the tree end with each item. No other reading of such an order depends on the item,
         so the sum without the last term is the surprisal of the record without the item. If there are two orders, the
-        mean of both is returned. Extra readings, with which the remaining orders of the tree end, do not count.
+        mean of both is returned. The remaining orders of the tree end with extra readings. They are not used.
 
         Returns:
             (A, n) surprisal in nats: entry [a, i] is that of record a without item i.
@@ -323,7 +327,7 @@ def explain_records(
         num_readings = int((codes[rows[0]] >= 0).sum())
         group_codes, group_raw_values = codes[rows, :num_readings], raw_values[rows, :num_readings]
         if effort == "fast":
-            findings = _score_on_arrival(model, group_codes, group_raw_values, kernels)
+            findings = _compute_arrival_findings(model, group_codes, group_raw_values, kernels)
         else:
             group = _choose_candidates(
                 model,
@@ -370,16 +374,19 @@ def _group_similar_records(schema: Schema, codes: Ints) -> Iterator[Ints]:
 
 
 def bound_num_nodes(num_items: int) -> int:
-    """Return an upper bound of the number of nodes of a mirrored tree of orders with n items and no other readings.
+    """Return an upper bound of the number of nodes of the tree `build_order_tree(0, num_items, is_mirrored=True)`.
 
-    `order_trees.build_order_tree` halves the items until one is left, which gives at most ⌈log2 n⌉ + 1 levels. A level
-    has at most n nodes, and the tree consists of two such parts.
+    The tree holds two orders for each of n readings (the items), in which this reading is the last one. It consists of
+    two parts with one order per item. To share nodes between orders, `build_order_tree` divides the items into halves
+    until one item is left. A part therefore has at most ⌈log2 n⌉ + 1 levels, each with at most n nodes.
     """
     return 2 * num_items * ((num_items - 1).bit_length() + 1)
 
 
-def _score_on_arrival(model: DEformer, codes: Ints, raw_values: Floats, kernels: CpuKernels | None) -> _Findings:
-    """Compute for each reading how improbable it was and which values were expected, given the earlier readings.
+def _compute_arrival_findings(
+    model: DEformer, codes: Ints, raw_values: Floats, kernels: CpuKernels | None
+) -> _Findings:
+    """Compute how improbable each reading was and which values were expected, given the readings that arrived before.
 
     Args:
         model: The network.
@@ -388,27 +395,30 @@ def _score_on_arrival(model: DEformer, codes: Ints, raw_values: Floats, kernels:
         kernels: The model's compiled kernels, or None to compute with PyTorch.
 
     Returns:
-        Findings in which only `surprise`, `expected` and `likeliest_label` are computed.
+        Findings with the attributes `surprise`, `expected` and `likeliest_label`. The others are not computed.
     """
     num_records, num_readings = codes.shape
-    # A tree with a single order, the order of arrival: all readings are given and none may become a suspect.
+    # A tree of orders is a trie of several orders of a record's readings. Each node stands for a reading given the
+    # readings at its ancestors. This tree has one order, the order of arrival: node t stands for reading t.
     arrival_tree = build_order_tree(num_given=num_readings, num_items=0)
     positions = np.broadcast_to(np.arange(num_readings), codes.shape)
+    # `_compute_tree` uses only the codes, values and kernels of a group. The other attributes, such as the candidates,
+    # are needed to find suspects (readings to which an alert is attributed), which is not done here.
     group = _RecordGroup(
         schema=model.schema,
         codes=codes,
         raw_values=raw_values,
         values=model.schema.normalise(codes, raw_values),
-        is_decision_point=np.ones(codes.shape, bool),  # not used here
+        is_decision_point=np.ones(codes.shape, bool),
         given_positions=positions,
         candidate_positions=positions[:, :0],
-        record_ids=[],  # not used here
+        record_ids=[],
         kernels=kernels,
     )
     output = _compute_tree(model, group, positions, arrival_tree)
     findings = _Findings.empty(num_records, num_readings)
     all_rows, all_nodes = np.arange(num_records), np.arange(num_readings)
-    _store_expected_ranges(model, findings, all_rows, positions, output, all_nodes)
+    _store_surprise_and_expected_values(model, findings, all_rows, positions, output, all_nodes)
     return findings
 
 
@@ -442,7 +452,7 @@ def _choose_candidates(
     num_readings, num_scored = codes.shape[1], int((~is_given[0]).sum())
     num_candidates = min(num_scored, MAX_CANDIDATES)
     if num_scored > MAX_CANDIDATES:
-        surprise = _score_on_arrival(model, codes, raw_values, kernels).surprise
+        surprise = _compute_arrival_findings(model, codes, raw_values, kernels).surprise
         surprise = np.where(is_given, -np.inf, surprise)
         descending = -np.sort(-surprise, 1)
         smallest_of_candidates = descending[:, MAX_CANDIDATES - 1 : MAX_CANDIDATES]
@@ -471,10 +481,11 @@ def _make_rng(record_id: str) -> np.random.Generator:
 
 
 def _compute_tree(model: DEformer, group: _RecordGroup, positions: Ints, tree: OrderTree) -> _TreeOutput:
-    """Compute many orders of the readings of each of A records in one forward pass of the network.
+    """Compute the distributions of the readings of A records, for many orders of the readings in one forward pass.
 
-    The orders are a tree: a trie in which orders that begin alike share nodes. Each of its T nodes stands for a reading
-    given the readings at its ancestors.
+    Each distribution is conditioned on the readings that come before in the order. The orders form a tree: a trie in
+    which orders that begin alike share nodes. Each of its T nodes stands for a reading given the readings at its
+    ancestors.
 
     Args:
         model: The network.
@@ -525,7 +536,7 @@ def _find_suspects(model: DEformer, group: _RecordGroup, alert_rule: AlertRule) 
     rows = np.arange(num_records)  # the undecided records, to which further suspects may be added
     if num_given:
         # The first nodes of the tree are the given readings, with the readings before them as ancestors.
-        _store_expected_ranges(model, findings, rows, group.given_positions, output, np.arange(num_given))
+        _store_surprise_and_expected_values(model, findings, rows, group.given_positions, output, np.arange(num_given))
     suspects, findings.is_silenced[:] = _try_single_suspects(model, group, output, alert_rule)
     for num_suspects in range(1, max_suspects + 1):
         undecided_group = group.select(rows)
@@ -547,7 +558,9 @@ def _find_suspects(model: DEformer, group: _RecordGroup, alert_rule: AlertRule) 
         if len(decided):
             # The leaves of the tree are first the trusted candidates and then the suspects.
             candidates = np.concatenate([trusted, suspects], 1)[decided]
-            _store_expected_ranges(model, findings, rows[decided], candidates, output.select(decided), tree.leaves)
+            _store_surprise_and_expected_values(
+                model, findings, rows[decided], candidates, output.select(decided), tree.leaves
+            )
         if not is_undecided.any():
             break
         # The next suspect is the trusted candidate whose removal leaves the smallest surprisal.
@@ -562,9 +575,9 @@ def _try_single_suspects(
 ) -> tuple[Ints, Bools]:
     """Find for each of A records a single reading whose replacement by its expected value avoids the alert.
 
-    The first reading to test is the candidate whose removal makes the record most probable. Only for records that still
-    raise an alert, the next `NUM_SINGLE_SUSPECTS` − 1 candidates are tested too. If none of them avoids the alert, the
-    first one is returned.
+    The first reading to test is the candidate whose removal makes the record most probable. If its replacement does not
+    avoid the alert, the next `NUM_SINGLE_SUSPECTS` − 1 candidates are tested too. If none of them avoids the alert,
+    the first candidate is returned.
 
     Args:
         model: The network.
@@ -644,21 +657,22 @@ def _store_attributions(findings: _Findings, group: _RecordGroup, output: _TreeO
     np.put_along_axis(findings.relief, candidates, relief, 1)
 
 
-def _store_expected_ranges(
+def _store_surprise_and_expected_values(
     model: DEformer, findings: _Findings, rows: Ints, positions: Ints, output: _TreeOutput, nodes: Ints
 ) -> None:
-    """Store in the findings how improbable K readings of each record are, and which values were expected instead.
+    """Store in the findings how improbable K readings of each of A records are, and which values were expected.
 
-    The attributes `surprise`, `expected` and `likeliest_label` are stored. The output comes from a tree of orders of
-    the readings: each node stands for a reading given the readings at its ancestors.
+    The results are stored in the attributes `surprise`, `expected` and `likeliest_label`. They are taken from K nodes
+    of a tree of orders (a trie of several orders of a record's readings). Each node stands for a reading given the
+    readings at its ancestors. All records have the same tree, but a node can hold a different reading of each record.
 
     Args:
         model: The network.
         findings: The findings to change.
-        rows: (A,) the row of the findings for each of the A records of the output.
-        positions: (A, K) positions of the readings in the order of arrival of their records, from 0.
-        output: The network's output at the nodes of the tree.
-        nodes: (K,) the node of the tree from which the results of each reading are taken.
+        rows: (A,) the row of each record in the findings.
+        positions: (A, K) for each record the positions of its readings at the nodes, in its order of arrival, from 0.
+        output: The network's output at the nodes of the tree, for the A records.
+        nodes: (K,) indexes of the nodes in the tree.
     """
     schema, codes = model.schema, output.codes[:, nodes]
     cells = rows[:, None], positions  # where the results of these readings are in the arrays of the findings
@@ -673,8 +687,8 @@ def _compute_replacements(model: DEformer, output: _TreeOutput, nodes: Ints) -> 
     """Return the expected values by which readings are replaced, to test whether that avoids the alert.
 
     A continuous reading is replaced by its conditional median, rounded to the resolution of the sensor; a discrete one
-    by its most probable label. The output comes from a tree of orders of the readings: each node stands for a reading
-    given the readings at its ancestors.
+    by its most probable label. Both are taken from a tree of orders (a trie of several orders of a record's readings).
+    Each node stands for a reading given the readings at its ancestors.
 
     Args:
         model: The network.
@@ -694,7 +708,7 @@ def _compute_replacements(model: DEformer, output: _TreeOutput, nodes: Ints) -> 
 def _test_replacements(
     model: DEformer, group: _RecordGroup, positions: Ints, replacements: Floats, sets: Ints, alert_rule: AlertRule
 ) -> Bools:
-    """Return whether each record would have raised no alert if some of its readings had had other values.
+    """Return whether the alert of each of A records is avoided if some of its readings are replaced by other values.
 
     Several sets of readings are tested independently. For each set, all of its readings are replaced, and the record is
     scored again in its order of arrival.
@@ -733,10 +747,10 @@ def _test_replacements(
 def _compute_max_statistics(
     model: DEformer, kernels: CpuKernels | None, codes: Ints, values: Floats, is_decision_point: Bools
 ) -> Floats:
-    """Return the final anomaly score of each of R records, (R,); larger is more anomalous.
+    """Return the anomaly score of each of R records after its last reading, (R,); larger is more anomalous.
 
-    It is the largest prefix statistic of the record. A prefix statistic combines the p-values of the first k readings;
-    the maximum is over all k after which the record can raise an alert.
+    A prefix statistic is computed after each reading. It combines the p-values of this reading and all readings before
+    it. The anomaly score is the largest of these statistics, over the readings after which the record can raise an alert.
 
     Args:
         model: The network.
@@ -745,12 +759,14 @@ def _compute_max_statistics(
         values: (R, m) values in normalised units, or label codes.
         is_decision_point: (R, m) whether the record can raise an alert after this reading.
     """
+    # Both functions compute the distribution of each reading given the readings before it in the record.
     compute_conditionals = model.conditionals if kernels is None else kernels.conditionals_of_records
     with torch.inference_mode():
         value_tensor = to_tensor(values, model)
         conditional = compute_conditionals(to_tensor(codes, model), value_tensor)
         log_p_value = _compute_log_p_value(conditional, value_tensor, kernels)
     is_scored = ~model.schema.is_context[codes]
+    # The state after all readings contains the largest prefix statistic.
     _, state = advance_prefix_state(PrefixState.initial(len(codes)), log_p_value, is_scored, is_decision_point)
     return state.max_statistic
 
@@ -779,9 +795,8 @@ def _build_explanation(
 ) -> Explanation:
     """Return the explanation of the alert of one record: a list of its readings, the most suspicious first.
 
-    Suspects are the readings of the record to which the alert is attributed. They are marked in the list. The
-    explanation also names their features in `silenced_by`, if the alert would not have been raised with expected values
-    of the suspects.
+    Suspects are the readings of the record to which the alert is attributed. They are marked in the list. If replacing
+    the suspects by expected values avoids the alert, the explanation also names their features in `silenced_by`.
 
     Args:
         schema: Describes the features.

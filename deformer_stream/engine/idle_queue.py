@@ -31,15 +31,15 @@ needed."""
 
 
 class _Chunk:
-    """A part of the queue: E entries in ascending order of time.
+    """A part of an `IdleQueue`: E entries in ascending order of time.
 
     An entry states when an event of a record was accepted. It is outdated when the record has a later event or is
     closed.
 
     Attributes:
         record_indices: (E,) rows of the records in the record table. The row of a closed record is used again.
-        open_orders: (E,) for each record a unique number, which is larger the later the record was opened. It shows
-            whether the row still belongs to the record of the entry.
+        open_orders: (E,) a unique number of each record. Records that were opened later have larger numbers. The number
+            shows whether the row still belongs to the record of the entry.
         times: (E,) when the event of each entry was accepted, microseconds since 1970.
         is_ordered: Whether entries with equal times are also ordered by partition and then by when the records were
             opened. If not, `IdleQueue._sort_and_deduplicate` sorts them when they are needed.
@@ -88,8 +88,8 @@ class IdleQueue:
             each row is open and its last event was accepted at that time. If not, the entry is outdated. The function
             can have further conditions, so that the queue holds only some of the open records.
         partitions_of: A function of rows, (E,). It returns (E,) the partition number of the record in each row.
-        open_order_of: A function of rows, (E,). It returns (E,) for the record in each row a unique number, which is
-            larger the later the record was opened.
+        open_order_of: A function of rows, (E,). It returns (E,) a unique number of the record in each row. Records that
+            were opened later have larger numbers.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class IdleQueue:
         # The arguments are functions of rows of the record table. `is_current` also receives the time of an event for
         # each row. It returns whether the record is open and has no later event, so that this entry is not outdated.
         self._is_current = is_current
-        # `partitions_of` returns the partition number of each record; `open_order_of` a unique number, which is larger
-        # the later the record was opened.
+        # `partitions_of` returns the partition number of each record. `open_order_of` returns a unique number of each
+        # record; records that were opened later have larger numbers.
         self._partitions_of, self._open_order_of = partitions_of, open_order_of
         # A heap of (time of the first entry, number of the chunk, chunk). The number is unique, so that chunks with
         # equal times are never compared with each other, which `_Chunk` does not support.
@@ -200,17 +200,18 @@ class IdleQueue:
         return selected.record_indices.astype(np.int64)
 
     def earliest_time(self, selected: Ints) -> int | None:
-        """Return when the last event of the longest idle record was accepted, apart from the records in `selected`.
+        """Return when the last event of the record that has been idle for longest was accepted.
 
-        The caller uses it to compute when the next record times out. Records of partitions that were excluded from a
-        selection count, too.
+        The records in `selected` are ignored, because the caller closes them now. Records of partitions that were
+        excluded from the selection are not ignored. The caller computes from the result when the next record times out.
 
         Args:
-            selected: Rows of the records that do not count, because they are closed now: a result of `select_until`.
+            selected: Rows of records in the record table, which `select_until` has returned.
 
         Returns:
-            Microseconds since 1970; None if there is no other record.
+            Microseconds since 1970. None if the queue has no record that is not in `selected`.
         """
+        # The records of excluded partitions are in separate queues.
         queues = [self, *self._excluded_queues.values()]
         times = [time for queue in queues if (time := queue._earliest_time_without(selected)) is not None]
         return min(times, default=None)
@@ -226,8 +227,9 @@ class IdleQueue:
         """
         examined: list[_Chunk] = []
         earliest: int | None = None
-        # The first entries of a chunk may be outdated. Its first current entry may therefore be later than one of the
-        # next chunk. The search ends at a chunk that does not begin before the earliest time so far.
+        # `_chunks[0][0]` is the time of the first entry of the next chunk of the heap. The first entries of a chunk may
+        # be outdated. Its first current entry may therefore be later than a current entry of the next chunk. The search
+        # ends at a chunk that does not begin before the earliest time so far.
         while self._chunks and (earliest is None or self._chunks[0][0] < earliest):
             remainder, time = self._pop_chunk(), None
             # The chunk is examined slice by slice, because one of its first entries is usually current.
@@ -309,17 +311,17 @@ class IdleQueue:
         return chunk.filter(~np.isin(partition_ids, list(partitions)))
 
     def _include_all_but(self, excluded_partitions: Collection[int]) -> None:
-        """Move the entries of partitions that are no longer excluded from their separate queues back to this queue.
+        """Move entries back to this queue from the separate queues of partitions that are no longer excluded.
 
         Args:
-            excluded_partitions: Partitions that stay excluded: their records must not be selected.
+            excluded_partitions: Partitions that stay excluded. Their entries are not moved.
         """
         for partition in self._excluded_queues.keys() - set(excluded_partitions):
             for chunk in self._excluded_queues.pop(partition).pop_chunks():
                 self._push_chunk(chunk)
 
     def pop_chunks(self) -> Iterator[_Chunk]:
-        """Remove and yield all chunks, the one with the earliest first entry first."""
+        """Remove and yield all chunks (parts of the queue). The chunk with the earliest first entry comes first."""
         while self._chunks:
             yield self._pop_chunk()
 

@@ -412,7 +412,9 @@ def sample_completions(
             random_order = np.argsort(order_rng.random(requested_codes.shape), 1)
             requested_codes = np.take_along_axis(requested_codes, random_order, 1)
             codes = np.concatenate([present_codes, requested_codes], 1)
-            drawn = _draw_readings(model, flat_draws[rows], codes, present_codes.shape[1], generator)
+            drawn = _draw_readings(
+                model, flat_draws[rows], codes, num_given=present_codes.shape[1], generator=generator
+            )
             flat_draws[rows] = np.where(is_requested[records], np.clip(drawn, low, high), drawn)
     return draws
 
@@ -429,7 +431,7 @@ def _split_into_batches(model: DEformer, num_records: int, cache_bytes: int) -> 
         Slices of the records 0 … `num_records` − 1, with at least one and at most `MAX_RECORDS_PER_BATCH` records.
     """
     # The cache is divided into pages of fixed size. An empty cache is created only to compute the bytes of a record.
-    empty_cache = TorchKVCache(model, 0)
+    empty_cache = TorchKVCache(model, max_bytes=0)
     bytes_per_record = empty_cache.pages_per_record * empty_cache.page_bytes
     batch_size = int(np.clip(cache_bytes // bytes_per_record, 1, MAX_RECORDS_PER_BATCH))
     for start in range(0, num_records, batch_size):
@@ -437,21 +439,25 @@ def _split_into_batches(model: DEformer, num_records: int, cache_bytes: int) -> 
 
 
 def _draw_readings(model: DEformer, values: Floats, codes: Ints, num_given: int, generator: torch.Generator) -> Floats:
-    """Draw readings of each record one after the other, each given the present ones and those drawn before.
+    """Draw values of missing readings of each record, one reading after the other.
+
+    Each reading is drawn given the present readings of its record and the readings that were drawn before it.
 
     Args:
         model: The network.
         values: (n, F) values of n records and F features in raw units or label codes.
-        codes: (n, K) for each record the feature codes (indexes in the schema) of K readings: first those of the
-            present readings, then those of the readings to draw, in the order in which they are drawn.
-        num_given: Number of present readings of each record. Their values are taken from `values`.
+        codes: (n, K) feature codes (indexes in the schema) of K readings of each record. The first `num_given` belong
+            to the present readings. The others belong to the readings to draw, in the order of drawing.
+        num_given: Number of present readings, the same for all records. Their values are taken from `values`.
         generator: Source of random numbers.
 
     Returns:
-        (n, F) a copy of `values` with the drawn readings, rounded to the resolution of their sensors and not clipped.
+        (n, F) a copy of `values` that also contains the drawn values. They are rounded to the resolution of their
+        sensors, but not clipped to the range of the training values.
     """
     schema, tokens_per_reading, num_records = model.schema, model.cached_tokens_per_reading, len(values)
-    empty_cache = TorchKVCache(model, 0)  # created only to compute the bytes of a record
+    # The cache is divided into pages of fixed size. An empty cache is created only to compute the bytes of a record.
+    empty_cache = TorchKVCache(model, max_bytes=0)
     cache = TorchKVCache(model, num_records * empty_cache.pages_per_record * empty_cache.page_bytes)
     cache.ensure_capacity(num_records)
     record_indexes = np.arange(num_records)
@@ -462,8 +468,8 @@ def _draw_readings(model: DEformer, values: Floats, codes: Ints, num_given: int,
     normalised[:, :num_given] = schema.normalise(given_codes, np.take_along_axis(values, given_codes, 1))
     num_cached = 0
     for k in range(num_given, codes.shape[1]):
-        # Each pass processes the readings that are not cached yet, followed by reading k. The distribution of reading k
-        # is needed; it does not depend on the value of the reading, which is still 0.
+        # Each pass processes the readings that are not cached yet, followed by reading k, and computes the distribution
+        # of reading k. This does not depend on the value of reading k, which is still 0.
         inputs, num_new = slice(num_cached, k + 1), k - num_cached
         with torch.inference_mode():
             output = model.forward_cached(

@@ -77,12 +77,13 @@ class OrderTree:
 
 @lru_cache(maxsize=64)
 def build_order_tree(num_given: int, num_items: int, num_extra: int = 0, is_mirrored: bool = False) -> OrderTree:
-    """Return orders of a record's readings, one with each item as the last, as a trie that shares common beginnings.
+    """Return a trie of orders of a record's readings. For each item (some of the readings), one order ends with it.
 
     With these orders, one forward pass of the network computes the distribution of each item given all other items. The
     readings are numbered from 0: first the given readings, then the items, then the extra readings. Every order begins
-    with the given readings. Order i continues with all items, of which item i is the last. For four items and no other
-    readings, the orders are 2 3 1 0, 2 3 0 1, 0 1 3 2 and 0 1 2 3; the first two share the nodes of 2 3.
+    with the given readings. Order i continues with all items, of which item i is the last. Orders that begin alike
+    share nodes. For four items and no other readings, the orders are 2 3 1 0, 2 3 0 1, 0 1 3 2 and 0 1 2 3; the first
+    two share the nodes of 2 3.
 
     Args:
         num_given: Number of readings with which all orders begin.
@@ -143,11 +144,11 @@ class _TreeBuilder:
         return path
 
     def append_leave_one_out(self, path: list[int], items: list[int]) -> list[list[int]]:
-        """Add orders of the items below a path, one with each item as the last, so that they share many nodes.
+        """Add for each item an order of all items that ends with it, below a path of the trie.
 
-        The orders that end with an item of the first half begin with all items of the second half, which they share.
-        The first half is then ordered recursively in the same way. The other orders exchange the two halves. Items
-        0 1 2 3 thus have the orders 2 3 1 0, 2 3 0 1, 0 1 3 2 and 0 1 2 3.
+        The orders share many nodes. Orders that end with an item of the first half share the nodes of the second half,
+        with which they begin. The first half is then ordered recursively in the same way. The other orders exchange the
+        two halves. Items 0 1 2 3 thus have the orders 2 3 1 0, 2 3 0 1, 0 1 3 2 and 0 1 2 3.
 
         Args:
             path: The nodes from a root to the node below which the orders start; empty to start at a new root.
@@ -166,7 +167,7 @@ class _TreeBuilder:
         ]
 
     def build(self, paths: list[list[int]], num_parts: int, num_items: int, num_extra: int) -> OrderTree:
-        """Return the finished tree of orders.
+        """Return the tree of orders that consists of the nodes added so far.
 
         Args:
             paths: For each order its nodes from a root to a leaf. Together they contain every node.

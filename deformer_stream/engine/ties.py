@@ -155,8 +155,9 @@ class _Branches:
     """Score terms of tie groups in other orders than the canonical one.
 
     A tie group consists of the readings of one record with the same event time. M readings of G groups are given in
-    canonical order. A branch is one of these groups in another order; a group can have several branches. There are B
-    branches with T readings in total, one branch after the other.
+    canonical order: context features (which are not scored) first, then by feature code. A branch is one of these
+    groups in another order; a group can have several branches. There are B branches with T readings in total, one
+    branch after the other.
 
     Attributes:
         terms: (3, T) rows of score terms: ln p of the value; ln of the highest-density p-value (probability of a value
@@ -179,7 +180,8 @@ def _combine_orders(
 
     A tie group consists of the readings of one record with the same event time. The probability of a group is its mean
     probability over the orders, as in a mixture of densities. The ln p of its readings must add up to the logarithm of
-    this mean. The mean ln p of each reading over the orders is therefore increased by a constant of the group.
+    this mean. The mean ln p of each reading over the orders is therefore increased by a constant, which is the same for
+    all readings of a group.
 
     Args:
         canonical_terms: (3, M) rows of terms in canonical order: ln p of the value; ln of the highest-density p-value
@@ -244,12 +246,12 @@ def decide_tie_groups(
         accepted: The readings that were accepted from the batch.
         ending_indices: (E,) rows of records whose last group is decided, because the record ends or the group has
             timed out.
-        get_timeout_places: None except in a replay of earlier events. Then a function of a record's row in the table:
-            it returns the positions, from 0, of the first reading after each group that a timeout of the previous run
-            has ended.
+        get_timeout_places: None, unless earlier events are replayed after a restart. In a replay, a function of a
+            record's row in the table. It returns the positions, from 0, at which a new group begins because a timeout
+            of the previous run ended the group before.
 
     Returns:
-        First a batch: the given one, followed by an event for each decided reading of an earlier batch. Such an event
+        First the batch, extended by an event for each decided reading that arrived with an earlier batch. Such an event
         has the message index of the event that decided the group, −1 if no event of this batch did. Second the decided
         readings, in the order in which their groups were completed.
     """
@@ -312,23 +314,27 @@ class _SortedArrivals:
     message_index: Ints
 
     def extend(self, record_indices: Ints, records: RecordTable) -> _SortedArrivals:
-        """Return a copy with further records, to which the batch has added no reading.
+        """Return a copy of these arrivals that also has entries for records to which the batch has added no reading.
 
-        Their readings of earlier batches may still wait for their tie group (readings of one record with the same event
-        time).
+        Arrivals are the readings that a batch has added, sorted by record. The additional records have none, but can
+        have readings of earlier batches that still wait. A reading waits for further readings of its record with the
+        same event time (its tie group), because these readings are scored together.
 
         Args:
-            record_indices: (A,) rows of the further records in the record table.
+            record_indices: (A,) rows of the additional records in the record table.
             records: The table of open records.
         """
-        arbitrary_start = np.zeros(len(record_indices), np.int64)  # there is no added reading
+        # A reading that is added later would follow the readings that the record has.
+        next_place = records.num_readings[record_indices]
+        # As there are no added readings, the index of the first one is never used, and no message ends a group.
+        unused_start = np.zeros(len(record_indices), np.int64)
         no_message = np.full(len(record_indices), -1)
-        num_readings, num_waiting = records.num_readings[record_indices], records.num_pending[record_indices]
+        num_waiting = records.num_pending[record_indices]
         return _SortedArrivals(
             self.event_indices,
             record_indices=np.concatenate([self.record_indices, record_indices]),
-            first_new_place=np.concatenate([self.first_new_place, num_readings]),
-            start=np.concatenate([self.start, arbitrary_start]),
+            first_new_place=np.concatenate([self.first_new_place, next_place]),
+            start=np.concatenate([self.start, unused_start]),
             num_waiting=np.concatenate([self.num_waiting, num_waiting]),
             tie_time=np.concatenate([self.tie_time, records.tie_time[record_indices]]),
             message_index=np.concatenate([self.message_index, no_message]),
@@ -350,9 +356,9 @@ def _mark_ties(
         records: The table of open records. It stores the marks, and the number of waiting readings of each record.
         batch: The batch of events.
         accepted: The M readings that were accepted from the batch.
-        get_timeout_places: None except in a replay of earlier events. Then a function of a record's row in the table:
-            it returns the positions, from 0, of the first reading after each group that a timeout of the previous run
-            has ended.
+        get_timeout_places: None, unless earlier events are replayed after a restart. In a replay, a function of a
+            record's row in the table. It returns the positions, from 0, at which a new group begins because a timeout
+            of the previous run ended the group before.
 
     Returns:
         The accepted readings, sorted by record. For each record, also the number of readings that waited before this
