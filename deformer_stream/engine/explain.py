@@ -750,7 +750,8 @@ def _compute_max_statistics(
     """Return the anomaly score of each of R records after its last reading, (R,); larger is more anomalous.
 
     A prefix statistic is computed after each reading. It combines the p-values of this reading and all readings before
-    it. The anomaly score is the largest of these statistics, over the readings after which the record can raise an alert.
+    it. The anomaly score is the largest of these statistics. Readings after which the record cannot raise an alert are
+    left out of this maximum.
 
     Args:
         model: The network.
