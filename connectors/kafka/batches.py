@@ -154,7 +154,7 @@ def plan_requests(batches: Sequence[Batch], get_leader: Callable[[TopicPartition
     """
     rounds: list[dict[int, list[int]]] = []
     request_bytes: list[dict[int, int]] = []  # for each round, the size of the request by broker
-    earliest_round: dict[TopicPartition, int] = defaultdict(int)  # the first round without a batch of the partition
+    earliest_round: dict[TopicPartition, int] = defaultdict(int)  # the round after the partition's last batch
     for batch_index, batch in enumerate(batches):
         leader, size = get_leader(batch.topic_partition), len(batch.records)
         round_index = earliest_round[batch.topic_partition]

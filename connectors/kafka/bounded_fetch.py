@@ -50,11 +50,11 @@ class FetchLimits:
     """Limits on the sizes of what a consumer accepts, so that its memory stays bounded.
 
     Attributes:
-        batch_bytes: Largest size of a batch after decompression, in bytes. A larger one is replaced by one unreadable
-            message.
+        batch_bytes: Largest size of a batch after decompression, in bytes. A larger one is replaced by an
+            unreadable message.
         message_bytes: Largest size of a message with its key and headers, in bytes. A larger one is replaced by an
             unreadable message.
-        poll_bytes: Bytes of messages after which a poll returns. It may exceed them by one message.
+        poll_bytes: Size in bytes of the messages that one poll returns. The last message of a poll may exceed it.
     """
 
     batch_bytes: int = 64 * 2**20
@@ -105,8 +105,8 @@ class _Fetcher(Fetcher):  # type: ignore[misc]  # the client ships no types
         limits: The largest sizes of batches, messages and polls.
         decompression_buffer: A buffer of `limits.batch_bytes` bytes, into which batches are decompressed one by one.
         bytes_left: Bytes of messages that the current poll may still return.
-        prefetch_future: A future that is done when the request that `prefetch` made was sent. None if there is no such
-            request, or its messages were fetched.
+        prefetch_future: The future of the fetch request that `prefetch` started. It is done as soon as the request is
+            sent, not when it is answered. None before `prefetch`, and again after the next poll has begun.
     """
 
     limits: FetchLimits
@@ -121,10 +121,10 @@ class _Fetcher(Fetcher):  # type: ignore[misc]  # the client ships no types
     def fetch_records(self, max_records: int, update_offsets: bool = True, timeout_ms: float | None = None) -> Any:
         """Return messages that were fetched, or request messages and wait for them. It overrides kafka-python's method.
 
-        kafka-python sends the next request as soon as it has returned its last message. The response then holds only
-        messages that exist at that moment, and later ones must wait for another poll. Here a request is sent when a
-        poll finds no messages, or earlier by `prefetch`. A poll that returns messages sends one only if it leaves
-        further messages of the last response for the next poll.
+        kafka-python's method sends a request as soon as it returns the last message that was fetched. The response
+        then misses the messages that arrive a moment later. This method sends a request when no fetched messages are
+        left, or earlier by `prefetch`. There is one exception: if a poll returns only a part of the last response,
+        the next request is sent at once.
 
         Args:
             max_records: Maximum number of messages to return.
@@ -136,7 +136,7 @@ class _Fetcher(Fetcher):  # type: ignore[misc]  # the client ships no types
             for; the caller should then sleep before it polls again.
         """
         prefetch_future, self.prefetch_future = self.prefetch_future, None
-        if prefetch_future is not None:  # wait until that request was sent; raise its error if it was not
+        if prefetch_future is not None:  # wait until that request is sent; this raises an error if sending failed
             self._net.run(self._manager.wait_for, prefetch_future, None)
         messages, has_unparsed_responses = self.fetched_records(max_records, update_offsets=update_offsets)
         if messages:
@@ -322,7 +322,10 @@ class _PartitionBatches:
 
 
 class _SmallBatchesAdapter:
-    """Several small batches that were read together, with the interface of one batch of kafka-python."""
+    """An adapter that presents several small batches to kafka-python as one batch.
+
+    `read_small_batches` has read these batches together, which is faster than one by one.
+    """
 
     is_control_batch = False
     magic = 2
@@ -348,9 +351,10 @@ class _SmallBatchesAdapter:
 
 
 class _BoundedBatch:
-    """A wrapper of kafka-python's batch that replaces damaged or too large contents instead of raising.
+    """A wrapper of kafka-python's batch, which limits the memory for reading it and raises no errors.
 
-    All attributes other than the methods below are those of the wrapped batch.
+    Iterating over it yields an unreadable message in place of contents that are damaged or too large. All other
+    attributes are those of the wrapped batch.
     """
 
     def __init__(self, batch: DefaultRecordBatch, fetcher: _Fetcher) -> None:
@@ -396,7 +400,9 @@ class _BoundedBatch:
     def _create_placeholder(
         self, num_read: int, last_offset: int, reason: RejectionReason, detail: str
     ) -> DefaultRecord:
-        """Return one message in place of the messages of the batch that could not be read, with the last one's offset.
+        """Return one message that replaces all messages of the batch that could not be read.
+
+        Its offset is the last offset of the batch, so that the consumer continues after the batch.
 
         Args:
             num_read: Number of messages of the batch that were read before the error.
@@ -438,7 +444,7 @@ def _replace_large_messages(chunk: MessageColumns, max_bytes: int) -> MessageCol
 def _wrap_as_record(chunk: MessageColumns) -> DefaultRecord:
     """Return one record object whose value is a chunk of many messages, so that kafka-python returns it unchanged.
 
-    Its size is that of all messages, and its offset that of the last one.
+    The size of the record object is the size of all messages together. Its offset is the offset of the last message.
     """
     return DefaultRecord(
         size_in_bytes=int(chunk.sizes.sum()),

@@ -75,13 +75,13 @@ def raise_for_code(code: int) -> None:
 class BrokerClient:
     """Connections to the brokers of a Kafka cluster, one per broker, without a network thread.
 
-    The thread that waits for a response also reads and writes the sockets. All methods except `close` must be called by
-    a function that is passed to `run`, by one thread at a time. They raise kafka-python's exceptions, and
+    The thread that waits for a response also reads and writes the sockets. `run` and `close` may be called directly.
+    All other methods must be called by a function that is passed to `run`. They raise kafka-python's exceptions, and
     KafkaTimeoutError if `run` takes longer than `call_timeout` seconds.
 
     Args:
         call_timeout: Seconds that one call of `run` may take.
-        kafka_client: Creates kafka-python's network client (`KafkaNetClient`) from its keyword arguments.
+        kafka_client: A function that creates kafka-python's network client (`KafkaNetClient`) from keyword arguments.
         bootstrap_timeout_ms: Milliseconds that the first connection may take.
         **options: Further keyword arguments for `kafka_client`, such as the brokers' addresses.
     """

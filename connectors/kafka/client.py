@@ -120,7 +120,7 @@ states. The first row that matches counts."""
 
 
 def translate(error: Exception, bootstrap_servers: str, action: str) -> DeformerError:
-    """Return an exception of this package in place of one of kafka-python.
+    """Return the exception of this package that replaces an exception of kafka-python.
 
     Its message says in one line what failed, where, and what to do. The original text is left out, because it may quote
     settings such as passwords.
@@ -177,12 +177,13 @@ class _LogForwarder(logging.Handler):
 
 
 class _ConnectErrorCollector(logging.Handler):
-    """A logging handler that keeps the last permanent error that kafka-python logs while it connects.
+    """A logging handler that extracts from kafka-python's log why a connection fails.
 
-    kafka-python retries after every error, also after a refused password, and states the reason only in its log.
+    kafka-python retries after every error, also after a refused password, until it times out. The timeout error does
+    not state the reason; only the log does. So `connect` raises `permanent_error` in place of the timeout error.
 
     Attributes:
-        permanent_error: The last error that a retry cannot resolve, or None if there was none.
+        permanent_error: The last logged error that a retry cannot resolve, or None if there was none.
     """
 
     def __init__(self) -> None:
@@ -190,7 +191,11 @@ class _ConnectErrorCollector(logging.Handler):
         self.permanent_error: errors.KafkaError | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the error that is an argument of the log record, if a retry cannot resolve it."""
+        """Store the error that kafka-python logs in `permanent_error`, if a retry cannot resolve the error.
+
+        kafka-python passes the exception object to its logger, so it is among the arguments of the log record.
+        `connect` raises it later in place of kafka-python's timeout error, which does not state the reason.
+        """
         for argument in record.args if isinstance(record.args, tuple) else ():
             if isinstance(argument, errors.KafkaError) and not argument.retriable:
                 self.permanent_error = argument
@@ -264,7 +269,10 @@ def connect(
     network_clients: list[KafkaNetClient] = []  # those that were created, so that they can be closed
 
     def create_network_client(**configuration: Any) -> KafkaNetClient:
-        """Create kafka-python's network client and add it to `network_clients`, so that `connect` can close it."""
+        """Create kafka-python's network client and add it to `network_clients`.
+
+        If connecting fails, `connect` closes the clients in this list.
+        """
         network_clients.append(KafkaNetClient(**configuration))
         return network_clients[-1]
 

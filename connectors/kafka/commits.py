@@ -57,7 +57,10 @@ class CommitPayload(NamedTuple):
 
 
 class CommitManager:
-    """The commit in progress: it makes attempts until one takes effect, and finds out whether a failed one did.
+    """Commits offsets, state and messages, one commit at a time.
+
+    A commit may need several attempts. If the response to an attempt is lost, `recover` reads the committed offsets to
+    find out whether the attempt took effect. If it did, its messages are not sent again.
 
     The order of calls is `begin`, then `send` (or `begin_sending`, then `send`) and `mark_committed`. After a failed
     attempt, `recover` comes first. Methods that send requests raise exceptions of kafka-python; `recover` raises also
@@ -70,7 +73,7 @@ class CommitManager:
 
     Attributes:
         reference_by_partition: For each partition, where its saved state is stored in the state topic.
-        has_commit: Whether a commit was begun that is not known to have taken effect.
+        has_commit: Whether a commit is in progress: it was begun, and neither completed nor given up.
         confirmed_at: `time.monotonic()` of the last successful commit that included offsets.
     """
 
@@ -79,7 +82,7 @@ class CommitManager:
         self.reference_by_partition: dict[TopicPartition, StateReference] = {}
         self._committed_positions: dict[TopicPartition, int] = {}
         self.has_commit = False
-        self._request = CommitRequest({}, {}, False)  # of the commit in progress
+        self._request = CommitRequest({}, {}, confirm_unchanged=False)  # of the commit in progress
         self._payload = CommitPayload(self._request, [], {}, [])  # of the last attempt
         # The last attempt, from the time when its offsets are computed until it is known to have taken effect.
         self._attempt: CommitAttempt | None = None
@@ -90,8 +93,8 @@ class CommitManager:
     def has_failed(self) -> bool:
         """Whether the last attempt failed or its outcome is unknown, so that `recover` must run before the next one.
 
-        Without transactions only a failed producer counts. An attempt with unknown outcome is simply repeated, because
-        delivery at least once permits that messages are sent twice.
+        Without transactions, only a failed producer counts. An attempt with unknown outcome is then simply repeated,
+        because at-least-once delivery permits duplicates.
         """
         delivery = self._delivery
         if delivery is None:  # a commit consists of offsets only, which can be committed again without recovery
@@ -158,18 +161,22 @@ class CommitManager:
     def _make_offsets_function(self, payload: CommitPayload) -> Callable[[Callable[[], list[int]]], Offsets]:
         """Return a function that computes the offsets to commit, for `Delivery.transaction`.
 
-        The metadata of a committed offset state where the saved state is stored. So for a new snapshot, the function
-        waits until its messages are written.
+        The metadata of a committed offset state where the saved state is stored. A new snapshot (complete state) is
+        stored by messages of the same transaction. So their offsets must be known first.
 
         Args:
             payload: What the transaction makes durable.
 
         Returns:
-            A function whose argument is a function that waits for the offsets of the state messages and returns them.
+            The function `compute_offsets`. Its argument is another function, which waits until the state messages are
+            written and returns their offsets.
         """
 
         def compute_offsets(wait_for_message_offsets: Callable[[], list[int]]) -> Offsets:
-            """Return the offsets to commit, and store them as the present attempt."""
+            """Return the offsets to commit, and store the attempt in `self._attempt`.
+
+            If the response to the transaction is lost, `recover` compares the attempt with the committed offsets.
+            """
             message_offsets = wait_for_message_offsets() if payload.snapshot_starts else []
             attempt = self._plan_attempt(payload, message_offsets)
             if payload is self._payload:  # otherwise this attempt has timed out and a later one has replaced it
@@ -222,10 +229,14 @@ class CommitManager:
             self._delivery.renew_producer()
 
     def recover(self) -> None:
-        """End the transaction of a failed attempt to commit, and find out whether the attempt took effect."""
+        """Prepare the next attempt to commit after one that failed or whose outcome is unknown; otherwise do nothing.
+
+        The transaction of the earlier attempt is ended. If that attempt took effect, its offsets, states and messages
+        are recorded as committed. The next attempt then does not send them again.
+        """
         self.renew_producer()
         if self._attempt is not None:
-            self._check_outcome(self._attempt)
+            self._apply_if_committed(self._attempt)
 
     def mark_committed(self) -> None:
         """Record that the last attempt to commit has taken effect, which completes the commit."""
@@ -234,7 +245,7 @@ class CommitManager:
         self.has_commit = False
 
     def give_up(self) -> None:
-        """Stop making attempts for this commit; its messages are sent with the next one."""
+        """Stop making attempts for this commit; its messages are sent with the next commit."""
         self.has_commit = False
 
     def remove_partitions(self, partitions: Iterable[TopicPartition]) -> None:
@@ -272,7 +283,7 @@ class CommitManager:
                     tp.partition, position, state, references.get(tp), commit_name
                 )
                 messages += state_messages
-        # Partitions without new state get the name too, because `_check_outcome` recognises the attempt by it.
+        # Partitions without new state get the name too, because `_apply_if_committed` recognises the attempt by it.
         references = {tp: replace(reference, commit=commit_name) for tp, reference in references.items()}
         # A copy, because `remove_partitions` changes the request while an attempt is in the background.
         request = self._request._replace(positions=dict(self._request.positions))
@@ -280,7 +291,7 @@ class CommitManager:
         return self._payload
 
     def _plan_attempt(self, payload: CommitPayload, message_offsets: list[int]) -> CommitAttempt:
-        """Return the offsets to commit, with metadata that state where each partition's state is stored.
+        """Return an attempt: the offsets to commit, with metadata that state where each partition's state is stored.
 
         Args:
             payload: What the attempt makes durable.
@@ -303,8 +314,8 @@ class CommitManager:
         }
         return CommitAttempt(offsets, references, states)
 
-    def _check_outcome(self, attempt: CommitAttempt) -> None:
-        """Find out whether an attempt to commit whose response was lost took effect, and if so, record it.
+    def _apply_if_committed(self, attempt: CommitAttempt) -> None:
+        """Read the committed offsets, and call `_apply_effect` if an attempt whose response was lost has set them.
 
         The metadata of the committed offsets name the attempt that committed them. All offsets of an attempt take
         effect together, so one partition with the attempt's metadata is enough.

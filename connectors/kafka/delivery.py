@@ -290,8 +290,8 @@ class Delivery:
     def _collect_messages(self, state_messages: Sequence[OutgoingMessage]) -> list[OutgoingMessage]:
         """Return the messages that the next attempt sends, and record them as sent.
 
-        They are the messages of failed attempts, then those that were sealed since, then `state_messages`, which are
-        not recorded: each attempt gets new ones.
+        The order is: messages of failed attempts, messages that `seal_pending` has added since, `state_messages`. The
+        state messages are not recorded as sent, because each attempt gets new ones.
         """
         self._sent += self._sealed
         self._sealed.clear()

@@ -21,10 +21,11 @@ RESPONSE_SECONDS = 2.0
 
 
 class LivenessCheck:
-    """A periodic check that the brokers respond, and that partitions with unread messages deliver them.
+    """A check, made between polls, that the brokers respond and that no partition has stopped delivering messages.
 
-    For partitions without new messages it requests the end offsets from time to time. Only these distinguish an idle
-    topic from a partition that has stopped delivering.
+    If a partition delivers nothing, it may have no new messages, or its broker may have failed. To distinguish the two,
+    the check requests its end offset from time to time. An end offset after the consumer's position means that there
+    are unread messages.
 
     Args:
         consumer: The consumer to check.

@@ -159,17 +159,20 @@ class SmallBatches:
 
 
 def read_small_batches(buffer: bytes, position: int) -> SmallBatches | None:
-    """Read consecutive small batches together, because reading a single one takes as long as reading a large batch.
+    """Read consecutive small batches with one call of the compiled code.
 
-    The reading ends before the first batch that is compressed, part of a transaction, damaged (by its checksum), or has
-    a record with headers or unusually large numbers. At most `MAX_RECORDS` records are read.
+    Reading them one by one would be slow, because even a small batch takes as long as a large one. At most
+    `MAX_RECORDS` records are read.
+
+    The reading ends before the first batch that is not supported. A batch is not supported if it is compressed, belongs
+    to a transaction, has a wrong checksum, or has a record with headers or unusually large numbers.
 
     Args:
         buffer: Bytes that the broker has returned for one partition: batches one after another.
         position: Byte position of the first batch to read.
 
     Returns:
-        The records of these batches. None if the first batch cannot be read in this way, or there is no compiled code.
+        The records of these batches. None if the first batch is not supported, or if there is no compiled code.
     """
     library = _load_library()
     if library is None:
@@ -361,7 +364,7 @@ def _decode_varints(data: NDArray[np.uint8], positions: Ints) -> tuple[Ints, Int
         positions = positions + has_more
         zigzag |= (current & 127) << 7 * byte_index
         has_more &= current >= 128
-    numbers = (zigzag >> 1) ^ -(zigzag & 1)  # half of an even code; all bits of the half inverted for an odd one
+    numbers = (zigzag >> 1) ^ -(zigzag & 1)  # halve the code; if it was odd, invert all bits of the half
     return numbers, positions, ~has_more
 
 

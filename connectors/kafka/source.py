@@ -448,10 +448,10 @@ class KafkaSource:
         return {tp: position for tp, position in positions.items() if position >= 0}
 
     def _finish_rebalance(self) -> None:
-        """Poll kafka-python's consumer, so that it rejoins its group if there is a rebalance.
+        """Poll kafka-python's consumer once, so that it takes part in a rebalance of its group.
 
-        All partitions are paused meanwhile, so that the poll returns no messages. The engine could not process any
-        during a commit.
+        The poll must return no messages, because the caller is in the middle of a commit. So all partitions are paused
+        during the poll and resumed after it.
         """
         active = [tp for tp in self._consumer.assignment() if tp not in self._consumer.paused()]
         self._consumer.pause(*active)

@@ -83,14 +83,15 @@ class StateReference:
             metadata: The metadata of the committed offset; an empty text if there is none.
 
         Returns:
-            The reference, or None if the offset was committed by another program.
+            The reference. None if the text does not begin with `METADATA_PREFIX`, because then another program has
+            committed the offset.
 
         Raises:
             StateError: The metadata is damaged or has another format version.
         """
         if not metadata.startswith(METADATA_PREFIX):
             return None
-        # `find_start` adds the topic, the partition and the remedy to these errors.
+        # `find_start` catches the errors of this method and adds the topic, the partition and the remedy.
         damaged_error = StateError("the metadata of the committed offset is damaged")
         try:
             document = orjson.loads(metadata)
@@ -103,7 +104,8 @@ class StateReference:
         except (orjson.JSONDecodeError, TypeError, KeyError, ValueError):
             raise damaged_error from None
         numbers = position, uses_even_keys, first_offset, num_messages
-        has_valid_numbers = all(type(number) is int and number >= 0 for number in numbers)  # `bool` is not accepted
+        # `to_metadata` writes the boolean `uses_even_keys` as 0 or 1, so JSON's true and false are invalid here.
+        has_valid_numbers = all(type(number) is int and number >= 0 for number in numbers)
         has_valid_names = isinstance(last_commit, str) and isinstance(commit, str)
         if not (has_valid_numbers and has_valid_names):
             raise damaged_error
@@ -111,7 +113,10 @@ class StateReference:
 
 
 class CommitAttempt(NamedTuple):
-    """What one attempt to commit makes durable; if its response is lost, it is not known whether it took effect.
+    """One attempt to commit. It is stored until it is known to have taken effect.
+
+    The broker's response to an attempt may be lost. The committed offsets are then compared with this object, to find
+    out whether the attempt took effect.
 
     Attributes:
         offsets: The offsets that it commits, by partition.
@@ -125,7 +130,9 @@ class CommitAttempt(NamedTuple):
 
 
 class StateTopic:
-    """The compacted topic that stores the state of partitions: encodes state as messages of it, and reads it back.
+    """The compacted topic that stores the state of partitions.
+
+    Its methods encode the state of a partition as messages of this topic, and read the saved state back.
 
     Args:
         bootstrap_servers: Comma-separated host:port pairs.
@@ -186,7 +193,9 @@ class StateTopic:
         if state.snapshot is not None:
             value, previous_commit = state.snapshot, ""  # a snapshot replaces everything that was saved before
             uses_even_keys = reference is None or not reference.uses_even_keys
-            reference = StateReference(position, uses_even_keys, 0, 0, "", "")
+            reference = StateReference(
+                position, uses_even_keys, first_offset=0, num_messages=0, last_commit="", commit=""
+            )
         elif state.decisions is not None and reference is not None:
             value, previous_commit = state.decisions, reference.last_commit
         else:

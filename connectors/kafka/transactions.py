@@ -56,7 +56,7 @@ class Transactions:
         limits: For each topic that messages are sent to, the size in bytes of the largest batch that it accepts.
         transaction_timeout: Seconds after which the broker aborts a transaction that was not ended.
         call_timeout: Seconds that one call of a method may take.
-        kafka_client: Creates kafka-python's network client (`KafkaNetClient`) from its keyword arguments.
+        kafka_client: A function that creates kafka-python's network client (`KafkaNetClient`) from keyword arguments.
         bootstrap_timeout_ms: Milliseconds that the first connection may take.
         **options: Further keyword arguments for `kafka_client`, such as the brokers' addresses.
     """
@@ -99,9 +99,9 @@ class Transactions:
 
         Args:
             messages: The messages to write.
-            compute_offsets: A function that returns the consumed offsets to commit. Their metadata may depend on where
-                the messages were written, so it is called with another function. That one waits until the messages are
-                written, and returns their offsets in the order of `messages`.
+            compute_offsets: A function that returns the consumed offsets to commit, with their metadata. Its argument
+                is another function, which waits until the messages are written and returns the offsets that they got,
+                in the order of `messages`. The metadata may state these offsets.
             group: The consumer group whose offsets are committed, with this member's id and generation.
         """
         self._client.run(lambda: self._commit(messages, compute_offsets, group))
@@ -337,7 +337,7 @@ class Transactions:
         self._batch_builder = BatchBuilder(self._producer, self._epoch, self._limits)
 
     def _init_producer(self) -> Any:
-        """Request a producer id and epoch from the transaction coordinator, and return its response.
+        """Request a producer id and epoch from the transaction coordinator, and return the response.
 
         From then on, the coordinator rejects requests of earlier producers with the same transactional id.
         """
