@@ -30,9 +30,9 @@ class LazyGroup(click.Group):
     """A group of commands that builds a command only when it is used, so that listing the commands is fast.
 
     Args:
-        builder_by_name: For each command, by its name, a function that builds and returns it. The help lists the
-            commands in this order.
-        summary_by_name: For each command, by its name, the line that describes it in the help of the group.
+        builder_by_name: By the name of each command, a function that builds and returns the command. The help lists
+            the commands in this order.
+        summary_by_name: By the name of each command, the line that describes it in the help of the group.
         others: Further arguments of `click.Group`.
     """
 
@@ -105,10 +105,15 @@ def reload_on_hangup() -> threading.Event:
 def run(command: click.Command, name: str) -> None:
     """Run a command with the arguments of the process, then end the process.
 
-    An error is printed as one line on standard error, after its traceback if `--debug` was given. The exit code is the
-    number that the command returns, if it returns one. Otherwise it is 0 for success, 1 for a bug, 2 for wrong usage or
-    configuration, 3 for invalid input data, an invalid model directory or invalid saved state, 4 for a service that is
-    not available, and 130 for an interruption.
+    An error is printed as one line on standard error, after its traceback if `--debug` was given. If the command
+    returns a number, it is the exit code. Otherwise the exit code is one of these:
+
+    - 0: success.
+    - 1: a bug.
+    - 2: wrong usage or configuration.
+    - 3: invalid input data, an invalid model directory or invalid saved state.
+    - 4: a service that is not available.
+    - 130: an interruption.
 
     Args:
         command: The command to run.

@@ -54,7 +54,7 @@ class Progress:
         log.get_logger(self.title).info("progress", **fields)
 
     def set_done(self, num_done: int) -> None:
-        """Set the total number of finished units and update the display."""
+        """Set the number of units that are finished so far to `num_done`, and update the display."""
         self.advance(num_done - self.num_done)
 
     @property

@@ -23,7 +23,7 @@ Message = bytes | tuple[bytes | None, bytes | None]
 
 
 class MemorySource:
-    """A source from which the pipeline reads messages that are in memory, in the order of an iterable.
+    """A source that gives the pipeline the messages of an iterable, in the order of the iterable.
 
     Args:
         messages: The messages. Each is the message's value (bytes) or a tuple (key, value). The iterable may be lazy:
@@ -74,7 +74,7 @@ class MemorySource:
             timeout: Ignored, because the messages are available immediately.
 
         Returns:
-            The messages, or a `PollResult` with None if no message is left.
+            A result with the messages, or with None in their place if no message is left.
         """
         keys: list[bytes | None] = []
         payloads: list[bytes | None] = []

@@ -141,7 +141,7 @@ number), and the name of structure and field for error messages."""
 
 
 class KernelStruct(ctypes.Structure):
-    """A structure that is passed to compiled code; base class of all of them. csrc/abi.h declares each one in C, too.
+    """The base class of all structures that are passed to compiled code. csrc/abi.h declares each of them in C, too.
 
     The constructor takes the value of every field by keyword. It keeps these values alive as long as the structure,
     because C stores only their addresses. The kind of a field determines which value it takes:

@@ -68,14 +68,14 @@ class RaggedBatch:
         features: (M,) feature codes (indexes in the schema).
         values: (M,) values in normalised units; label codes for discrete features.
         offsets: (R + 1,) the index of each record's first reading among the M readings; the last entry is M.
-        num_cached: (R,) the number of each record's readings that are in the KV cache before the call.
+        num_cached: (R,) the number of each record's readings that are in the KV cache before the batch is scored.
         page_table: (R, columns) for each record the indexes of its pages (fixed-size blocks) in the KV cache.
         depths: None if each reading is conditional on all earlier readings of its record. Otherwise the readings of a
             record are the nodes of a tree: each path from a root is one order of readings, and orders that begin alike
             share nodes. Then depths is (M,), the number of ancestors of each node. A node is conditional on its
-            ancestors alone. Nodes are listed depth first: when a node with k ancestors is computed, they are the first
-            k readings of its record in the cache. The node is then written at position k, over a node of an earlier
-            path.
+            ancestors alone. Nodes are listed depth first. When a node with k ancestors is computed, these ancestors are
+            the first k readings of its record in the cache. The node is then written at position k (from 0), where it
+            replaces a node of an earlier path.
         num_prefill_only: (R,) how many of each record's first new readings are only written to the cache and not
             scored, because they were scored before. None if all new readings are scored.
     """
@@ -276,8 +276,9 @@ class _WeightPacker:
             The arrays of `TokenEncoder` in csrc/abi.h by their names:
 
             - feature_share: (F, width) the term of each feature, bias included.
-            - value_share: (3, width) by which value, sine and cosine are multiplied.
-            - cycle: (F, 2) angle of the value 0 and angle per unit of the value, in radians; 0 without a cycle.
+            - value_share: (3, width) the weights by which value, sine and cosine are multiplied.
+            - cycle: (F, 2) angle of the value 0, and angle per unit of the value, in radians. Both are 0 for a feature
+              without a cycle.
             - label_share: (rows of the label embedding, width) the term of each label.
         """
         model = self.model
@@ -320,7 +321,8 @@ class _WeightPacker:
             log_weights=pad(prior.log_weights[0], -math.inf),
             means=pad(prior.means[0].T, 0.0),
             covariances=pad(prior.covariances[0].permute(1, 2, 0), 1.0),  # not 0, to avoid divisions by 0
-            # Where a record's pages of the KV cache hold its numbers of the prior, one row per reading.
+            # The KV cache stores a row of numbers of the prior for each reading. These arrays state the row's page and
+            # its position in the page.
             row_page=self.cache.row_page,
             row_place=self.cache.row_place,
             column_by_code=_int64(prior.column_by_code),
@@ -672,7 +674,8 @@ def _run_on_threads(library: ctypes.CDLL, function: str, task: abi.KernelStruct,
     if run_parallel is None:
         library.run_one_thread(ctypes.byref(team))
     else:
-        run_parallel(library.run_one_thread, ctypes.byref(team), num_threads, 0)
+        no_flags = 0
+        run_parallel(library.run_one_thread, ctypes.byref(team), num_threads, no_flags)
     if team.failed:
         raise MemoryError(
             f"the compiled kernels could not allocate memory for the intermediate results of the C function "
@@ -692,7 +695,8 @@ def _openmp_runner() -> Callable[..., None] | None:
 
     `GOMP_parallel` takes the address of the other function, its argument, the number of threads, and flags (0). It is
     part of the OpenMP library that PyTorch has loaded, so kernels run on the threads of PyTorch's operators. After an
-    operator, these threads spin for a while, and would compete with additional threads for the processor's cores.
+    operator, these threads spin (wait in a busy loop) for a while. Additional threads would compete with them for the
+    processor's cores.
 
     Returns:
         `GOMP_parallel`; None if PyTorch uses no GNU OpenMP. The kernels then run on one thread.

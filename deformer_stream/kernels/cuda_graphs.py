@@ -146,7 +146,7 @@ class CudaGraphs:
         """
         if self.capture is None:  # there is no GPU, or an earlier capture has failed
             return None
-        # A graph can be replayed for one shape only. Inputs are padded to a larger shape, so that few graphs serve all.
+        # A graph can be replayed for one shape only. Inputs are padded to a larger shape, so that few graphs suffice.
         shape = round_up_shape(inputs)
         if shape is None:  # too many records or readings
             return None
@@ -210,8 +210,8 @@ class CapturedGraph:
         model, cache = graphs.model, graphs.cache
         num_records, num_readings, num_pages = shape
         self.device, is_pinned = model.device, model.device.type == "cuda"
-        # What fills the places without a reading. Padding is read from one additional page of the cache and written to
-        # another one, so that it changes no record.
+        # The values that fill positions without a reading. Padding is read from one additional page of the cache and
+        # written to another one, so that it changes no record.
         self.padding: ForwardInputs[Any] = ForwardInputs(
             features=-1,
             values=0.0,
@@ -248,7 +248,8 @@ class CapturedGraph:
         self.host_arrays = [tensor.numpy() for tensor in split(self.host_block)]
         inputs = split(self.device_block)
         self._send(())  # the pass that is captured consists of padding only, and changes no record's pages
-        # A graph always reads from the addresses that it read at the capture: those of `inputs` and `self.prior`.
+        # A graph always reads from the addresses that it read at the capture: those of `inputs` and `self.prior`. The
+        # prior is computed outside the graph, because the libraries that factorise its matrices may not be capturable.
         self.inputs, self.prior = inputs, graphs.compute_prior(inputs)
         self.replay = capture(lambda: graphs.compute_score_terms(inputs, self.prior))
 
@@ -261,8 +262,8 @@ class CapturedGraph:
 
         Args:
             inputs: The inputs, L new readings of each of R records. They must not be larger than the graph's shape.
-            compute_prior: Returns the distributions of the padded inputs under the Gaussian prior (an input of the
-                network), or None if the model has no prior.
+            compute_prior: A function that returns the distributions of the padded inputs under the Gaussian prior (an
+                input of the network), or None if the model has no prior. The graph does not contain its operators.
 
         Returns:
             (3, R, L) for each reading ln p of the value, ln of the p-value (probability of a value at most as likely),

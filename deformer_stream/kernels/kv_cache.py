@@ -34,11 +34,11 @@ processor."""
 class PagePool:
     """A pool of pages of equal size, and a page table that lists the pages of each record.
 
-    A record is identified by its row in the engine's table of open records. It can have pages for two purposes, each
-    with its own range of columns in the page table. The first pages hold attention keys and values. If the model has a
-    Gaussian prior (an input of the network), further pages hold numbers from which the prior is computed. If there are
-    too few free pages, the least recently used records are evicted: their pages become free, and their readings are
-    computed again when they are next needed.
+    A page is a block of cache memory of fixed size. A record is identified by its row in the engine's table of open
+    records. It can have pages for two purposes, each with its own range of columns in the page table. The first pages
+    hold attention keys and values. If the model has a Gaussian prior (an input of the network), further pages hold
+    numbers from which the prior is computed. If there are too few free pages, the least recently used records are
+    evicted. Their pages become free. What the pages held is computed again from the readings when it is next needed.
 
     Args:
         max_readings: The largest number of readings of a record.
@@ -179,7 +179,7 @@ class PagePool:
             )
 
     def free(self, record_index: Ints) -> None:
-        """Free all pages of R records; their readings are computed again when the records are next scored.
+        """Free all pages of R records, whose keys and values are computed again when the records are next scored.
 
         Args:
             record_index: (R,) the row of each record in the page table.
@@ -197,7 +197,9 @@ class PagePool:
             self._clear_pages(pages)
 
     def _clear_pages(self, pages: Ints) -> None:
-        """Prepare pages that were just freed for their next record; a subclass overrides this if it is necessary.
+        """Prepare pages that were just freed for their next record.
+
+        This method does nothing. A subclass overrides it if the old contents of its pages could do harm.
 
         Args:
             pages: Indexes of at least one page.
@@ -293,8 +295,9 @@ def allocate_zeroed(num_bytes: int) -> NDArray[np.uint8]:
 def _num_token_pages(tokens_per_reading: int, page_tokens: int, num_readings: Ints) -> Ints:
     """Return how many pages the cached tokens of each of R records need, (R,).
 
-    This is not a method of the caches: a pool would then refer to itself through its list of functions, and only the
-    garbage collector would free it. If the model is replaced, the old and the new cache would be in memory together.
+    This is not a method of the caches, because a pool would then refer to itself through its list of functions. Only
+    the garbage collector would free such a pool, some time after its last use. If the model is replaced, the old and
+    the new cache would be in memory together until then.
 
     Args:
         tokens_per_reading: The number of cached tokens of a reading.
@@ -313,7 +316,7 @@ CacheShape = tuple[object, ...]
 def cache_shape(model: DEformer) -> CacheShape:
     """Return the properties of a model that determine the layout of its KV cache.
 
-    If a model is replaced by one with the same properties, the memory of the cache can be used again.
+    If a model is replaced by one with the same properties, the new model can use the memory of the old cache.
     """
     config = model.config
     num_prior_components = 0 if model.gaussians is None else model.gaussians.num_components
@@ -326,11 +329,11 @@ class TorchKVCache(PagePool):
 
     Methods on NumPy arrays decide which pages are used (`locate_tokens`, `allocate_tokens`). Methods on tensors read
     and write those pages on the device of the model (`gather_pages`, `gather_readings`, `write`). The operations of
-    the latter do not depend on the contents of the tensors, so that a CUDA graph can capture them.
+    the methods on tensors do not depend on the contents of the tensors, so that a CUDA graph can capture them.
 
-    Padding is read with an attention weight of 0. Because 0 · NaN is NaN, no number that is not finite may be read as
-    padding: a record for which a damaged model computed NaN would change the scores of other records. Therefore padding
-    is written to one page and read from another, and the values in pages are set to zero when the pages are freed.
+    Padding is read with an attention weight of 0. Because 0 · NaN is NaN, padding must contain only finite numbers.
+    Otherwise, a record for which a damaged model computed NaN would change the scores of other records. Therefore
+    padding is written to one page and read from another. Values in pages are set to zero when the pages are freed.
 
     Args:
         model: The model whose keys and values are cached.
@@ -396,8 +399,9 @@ class TorchKVCache(PagePool):
 
         Args:
             record_index: (R,) the row of each record in the page table.
-            num_new: (R,) how many new readings of each record to cache; the rest of the pass is padding.
-            num_tokens: The number T of tokens that the forward pass computes for each record, padding included.
+            num_new: (R,) how many new readings of each record to cache.
+            num_tokens: The number T of tokens that the forward pass computes for each record. Those after the tokens
+                of a record's new readings are padding.
 
         Returns:
             A pair of arrays. The first, (R, T), is for each token the index of its page times `PAGE_TOKENS`, plus its
@@ -485,30 +489,36 @@ class TorchKVCache(PagePool):
         Args:
             record_index: (R,) the row of each record in the page table.
             num_readings: (R,) how many of each record's first readings to include; by default all cached ones.
+
+        Returns:
+            The view of the cache that `gather_pages` returns.
         """
         pages, num_tokens = self.locate_tokens(record_index, num_readings)
         return self.gather_pages(self._to_device(pages), self._to_device(num_tokens))
 
     def append(self, record_index: Ints, output: StepOutput, num_new: Ints) -> None:
-        """Add new readings of R records to the cache, after a forward pass has computed their keys and values.
+        """Write the keys and values of new readings of R records, which a forward pass has computed, into the cache.
 
-        If there are too few pages for a record, the record is removed from the cache.
+        If there are too few pages for a record, all its readings are removed from the cache.
 
         Args:
             record_index: (R,) the row of each record in the page table.
-            output: The result of the forward pass over the new readings.
-            num_new: (R,) how many new readings of each record to cache; the rest of the pass is padding.
+            output: The result of the forward pass. It has equally many tokens for each record. Those after the tokens
+                of a record's new readings are padding.
+            num_new: (R,) how many new readings of each record to cache.
         """
-        num_tokens = output.keys[0].shape[2]  # per record, padding included
-        token_places, num_new = self.allocate_tokens(record_index, num_new, num_tokens)
+        # Keys have the shape (R, heads, tokens of each record with padding, width of a head).
+        num_tokens = output.keys[0].shape[2]
+        token_places, num_cached_new = self.allocate_tokens(record_index, num_new, num_tokens)
         self.write(output, self._to_device(token_places))
-        self.num_cached_readings[record_index] += num_new
+        # `num_cached_new` is 0 for the records that `allocate_tokens` has removed.
+        self.num_cached_readings[record_index] += num_cached_new
 
     def _clear_pages(self, pages: Ints) -> None:
         """Set the attention values in freed pages to zero.
 
-        The next record of a page may not fill it, and the rest of the page is then read as padding. Padding has the
-        attention weight 0, but 0 · NaN is NaN. Keys stay: attention scores of padded keys are replaced by −∞.
+        If the next record of a page fills only a part of it, the rest is read as padding. Padding has the attention
+        weight 0, but 0 · NaN is NaN. Keys need not be cleared: attention scores of padded keys are replaced by −∞.
 
         Args:
             pages: Page indexes.
@@ -527,7 +537,7 @@ def _zeros(shape: tuple[int, ...], model: DEformer) -> Tensor:
     """Return a tensor of zeros with the dtype and the device of the model.
 
     On the CPU its memory becomes resident only when it is touched. The tensor must not be uninitialised, because
-    unused places are read with a weight of 0, and 0 · NaN is NaN.
+    unused places are read with an attention weight of 0, and 0 · NaN is NaN.
     """
     if model.device.type != "cpu":
         return torch.zeros(shape, dtype=model.dtype, device=model.device)
@@ -548,10 +558,11 @@ class CpuKVCache(PagePool):
         max_bytes: The largest size of all pages together in bytes; the pages of one record always fit.
 
     Attributes:
-        row_page: (largest number of readings of a record,) for the k-th reading of a record the column of the page
-            table whose page holds its row of the Cholesky factors; only with a Gaussian prior.
-        row_place: Of the same shape, the position of that row in the page, counted in vectors with one float per
-            component.
+        row_page: (largest number of readings of a record,) only with a Gaussian prior. Entry k belongs to the row of
+            the Cholesky factors for reading k of a record. It is the column of the page table that lists the page with
+            this row.
+        row_place: Of the same shape and also only with a Gaussian prior. Entry k is the position of the same row in its
+            page, counted in vectors with one float per component.
         pool: (bytes of all pages,) uint8, the contents of all pages.
     """
 
@@ -609,7 +620,7 @@ class CpuKVCache(PagePool):
 
 
 def _place_rows(num_readings: int, vectors_per_page: int) -> tuple[Ints, Ints]:
-    """Assign the rows of a record's Cholesky factors to pages, so that no row lies in two pages.
+    """Assign the rows of a record's Cholesky factors to pages, so that each row lies in a single page.
 
     The Gaussian prior (a mixture of Gaussians) needs one row per reading of a record. A row consists of vectors with
     one float per component of the mixture. Row k, from 0, has k vectors of the factor, and `ROW_EXTRA_VECTORS` more.
