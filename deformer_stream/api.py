@@ -227,6 +227,7 @@ class Scorer:
         # The value NaN declares that the feature will not be observed; such a reading is never scored.
         is_declared_missing = len(batch) > 0 and np.isnan(batch.values[0])
         is_waiting = rejection is None and len(batch) > 0 and not is_declared_missing
+        # A reading that is not scored has NaN in place of its four scores.
         return Update(nan, nan, nan, nan, alerts, rejection, bool(is_waiting))
 
     def _decode(self, event: dict[str, Any]) -> tuple[EventBatch, list[Rejection]]:
@@ -346,7 +347,7 @@ class Detector:
         # With this limit, the engine never closes a record early to free memory for others.
         engine = self.engine(alpha, Limits(max_open_records=max(1, len(records))))
         # The engine closes a record when it has all features. `finish` closes the others.
-        completed = engine.handle(self._make_batch(records), 0).closed
+        completed = engine.handle(self._make_batch(records), now=0).closed  # without timeouts, the time has no effect
         incomplete = engine.finish().closed
         closed_ids = [*completed.record_ids, *incomplete.record_ids]
         closed_index_by_id = {record_id: i for i, record_id in enumerate(closed_ids)}
@@ -430,7 +431,7 @@ class Detector:
             feature = self.schema.features[code]
             if feature.labels:
                 label = feature.labels[int(imputed.median[0, code])]  # for labels, the median is the likeliest code
-                imputations[feature.name] = Imputation(label, None, None)
+                imputations[feature.name] = Imputation(label, low=None, high=None)
             else:
                 # In the order of the attributes of `Imputation`.
                 statistics = (imputed.median, imputed.low, imputed.high, imputed.mean, imputed.mode)

@@ -84,7 +84,8 @@ def _check_delta_log(log_folder: Path) -> None:
             f"(the first commit of its log is missing): {_EXPORT_CURRENT_VERSION}"
         )
     for commit_file in sorted(log_folder.glob("*.json")):
-        for action in _read_json_lines(commit_file, table):  # each line adds a file, removes one, or changes a setting
+        # Each object adds a file to the table, removes one, or changes a setting.
+        for action in _read_json_objects(commit_file, table):
             if "remove" in action:
                 raise InputError(
                     f"{table}: this Delta Lake table may hold files of older versions "
@@ -110,7 +111,7 @@ def _check_iceberg_metadata(metadata_file: Path) -> None:
         InputError: If a snapshot did anything other than append files, or if the file is not readable.
     """
     table = metadata_file.parent.parent
-    for document in _read_json_lines(metadata_file, table, is_one_document=True):
+    for document in _read_json_objects(metadata_file, table, is_one_document=True):
         for snapshot in document.get("snapshots") or []:
             operation = (snapshot.get("summary") or {}).get("operation", "unknown")
             if operation != "append":
@@ -121,7 +122,7 @@ def _check_iceberg_metadata(metadata_file: Path) -> None:
                 )
 
 
-def _read_json_lines(path: Path, table: Path, is_one_document: bool = False) -> Iterator[dict[str, Any]]:
+def _read_json_objects(path: Path, table: Path, is_one_document: bool = False) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects in a file that describes a table; other JSON values in the file are skipped.
 
     Args:
@@ -135,6 +136,7 @@ def _read_json_lines(path: Path, table: Path, is_one_document: bool = False) -> 
     try:
         content = path.read_bytes()
         for text in [content] if is_one_document else content.splitlines():
+            # An empty line is yielded as an object without entries, which states nothing about the table.
             document = orjson.loads(text) if text.strip() else {}
             if isinstance(document, dict):
                 yield document

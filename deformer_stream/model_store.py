@@ -250,9 +250,11 @@ def _replace_non_finite(value: Any) -> Any:
 def _determine_version(manifest: dict[str, Any]) -> int:
     """Return the lowest format version of manifest.json that can express the contents of a manifest.
 
-    A manifest gets the lowest version, so that releases that know only this version can still read it. Windows of event
-    time as records need version 4, a rule for readings with equal event times ("ties") version 3, and separate
-    calibrations of groups of records version 2.
+    A manifest gets the lowest version, so that releases that know only this version can still read it:
+
+    - Version 4 is needed if each record is a window of event time.
+    - Version 3 is needed for a rule for readings with equal event times ("ties").
+    - Version 2 is needed for separate calibrations of groups of records.
 
     Args:
         manifest: The parsed manifest; its contents may be invalid.
@@ -521,10 +523,10 @@ def _check_manifest(manifest: dict[str, Any], schema: Schema) -> None:
 
 
 def _check_tensors(tensors: dict[str, torch.Tensor], schema: Schema, config: ModelConfig) -> None:
-    """Check that the weights are finite, and not far too few for the network that the manifest describes.
+    """Check that the weights are finite, and that the described network is not much larger than the weights file.
 
-    The check is made before the network is built. A forged manifest could otherwise describe a network that is much
-    larger than the weights file, and building it would exhaust the memory.
+    The check is made before the network is built. A forged manifest could otherwise describe such a large network that
+    building it would exhaust the memory.
 
     Args:
         tensors: The tensors of model.safetensors by name.
