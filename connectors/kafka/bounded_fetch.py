@@ -485,7 +485,10 @@ def _decompress(batch: DefaultRecordBatch, buffer: memoryview) -> None:
         elif codec in _DECOMPRESS_BY_CODEC:
             size = _DECOMPRESS_BY_CODEC[codec](compressed, buffer)
         else:
-            raise errors.UnsupportedCodecError(f"the batch has the compression codec {codec}, which is unknown")
+            # The text is short, because `_BoundedBatch.__iter__` reports only its beginning.
+            raise errors.UnsupportedCodecError(
+                f"the batch has the unknown compression codec {codec}: compress it with gzip, snappy, lz4 or zstd"
+            )
     except cramjam.DecompressionError as error:
         # The library states only in words that the buffer is too small.
         if "whole buffer" in str(error) or "smaller than required" in str(error):

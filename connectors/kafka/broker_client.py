@@ -117,7 +117,9 @@ class BrokerClient:
             with self._run_lock:
                 self._deadline = time.monotonic() + self._call_timeout
                 if self._close_requested.is_set():
-                    raise errors.KafkaConnectionError("cannot send requests to Kafka, because this client was closed")
+                    raise errors.KafkaConnectionError(
+                        "cannot send requests to Kafka, because this client was closed: create another client"
+                    )
                 self._net.poll(timeout_ms=0)  # process what has arrived since the last call
                 call()
         finally:
@@ -265,7 +267,7 @@ class BrokerClient:
         """
         if self._close_requested.is_set():
             raise errors.KafkaConnectionError(
-                "stopped waiting for the Kafka broker, because this client is being closed"
+                "stopped waiting for the Kafka broker, because this client is being closed: this is normal at shutdown"
             )
         now = time.monotonic()
         if now > self._deadline:

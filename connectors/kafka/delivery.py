@@ -283,7 +283,7 @@ class Delivery:
         """
         if not isinstance(self._producer, producer_type) or self.has_failed:
             raise errors.KafkaConnectionError(
-                "the Kafka producer has failed and must be replaced before it sends again"
+                "the Kafka producer has failed and cannot send again: replace it with renew_producer"
             )
         return self._producer
 

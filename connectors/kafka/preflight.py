@@ -202,7 +202,9 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
         received = connection.recv(num_bytes - len(data))
         if not received:
             # `check_broker` raises an error with the broker's address and a remedy in place of this one.
-            raise ConnectionAbortedError("the Kafka broker closed the connection before its response was complete")
+            raise ConnectionAbortedError(
+                "the Kafka broker closed the connection before its response was complete: check the log of the broker"
+            )
         data += received
     return data
 

@@ -541,7 +541,10 @@ class KafkaSource:
         """
         if self._commits.has_failed:
             # `_on_revoked` logs this. Nothing is lost: the next owner processes the uncommitted messages again.
-            raise errors.KafkaConnectionError("cannot commit, because the outcome of the previous commit is unknown")
+            raise errors.KafkaConnectionError(
+                "cannot commit offsets, because the outcome of the previous commit is unknown: nothing is lost, the "
+                "next owner of the partitions processes their messages again"
+            )
         offsets = self._commits.send(self._consumer.group_metadata(), deadline - time.monotonic())
         if offsets is not None:
             await self._consumer.commit_async(offsets)

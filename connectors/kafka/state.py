@@ -92,7 +92,9 @@ class StateReference:
         if not metadata.startswith(METADATA_PREFIX):
             return None
         # `find_start` catches the errors of this method and adds the topic, the partition and the remedy.
-        damaged_error = StateError("the metadata of the committed offset is damaged")
+        damaged_error = StateError(
+            "the metadata of the committed offset is damaged, so the open records cannot be restored (see --lost-state)"
+        )
         try:
             document = orjson.loads(metadata)
             if document["deformer"] != FORMAT_VERSION:
@@ -259,11 +261,12 @@ class StateTopic:
             consumer.close(autocommit=False, timeout_ms=CONNECT_SECONDS * 1000)
         chain = _follow_chain(sequences, reference.last_commit)
         if _count_messages(chain) != reference.num_messages:
-            # `find_start` adds the remedy.
+            # `find_start` states the values of --lost-state and what they do.
             raise StateError(
-                f"topic {self.topic!r}, partition {partition}: {_count_messages(chain)} of {reference.num_messages} "
-                f"messages of the saved state from offset {reference.first_offset} on are left, so the open records "
-                "cannot be restored"
+                f"the saved state of partition {partition} is incomplete: it has {reference.num_messages} messages, "
+                f"but the state topic {self.topic!r} contains only {_count_messages(chain)} of them from offset "
+                f"{reference.first_offset} on. The others, or the whole topic, were probably deleted, so the open "
+                "records cannot be restored (see --lost-state)"
             )
         snapshot, *decisions = map(b"".join, chain)  # the messages of each commit are chunks of one value
         if self._verify is not None:

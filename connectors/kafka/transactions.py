@@ -241,7 +241,7 @@ class Transactions:
             if awaited_index_by_partition:
                 raise errors.KafkaError(
                     "the Kafka broker did not acknowledge the messages to these partitions (topic, number): "
-                    f"{sorted(awaited_index_by_partition)}"
+                    f"{sorted(awaited_index_by_partition)}: check the log of the broker"
                 )
 
         def wait_for_base_offsets() -> list[int]:
