@@ -187,7 +187,7 @@ class ArrowDecoder:
                 raise RejectionError(
                     RejectionReason.WRONG_TYPE,
                     f"column {quote(schema.names[i])} has the type {quote(str(column_type))}; "
-                    "numbers, text, booleans or times are expected",
+                    "send numbers, text, booleans or times",
                 )
         if is_long:
             return column_indices, []
@@ -243,7 +243,8 @@ class ArrowDecoder:
         except UnicodeDecodeError:
             raise RejectionError(
                 RejectionReason.MISSING_FIELD,
-                f"{self._id_column!r} is missing in a row, and the message key, which replaces it, is not UTF-8 text",
+                f"{self._id_column!r} is missing in a row, and the Kafka message key, which replaces it, is not UTF-8 "
+                "text; send the id in each row, or a text as message key",
             ) from None
 
     def _decode_wide(self, data: LongRows, columns: Columns, broker_time: int) -> tuple[EventBatch, list[Rejection]]:

@@ -161,26 +161,31 @@ class DocumentReader:
             except UnicodeDecodeError:
                 raise RejectionError(
                     RejectionReason.MISSING_FIELD,
-                    f"the field {field_name!r} is missing, and the message key, which replaces a missing field, is not "
-                    "UTF-8 text",
+                    f"the field {field_name!r} is missing, and the Kafka message key, which replaces it, is not UTF-8 "
+                    "text; send the field, or a text as message key",
                 ) from None
         if text is None:
             raise RejectionError(
                 RejectionReason.MISSING_FIELD,
-                f"the field {field_name!r} is missing, and the message has no key that could replace it",
+                f"the field {field_name!r} is missing, and so is the Kafka message key that could replace it; send one "
+                "of them",
             )
         if text == "":
-            raise RejectionError(RejectionReason.MISSING_FIELD, f"the field {field_name!r} is empty")
+            raise RejectionError(
+                RejectionReason.MISSING_FIELD, f"the field {field_name!r} is empty; send a text that is not empty"
+            )
         if type(text) is int:  # an id may be a whole number; `isinstance` would also accept booleans
             text = str(text)
         if not isinstance(text, str):
             raise RejectionError(
-                RejectionReason.WRONG_TYPE, f"the field {field_name!r} is {_name_json_type(text)}; text is expected"
+                RejectionReason.WRONG_TYPE,
+                f"the field {field_name!r} is {_name_json_type(text)}; send text or a whole number",
             )
         if len(text) > MAX_TEXT_CHARS:
             raise RejectionError(
                 RejectionReason.TOO_LARGE,
-                f"the field {field_name!r} has {len(text)} characters; at most {MAX_TEXT_CHARS} are accepted",
+                f"the field {field_name!r} has {len(text)} characters; at most {MAX_TEXT_CHARS} are accepted; send a "
+                "shorter text",
             )
         return text
 
@@ -205,7 +210,8 @@ class DocumentReader:
         elif isinstance(time, bool) or not isinstance(time, int | float):
             raise RejectionError(
                 RejectionReason.WRONG_TYPE,
-                f"the time is {_name_json_type(time)}; epoch seconds (seconds since 1970) or RFC 3339 text is expected",
+                f"the field {self._field_names.time!r} is {_name_json_type(time)}; send epoch seconds (seconds since "
+                "1970) or RFC 3339 text such as 2020-03-09T10:34:33Z",
             )
         else:
             micros = seconds_to_micros(time)
@@ -248,7 +254,8 @@ class DocumentReader:
         if not isinstance(values, dict):
             raise RejectionError(
                 RejectionReason.WRONG_TYPE,
-                f"the field {names.values!r} is {_name_json_type(values)}; an object is expected",
+                f"the field {names.values!r} is {_name_json_type(values)}; send a JSON object with the feature names "
+                "as keys",
             )
         if not values:
             raise RejectionError(
@@ -281,7 +288,8 @@ class DocumentReader:
         if not isinstance(name, str):
             raise RejectionError(
                 RejectionReason.WRONG_TYPE,
-                f"the field {self._field_names.feature!r} is {_name_json_type(name)}; text is expected",
+                f"the field {self._field_names.feature!r} is {_name_json_type(name)}; send the name of a feature as "
+                "text",
             )
         code = find_feature_code(self._schema, name, time_slot)
         if code is None:

@@ -205,18 +205,26 @@ def check_state(snapshot: bytes, decisions: Iterable[bytes]) -> None:
         decisions: Encoded decisions, one element for each commit after the snapshot.
 
     Raises:
-        StateError: If one of them cannot be decoded. The message states the cause without a remedy. The caller adds the
-            remedy, because it depends on where the state is stored.
+        StateError: If one of them cannot be decoded. The message names the option --lost-state. The caller adds what
+            its values do, because this depends on where the state is stored.
     """
     try:
         _decode_snapshot(snapshot)
     except _InvalidStateError as error:
-        raise StateError(f"the saved snapshot cannot be decoded: {error}") from error  # the caller adds the remedy
+        # The caller states the values of --lost-state and what they do.
+        raise StateError(
+            f"the saved snapshot (complete state of a partition) cannot be decoded ({error}), so the open records "
+            "cannot be restored (see --lost-state)"
+        ) from error
     try:
         for data in decisions:
             _decode_decisions(data)
     except _InvalidStateError as error:
-        raise StateError(f"the saved decisions cannot be decoded: {error}") from error  # the caller adds the remedy
+        # The caller states the values of --lost-state and what they do.
+        raise StateError(
+            f"the saved decisions (records closed and alerts raised after the snapshot) cannot be decoded ({error}), "
+            "so the open records cannot be restored (see --lost-state)"
+        ) from error
 
 
 def _decode_snapshot(data: bytes) -> Snapshot:
@@ -445,7 +453,8 @@ def _decode(kind: bytes, data: bytes, types: Mapping[str, pa.DataType]) -> dict[
     _require(magic == MAGIC, "the data was written by another program")
     if not 1 <= version <= FORMAT_VERSION:
         raise _InvalidStateError(
-            f"the format version is {version}, and this release reads versions 1 to {FORMAT_VERSION}"
+            f"the saved state has format version {version}, but this release of deformer-stream reads versions 1 to "
+            f"{FORMAT_VERSION}: use the release that wrote it"
         )
     _require(data_kind == kind, f"the data is of another kind; expected: {_KIND_NAMES[kind]}")
     newer_columns = {
@@ -465,7 +474,8 @@ def _decode(kind: bytes, data: bytes, types: Mapping[str, pa.DataType]) -> dict[
     except (pa.ArrowException, OSError, ValueError) as error:
         first_line = (str(error) or type(error).__name__).splitlines()[0]
         raise _InvalidStateError(
-            f"the saved state is damaged: its body, an Arrow stream, is not readable ({first_line})"
+            f"the saved state contains an Arrow stream that cannot be read ({first_line}), although its checksum is "
+            "correct: report this bug"
         ) from error
     _require(not any(column.null_count for column in columns.values()), "a value is missing")
     return {name: column.to_pylist() if types[name] == _TEXT else column.to_numpy() for name, column in columns.items()}

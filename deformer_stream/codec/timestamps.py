@@ -50,7 +50,9 @@ def seconds_to_micros(seconds: float) -> int:
         RejectionError: If the time is not finite, or lies outside the years 1 to 9999.
     """
     if not isfinite(seconds):
-        raise RejectionError(RejectionReason.NOT_FINITE, "the time is not finite; send seconds since 1970")
+        raise RejectionError(
+            RejectionReason.NOT_FINITE, f"the time is not finite ({seconds}); send a number of seconds since 1970"
+        )
     if not MIN_SECOND <= seconds <= MAX_SECOND:
         likely_unit = _guess_unit(seconds)
         hint = "" if likely_unit is None else f" (these look like {likely_unit})"
@@ -83,15 +85,20 @@ def parse_rfc3339(text: str) -> int:
         moment = _parse_datetime(text.upper())  # RFC 3339 also permits the letters t and z
     except (ValueError, OverflowError):
         raise RejectionError(
-            RejectionReason.WRONG_TYPE, f"the time {quote(text)} is not RFC 3339 text such as 2020-03-09T10:34:33Z"
+            RejectionReason.WRONG_TYPE,
+            f"the time {quote(text)} is not RFC 3339 text; send a time such as 2020-03-09T10:34:33Z",
         ) from None
     if moment.tzinfo is None:
         raise RejectionError(
-            RejectionReason.WRONG_TYPE, f"the time {quote(text)} has no UTC offset; end it with Z or +hh:mm"
+            RejectionReason.WRONG_TYPE,
+            f"the time {quote(text)} has no UTC offset; append Z for UTC, or an offset such as +01:00",
         )
     micros = (moment - EPOCH) // _MICROSECOND
     if not MIN_MICROS <= micros <= MAX_MICROS:
-        raise RejectionError(RejectionReason.WRONG_TYPE, f"the time {quote(text)} lies outside the years 1 to 9999 UTC")
+        raise RejectionError(
+            RejectionReason.WRONG_TYPE,
+            f"the time {quote(text)} lies outside the years 1 to 9999 in UTC; send a time in these years",
+        )
     return micros
 
 
@@ -113,7 +120,10 @@ def _parse_datetime(text: str) -> datetime:
     next_second = datetime.fromisoformat(f"{leap_second[1]}59{leap_second[2]}") + _SECOND
     if (next_second - EPOCH) % _DAY >= _SECOND:  # the second after a leap second is the first one of a day
         # `parse_rfc3339` reports every ValueError as text that is not RFC 3339.
-        raise ValueError(f"{quote(text)} has a second 60 (a leap second) before the end of a day in UTC; use 00 to 59")
+        raise ValueError(
+            f"the time {quote(text)} has the second 60 (a leap second), but is not the end of a day in UTC: send a "
+            "second from 00 to 59"
+        )
     return next_second
 
 
@@ -179,6 +189,6 @@ class FutureTimeLimit:
         if time - reference > self.max_micros:
             raise RejectionError(
                 RejectionReason.FUTURE,
-                f"the time {format_rfc3339(time)} lies more than {self.max_micros / 1e6:g} s after "
-                f"{format_rfc3339(reference)}, when the message arrived; check the clock of the sender",
+                f"the time {format_rfc3339(time)} lies more than {self.max_micros / 1e6:g} s after the arrival of the "
+                f"message at {format_rfc3339(reference)}; check the clock of the sender",
             )

@@ -194,10 +194,14 @@ def encode_label(text: str, code_by_label: dict[str, int], name: str) -> tuple[f
     if code is not None:
         return code, None
     if not is_unicode(text):
-        raise RejectionError(RejectionReason.WRONG_TYPE, f"feature {quote(name)}: the label is not valid UTF-8 text")
+        raise RejectionError(
+            RejectionReason.WRONG_TYPE,
+            f"feature {quote(name)}: the label {quote(text)} is not valid Unicode text; send it encoded as UTF-8",
+        )
     if len(text) > MAX_TEXT_CHARS:
         raise RejectionError(
             RejectionReason.TOO_LARGE,
-            f"feature {quote(name)}: the label has {len(text)} characters; at most {MAX_TEXT_CHARS} are accepted",
+            f"feature {quote(name)}: the label has {len(text)} characters; at most {MAX_TEXT_CHARS} are accepted; send "
+            "a shorter label",
         )
     return len(code_by_label), text

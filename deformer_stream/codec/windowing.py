@@ -71,7 +71,8 @@ class WindowAssigner:
         width = width if trained_window is None else trained_window.width
         if width is None and grace:
             raise ConfigError(
-                f"--grace {format_duration(grace)} needs --window, or a model that was trained on windows"
+                f"--grace {format_duration(grace)} needs --window, because it states how long a time window accepts "
+                "late readings, but the records are not time windows; add --window, or remove --grace"
             )
         return None if width is None else WindowAssigner(width, grace)
 
@@ -102,8 +103,8 @@ class WindowAssigner:
         if time == NO_TIME:
             raise RejectionError(
                 RejectionReason.MISSING_FIELD,
-                f"{field_names.time!r} is missing; an event without a record id needs it, because the time determines "
-                "the window that is the record",
+                f"the field {field_names.time!r} is missing; an event without a record id needs it, because the time "
+                "determines the time window that is the record; send the time or a record id",
             )
         record_id = self.make_record_id(device, time)
         if record_id is None:

@@ -127,7 +127,7 @@ def decode_rejected(
         (make_event(True), RejectionReason.WRONG_TYPE, "'device' is a boolean"),
         (make_event("x" * 1025), RejectionReason.TOO_LARGE, "'device' has 1025 characters"),
         (make_event("x" * (MAX_TEXT_CHARS - len(START))), RejectionReason.TOO_LARGE, "has 1025 characters"),
-        (make_event(time=True), RejectionReason.WRONG_TYPE, "time is a boolean"),
+        (make_event(time=True), RejectionReason.WRONG_TYPE, "'time' is a boolean"),
         (make_event(time="noon"), RejectionReason.WRONG_TYPE, "not RFC 3339"),
         (make_event(time=float("nan")), RejectionReason.NOT_FINITE, "time"),
         (make_event(time=-62135596800), RejectionReason.WRONG_TYPE, "before the year 1"),
@@ -152,7 +152,7 @@ def test_missing_time_is_a_missing_field() -> None:
 def test_binary_message_key_is_a_missing_field() -> None:
     (rejections,) = decode_rejected(make_event(...), keys=[b"\xff"])
     assert rejections.reason is RejectionReason.MISSING_FIELD
-    assert "'device' is missing, and the message key" in rejections.detail
+    assert "'device' is missing, and the Kafka message key" in rejections.detail
 
 
 def test_device_without_windows_is_rejected() -> None:
