@@ -640,7 +640,7 @@ def _encode_json(document: dict[str, Any]) -> bytes:
     except (TypeError, ValueError, RecursionError) as error:  # the last two: nested containers
         record_id = document.get("record", document.get("device"))
         raise InputError(
-            f"record {record_id!r} cannot be converted to JSON: {error}; use numbers, text or booleans as values"
+            f"record {record_id!r} cannot be converted to JSON ({error}); correct this value of the record"
         ) from None
 
 
@@ -656,8 +656,10 @@ def _convert_for_json(value: object) -> object:
         return value.item()
     if isinstance(value, datetime):
         return value.isoformat()
-    # `_encode_json` adds the record and the remedy to the message.
-    raise TypeError(f"a value of type {type(value).__name__} cannot be a reading")
+    # `_encode_json` adds the record to the message.
+    raise TypeError(
+        f"a value of type {type(value).__name__} cannot be a reading: use a number, text, a boolean, a datetime or None"
+    )
 
 
 def _make_messages(payloads: Sequence[bytes]) -> Messages:

@@ -81,7 +81,8 @@ def _check_delta_log(log_folder: Path) -> None:
     if not (log_folder / _FIRST_DELTA_COMMIT).is_file():
         raise InputError(
             f"{table}: this Delta Lake table may hold files of older versions "
-            f"(the first commit of its log is missing): {_EXPORT_CURRENT_VERSION}"
+            "(without the first commit of its log, which is missing, it is unknown which files were removed): "
+            f"{_EXPORT_CURRENT_VERSION}"
         )
     for commit_file in sorted(log_folder.glob("*.json")):
         # Each object adds a file to the table, removes one, or changes a setting.
@@ -143,6 +144,6 @@ def _read_json_objects(path: Path, table: Path, is_one_document: bool = False) -
     except (OSError, orjson.JSONDecodeError) as error:
         kind = "Iceberg" if is_one_document else "Delta Lake"
         raise InputError(
-            f"{table}: this {kind} table may hold files of older versions ({path.name} cannot be read): "
-            f"{_EXPORT_CURRENT_VERSION}"
+            f"{table}: this {kind} table may hold files of older versions (its file {path.name}, which lists the "
+            f"changes of the table, cannot be read: {error}): {_EXPORT_CURRENT_VERSION}"
         ) from error

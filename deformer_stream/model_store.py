@@ -318,8 +318,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     # `write` always states the lowest version that can express the contents.
     if version != expected_version:
         raise ArtifactError(
-            f"{path} states the format version {_shorten(version)}, but its contents need version {expected_version}: "
-            "train again"
+            f"{path} states the format version {_shorten(version)}, but its contents need version {expected_version}, "
+            f"so it was altered: {_REMEDY}"
         )
     if not is_unaltered:
         raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {_REMEDY}")
@@ -461,8 +461,8 @@ def _build_model(manifest: dict[str, Any], weights: bytes, directory: Path) -> t
         tensors = safetensors.torch.load(weights)
         schema = Schema.from_json(manifest["features"], manifest.get("window"))
         config = ModelConfig.from_json(manifest["hyperparameters"])
-        _check_manifest(manifest, schema)
-        _check_tensors(tensors, schema, config)
+        _check_manifest(manifest, schema, directory)
+        _check_tensors(tensors, schema, config, directory)
         model = DEformer(schema, config)
         model.load_state_dict(tensors)
         return model, Calibration.from_json(manifest["calibration"])
@@ -474,55 +474,69 @@ def _build_model(manifest: dict[str, Any], weights: bytes, directory: Path) -> t
         raise ArtifactError(f"the model directory {directory} is damaged ({printable}): {_REMEDY}") from None
 
 
-def _check_manifest(manifest: dict[str, Any], schema: Schema) -> None:
+def _check_manifest(manifest: dict[str, Any], schema: Schema, directory: Path) -> None:
     """Check a manifest for errors that the constructors of `Schema` and `Feature` do not detect.
 
     Args:
         manifest: The contents of manifest.json.
         schema: The schema (the features) that was built from them.
+        directory: The model directory, for error messages.
 
     Raises:
-        ValueError: The manifest has such an error. The caller adds the directory and the remedy to the message.
+        ArtifactError: The manifest has such an error.
+        ValueError: A name or a label is not valid Unicode text.
     """
-    # The caller adds the directory and the remedy to each message.
+    path = directory / MANIFEST
     training = manifest["training"]
     if not isinstance(training, dict):
-        raise ValueError(f"the entry `training` of {MANIFEST} is {_shorten(training)}, but must be a JSON object")
+        raise ArtifactError(
+            f"{path} is damaged: its entry `training` is {_shorten(training)}, but must be a JSON object; {_REMEDY}"
+        )
     if manifest["schema_fingerprint"] != schema.fingerprint:
-        raise ValueError(f"the entry `schema_fingerprint` of {MANIFEST} does not match the features")
+        raise ArtifactError(
+            f"{path} is damaged: its entry `schema_fingerprint` is not the checksum of its features, so one of the two "
+            f"was altered; {_REMEDY}"
+        )
     if manifest["fingerprint"] != _compute_fingerprint(manifest):
-        raise ValueError(f"the entry `fingerprint` of {MANIFEST} does not match the schema, calibration and weights")
+        raise ArtifactError(
+            f"{path} is damaged: its entry `fingerprint` is not the checksum of its features, hyperparameters, "
+            f"calibration and files, so one of them was altered; {_REMEDY}"
+        )
     for feature in schema.features:
         for text in (feature.name, *feature.labels):
             if not isinstance(text, str):
-                raise ValueError(f"the feature name or label {_shorten(text)} in {MANIFEST} is not a string")
+                raise ArtifactError(
+                    f"{path} is damaged: the feature name or label {_shorten(text)} is not a string; {_REMEDY}"
+                )
             if len(text) > MAX_NAME_CHARS:
-                raise ValueError(
-                    f"the feature name or label that begins with {text[:40]!r} has {len(text)} characters, but at most "
-                    f"{MAX_NAME_CHARS} are accepted"
+                raise ArtifactError(
+                    f"{path} is damaged: the feature name or label that begins with {text[:40]!r} has {len(text)} "
+                    f"characters, but at most {MAX_NAME_CHARS} are accepted; {_REMEDY}"
                 )
             text.encode()  # raises a ValueError if the text is not valid Unicode, because it has a lone surrogate
         if not feature.name:
-            raise ValueError(f"a feature in {MANIFEST} has an empty name")
+            raise ArtifactError(f"{path} is damaged: a feature has an empty name; {_REMEDY}")
         if feature.sensor is not None and (not isinstance(feature.sensor, str) or not feature.sensor):
-            raise ValueError(
-                f"the entry `sensor` of feature {feature.name!r} is {_shorten(feature.sensor)}, but must be a string "
-                "that is not empty"
+            raise ArtifactError(
+                f"{path} is damaged: the entry `sensor` of feature {_shorten(feature.name)} is "
+                f"{_shorten(feature.sensor)}, but must be a string that is not empty; {_REMEDY}"
             )
         if not isinstance(feature.reason, str):
-            raise ValueError(
-                f"the entry `reason` of feature {feature.name!r} is {_shorten(feature.reason)}, but must be a string"
+            raise ArtifactError(
+                f"{path} is damaged: the entry `reason` of feature {_shorten(feature.name)} is "
+                f"{_shorten(feature.reason)}, but must be a string; {_REMEDY}"
             )
         for key in ("quantum", "low", "high", "period", "coordinates"):
             entry = getattr(feature, key)
             numbers = entry if isinstance(entry, tuple) else (entry,)  # only `coordinates` has several numbers
             if not all(number is None or math.isfinite(number) for number in numbers):
-                raise ValueError(
-                    f"the entry `{key}` of feature {feature.name!r} is {_shorten(entry)}, but must be finite"
+                raise ArtifactError(
+                    f"{path} is damaged: the entry `{key}` of feature {_shorten(feature.name)} is {_shorten(entry)}, "
+                    f"but must be finite; {_REMEDY}"
                 )
 
 
-def _check_tensors(tensors: dict[str, torch.Tensor], schema: Schema, config: ModelConfig) -> None:
+def _check_tensors(tensors: dict[str, torch.Tensor], schema: Schema, config: ModelConfig, directory: Path) -> None:
     """Check that the weights are finite, and that the described network is not much larger than the weights file.
 
     The check is made before the network is built. A forged manifest could otherwise describe such a large network that
@@ -532,27 +546,31 @@ def _check_tensors(tensors: dict[str, torch.Tensor], schema: Schema, config: Mod
         tensors: The tensors of model.safetensors by name.
         schema: The features of the described network.
         config: The hyperparameters of the described network.
+        directory: The model directory, for error messages.
 
     Raises:
-        ValueError: The check fails. The caller adds the directory and the remedy to the message.
+        ArtifactError: The check fails.
     """
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
-            raise ValueError(f"tensor {name} of {WEIGHTS} has values that are not finite")
+            raise ArtifactError(
+                f"{directory / WEIGHTS} is damaged: its tensor {_shorten(name)} has values that are not finite; "
+                f"{_REMEDY}"
+            )
     # Each layer has at least one tensor of its own. The values are counted below, but the objects of very many tiny
     # layers would take much more memory than their values, so the layers are counted, too.
     num_layers = max(config.layers, len(config.hidden))  # Transformer layers, and hidden layers of the encoders
     if num_layers > len(tensors):
-        raise ValueError(
-            f"the hyperparameters describe {num_layers} layers, each with tensors of its own, but {WEIGHTS} has only "
-            f"{len(tensors)} tensors"
+        raise ArtifactError(
+            f"the model directory {directory} is damaged: the hyperparameters in {MANIFEST} describe {num_layers} "
+            f"layers, each with tensors of its own, but {WEIGHTS} has only {len(tensors)} tensors; {_REMEDY}"
         )
     num_described_values = count_state_values(schema, config)
     num_values = sum(tensor.numel() for tensor in tensors.values())
     # A smaller difference is allowed here: building the network then takes little memory, and `load_state_dict` reports
     # which tensor differs.
     if num_described_values > 4 * num_values + 1_000_000:
-        raise ValueError(
-            f"the hyperparameters describe a network with {num_described_values} weights, but {WEIGHTS} has only "
-            f"{num_values}"
+        raise ArtifactError(
+            f"the model directory {directory} is damaged: the hyperparameters in {MANIFEST} describe a network with "
+            f"{num_described_values} weights, but {WEIGHTS} has only {num_values}; {_REMEDY}"
         )

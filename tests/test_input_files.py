@@ -76,7 +76,7 @@ def test_delta_table_with_removed_rows_is_rejected(tmp_path: Path, action: dict[
 def test_delta_table_whose_log_is_incomplete_is_rejected(tmp_path: Path) -> None:
     write_files(tmp_path, "part-0.parquet")
     write_delta_commit(tmp_path, 7, {"add": {"path": "part-0.parquet"}})
-    with pytest.raises(InputError, match="the first commit of its log is missing"):
+    with pytest.raises(InputError, match="without the first commit of its log, which is missing"):
         list_names(tmp_path)
     write_delta_commit(tmp_path, 0, {"add": {}})
     (tmp_path / "_delta_log" / f"{7:020}.json").write_text("{torn")

@@ -363,8 +363,8 @@ def _fill_gaps(column: pa.Array, feature: Feature, values: Floats, description: 
     except pa.ArrowException as error:
         reason = str(error).splitlines()[0]
         raise InputError(
-            f"{description} has the type {column.type}, which cannot hold the imputed values ({reason}); convert the "
-            "column to another type"
+            f"{description} has the type {column.type}, which cannot hold the imputed values ({reason}); convert "
+            "numbers to float64, and labels to text"
         ) from error
 
 

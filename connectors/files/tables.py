@@ -268,7 +268,7 @@ def _open_csv(path: Path, types: Mapping[str, pa.DataType] | None) -> pc_csv.CSV
         header = file.readline(BLOCK_BYTES)
     if not header.strip():  # the callers convert this error to `InputError` with the path of the file
         fault = "its first line is empty" if header else "it is empty"
-        raise pa.ArrowInvalid(f"{fault}, but a header with column names is needed")
+        raise pa.ArrowInvalid(f"{fault}, but the first line must be a header with the column names")
     delimiter = max(",", ";", "\t", key=lambda candidate: header.count(candidate.encode()))
     # Text cells such as "NA" are null as well, not only cells of numbers.
     convert_options = pc_csv.ConvertOptions(strings_can_be_null=True, null_values=["", "NA", "N/A", "null", "NULL"])

@@ -276,7 +276,8 @@ class Calibration:
         # If the calibration is read from a model directory, the reader adds the directory and the remedy to the errors.
         if self.scores.ndim != 1:
             raise ValueError(
-                f"the scores of a calibration must be a flat list of numbers, but have {self.scores.ndim} dimensions"
+                f"the scores of a calibration must be a flat list of numbers, but have {self.scores.ndim} dimensions: "
+                "give one number per record"
             )
         is_finite = np.isfinite(self.scores)
         if not is_finite.all():
@@ -292,19 +293,19 @@ class Calibration:
             )
         if self.calibration_by_group and not self.separator:
             raise ValueError(
-                "the calibration has groups of records, but no separator that ends the group's name in a record id: "
-                "give the separator too"
+                "the calibration has groups of records, but no separator (the text after the group's name in a record "
+                "id): set the argument `separator`"
             )
         if self.separator and not self.calibration_by_group:
             raise ValueError(
-                f"the calibration has the separator {self.separator!r}, but no groups of records: give the groups too, "
-                "or no separator"
+                f"the calibration has the separator {self.separator!r} (the text after the group's name in a record "
+                "id), but no groups of records: set the argument `calibration_by_group`, or leave `separator` empty"
             )
         for feature, mean in self.mean_neg_log_p_by_feature.items():
             if not math.isfinite(mean):
                 raise ValueError(
-                    f"the mean of -ln p (p: p-value of a reading) of feature {feature!r} in the calibration is {mean}, "
-                    "but it must be a finite number"
+                    f"the calibration states {mean} as the mean of -ln p of feature {feature!r} (p is the p-value of a "
+                    "reading), but the mean must be a finite number: calibrate again"
                 )
         if self.tie_policy not in get_args(TiePolicy):
             known_policies = " or ".join(get_args(TiePolicy))

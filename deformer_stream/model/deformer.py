@@ -164,8 +164,8 @@ class DEformer(nn.Module):
         num_coordinates = len(schema.features[0].coordinates or ())
         if config.identity != "embedding" and not num_coordinates:
             raise ValueError(
-                f"the hyperparameter identity={config.identity!r} needs coordinates, but the features of the schema "
-                "have none: use identity='embedding'"
+                f"the hyperparameter identity={config.identity!r} needs coordinates (numbers that identify a feature, "
+                "such as its position), but the features of the schema have none: use identity='embedding'"
             )
         num_sensors = len(schema.sensor_names)
         self.embedding = nn.Embedding(num_sensors, config.embedding) if config.identity != "coordinates" else None

@@ -168,8 +168,9 @@ class Schema:
         for f in self.features:
             if len(f.coordinates or ()) != len(first.coordinates or ()):
                 raise ValueError(
-                    f"feature {f.name!r} has {len(f.coordinates or ())} coordinates, but feature {first.name!r} has "
-                    f"{len(first.coordinates or ())}: give all features the same number"
+                    f"feature {f.name!r} has {len(f.coordinates or ())} coordinates (numbers that identify it, such as "
+                    f"its position), but feature {first.name!r} has {len(first.coordinates or ())}: give all features "
+                    "the same number of coordinates"
                 )
         self._check_sensors()
 
@@ -210,8 +211,9 @@ class Schema:
                 )
             if has_time_slots and features[0].coordinates is None:
                 raise ValueError(
-                    f"sensor {name!r} has time slots, but its features have no coordinates, which express the time of "
-                    "a slot: create the features with expand_time_slots"
+                    f"sensor {name!r} has a feature for each time slot, but these features have no coordinates "
+                    "(numbers that identify a feature). A coordinate must state the time of the slot: create the "
+                    "features with expand_time_slots"
                 )
             if len({(f.sensor, f.kind, f.context, f.labels, f.period) for f in features}) > 1:
                 raise ValueError(

@@ -174,7 +174,8 @@ class _KafkaSettings(Settings):
             )
         if key_files and self.ssl_certfile is None:
             raise ValueError(
-                "--ssl-keyfile and --ssl-password-file require --ssl-certfile, because the key belongs to a certificate"
+                "--ssl-keyfile and --ssl-password-file require --ssl-certfile, because the key belongs to a "
+                "certificate; add --ssl-certfile"
             )
         return self
 
