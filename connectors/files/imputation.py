@@ -119,7 +119,7 @@ def impute_table(
     table = _open_table(source, model, options)
     feature_by_name = {name: model.schema.features[code] for name, code in model.schema.code_by_name.items()}
     feature_columns = [name for name in table.schema.names if name in feature_by_name]
-    is_csv = table.num_rows is None
+    is_csv = table.num_rows is None  # the rows of a CSV file are not counted in advance
     csv_types = {name: choose_csv_type(table, feature_by_name[name]) for name in feature_columns} if is_csv else {}
     output_schema = _make_output_schema(table, csv_types, feature_by_name, options)
     codec = Codec(model.schema, order="schema")
@@ -130,6 +130,7 @@ def impute_table(
         for batch in table.iterate_batches(table.schema.names, ROWS_PER_BATCH, csv_types):
             row_ids = [str(row) for row in range(first_row, first_row + batch.num_rows)]
             events, _ = codec.decode(WideRows(str(table.path), batch, row_ids, first_row))
+            # The codec decodes a null as an event with the value NaN, and rejects infinite values.
             values = np.full((batch.num_rows, len(model.schema)), np.nan)
             is_accepted = np.zeros(values.shape, bool)  # false for an infinite value: neither present nor a gap
             values[events.message_indices, events.features] = events.values
@@ -156,7 +157,7 @@ def impute_table(
                 report_progress(batch.num_rows)
         sink.close()
     finally:
-        sink.discard()
+        sink.discard()  # does nothing after `close`; after an error it deletes the incomplete file
     _log_features_without_column(feature_by_name, feature_columns)
     return num_filled
 

@@ -295,11 +295,12 @@ class _WideTable:
 
     @staticmethod
     def check(table: Table, id_prefix: str | None, options: _ReadOptions) -> _WideTable:
-        """Determine the role of each column of a table.
+        """Return a `_WideTable` for a table, after choosing the columns of features, of record ids and of times.
 
         Args:
             table: The table.
-            id_prefix: Text before the row numbers in record ids, see the attribute; used only without a record column.
+            id_prefix: Text before the row numbers, of which record ids are made if there is no record column. None
+                makes them of the row number alone.
             options: How to read the table.
 
         Raises:
@@ -380,7 +381,7 @@ class _LongTable:
 
     @staticmethod
     def check(table: Table, options: _ReadOptions) -> _LongTable:
-        """Determine which columns of a table to read.
+        """Return a `_LongTable` for a table, after checking its columns and choosing those to read.
 
         Args:
             table: The table.

@@ -290,6 +290,7 @@ def _iterate_wide_rows(
             for name in feature_columns
         ]
         for i in range(batch.num_rows):
+            # A row without a time has the time of the row before.
             last_time = times[i] if times[i] != NO_TIME else last_time
             readings = [
                 (name, cells[i])
@@ -342,9 +343,8 @@ def _iterate_long_rows(
             values = [value if label is None else label for value, label in zip(values, labels, strict=True)]
         feature_names = batch.column("feature").to_pylist()
         for i, row_id in enumerate(_get_ids(table, batch, id_column)):
-            last_time = (
-                times[i] if times[i] != NO_TIME else last_time
-            )  # a row without a time has that of the row before
+            # A row without a time has the time of the row before.
+            last_time = times[i] if times[i] != NO_TIME else last_time
             if values[i] is not None and selection.contains(feature_names[i]):
                 yield last_time, row_id, [(feature_names[i], values[i])]
         first_row += batch.num_rows

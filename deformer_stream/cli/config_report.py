@@ -59,7 +59,8 @@ def _format_option(cls: type[Settings], field: str, value: Any, origin: str) -> 
         return f"# {key} =   ({state})"
     _check_value(cls, field, value)
     if field == "sasl_password":
-        # The line is a comment, so that the mask does not become the password if the output is used as a file.
+        # The line is a comment, so that the mask does not become the password if the user saves the output as a
+        # configuration file.
         return f'# {key} = "{MASK}"   (from {origin})'
     if isinstance(value, bool | int | float):
         text = str(value).lower()  # TOML writes booleans in lower case
@@ -71,7 +72,7 @@ def _format_option(cls: type[Settings], field: str, value: Any, origin: str) -> 
 
 
 def _check_value(cls: type[Settings], field: str, value: Any) -> None:
-    """Raise `ConfigError` if a value is not allowed for a field, whatever the values of the other fields are.
+    """Raise `ConfigError` if a value is not allowed for a field. Checks that combine several fields are left out.
 
     Args:
         cls: The settings class.

@@ -132,7 +132,8 @@ def make_engine(
     from deformer_stream.engine.engine import Engine, Limits
     from deformer_stream.errors import ConfigError
 
-    tie_wait = getattr(settings, "tie_wait", None)  # `calibrate` does not have this option
+    # The longest time that readings wait for further readings of the same event time. `calibrate` lacks this option.
+    tie_wait = getattr(settings, "tie_wait", None)
     limits = Limits(
         record_timeout=None if record_timeout is None else _to_micros(record_timeout),
         max_open_records=settings.max_open_records,

@@ -75,8 +75,9 @@ def _format_value(value: str | float) -> str:
 def _make_feature_table(features: tuple[Feature, ...]) -> Table:
     """Return a table with the name, kind, range or labels, resolution and reason of each feature.
 
-    The kind is continuous or discrete; the reason says why the training chose it. A context feature conditions the
-    others and is never scored. The resolution is the smallest difference between two values of the sensor.
+    The kind is continuous or discrete, and the reason says why the training chose this kind. A context feature
+    conditions the others and is never scored. The values of a feature with a period are positions on a cycle, such as
+    times of day. The resolution is the smallest difference between two values of the sensor.
     """
     table = Table("feature", "kind", "range or labels", "resolution", "reason", title="Features", title_justify="left")
     for feature in features:

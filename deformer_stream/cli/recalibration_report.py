@@ -35,7 +35,7 @@ def write_recalibrated_model(
         "order": new.arrival_order,
         "ties": new.tie_policy,
         "groups": len(new.calibration_by_group),
-        # Groups with too few records for a calibration of their own; they use that of all records.
+        # Groups with too few records for a calibration of their own; they use the calibration of all records.
         "groups_pooled": len(recalibration.num_records_by_pooled_group),
     }
     try:
@@ -51,6 +51,9 @@ def write_recalibrated_model(
 
 def _render_section(recalibration: Recalibration, old_fingerprint: str, alphas: Sequence[float]) -> list[str]:
     """Return the HTML elements of the report's section about the new calibration, in their order on the page.
+
+    They are a heading, an introduction, a histogram of the calibration records' anomaly scores, a table that compares
+    the old and new thresholds, and a paragraph for each sentence about groups of records.
 
     Args:
         recalibration: The new calibration, together with the one that it replaces.

@@ -64,6 +64,8 @@ def build_consume() -> click.Command:
         """
         # The handlers are set before the imports below, because these take seconds.
         stop, reload_requested = stop_on_signals(), reload_on_hangup()
+        # Settings of the process that must precede these imports: the thread of the Kafka client needs a core and quick
+        # access to the GIL, and threads must share memory that was freed.
         process.reserve_core()
         process.shorten_switch_interval()
         process.limit_malloc_arenas()
@@ -77,6 +79,7 @@ def build_consume() -> click.Command:
         settings = load_settings(ConsumeSettings, flags, config, "consume")
         log.configure(is_debugging())
         logger = log.get_logger("consume")
+        # Without --drift, drift is tracked but not reported.
         loaded, engine = factory.load_engine(settings, settings.drift or math.inf)
         codec = factory.make_codec(loaded, settings, order="arrival")
         metrics = Metrics()
@@ -106,6 +109,7 @@ def build_consume() -> click.Command:
                 reloader.take_new_model,
                 lambda new_model: factory.make_codec(new_model, settings, order="arrival"),
             )
+            # Garbage collection of the loaded modules and the model would only delay alerts.
             with process.frozen_gc():
                 totals = pipeline.run(stop)
         logger.info("stopped", **totals.to_log_fields(), open=len(engine.records))
@@ -232,6 +236,7 @@ def _connect_to_kafka(
         )
     num_partitions = count_partitions(servers, topic, security)
     topics = describe_output_topics(alerts_topic, dead_letter_topic, state_topic, num_partitions)
+    # `limits` has the size of the largest message that each topic accepts.
     limits = ensure_topics(servers, topics, security, settings.missing_topics == "create")
     transactional_id = f"{settings.group}-{settings.instance or uuid.uuid4().hex[:12]}"
     is_transactional = settings.delivery == "exactly-once"
@@ -399,7 +404,7 @@ def build_calibrate() -> click.Command:
         model_store.check_output_directory(target)
         stop = stop_on_signals()
         loaded = model_store.read(settings.model, settings.device, settings.compiled == "auto")
-        engine = factory.make_engine(loaded, settings, (), settings.record_timeout)
+        engine = factory.make_engine(loaded, settings, alphas=(), record_timeout=settings.record_timeout)
         codec, source = factory.open_inputs(inputs, loaded, settings)
         sink = MaxStatisticSink()
         totals = _run_on_files("calibrate", source, codec, engine, [sink], stop)
@@ -408,11 +413,11 @@ def build_calibrate() -> click.Command:
             click.echo("the calibration was interrupted, so no model was written", err=True)
             return INTERRUPTED_EXIT_CODE
         statistics = CalibrationStatistics(
-            sink.max_statistics,
-            sink.record_ids,
-            sink.average_neg_log_p_by_feature(loaded.model),
-            sink.find_arrival_order(factory.choose_order_of_rows(loaded, settings), settings.order),
-            settings.ties or loaded.calibration.tie_policy,
+            max_statistics=sink.max_statistics,
+            record_ids=sink.record_ids,
+            mean_neg_log_p_by_feature=sink.average_neg_log_p_by_feature(loaded.model),
+            arrival_order=sink.find_arrival_order(factory.choose_order_of_rows(loaded, settings), settings.order),
+            tie_policy=settings.ties or loaded.calibration.tie_policy,
         )
         recalibration = recalibrate(
             loaded.calibration, statistics, settings.alpha, settings.group_by, settings.trim, settings.seed

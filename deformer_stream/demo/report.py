@@ -382,7 +382,8 @@ def render_explanation(alert: Alert) -> list[str]:
     """Return the parts of the report that explain an alert: a heading, a paragraph and a table of readings.
 
     The table has one row per reading, the most suspicious reading first. It states how improbable the reading is, and
-    how much less anomalous the record would be without it.
+    how much less anomalous the record would be without it. Readings to which the alert is attributed are marked as
+    suspects.
     """
     # The readings that explain the alert: with their expected values instead, there would be no alert.
     silencing_names = [name.replace("_", " ") for name in alert.silenced_by or ()]

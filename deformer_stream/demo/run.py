@@ -148,6 +148,7 @@ def run_demo(output: Path, seed: int, train_time: str = "60s", open_report: bool
     )
     try:
         output.mkdir(parents=True, exist_ok=True)
+        # Even seeds are for training records and odd seeds for streamed records, so that they always differ.
         pq.write_table(simulate(NUM_TRAINING_RECORDS, seed=2 * seed).select_normal_records(), table)
     except OSError as error:
         raise ConfigError(

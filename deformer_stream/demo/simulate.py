@@ -233,6 +233,7 @@ def simulate(
         raise ValueError(f"simulate: num_pumps is {num_pumps}; it must be at least 1")
     if not 0 <= fault_share <= 1:
         raise ValueError(f"simulate: fault_share is {fault_share}; it must be from 0 to 1")
+    # The second number of each seed makes the generators of measurements, pumps and delays independent.
     rng = np.random.default_rng([seed, 1])
     properties_by_pump = _draw_pumps(num_pumps, np.random.default_rng([fleet, 2]))
     pump = rng.integers(num_pumps, size=num_records)
@@ -240,6 +241,7 @@ def simulate(
     faults = _draw_faults(num_records, round(fault_share * num_records), rng)
     duty = _draw_duty(num_records, rng)
     readings = _measure(_solve(duty, properties, _draw_damage(faults, rng)), properties, rng)
+    # A stuck sensor repeats a reading of the same pump from another time, when the pump had no fault.
     other_duty = _draw_duty(num_records, rng)
     readings_at_other_time = _measure(_solve(other_duty, properties, {}), properties, rng)
     _apply_sensor_faults(readings, readings_at_other_time, faults, rng)

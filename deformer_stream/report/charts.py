@@ -220,6 +220,8 @@ def draw_bars(labels: Sequence[str], values: ArrayLike, title: str, x_label: str
 
     def draw(layout: _Layout) -> str:
         """Return the bar chart as SVG, in the sizes of the layout (for wide or narrow screens)."""
+        # From the enclosing function: `lengths` has the value of each bar, `numbers` the text of each value. `low` and
+        # `high` are the bounds of the horizontal axis, which includes zero.
         max_characters = MAX_LABEL_CHARACTERS if layout.name == "wide" else 16
         names = [_shorten(replace_illegal_characters(label), max_characters) for label in labels]
         name_width = max(map(layout.text_width, names))
@@ -418,6 +420,7 @@ def _new_axes(
         parse_math=False,
     )
     for label in line_labels:
+        # x is in data units. y is a share of the plotting area's height, so values above 1 are above this area.
         top_of_line = 1 + (label.row + 0.8) * LINE_HEIGHT / PLOT_HEIGHT
         axes.plot(
             [label.x, label.x],
@@ -468,10 +471,13 @@ def _arrange_line_labels(
 ) -> tuple[list[_LineLabel], int]:
     """Choose a row above the plotting area for the label of each vertical line, so that labels do not overlap.
 
-    Each line ends at the row of its label. All labels are to the right of their lines if all of them fit there. The
-    rightmost line then gets its label first, and the others follow from right to left. Otherwise the labels are to the
-    left of their lines, and are placed from left to right. Each label is put into the lowest row in which it ends
-    before the next line that reaches this row. So no line crosses the label of another line.
+    A line is drawn up to the row of its label. All labels are to the right of their lines if all of them fit there, and
+    otherwise all are to the left. Labels to the right are placed one after the other from the rightmost line to the
+    leftmost. Labels to the left are placed from left to right.
+
+    So the label that was last placed in a row belongs to the row's nearest line in the direction of the text. The next
+    label is put into the lowest row in which it ends before this line. If there is no such row, a new row is added at
+    the top.
 
     Args:
         vertical_lines: x value of each line by its label.

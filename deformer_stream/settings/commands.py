@@ -164,7 +164,10 @@ class _KafkaSettings(Settings):
 
     @model_validator(mode="after")
     def _check_encryption(self) -> Self:
-        """Raise `ValueError` if a TLS option would have no effect, because the user expects an encrypted connection."""
+        """Raise `ValueError` if a TLS option is set but would have no effect.
+
+        The user would otherwise believe that the connection is encrypted, or that it uses the given key.
+        """
         key_files = [file for file in (self.ssl_keyfile, self.ssl_password_file) if file is not None]
         has_tls_option = key_files or self.ssl_cafile is not None or self.ssl_certfile is not None
         if has_tls_option and "SSL" not in self.security_protocol:
@@ -316,7 +319,7 @@ class ConsumeSettings(_AlertSettings, _KafkaSettings):
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
-        """Raise `ValueError` unless exactly one source of events is set and its URL contains no login.
+        """Raise `ValueError` if not exactly one source of events is set, or if its URL contains a login.
 
         URLs appear in logs, and a login must not.
         """
@@ -441,7 +444,7 @@ class ProduceSettings(_KafkaSettings):
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:
-        """Raise `ValueError` unless exactly one of topic and file is set, or if a file would receive Arrow messages.
+        """Raise `ValueError` if not exactly one of topic and file is set, or if a file would receive Arrow messages.
 
         A file contains JSON lines, so only a Kafka topic can receive Arrow messages.
         """

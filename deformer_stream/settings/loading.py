@@ -173,7 +173,7 @@ class CommandTableSource(TomlConfigSettingsSource):
     ) -> dict[str, Any]:
         """Return the values for options of this command, by keyword argument of the settings class.
 
-        Options of other commands are ignored if they are allowed.
+        A key may name an option of another command if `allowed` contains this option. Its value is left out.
 
         Args:
             value_by_key: Values by key, from the top level of the file or from the table of the command.
