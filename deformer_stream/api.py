@@ -486,7 +486,7 @@ class Detector:
             InputError: If a value cannot be accepted; the message names the feature.
         """
         if draws < 1:
-            raise ValueError(f"draws is {draws}, but the number of completed records must be at least 1")
+            raise ValueError(f"draws is {draws}, but the number of copies to return must be at least 1")
         values = self._make_values(record)
         # (draws, F) values of the F features of the schema; index 0 is the only record.
         completions = sample_completions(self.artifact.model, values, np.isnan(values), draws, seed)[:, 0]

@@ -530,14 +530,14 @@ class KafkaSource:
         self._remove_partitions(partitions)
 
     async def _commit_within(self, deadline: float) -> None:
-        """Make one attempt to commit, or wait for the attempt in the background, until a deadline.
+        """Commit once, before a deadline. If a commit already runs in the background, wait for that one instead.
 
         Args:
             deadline: The deadline, as `time.monotonic()`.
 
         Raises:
-            KafkaError: The attempt failed or took too long, or the outcome of an earlier attempt is unknown. There is
-                no time to find it out.
+            KafkaError: The commit failed or took too long. It is also raised if an earlier commit has an unknown
+                outcome, because too little time is left to find it out.
         """
         if self._commits.has_failed:
             # `_on_revoked` logs this. Nothing is lost: the next owner processes the uncommitted messages again.

@@ -49,8 +49,9 @@ class AlertBuilder:
         records: The table of open records, which holds the readings of the records that raise alerts.
         alphas: The false-alarm rates at which alerts are raised, in descending order.
         effort: How thoroughly alerts are explained: "full", "fast" (without finding the readings to blame) or "off".
-        group_by_version: A function of the rows of R records in the table, (R,). It yields each model version (a
-            network with its calibration) with the indexes, from 0 to R − 1, of the records that it scores.
+        group_by_version: A function that groups records by the model version (a network with its calibration) that
+            scores them. Its argument is an array (R,) of row numbers in the table. It yields each version with the
+            positions of its records in this array.
     """
 
     records: RecordTable

@@ -507,9 +507,9 @@ class Decisions:
 
     Attributes:
         closed_ids: Ids of records that were closed by a timeout or evicted, in the order of closing.
-        alert_states: By record id, a summary of the record's alerts. An alert is left out if its record was closed in
-            the same batch because it is complete or its window is over. Reading the log again closes such a record
-            again, so it cannot repeat its alert.
+        alert_states: By record id, a summary of the record's alerts, so that the record does not raise them again.
+            Records that were complete, or whose window was over, in the batch of the alert are left out. A restart
+            closes them while it reads the log again, and a closed record raises no alert.
         drift_state: The evidence of drift so far, None if it has not changed.
         tie_timeouts: By record id, one number for each timeout of a tie group of the record: how many readings the
             record had then. A tie group is the readings of one record with the same event time, which wait for each

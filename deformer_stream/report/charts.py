@@ -503,7 +503,7 @@ def _arrange_line_labels(
     fits_right = all(to_svg_x(x) + 5 + layout.text_width(text) <= layout.width for text, x in x_by_text.items())
     direction = 1 if fits_right else -1  # of the text, seen from its line
     line_labels: list[_LineLabel] = []
-    # For each row, the line of the label that was placed last. The next label of the row must end before this line.
+    # For each row, the last line that was drawn through it. The next label of the row must end before this line.
     line_of_last_label: list[float] = []
     for text, x in sorted(x_by_text.items(), key=lambda item: item[1], reverse=fits_right):
         line = to_svg_x(x)
@@ -514,7 +514,8 @@ def _arrange_line_labels(
             if (label_end <= other_line if fits_right else label_end >= other_line)
         ]
         row = free_rows[0] if free_rows else len(line_of_last_label)
-        line_of_last_label[row : row + 1] = [line]  # replaces the entry of the row, or appends a row
+        # The line of this label passes through all rows below it, so labels in these rows must end before it, too.
+        line_of_last_label[: row + 1] = [line] * (row + 1)  # appends a row if `row` is a new one
         line_labels.append(_LineLabel(text, x, row, fits_right))
     return line_labels, len(line_of_last_label)
 

@@ -124,6 +124,26 @@ def test_labels_of_close_vertical_lines_do_not_overlap() -> None:
                 assert abs(y - other_y) >= layout.font_size or right <= other_left or other_right <= left
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_no_vertical_line_crosses_the_label_of_another(seed: int) -> None:
+    """A line ends at the row of its label, so it passes through all rows below."""
+    rng = np.random.default_rng(seed)
+    axis, left = charts._Axis(0.0, 100.0, [0.0, 100.0], ["0", "100"]), 40.0
+    lines = {"m" * int(rng.integers(1, 14)) + str(i): float(x) for i, x in enumerate(rng.uniform(0, 100, 6))}
+    for layout in charts._LAYOUTS:
+        labels, num_rows = charts._arrange_line_labels(lines, axis, layout, left, log_x=False)
+        assert len(labels) == len(lines)
+        assert max(label.row for label in labels) == num_rows - 1
+        plot_width = layout.width - left - charts.RIGHT_MARGIN
+        x_by_label = {label.text: left + label.x / 100.0 * plot_width for label in labels}
+        for label in labels:
+            start = x_by_label[label.text]
+            end = start + (1 if label.is_right else -1) * layout.text_width(label.text)
+            for other in labels:
+                if other is not label and other.row >= label.row:
+                    assert not min(start, end) < x_by_label[other.text] < max(start, end)
+
+
 @pytest.mark.parametrize("values", [[], [math.nan], [math.inf, -math.inf]])
 def test_chart_without_data_says_so(values: list[float]) -> None:
     labels = [str(v) for v in values]
