@@ -80,7 +80,7 @@ def test_delta_table_whose_log_is_incomplete_is_rejected(tmp_path: Path) -> None
         list_names(tmp_path)
     write_delta_commit(tmp_path, 0, {"add": {}})
     (tmp_path / "_delta_log" / f"{7:020}.json").write_text("{torn")
-    with pytest.raises(InputError, match=r"00007\.json cannot be read"):
+    with pytest.raises(InputError, match=r"00007\.json.* cannot be read"):
         list_names(tmp_path)
 
 

@@ -237,7 +237,7 @@ def test_altered_state_is_rejected(kind: str, place: int, flip: int) -> None:
 def test_random_bytes_are_rejected(kind: str, data: bytes) -> None:
     decode = KINDS[kind][0]
     assert_rejected(decode, data, "")
-    assert_rejected(decode, add_header(data, DECISIONS if kind == "decisions" else SNAPSHOT), "not readable")
+    assert_rejected(decode, add_header(data, DECISIONS if kind == "decisions" else SNAPSHOT), "cannot be read")
 
 
 @pytest.mark.parametrize("version", [0, 4, 65535])
@@ -247,7 +247,7 @@ def test_unsupported_format_version_is_named(version: int) -> None:
     assert_rejected(
         decode_snapshot,
         head + data[HEADER.size :],
-        f"version is {version}, and this release reads versions 1 to {FORMAT_VERSION}",
+        f"version {version}, but this release of deformer-stream reads versions 1 to {FORMAT_VERSION}",
     )
 
 
