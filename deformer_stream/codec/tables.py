@@ -133,8 +133,8 @@ class WideDecoder:
             InputError: If a column's type does not fit its feature, or if a time is not valid.
         """
         columns = self._select_feature_columns(data)
-        # (N, F) values of the N records by feature code: NaN if not observed, infinite if the cell is rejected. NaN also
-        # becomes an event, which tells the engine that the feature will not be observed.
+        # (N, F) values of the N records by feature code: NaN if not observed, infinite if the cell is rejected. A NaN
+        # also becomes an event, which tells the engine that the feature will not be observed.
         values = np.full((len(data), len(self._schema)), np.nan)
         issues_by_code: dict[int, dict[int, str | RejectionError]] = {}  # unseen labels and errors, by code and row
         for code, column in columns.items():
