@@ -229,7 +229,7 @@ TLS_REFUSALS: dict[str, tuple[Callable[[SecuredBroker], Words], str]] = {
     ),
     "mechanism not offered": (
         lambda server: [*server.address_options("LOGIN"), *server.login_options(mechanism="SCRAM-SHA-256")],
-        "PLAIN, SCRAM-SHA-512, not SCRAM-SHA-256",
+        "PLAIN, SCRAM-SHA-512, but not SCRAM-SHA-256",
     ),
     "password file missing": (
         lambda server: [*server.address_options("LOGIN"), *server.login_options(password=Path("/no/file"))],
@@ -237,7 +237,7 @@ TLS_REFUSALS: dict[str, tuple[Callable[[SecuredBroker], Words], str]] = {
     ),
     "password file empty": (
         lambda server: [*server.address_options("LOGIN"), *server.login_options(password=Path("/dev/null"))],
-        "is empty",
+        "has an empty first line",
     ),
 }
 
