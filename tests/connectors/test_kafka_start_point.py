@@ -169,7 +169,7 @@ class Case:
 
     Attributes:
         damage: Causes the loss.
-        says: A part of the message.
+        says: A regular expression that matches a part of the message.
         rebuilt: What is restored with `--lost-state rebuild`, and the offsets that are read.
         forgotten: The same with `--lost-state forget`.
     """
