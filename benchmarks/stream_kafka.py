@@ -192,7 +192,7 @@ class _ProducerResult:
 class _Producer:
     """A process that produces messages at a steady rate, one request every `LINGER_SECONDS`.
 
-    It is a process of its own, because it would otherwise share the interpreter with the thread that reads the alerts.
+    It is a process of its own, because it would otherwise share the GIL with the thread that reads the alerts.
 
     Args:
         options: The command's options, among them the rate.

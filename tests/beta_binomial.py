@@ -1,4 +1,4 @@
-"""The distribution of the number of false alarms, by which tests judge a calibrated alert rule."""
+"""The distribution of the number of false alarms, with which tests check a calibrated alert rule."""
 
 from __future__ import annotations
 

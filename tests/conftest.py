@@ -30,9 +30,9 @@ limit_thread_spinning()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The duration of an example depends on the load of the machine, so it decides no test. CI repeats the same examples.
 settings.register_profile(
-    "laws", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
+    "invariants", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
 )
-settings.load_profile("laws")
+settings.load_profile("invariants")
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -78,10 +78,10 @@ def test_impute_reports_features_without_column(
 ) -> None:
     pq.write_table(table.drop_columns(["pressure", "valve", "load"]), wide)
     ended = cli("impute", wide, "--model", model_dir, "--output", tmp_path / "filled.parquet")
-    told = json.loads(ended.lines[0])
-    assert (ended.code, told["features"]) == (0, ["pressure", "valve"])
-    assert told["event"] == "features_without_column_not_imputed"
-    assert "add a column of nulls" in told["remedy"]
+    warning = json.loads(ended.lines[0])
+    assert (ended.code, warning["features"]) == (0, ["pressure", "valve"])
+    assert warning["event"] == "features_without_column_not_imputed"
+    assert "add a column of nulls" in warning["remedy"]
 
 
 def test_impute_gives_the_results_of_the_library(

@@ -87,7 +87,7 @@ texts = st.text(max_size=12)
 
 counted = st.dictionaries(texts, st.lists(st.integers(0, 2**40), max_size=9).map(tuple), max_size=3)
 drifts = st.none() | st.builds(
-    lambda model, counts, capital, alarmed: DriftState(model, sum(map(sum, counts.values())), capital, alarmed, counts),
+    lambda model, counts, wealth, alarmed: DriftState(model, sum(map(sum, counts.values())), wealth, alarmed, counts),
     texts,
     counted,
     st.tuples(*[st.floats(0, 1e12)] * 3),

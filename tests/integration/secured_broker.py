@@ -41,8 +41,8 @@ DENIED_BY_USER = {
 }
 """The one permission that a user lacks. The user `plant` has all permissions, and `nobody` has none."""
 
-Words = list[object]
-"""Words of a command line."""
+Arguments = list[object]
+"""Arguments of a command."""
 
 
 class SecuredBroker:
@@ -85,7 +85,7 @@ class SecuredBroker:
         path.write_text(text)
         return path
 
-    def address_options(self, listener: str) -> Words:
+    def address_options(self, listener: str) -> Arguments:
         """Return the options that select a listener, with the certificate of the authority if it uses TLS."""
         protocol = {"LOGIN": "SASL_PLAINTEXT", "BOTH": "SASL_SSL"}.get(listener, "SSL")
         trusted = ["--ssl-cafile", self.authority] if protocol.endswith("SSL") else []
@@ -97,9 +97,9 @@ class SecuredBroker:
             *trusted,
         ]
 
-    def login_options(self, name: str = "plant", mechanism: str = "PLAIN", password: Path | None = None) -> Words:
+    def login_options(self, name: str = "plant", mechanism: str = "PLAIN", password: Path | None = None) -> Arguments:
         """Return the options that log in."""
-        words: Words = ["--sasl-mechanism", mechanism, "--sasl-username", name]
+        words: Arguments = ["--sasl-mechanism", mechanism, "--sasl-username", name]
         return [*words, "--sasl-password-file", password or self.password]
 
     def grant_permissions(self) -> None:

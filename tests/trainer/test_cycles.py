@@ -116,9 +116,9 @@ def test_scores_are_continuous_at_midnight(tmp_path: Path, rng: np.random.Genera
     scores = tmp_path / "scores.parquet"
     ended = cli("replay", new, "--model", out, "--order", "schema", "--output", scores)
     assert ended.code == 0, ended.err
-    judged = [row for row in pq.read_table(scores).to_pylist() if row["feature"] == "y"]
-    assert [row["alert"] for row in judged] == [False, False, False, True]
-    assert judged[0]["log_likelihood"] == pytest.approx(judged[1]["log_likelihood"], abs=0.3)
+    scored = [row for row in pq.read_table(scores).to_pylist() if row["feature"] == "y"]
+    assert [row["alert"] for row in scored] == [False, False, False, True]
+    assert scored[0]["log_likelihood"] == pytest.approx(scored[1]["log_likelihood"], abs=0.3)
     sent = tmp_path / "sent.jsonl"
     assert cli("produce", new, "--output", sent).code == 0
     events = [json.loads(line) for line in sent.read_text().splitlines()]
