@@ -115,7 +115,7 @@ def test_batch_that_is_too_large_after_decompression_is_skipped(
     ]
     (skipped,) = [v for poll in read_polls(reader(name, at=3)) for _, v in poll if isinstance(v, UnreadablePayload)]
     assert "1 messages, offsets 3 to 3: the batch of" in skipped.detail
-    assert f"exceeds {64 * MIB} bytes uncompressed" in skipped.detail
+    assert f"is larger than the limit of {64 * MIB} bytes when decompressed" in skipped.detail
     assert skipped.detail.isprintable()
 
 
