@@ -23,8 +23,8 @@ from tests.integration.secured_broker import (
     PREFIX,
     SHARED_NAME,
     WRONG_PASSWORD,
+    Arguments,
     SecuredBroker,
-    Words,
 )
 
 pytestmark = pytest.mark.kafka
@@ -49,7 +49,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-SETUPS: dict[str, Callable[[SecuredBroker], Words]] = {
+SETUPS: dict[str, Callable[[SecuredBroker], Arguments]] = {
     "SSL": lambda server: server.address_options("TLS"),
     "SSL, both sides, locked key": lambda server: [
         *server.address_options("MUTUAL"),
@@ -142,7 +142,7 @@ def test_wrong_login_is_refused(
     assert line.endswith("refuses the login: check --sasl-username and the password")
 
 
-TLS_REFUSALS: dict[str, tuple[Callable[[SecuredBroker], Words], str]] = {
+TLS_REFUSALS: dict[str, tuple[Callable[[SecuredBroker], Arguments], str]] = {
     "foreign authority": (
         lambda server: [*server.address_options("TLS"), "--ssl-cafile", server.foreign],
         "unable to get local issuer",
@@ -288,7 +288,7 @@ def test_missing_permission_to_create_a_topic_is_named(server: SecuredBroker, ta
     assert "this user may not create it" in line
 
 
-PASSWORD_SOURCES: dict[str, Callable[[SecuredBroker], Words]] = {
+PASSWORD_SOURCES: dict[str, Callable[[SecuredBroker], Arguments]] = {
     "file": lambda server: ["--sasl-password-file", server.wrong],
     "environment": lambda server: [],
     "configuration": lambda server: [
