@@ -85,7 +85,8 @@ PRIOR_SHARE = 0.15
 MIN_STEPS = 20
 """Number of training steps that a time limit should allow.
 
-The batch is reduced to make so many steps possible. If training ends with fewer, the user gets a message.
+The batch size is reduced until this number of steps fits into the limit. If training ends with fewer steps, a message
+tells the user.
 """
 
 SAFETY_FACTOR = 1.1

@@ -492,15 +492,13 @@ def _index_long_records(tables: InputTables) -> None:
         current_path = path
         # Readings without a feature are left out first, so that a record that has no others does not count.
         has_feature = batch.column(FEATURE).is_valid()
-        named = batch.filter(has_feature)
+        named, is_named = batch.filter(has_feature), has_feature.to_numpy(zero_copy_only=False)
         numbers = np.full(len(batch), -1)
         if tables.window is None:
-            numbers_of_named = _number_named_records(named, number_by_key)
+            numbers[is_named] = _number_named_records(named, number_by_key)
         else:
             times = parse_times(batch.column(TIME), f"{path}: column {TIME!r}", first_row)
-            is_named = has_feature.to_numpy(zero_copy_only=False)
-            numbers_of_named = _number_windows(named, times[is_named], number_by_key, tables.window)
-        numbers[has_feature.to_numpy(zero_copy_only=False)] = numbers_of_named
+            numbers[is_named] = _number_windows(named, times[is_named], number_by_key, tables.window)
         num_unusable += int((numbers < 0).sum())
         is_normal.extend([True] * (len(number_by_key) - len(is_normal)))
         if tables.label_column is not None and tables.normal_label is not None:

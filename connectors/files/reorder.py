@@ -29,6 +29,7 @@ from deformer_stream.codec import (
 )
 from deformer_stream.codec.columns import convert_ids, encode_distinct
 from deformer_stream.codec.payloads import LongRows, Messages
+from deformer_stream.codec.validation import is_json_id
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Schema
@@ -260,7 +261,7 @@ def _split_line(line: bytes, field_names: FieldNames, max_message_bytes: int) ->
     except orjson.JSONDecodeError:
         return unchanged
     record_id = document.get(field_names.record) if isinstance(document, dict) else None
-    if isinstance(record_id, bool) or not isinstance(record_id, str | int):  # in Python, a bool is an int
+    if not is_json_id(record_id):
         return unchanged
     feature, value = document.get(field_names.feature), document.get(field_names.value)
     value_by_feature = document.get(field_names.values)

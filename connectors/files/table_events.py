@@ -37,7 +37,7 @@ from deformer_stream.codec.columns import (
     parse_times,
 )
 from deformer_stream.codec.timestamps import parse_rfc3339, seconds_to_micros
-from deformer_stream.codec.validation import RejectionError
+from deformer_stream.codec.validation import RejectionError, is_json_id, is_json_number
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
 
@@ -444,7 +444,7 @@ def _parse_event_time(document: Any) -> int:
     try:
         if isinstance(time, str):
             return parse_rfc3339(time)
-        if isinstance(time, int | float) and not isinstance(time, bool):
+        if is_json_number(time):
             return seconds_to_micros(time)
         return NO_TIME
     except RejectionError:
@@ -464,6 +464,5 @@ def _iterate_json_lines(path: Path) -> Iterator[OutgoingEvent]:
                 except orjson.JSONDecodeError:
                     document = None
                 record = document.get("record") if isinstance(document, dict) else None
-                is_valid_id = isinstance(record, str | int) and not isinstance(record, bool)
-                key = str(record).encode() if is_valid_id else b""
+                key = str(record).encode() if is_json_id(record) else b""
                 yield key, line, _parse_event_time(document)

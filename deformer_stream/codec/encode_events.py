@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import orjson
 import pyarrow as pa
 
+from deformer_stream.codec.validation import is_json_number
 from deformer_stream.model.schema import format_label
 
 Packing = Literal["json", "json-many", "arrow"]
@@ -112,7 +113,7 @@ def _parse_reading(value: bytes) -> dict[str, Any] | None:
         return None
     time = document.get("time")
     has_text_names = isinstance(document["record"], str) and isinstance(document["feature"], str)
-    has_numeric_time = time is None or (isinstance(time, int | float) and not isinstance(time, bool))
+    has_numeric_time = time is None or is_json_number(time)
     has_scalar_value = not isinstance(document["value"], dict | list)
     return document if has_text_names and has_numeric_time and has_scalar_value else None
 

@@ -37,6 +37,7 @@ from deformer_stream.codec.validation import (
     encode_label,
     find_feature_code,
     find_time_slot,
+    is_json_number,
     is_utf8,
     not_finite_error,
     quote,
@@ -207,7 +208,7 @@ class DocumentReader:
             return broker_time
         if isinstance(time, str):
             micros = parse_rfc3339(time)
-        elif isinstance(time, bool) or not isinstance(time, int | float):
+        elif not is_json_number(time):
             raise RejectionError(
                 RejectionReason.WRONG_TYPE,
                 f"the field {self._field_names.time!r} is {_name_json_type(time)}; send epoch seconds (seconds since "
@@ -296,7 +297,7 @@ class DocumentReader:
             raise unknown_feature_error(self._schema, name, time_slot)
         if value is None:
             return code, nan, None
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_number = is_json_number(value)
         if is_number and not isfinite(cast("float", value)):
             raise not_finite_error(name, value)
         feature = self._schema.features[code]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from deformer_stream.engine.events import RejectionReason
 from deformer_stream.model.schema import Schema
@@ -103,6 +104,16 @@ def is_utf8(data: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def is_json_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a decoded JSON value is a number. A boolean is none, although Python's bool is an int."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_json_id(value: object) -> TypeGuard[str | int]:
+    """Return whether a decoded JSON value can be an id: text or an integer. A boolean is none."""
+    return isinstance(value, str | int) and not isinstance(value, bool)
 
 
 def find_time_slot(schema: Schema, time: int) -> int:
