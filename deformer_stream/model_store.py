@@ -36,12 +36,13 @@ from deformer_stream.kernels.cpu import is_supported
 from deformer_stream.model.deformer import DEformer, ModelConfig, count_state_values
 from deformer_stream.model.schema import Schema
 
-BASE_VERSION, GROUPS_VERSION, TIES_VERSION, WINDOW_VERSION = 1, 2, 3, 4
+BASE_VERSION, GROUPS_VERSION, TIES_VERSION, WINDOW_VERSION, PER_SLOT_VERSION = 1, 2, 3, 4, 5
 """Format versions of the manifest (manifest.json of a model directory), each with one addition to the one before.
 
-Version 2 adds separate calibrations of groups of records, version 3 a rule for readings with equal event times, and
-version 4 the windows of time that are the records. A manifest gets the lowest version that has all of its contents.
-Older releases can therefore read it, unless they would ignore a part of it.
+Version 2 adds separate calibrations of groups of records, version 3 a rule for readings with equal event times, version
+4 the windows of time that are the records, and version 5 a rule for several readings in one time slot. A manifest gets
+the lowest version that has all of its contents. Older releases can therefore read it, unless they would ignore a part
+of it.
 """
 WEIGHTS, MANIFEST, REPORT = "model.safetensors", "manifest.json", "report.html"
 MAX_NAME_CHARS = 1024
@@ -252,6 +253,7 @@ def _determine_version(manifest: dict[str, Any]) -> int:
 
     A manifest gets the lowest version, so that releases that know only this version can still read it:
 
+    - Version 5 is needed if the readings of a sensor in one time slot are combined ("per_slot" of the window).
     - Version 4 is needed if each record is a window of event time.
     - Version 3 is needed for a rule for readings with equal event times ("ties").
     - Version 2 is needed for separate calibrations of groups of records.
@@ -261,7 +263,8 @@ def _determine_version(manifest: dict[str, Any]) -> int:
     """
     # Each version can also express what lower versions can, so the highest version is checked first.
     if "window" in manifest:
-        return WINDOW_VERSION
+        window = manifest["window"]
+        return PER_SLOT_VERSION if isinstance(window, dict) and "per_slot" in window else WINDOW_VERSION
     calibration = manifest.get("calibration")
     if not isinstance(calibration, dict):
         return BASE_VERSION
@@ -310,10 +313,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise ArtifactError(f"{path} contains {_shorten(manifest)} instead of a JSON object: {_REMEDY}")
     version = manifest.get("format_version")
     expected_version = _determine_version(manifest)
-    if isinstance(version, int) and version > WINDOW_VERSION:
+    if isinstance(version, int) and version > PER_SLOT_VERSION:
         raise ArtifactError(
-            f"{path} has format version {_shorten(version)}, but this release reads no version above {WINDOW_VERSION}: "
-            "install the newer deformer-stream that wrote it, or train again"
+            f"{path} has format version {_shorten(version)}, but this release reads no version above "
+            f"{PER_SLOT_VERSION}: install the newer deformer-stream that wrote it, or train again"
         )
     # `write` always states the lowest version that can express the contents.
     if version != expected_version:
@@ -503,10 +506,11 @@ def _check_manifest(manifest: dict[str, Any], schema: Schema, directory: Path) -
             f"calibration and files, so one of them was altered; {_REMEDY}"
         )
     for feature in schema.features:
-        for text in (feature.name, *feature.labels):
+        unit = () if feature.unit is None else (feature.unit,)
+        for text in (feature.name, *feature.labels, *unit):
             if not isinstance(text, str):
                 raise ArtifactError(
-                    f"{path} is damaged: the feature name or label {_shorten(text)} is not a string; {_REMEDY}"
+                    f"{path} is damaged: the feature name, label or unit {_shorten(text)} is not a string; {_REMEDY}"
                 )
             if len(text) > MAX_NAME_CHARS:
                 raise ArtifactError(

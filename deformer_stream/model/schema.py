@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.model.windows import Window
+from deformer_stream.model.windows import PerSlot, Window
 
 FeatureKind = Literal["continuous", "discrete"]
 
@@ -69,6 +69,7 @@ class Feature:
         period: The period in raw units, if the values are positions on a cycle, such as times of day or angles; else
             None. As an input to the predictions of other readings, the value is mapped to an angle. The density of the
             value itself is not periodic: it treats the value as a number on a line.
+        unit: The unit of the raw values as text for people, such as "m³/h"; None if it is not known.
 
     Raises:
         ValueError: The attributes contradict each other or are out of range.
@@ -88,6 +89,7 @@ class Feature:
     reason: str = ""
     sensor: str | None = None
     period: float | None = None
+    unit: str | None = None
 
     def __post_init__(self) -> None:
         is_continuous = self.kind == "continuous"
@@ -131,10 +133,10 @@ class Feature:
     def to_json(self) -> dict[str, Any]:
         """Return a dict from attribute names to JSON values, for the manifest (manifest.json) of a model directory.
 
-        The keys `sensor` and `period` are left out if they are None. The dict is part of the hash that identifies a
-        schema, and schemas that were written before these keys existed must keep their hash.
+        The keys `sensor`, `period` and `unit` are left out if they are None. The dict is part of the hash that
+        identifies a schema, and schemas that were written before these keys existed must keep their hash.
         """
-        optional_keys = ("sensor", "period")
+        optional_keys = ("sensor", "period", "unit")
         return {key: value for key, value in asdict(self).items() if key not in optional_keys or value is not None}
 
 
@@ -283,6 +285,27 @@ class Schema:
         return layout
 
     @cached_property
+    def per_slot_by_sensor(self) -> dict[str, PerSlot]:
+        """A mapping from each sensor name to the rule for several of its readings in one time slot.
+
+        The rules are described at `Window.per_slot`. A window without time slots counts as one time slot. Sensors that
+        report once, although the window has time slots, always use "first", so that their reading is scored when it
+        arrives. Labels cannot be averaged or compared, so "mean", "min" and "max" are "last" for them.
+        """
+        window = self.window
+        if window is None:
+            return dict.fromkeys(self.sensor_names, "first")
+        rules: dict[str, PerSlot] = {}
+        for f in self.features:
+            rule = window.per_slot
+            if window.slots > 1 and f.sensor is None:
+                rule = "first"
+            elif f.kind == "discrete" and rule != "first":
+                rule = "last"
+            rules[f.sensor_name] = rule
+        return rules
+
+    @cached_property
     def is_discrete(self) -> NDArray[np.bool_]:
         """Whether the values of each of the F features are labels, as a bool array (F,)."""
         return np.array([f.kind == "discrete" for f in self.features])
@@ -417,14 +440,29 @@ class Schema:
 
         return Schema(tuple(read_feature(row) for row in rows), Window.from_json(window))
 
+    def with_units(self, unit_by_name: Mapping[str, str]) -> Schema:
+        """Return the schema with units of features added or replaced. The fingerprint stays the same.
+
+        Args:
+            unit_by_name: Unit by the name that input messages use (`Feature.sensor_name`) or by the name of the
+                feature. An empty text removes the unit. Names that the schema does not have are ignored.
+        """
+        features = []
+        for f in self.features:
+            unit = unit_by_name.get(f.name, unit_by_name.get(f.sensor_name, f.unit))
+            features.append(replace(f, unit=unit or None))
+        return Schema(tuple(features), self.window)
+
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the schema (16 hexadecimal digits), by which files that were made with another schema are detected.
 
-        It covers the window and all attributes of the features except `Feature.reason`, a text for people.
+        It covers the window and all attributes of the features except `Feature.reason` and `Feature.unit`, which are
+        texts for people.
         """
-        # The reason for a feature's kind does not affect the meaning of its values, so it may change.
-        rows: list[Any] = [{key: v for key, v in row.items() if key != "reason"} for row in self.to_json()]
+        # These texts do not affect how the model reads or scores values, so they may change.
+        texts = ("reason", "unit")
+        rows: list[Any] = [{key: v for key, v in row.items() if key not in texts} for row in self.to_json()]
         if self.window is not None:
             rows.append(self.window.to_json())
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]

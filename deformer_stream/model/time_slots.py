@@ -42,7 +42,7 @@ def expand_time_slots(schema: Schema, window: Window, reported_once: Collection[
     """
     if window.slots == 1 or all(f.name in reported_once for f in schema.features):
         # Features without time slots need no coordinates to distinguish them.
-        return Schema(schema.features, Window(window.width))
+        return Schema(schema.features, replace(window, slots=1))
     # The features of sensors that report once get zeros, because all features must have equally many coordinates.
     coordinates_without_time = (0.0,) * len(_encode_time_slot(0, window))
     features: list[Feature] = []
@@ -87,13 +87,16 @@ def describe_records(schema: Schema) -> str:
     if schema.window is None:
         return ""
     text = f"A record is a window of {format_duration(schema.window.width)} of a device's time"
+    rule = schema.window.per_slot
     if not schema.has_repeating_sensors:
-        return f"{text}."
+        return f"{text}." if rule == "first" else f"{text}. Of several readings of a sensor, the {rule} is used."
     example = next(f.name for f in schema.features if f.sensor is not None)
     reported_once = [f.name for f in schema.features if f.sensor is None]
     text += f" in {schema.window.slots} time slots. A sensor can report once in each time slot (feature {example}, …)"
     if reported_once:
         text += f", but these sensors report only once in a record: {', '.join(reported_once)}"
+    if rule != "first":
+        text += f". Of several readings in one time slot, the {rule} is used"
     return f"{text}."
 
 

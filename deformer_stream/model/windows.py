@@ -8,13 +8,16 @@ integers in microseconds, which keeps the arithmetic exact.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 WINDOW_SEPARATOR = "@"
 """Separator between the device and the start of the window in the id of a record that is a window."""
+
+PerSlot = Literal["first", "last", "mean", "min", "max"]
+"""Which value stands for the readings of a sensor that share a time slot (see `Window.per_slot`)."""
 
 IntOrArray = TypeVar("IntOrArray", int, NDArray[np.int64])
 """One integer or an int64 array of any shape."""
@@ -35,14 +38,21 @@ class Window:
         width: The width of a window in microseconds.
         slots: The number of time slots, at least 1. Time slot k = 0, 1, … begins ⌈k · width / slots⌉ microseconds after
             the start of the window.
+        per_slot: Which value stands for a time slot if a sensor has several readings in it. "first" is the first
+            reading in the order of the input. The others combine all finite readings of the slot, when it is over:
+            "last" is the reading with the latest time (of equal times, the last one in the input), "min" and "max" are
+            the smallest and the largest number, and "mean" is the sum of the numbers in float64, added in the order of
+            the input, divided by their count. The combined reading arrives at the time and the place in the input of
+            the reading that is "last". `Schema.per_slot_by_sensor` says which of the rules applies to which sensor.
 
     Raises:
         ValueError: The width or the number of slots is not a positive integer, there are more slots than
-            microseconds, or their product exceeds 64 bits.
+            microseconds, their product exceeds 64 bits, or `per_slot` is none of its five values.
     """
 
     width: int
     slots: int = 1
+    per_slot: PerSlot = "first"
 
     def __post_init__(self) -> None:
         # JSON yields floats and booleans too, and a boolean is an instance of int.
@@ -56,6 +66,11 @@ class Window:
             raise ValueError(
                 f"the product of the window width, {self.width} microseconds, and the number of time slots, "
                 f"{self.slots}, exceeds 64 bits: use a shorter window or fewer time slots"
+            )
+        if self.per_slot not in get_args(PerSlot):
+            raise ValueError(
+                f"the readings of a time slot cannot be combined by {self.per_slot!r}: use one of "
+                f"{', '.join(get_args(PerSlot))}"
             )
 
     def time_slot_index(self, times: IntOrArray) -> IntOrArray:
@@ -81,9 +96,15 @@ class Window:
         # The operator // rounds down. The two minus signs make it round up.
         return -(-slot_index * self.width // self.slots)
 
-    def to_json(self) -> dict[str, int]:
-        """Return {"width": …, "slots": …}, for the manifest (manifest.json) of a model directory."""
-        return asdict(self)
+    def to_json(self) -> dict[str, Any]:
+        """Return {"width": …, "slots": …}, for the manifest (manifest.json) of a model directory.
+
+        The key "per_slot" is added if it is not "first". So the fingerprints of models without it stay as they are.
+        """
+        row = asdict(self)
+        if self.per_slot == "first":
+            del row["per_slot"]
+        return row
 
     @staticmethod
     def from_json(row: dict[str, Any] | None) -> Window | None:
@@ -94,7 +115,7 @@ class Window:
                 windows of event time, but have ids in the input messages.
 
         Raises:
-            ValueError: The width or the number of slots is not allowed (see `Window`).
+            ValueError: The width, the number of slots or the rule `per_slot` is not allowed (see `Window`).
             TypeError: A key is missing or unknown.
         """
         return None if row is None else Window(**row)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from deformer_stream.model.time_slots import (
     expand_time_slots,
     name_time_slot,
 )
-from deformer_stream.model.windows import Window, floor_to_window, format_duration
+from deformer_stream.model.windows import PerSlot, Window, floor_to_window, format_duration
 from deformer_stream.settings.base import Settings, WindowWidth
 from tests import models
 from tests.engine.random_models import draw_records, make_model, normalise_values
@@ -108,6 +109,10 @@ def test_records_are_described_for_a_person() -> None:
         "A record is a window of 1m of a device's time in 4 time slots. A sensor can report once in each time slot "
         "(feature temp+0s, …), but these sensors report only once in a record: site."
     )
+    mean = expand_time_slots(SENSORS, Window(10 * SECOND, per_slot="mean"))
+    assert describe_records(mean).endswith("Of several readings of a sensor, the mean is used.")
+    mean = expand_time_slots(SENSORS, replace(MINUTE, per_slot="mean"), ["site"])
+    assert describe_records(mean).endswith(": site. Of several readings in one time slot, the mean is used.")
 
 
 @given(num_slots=st.integers(1, 40), reported_once=st.sets(st.sampled_from(SENSORS.names)))
@@ -167,6 +172,37 @@ def test_invalid_window_is_rejected(width_and_slots: tuple[int, int]) -> None:
         Window(*width_and_slots)
 
 
+def test_rule_for_a_time_slot_is_stored_only_if_it_is_not_the_first_reading() -> None:
+    assert MINUTE.to_json() == {"width": 60 * SECOND, "slots": 4}
+    mean = replace(MINUTE, per_slot="mean")
+    assert mean.to_json() == {"width": 60 * SECOND, "slots": 4, "per_slot": "mean"}
+    assert Window.from_json(mean.to_json()) == mean
+    assert Window.from_json({"width": 60 * SECOND, "slots": 4}) == MINUTE
+    fingerprints = {
+        expand_time_slots(SENSORS, Window(60 * SECOND, slots, rule)).fingerprint
+        for slots in (1, 4)
+        for rule in get_args(PerSlot)
+    }
+    assert len(fingerprints) == 10
+
+
+@pytest.mark.parametrize("rule", ["median", None, 1, ["mean"]])
+def test_unknown_rule_for_a_time_slot_is_rejected(rule: Any) -> None:
+    with pytest.raises(ValueError, match="first, last, mean, min, max"):
+        Window(60 * SECOND, 4, rule)
+
+
+def test_rule_for_a_time_slot_depends_on_the_sensor() -> None:
+    """Labels have no mean, and the reading of a sensor that reports once is not delayed."""
+    slotted = expand_time_slots(SENSORS, replace(MINUTE, per_slot="mean"), ["site"])
+    assert slotted.per_slot_by_sensor == {"temp": "mean", "state": "last", "site": "first"}
+    without_slots = expand_time_slots(SENSORS, Window(60 * SECOND, per_slot="max"))
+    assert without_slots.window == Window(60 * SECOND, per_slot="max")
+    assert without_slots.per_slot_by_sensor == {"temp": "max", "state": "last", "site": "last"}
+    assert set(SLOTTED.per_slot_by_sensor.values()) == {"first"}
+    assert set(SENSORS.per_slot_by_sensor.values()) == {"first"}
+
+
 def test_time_slots_of_a_sensor_share_an_embedding_and_differ_by_coordinates() -> None:
     torch.manual_seed(0)
     model = DEformer(SLOTTED, CONFIG).double().eval()
@@ -196,11 +232,22 @@ def test_model_directory_stores_the_window(tmp_path: Path) -> None:
     assert torch.equal(*(m.log_prob(torch.from_numpy(codes), values) for m in (model, loaded.model)))
 
 
+def test_model_directory_stores_the_rule_for_a_time_slot(tmp_path: Path) -> None:
+    """Releases that do not have the rule would score other values, so the format version tells them to refuse it."""
+    schema = expand_time_slots(SENSORS, replace(MINUTE, per_slot="max"), ["site"])
+    model = make_model(schema, CONFIG, 3, torch.float32)
+    model_store.write(tmp_path / "m", model, models.make_calibration(model), models.TRAINING_SUMMARY, "<p>")
+    loaded = model_store.read(tmp_path / "m")
+    assert loaded.schema == schema
+    assert loaded.manifest["format_version"] == 5
+
+
 FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "window missing": lambda m: m.pop("window"),
     "another number of slots": lambda m: m["window"].update(slots=5),
     "width missing": lambda m: m["window"].pop("width"),
     "width a string": lambda m: m["window"].update(width="60s"),
+    "unknown rule for a time slot": lambda m: m["window"].update(per_slot="median") or m.update(format_version=5),
     "unknown key": lambda m: m["window"].update(grace=1),
     "sensor a number": lambda m: m["features"][0].update(sensor=5),
     "sensor empty": lambda m: m["features"][0].update(sensor=""),
