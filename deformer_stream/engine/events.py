@@ -269,6 +269,7 @@ class Contribution:
         suspect: Whether the alert is attributed to this reading. The suspects are the smallest known set of readings
             such that there is no alert if their values are replaced by expected ones. If no such set was found, they
             are the largest set that was tried.
+        unit: The unit of the value and of the expected range, such as "m³/h"; None if it is not known.
     """
 
     feature: str
@@ -279,6 +280,7 @@ class Contribution:
     leave_one_out: float | None = None
     relief: float | None = None
     suspect: bool = False
+    unit: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -825,6 +825,7 @@ def _build_explanation(
                 leave_one_out=_none_if_nan(findings.leave_one_out[cell]),
                 relief=_none_if_nan(findings.relief[cell]),
                 suspect=bool(findings.is_suspect[cell]),
+                unit=feature.unit,
             )
         )
     contributions.sort(key=_make_sort_key)
