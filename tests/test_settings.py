@@ -165,7 +165,18 @@ def test_defaults_are_stable(clean_environment: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("250ms", 0.25), ("30s", 30.0), ("10m", 600.0), ("2h", 7200.0), ("1d", 86400.0), ("1.5", 1.5)]
+    ("text", "seconds"),
+    [
+        ("250ms", 0.25),
+        ("30s", 30.0),
+        ("10m", 600.0),
+        ("2h", 7200.0),
+        ("1d", 86400.0),
+        ("1.5", 1.5),
+        ("1h30m", 5400.0),
+        (" 1 h 30 m ", 5400.0),
+        ("1d2h3m4s5ms", 93784.005),
+    ],
 )
 def test_durations_are_parsed(clean_environment: pytest.MonkeyPatch, text: str, seconds: float) -> None:
     assert load_settings(ConsumeSettings, {**REQUIRED["consume"], "record_timeout": text}).record_timeout == seconds
@@ -173,10 +184,65 @@ def test_durations_are_parsed(clean_environment: pytest.MonkeyPatch, text: str, 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "s", "-1s", "1w", "30 seconds", "1e3s", "nan", "inf", "9" * 400, "9" * 400 + "d", "0", "0s", "1s1s", "٣s"],
+    [
+        "",
+        "s",
+        "-1s",
+        "1w",
+        "30 seconds",
+        "1e3s",
+        "nan",
+        "inf",
+        "9" * 400,
+        "9" * 400 + "d",
+        "0",
+        "0s",
+        "1s1s",
+        "30m1h",
+        "1h30",
+        "٣s",
+    ],
 )
 def test_invalid_durations_are_rejected(clean_environment: pytest.MonkeyPatch, text: str) -> None:
     assert_one_line_error(ConsumeSettings, {"record_timeout": text}, "--record-timeout", "DEFORMER_RECORD_TIMEOUT")
+
+
+@pytest.mark.parametrize(
+    ("text", "shares"),
+    [("1%", (0.01,)), ("0.5 %", (0.005,)), ("5%,1%", (0.05, 0.01)), ("0.1%, 0.05", (0.05, 0.001)), ("1e-3", (0.001,))],
+)
+def test_shares_may_be_percentages(clean_environment: pytest.MonkeyPatch, text: str, shares: tuple[float, ...]) -> None:
+    assert load_settings(ConsumeSettings, {**REQUIRED["consume"], "alpha": text}).alpha == shares
+
+
+def test_a_single_share_may_be_a_percentage(clean_environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert load_settings(ImputeSettings, {**REQUIRED["impute"], "interval": "95%"}).interval == 0.95
+    config = tmp_path / "config.toml"
+    config.write_text('interval = "90%"\n')
+    assert load_settings(ImputeSettings, dict(REQUIRED["impute"]), config, "impute").interval == 0.9
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("0,01", "it has a decimal comma; write 0.01 or 1%"),
+        ("0,5%", "write 0.005 or 0.5%"),
+        ("1,5%", "write 0.015 or 1.5%"),
+        ("0,05,0,01", "write shares like 0.05,0.01 or 5%,1%"),
+        ("1%%", "write a share like 0.01, or a percentage like 1%"),
+        ("100%", "it should be less than 1"),
+        ("0%", "it should be greater than 0"),
+    ],
+)
+def test_invalid_shares_are_rejected_with_a_remedy(
+    clean_environment: pytest.MonkeyPatch, text: str, remedy: str
+) -> None:
+    assert_one_line_error(ConsumeSettings, {"alpha": text}, "--alpha", remedy)
+
+
+def test_a_single_share_with_a_decimal_comma_is_rejected(clean_environment: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="it has a decimal comma; write 0.9 or 90%"):
+        load_settings(ImputeSettings, {**REQUIRED["impute"], "interval": "0,9"}, None, "impute")
 
 
 @pytest.mark.parametrize(("text", "size"), [("512MiB", 2**29), ("1gb", 10**9), ("7", 7), ("1.5KiB", 1536), ("8 b", 8)])

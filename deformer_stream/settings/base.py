@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Annotated, Any, Literal, TypeVar
+from decimal import Decimal
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import (
@@ -23,12 +24,15 @@ from pydantic_settings import (
 VARIABLE_PREFIX = "DEFORMER_"
 """Prefix of the environment variable of each option."""
 
-_SECONDS_BY_UNIT = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SECONDS_BY_UNIT = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
 _BYTES_BY_UNIT = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_NUMBER = r"\d+(?:\.\d+)?"
+_DURATION_PATTERN = "".join(rf"(?:({_NUMBER})\s*{unit}\s*)?" for unit in _SECONDS_BY_UNIT)
+"""Matches a number for each unit of time, the largest unit first. Each unit may be left out."""
 
 
 def parse_duration(value: Any) -> Any:
-    """Convert a duration such as "250ms", "30s", "10m", "2h", "1d" or "30" (seconds) to seconds.
+    """Convert a duration such as "250ms", "30s", "10m", "1h30m", "1d" or "30" (seconds) to seconds.
 
     Args:
         value: A text or any other value. A value that is not a text is returned unchanged; pydantic validates it later.
@@ -36,12 +40,19 @@ def parse_duration(value: Any) -> Any:
     Raises:
         ValueError: The text is not a duration.
     """
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*", value, re.ASCII)
-        if not match:  # `load_settings` adds the flag and the value to the message
-            raise ValueError("this is not a duration; write a number with the unit ms, s, m, h or d, like 30s")
-        value = float(match[1]) * _SECONDS_BY_UNIT[match[2] or "s"]
-    return value
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if re.fullmatch(_NUMBER, text, re.ASCII):
+        return float(text)
+    match = re.fullmatch(_DURATION_PATTERN, text, re.ASCII)
+    if not text or not match:  # `load_settings` adds the flag and the value to the message
+        raise ValueError(
+            "this is not a duration; write numbers with the units ms, s, m, h or d, like 30s, 1.5h or 1h30m"
+        )
+    return sum(
+        float(number or 0) * unit for number, unit in zip(match.groups(), _SECONDS_BY_UNIT.values(), strict=True)
+    )
 
 
 def parse_size(value: Any) -> Any:
@@ -54,7 +65,7 @@ def parse_size(value: Any) -> Any:
         ValueError: The text is not a size, or the size is too large for 64 bits.
     """
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower(), re.ASCII)
+        match = re.fullmatch(rf"\s*({_NUMBER})\s*([a-z]*)\s*", value.lower(), re.ASCII)
         if not match or match[2] not in _BYTES_BY_UNIT:  # `load_settings` adds the flag and the value to the message
             raise ValueError("this is not a size; write a number with the unit KiB, MiB or GiB, like 512MiB")
         num_bytes = float(match[1]) * _BYTES_BY_UNIT[match[2]]
@@ -62,6 +73,42 @@ def parse_size(value: Any) -> Any:
             raise ValueError("this size is not below 8 EiB; give a smaller one")
         return int(num_bytes)
     return value
+
+
+def parse_share(value: Any) -> Any:
+    """Convert a percentage such as "1%" or "0.5 %" to a share (0.01, 0.005).
+
+    Args:
+        value: A text or any other value. A text without a percent sign, such as "0.01", and a value that is not a text
+            are returned unchanged; pydantic validates them later.
+
+    Raises:
+        ValueError: The text is not a percentage, or has a decimal comma.
+    """
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if match := re.fullmatch(r"(\d*),(\d+)\s*(%?)", text, re.ASCII):
+        _refuse_decimal_comma(match[1], match[2], match[3])
+    if not text.endswith("%"):
+        return text
+    number = text[:-1].strip()
+    if not re.fullmatch(_NUMBER, number, re.ASCII):
+        raise ValueError("this is not a percentage; write a share like 0.01, or a percentage like 1%")
+    return float(Decimal(number) / 100)  # exactly the share as it would be written: 1% gives the same as 0.01
+
+
+def _refuse_decimal_comma(whole: str, fraction: str, percent_sign: str) -> NoReturn:
+    """Raise `ValueError` for a share that was written with a decimal comma, and show how it must be written.
+
+    Args:
+        whole: The digits before the comma, such as "0"; may be empty.
+        fraction: The digits after the comma, such as "01".
+        percent_sign: "%" or "".
+    """
+    number = Decimal(f"{whole or 0}.{fraction}")
+    percentage, share = (number, number / 100) if percent_sign else (number * 100, number)
+    raise ValueError(f"it has a decimal comma; write {share.normalize():f} or {percentage.normalize():f}%")
 
 
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -74,24 +121,30 @@ Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, lt=2**63)]
 """A number of bytes."""
 Odds = Annotated[float, Field(gt=1, le=1e9)]
 """Odds in favour of a hypothesis, more than one."""
-MinorityShare = Annotated[float, Field(ge=0, lt=0.5)]
+MinorityShare = Annotated[float, BeforeValidator(parse_share), Field(ge=0, lt=0.5)]
 """A share below one half."""
-Share = Annotated[float, Field(gt=0, lt=1)]
+Share = Annotated[float, BeforeValidator(parse_share), Field(gt=0, lt=1)]
 """A share between zero and one, both excluded."""
 
 
 def parse_shares(value: Any) -> Any:
-    """Convert a comma-separated text such as "0.05,0.01", or one number, to a tuple of shares (numbers from 0 to 1).
+    """Convert a comma-separated text such as "0.05,0.01" or "5%,1%", or one number, to a tuple of shares.
 
     Args:
-        value: The text, the number, or any other value. A text is only split at the commas; pydantic converts the parts
-            to numbers and validates them later. A tuple is returned unchanged.
+        value: The text, the number, or any other value. A text is only split at the commas; `Share` converts the parts
+            to numbers from 0 to 1 and validates them later. A tuple is returned unchanged.
 
     Raises:
-        ValueError: The value is a list, such as a TOML array.
+        ValueError: The value is a list, such as a TOML array, or a text with a decimal comma.
     """
     if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(","))
+        # Neither 0 nor 1 or more is a share. So "0,01" and "1,5%" are numbers with a decimal comma.
+        if match := re.fullmatch(r"\s*(\d*),(\d+)\s*(%?)\s*", value, re.ASCII):
+            _refuse_decimal_comma(match[1], match[2], match[3])
+        parts = tuple(part.strip() for part in value.split(","))
+        if len(parts) > 1 and "0" in parts:
+            raise ValueError("one of the shares is 0, or has a decimal comma; write shares like 0.05,0.01 or 5%,1%")
+        return parts
     if isinstance(value, list):
         raise ValueError('several shares cannot be given as a list; write them as one text, like "0.05,0.01"')
     return (value,) if isinstance(value, int | float) else value
@@ -115,7 +168,12 @@ Shares = Annotated[
 """One or several different shares, the largest first."""
 
 
-METAVAR_BY_PARSER: dict[Any, str] = {parse_duration: "TIME", parse_size: "SIZE", parse_shares: "SHARE[,…]"}
+METAVAR_BY_PARSER: dict[Any, str] = {
+    parse_duration: "TIME",
+    parse_size: "SIZE",
+    parse_share: "SHARE",
+    parse_shares: "SHARE[,…]",
+}
 """By parser, the placeholder that the help shows for a value that the parser converts, such as TIME in `--grace TIME`.
 """
 
