@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time as clock
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from math import isfinite
 
 import numpy as np
@@ -29,6 +29,20 @@ _MICROSECOND, _SECOND, _DAY = timedelta(microseconds=1), timedelta(seconds=1), t
 _FINER_UNITS = (("milliseconds", 1e3), ("microseconds", 1e6), ("nanoseconds", 1e9))  # with their number per second
 _YEAR_2100 = 4_102_444_800
 _LEAP_SECOND = re.compile(r"(.{10}[T ]\d\d:\d\d:)60((?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d))", re.ASCII)
+_CLOCK = (
+    r"(?:[T ]\s*(?P<clock>\d\d?:\d\d(?::\d\d(?:[.,]\d{1,9})?)?))?"  # the time of day after a date; midnight without it
+)
+_LOCAL_TIMES = tuple(
+    re.compile(pattern + _CLOCK, re.ASCII | re.IGNORECASE)
+    for pattern in (
+        r"(?P<year>\d{4})([-/.])(?P<month>\d\d?)\2(?P<day>\d\d?)",
+        r"(?P<day>\d\d?)\.(?P<month>\d\d?)\.(?P<year>\d{4})",
+        r"(?P<day>\d\d?)([- ])(?P<month>[a-z]{3})\2(?P<year>\d{4}|\d\d)",
+    )
+)
+"""Dates and times without a zone in which the order of day and month is certain. Dates such as 12/31/2025 are not among
+them, because 05/06/2025 could be in May or in June."""
+_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 _TIME_OF_DAY = re.compile(r"([01]\d|2[0-3]):([0-5]\d)(?::([0-5]\d(?:\.\d{1,9})?))?", re.ASCII)
 
 
@@ -125,6 +139,55 @@ def _parse_datetime(text: str) -> datetime:
             "second from 00 to 59"
         )
     return next_second
+
+
+def parse_local_time(text: str) -> datetime | None:
+    """Return the date and time that a text without a zone spells, without a zone; None for other text.
+
+    These spellings are understood, each with or without seconds and a fraction, or without the time of day (midnight):
+    `2025-12-31 23:59:59` (also with `T`, and with slashes or points in the date), `31.12.2025 23:59:59`, and
+    `31-Dec-2025 23:59:59` (English names of months, the year also with two digits).
+    """
+    match = next(filter(None, (pattern.fullmatch(text.strip()) for pattern in _LOCAL_TIMES)), None)
+    if match is None:
+        return None
+    month, year = match["month"].lower(), int(match["year"])
+    if month.isalpha() and month not in _MONTHS:
+        return None
+    month_number = _MONTHS.index(month) + 1 if month.isalpha() else int(month)
+    if len(match["year"]) == 2:
+        year += 2000
+    hours, minutes, seconds = [*(match["clock"] or "0:0").replace(",", ".").split(":"), "0"][:3]
+    try:
+        midnight = datetime(year, month_number, int(match["day"]), int(hours), int(minutes))
+    except ValueError:  # such as the 31st of February
+        return None
+    whole_seconds, _, fraction = seconds.partition(".")
+    if int(whole_seconds) >= 60:
+        return None
+    return midnight + timedelta(seconds=int(whole_seconds), microseconds=int(fraction[:6].ljust(6, "0")))
+
+
+def is_time_text(text: str) -> bool:
+    """Return whether a text is a date and time, with or without a zone. A number is none."""
+    try:
+        parse_rfc3339(text.strip())
+    except RejectionError:
+        return parse_local_time(text) is not None
+    return True
+
+
+def localize(moment: datetime, timezone: tzinfo) -> int:
+    """Return a date and time without a zone as microseconds since 1970.
+
+    An hour that occurs twice, at the end of summer time, is taken as the first of the two. An hour that does not occur
+    counts as if the clock had not been changed yet.
+
+    Args:
+        moment: Date and time in the zone.
+        timezone: The zone.
+    """
+    return (moment.replace(tzinfo=timezone) - EPOCH) // _MICROSECOND
 
 
 def parse_time_of_day(text: str) -> float | None:

@@ -1,0 +1,277 @@
+"""Find the input files of a command: files, folders and quoted patterns such as `'logs/*.parquet'`.
+
+Nothing heavy is imported here, so that every command can report a wrong path at once. Hidden files in folders are
+skipped. The folder of a Delta Lake or Apache Iceberg table may also hold files of older versions of the table. Such a
+folder is accepted only if each data file belongs to the current version, because the table's own list of files is not
+used.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from deformer_stream.errors import ConfigError, InputError
+
+PARQUET = (".parquet", ".pq")
+"""Endings of the names of Parquet files."""
+CSV = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+"""Endings of the names of CSV files."""
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+"""Endings of the names of files of JSON lines."""
+
+_PARQUET_MAGIC = b"PAR1"  # the first bytes of each Parquet file
+_GLOB_CHARACTERS = "*?["
+_DELTA_LOG = "_delta_log"
+_FIRST_DELTA_COMMIT = f"{0:020}.json"  # a commit file is named after the version, with 20 digits
+_ICEBERG_METADATA = "metadata"
+_EXPORT_CURRENT_VERSION = (
+    "all files in the folder would be read, so write the current version to plain Parquet files and give their folder"
+)
+
+
+def has_ending(path: str | Path, endings: Collection[str]) -> bool:
+    """Return whether the name of a file ends with one of several endings, in lower or upper case.
+
+    Args:
+        path: The file.
+        endings: Endings in lower case, such as ".parquet" or ".csv.gz".
+    """
+    return Path(path).name.lower().endswith(tuple(endings))
+
+
+def find_files(inputs: Sequence[str | Path], endings: Collection[str] = PARQUET + CSV + JSON_LINES) -> list[Path]:
+    """Return the input files: folders and patterns among the inputs are replaced by the data files that they denote.
+
+    The files of a folder or of a pattern are sorted by path. Hidden files, files with other endings, and the metadata
+    of Delta Lake and Iceberg tables are left out there. A file that is named itself may have any ending if it is a
+    Parquet file.
+
+    Args:
+        inputs: Paths of files and folders, and patterns with `*`, `?`, `[…]` and `**` (any number of folders).
+        endings: Endings of the names of data files in lower case.
+
+    Raises:
+        InputError: An input does not exist or has an unknown ending, a folder or a pattern holds no data file, or a
+            folder is a Delta Lake or Iceberg table that may hold outdated files.
+    """
+    files: list[Path] = []
+    for entry in map(Path, inputs):
+        if entry.is_dir():
+            files_in_folder = list_data_files(entry, endings)
+            if not files_in_folder:
+                raise InputError(f"{entry}: no {_name_formats(endings)} file in this folder; check the path")
+            files += files_in_folder
+        elif entry.exists():
+            if not has_ending(entry, endings) and not _is_parquet(entry):
+                known_endings = " ".join(endings)
+                raise InputError(
+                    f"{entry}: unknown kind of file; choose a file whose name ends in one of {known_endings}"
+                )
+            files.append(entry)
+        elif any(character in str(entry) for character in _GLOB_CHARACTERS):
+            files += _expand_pattern(str(entry), endings)
+        else:
+            raise InputError(f"{entry}: no such file or folder; check the path")
+    if not files:
+        raise InputError("no input files were given; name at least one file or folder")
+    return files
+
+
+def _expand_pattern(pattern: str, endings: Collection[str]) -> list[Path]:
+    """Return the data files that a pattern such as `logs/*.parquet` matches, sorted by path.
+
+    A folder that the pattern matches stands for the data files in it. With `**`, a folder and the files in it may both
+    match; each file is returned once.
+
+    Raises:
+        InputError: The pattern matches no data file.
+    """
+    files: set[Path] = set()
+    for match in map(Path, glob.iglob(pattern, recursive=True)):
+        if match.is_dir():
+            files.update(list_data_files(match, endings))
+        elif has_ending(match, endings) and not match.name.startswith("_"):
+            files.add(match)
+    if not files:
+        raise InputError(
+            f"{pattern}: no {_name_formats(endings)} file matches this pattern; check the pattern and the folder"
+        )
+    return sorted(files)
+
+
+def _name_formats(endings: Collection[str]) -> str:
+    """Return the names of the file formats with some endings as text for an error message, "Parquet or CSV"."""
+    endings_by_format = {"Parquet": PARQUET, "CSV": CSV, "JSON lines": JSON_LINES}
+    names = [name for name, known in endings_by_format.items() if not set(known).isdisjoint(endings)]
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _is_parquet(path: Path) -> bool:
+    """Return whether a file begins as a Parquet file does. A file that cannot be read counts as another one."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC
+    except OSError:
+        return False
+
+
+def check_no_overwrite(inputs: Sequence[str | Path], outputs: Mapping[str, str | Path | None]) -> None:
+    """Check that no output file is also an input file or another output file, which would then be overwritten.
+
+    Standard input and output ("-") and special files such as /dev/null are not checked, because writing to them
+    destroys nothing.
+
+    Args:
+        inputs: Paths of input files and folders.
+        outputs: For the name of each option, such as "--alerts", the path of its output file; None or "" if the option
+            is not used.
+
+    Raises:
+        ConfigError: An output file is also an input or another output.
+        InputError: An input does not exist.
+    """
+    input_files_and_folders = [entry for entry in inputs if str(entry) != "-"]
+    input_files = find_files(input_files_and_folders) if input_files_and_folders else []
+    use_by_path = {path.resolve(): "an input" for path in input_files}
+    for option, output in outputs.items():
+        if output is None or str(output) in ("", "-"):
+            continue
+        path = Path(output).resolve()
+        if path in use_by_path:
+            raise ConfigError(
+                f"{option} {output} would overwrite a file that is also {use_by_path[path]}; choose another path"
+            )
+        is_special_file = path.exists() and not path.is_file()
+        if not is_special_file:
+            use_by_path[path] = f"the output of {option}"
+
+
+def list_data_files(folder: Path, endings: Collection[str]) -> list[Path]:
+    """Return the data files in a folder and in its subfolders, sorted by path.
+
+    Files and folders are skipped if their name begins with a dot or an underscore, which marks hidden and temporary
+    files. The `metadata` folder of an Iceberg table is skipped as well.
+
+    Args:
+        folder: The folder.
+        endings: Endings of the names of data files in lower case, such as ".parquet". Files with the same ending in
+            upper case count as well.
+
+    Raises:
+        InputError: The folder contains a Delta Lake or Iceberg table that may hold files of older versions.
+    """
+    # Refuse tables with outdated rows, before any file is returned.
+    for log_folder in folder.rglob(_DELTA_LOG):
+        if not _is_hidden(log_folder.parent.relative_to(folder)):
+            _check_delta_log(log_folder)
+    metadata_folders = set()
+    for metadata_file in folder.rglob("*.metadata.json"):
+        is_table = metadata_file.parent.name == _ICEBERG_METADATA
+        if is_table and not _is_hidden(metadata_file.relative_to(folder)):
+            _check_iceberg_metadata(metadata_file)
+            metadata_folders.add(metadata_file.parent)
+    # Some files that describe an Iceberg table have the ending of a data file. They lie in its metadata folder.
+    candidates = (path for path in folder.rglob("*") if has_ending(path, endings) and path.is_file())
+    return sorted(
+        path
+        for path in candidates
+        if not _is_hidden(path.relative_to(folder)) and metadata_folders.isdisjoint(path.parents)
+    )
+
+
+def _is_hidden(path: Path) -> bool:
+    """Return whether a file or folder name in a path begins with a dot or an underscore.
+
+    Such names mark hidden and temporary files.
+    """
+    return any(part.startswith((".", "_")) for part in path.parts)
+
+
+def _check_delta_log(log_folder: Path) -> None:
+    """Check that all rows in the files of a Delta Lake table belong to its current version.
+
+    A commit that removes a file leaves the file in the folder for a while, and a deletion vector marks rows of a file
+    as deleted. In both cases outdated rows would become part of the input.
+
+    Args:
+        log_folder: The folder `_delta_log` of the table, with one file of JSON lines per commit.
+
+    Raises:
+        InputError: If a commit removed a file or deleted rows, or if the log is incomplete or not readable.
+    """
+    table = log_folder.parent
+    # Old commits can be deleted from the log. Without the first one, it is unknown whether a commit removed a file.
+    if not (log_folder / _FIRST_DELTA_COMMIT).is_file():
+        raise InputError(
+            f"{table}: this Delta Lake table may hold files of older versions "
+            "(without the first commit of its log, which is missing, it is unknown which files were removed): "
+            f"{_EXPORT_CURRENT_VERSION}"
+        )
+    for commit_file in sorted(log_folder.glob("*.json")):
+        # Each object adds a file to the table, removes one, or changes a setting.
+        for action in _read_json_objects(commit_file, table):
+            if "remove" in action:
+                raise InputError(
+                    f"{table}: this Delta Lake table may hold files of older versions "
+                    f"(the commit {commit_file.name} removed a file from it): {_EXPORT_CURRENT_VERSION}"
+                )
+            if (action.get("add") or {}).get("deletionVector"):
+                raise InputError(
+                    f"{table}: this Delta Lake table may hold files of older versions "
+                    f"(the commit {commit_file.name} deleted rows of a file): {_EXPORT_CURRENT_VERSION}"
+                )
+
+
+def _check_iceberg_metadata(metadata_file: Path) -> None:
+    """Check that all rows in the files of an Iceberg table belong to its current version.
+
+    This holds if each snapshot (version) of the table only appended files. Files that were overwritten or deleted stay
+    in the folder until they expire, and files that list deleted rows look like data files.
+
+    Args:
+        metadata_file: A file `metadata/*.metadata.json` of the table, which lists its snapshots.
+
+    Raises:
+        InputError: If a snapshot did anything other than append files, or if the file is not readable.
+    """
+    table = metadata_file.parent.parent
+    for document in _read_json_objects(metadata_file, table, is_one_document=True):
+        for snapshot in document.get("snapshots") or []:
+            operation = (snapshot.get("summary") or {}).get("operation", "unknown")
+            if operation != "append":
+                raise InputError(
+                    f"{table}: this Iceberg table may hold files of older versions "
+                    f"({metadata_file.name} lists a snapshot with the operation {operation!r}): "
+                    f"{_EXPORT_CURRENT_VERSION}"
+                )
+
+
+def _read_json_objects(path: Path, table: Path, is_one_document: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in a file that describes a table; other JSON values in the file are skipped.
+
+    Args:
+        path: The file.
+        table: The folder of the table, for error messages.
+        is_one_document: Whether the file holds one object (Iceberg), instead of one object per line (Delta Lake).
+
+    Raises:
+        InputError: The file cannot be read as JSON.
+    """
+    try:
+        content = path.read_bytes()
+        for text in [content] if is_one_document else content.splitlines():
+            # An empty line is yielded as an object without entries, which states nothing about the table.
+            document = orjson.loads(text) if text.strip() else {}
+            if isinstance(document, dict):
+                yield document
+    except (OSError, orjson.JSONDecodeError) as error:
+        kind = "Iceberg" if is_one_document else "Delta Lake"
+        raise InputError(
+            f"{table}: this {kind} table may hold files of older versions (its file {path.name}, which lists the "
+            f"changes of the table, cannot be read: {error}): {_EXPORT_CURRENT_VERSION}"
+        ) from error
