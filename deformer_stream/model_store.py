@@ -2,9 +2,10 @@
 
 A model directory holds:
 
-    model.safetensors   the weights
-    manifest.json       format version, features, hyperparameters, calibration, training summary, checksums
-    report.html         the training report for people; not needed to score
+    model.safetensors         the weights
+    manifest.json             format version, features, hyperparameters, calibration, training summary, checksums
+    seen-records.safetensors  fingerprints of the records that the model has seen; only `calibrate` reads it
+    report.html               the training report for people; not needed to score
 
 A directory is written under a temporary name and renamed, so that it is never incomplete. The manifest holds its own
 SHA-256 and the size and SHA-256 of the weights. A truncated or altered file is refused with an error that names it.
@@ -24,12 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import safetensors.numpy
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
 from deformer_stream import __version__
 from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.seen_records import RecordSet, SeenRecords
 from deformer_stream.errors import ArtifactError, ConfigError, map_write_errors
 from deformer_stream.kernels import build
 from deformer_stream.kernels.cpu import is_supported
@@ -45,6 +49,7 @@ the lowest version that has all of its contents. Older releases can therefore re
 of it.
 """
 WEIGHTS, MANIFEST, REPORT = "model.safetensors", "manifest.json", "report.html"
+SEEN_RECORDS = "seen-records.safetensors"
 MAX_NAME_CHARS = 1024
 """The largest number of characters in the name of a feature or in a label.
 
@@ -107,7 +112,14 @@ def check_output_directory(directory: Path) -> None:
         )
 
 
-def write(directory: Path, model: DEformer, calibration: Calibration, training: dict[str, Any], report: str) -> str:
+def write(
+    directory: Path,
+    model: DEformer,
+    calibration: Calibration,
+    training: dict[str, Any],
+    report: str,
+    seen_records: SeenRecords | None = None,
+) -> str:
     """Write a model directory and return the fingerprint of the model.
 
     The files are written to a temporary directory next to the final one and synced to disk; then the directory is
@@ -120,6 +132,8 @@ def write(directory: Path, model: DEformer, calibration: Calibration, training: 
         calibration: The model's anomaly scores of normal records, with which new scores are compared.
         training: A summary of the training, as JSON values by key. Numbers that are not finite are stored as null.
         report: The training report, an HTML page.
+        seen_records: Fingerprints of the records that the model was trained and calibrated with, None if they are not
+            known. They do not enter the fingerprint of the model.
 
     Returns:
         The fingerprint: 16 hexadecimal digits that identify the weights, the schema (the features) and the calibration
@@ -133,7 +147,8 @@ def write(directory: Path, model: DEformer, calibration: Calibration, training: 
     directory = Path(directory).absolute()
     check_output_directory(directory)
     weights = safetensors.torch.save({key: t.detach().cpu().contiguous() for key, t in model.state_dict().items()})
-    rendered = _render_manifest(_create_manifest(model, calibration, training, weights))
+    seen = None if seen_records is None else _encode_seen_records(seen_records)
+    rendered = _render_manifest(_create_manifest(model, calibration, training, weights, seen and seen[0]))
     if len(rendered) > MAX_MANIFEST_BYTES:
         raise ArtifactError(
             f"the model cannot be written, because its {MANIFEST} would have {len(rendered)} bytes and the limit is "
@@ -154,6 +169,8 @@ def write(directory: Path, model: DEformer, calibration: Calibration, training: 
             temporary.chmod(0o755)  # mkdtemp allows only the owner to read
             _write_and_sync(temporary / WEIGHTS, weights)
             _write_and_sync(temporary / MANIFEST, rendered)
+            if seen is not None:
+                _write_and_sync(temporary / SEEN_RECORDS, seen[1])
             _write_and_sync(temporary / REPORT, report.encode("utf-8", "backslashreplace"))
             _sync_directory(temporary)
             _replace_directory(temporary, directory)
@@ -164,7 +181,11 @@ def write(directory: Path, model: DEformer, calibration: Calibration, training: 
 
 
 def _create_manifest(
-    model: DEformer, calibration: Calibration, training: dict[str, Any], weights: bytes
+    model: DEformer,
+    calibration: Calibration,
+    training: dict[str, Any],
+    weights: bytes,
+    seen_records: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Return the contents of manifest.json for a model, with fingerprints and checksums.
 
@@ -173,6 +194,7 @@ def _create_manifest(
         calibration: The model's anomaly scores of normal records, with which new scores are compared.
         training: A summary of the training, as JSON values by key.
         weights: The contents of model.safetensors, for their size and checksum.
+        seen_records: The entry `seen_records`, which describes the file of this name; None if there is no such file.
     """
     window = model.schema.window
     manifest: dict[str, Any] = {
@@ -184,13 +206,93 @@ def _create_manifest(
         "hyperparameters": model.config.to_json(),
         "calibration": calibration.to_json(),
         "training": _replace_non_finite(training),
-        "files": {WEIGHTS: {"size": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}},
+        "files": {WEIGHTS: _describe_file(weights)},
+        # Not a part of `files`, because these determine the fingerprint of the model.
+        **({} if seen_records is None else {"seen_records": seen_records}),
     }
     # Each of these entries is computed from entries above, and the checksum from all others.
     manifest["format_version"] = _determine_version(manifest)
     manifest["fingerprint"] = _compute_fingerprint(manifest)
     manifest["sha256"] = _compute_digest(manifest)
     return manifest
+
+
+def _describe_file(content: bytes) -> dict[str, Any]:
+    """Return the size and the SHA-256 of a file, as the manifest states them."""
+    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _encode_seen_records(seen_records: SeenRecords) -> tuple[dict[str, Any], bytes]:
+    """Return the entry `seen_records` of the manifest, and the contents of the file seen-records.safetensors.
+
+    The entry holds the numbers of each set of records and describes the file. The file has a tensor with the
+    fingerprints of each set: `calibration`, and `training.0`, `training.1`, … for the tables of the training.
+    """
+    calibration = seen_records.calibration
+    tensors = {f"training.{i}": records.fingerprints for i, records in enumerate(seen_records.training)}
+    if calibration is not None:
+        tensors["calibration"] = calibration.fingerprints
+    content = safetensors.numpy.save(tensors)
+    entry = {
+        "file": _describe_file(content),
+        "training": [_describe_record_set(records) for records in seen_records.training],
+        "calibration": None if calibration is None else _describe_record_set(calibration),
+    }
+    return entry, content
+
+
+def _describe_record_set(records: RecordSet) -> dict[str, int]:
+    """Return the numbers of a set of seen records; the keys are part of the format of the manifest."""
+    return {
+        "records": records.num_records,
+        "repeated": records.num_repeated,
+        "different": records.num_different,
+        "different_repeated": records.num_different_repeated,
+    }
+
+
+def read_seen_records(directory: Path, manifest: dict[str, Any]) -> SeenRecords | None:
+    """Return the fingerprints of the records that a model has seen, from its directory.
+
+    Args:
+        directory: The model directory.
+        manifest: The contents of its manifest.json.
+
+    Returns:
+        The fingerprints; None if the model was written by a release that did not store them.
+
+    Raises:
+        ArtifactError: The file with the fingerprints is missing, altered or inconsistent. The message names it.
+    """
+    entry = manifest.get("seen_records")
+    if entry is None:
+        return None
+    path = Path(directory) / SEEN_RECORDS
+    try:
+        size, sha256 = int(entry["file"]["size"]), entry["file"]["sha256"]
+        content = _read_at_most(path, size)
+        if _describe_file(content) != {"size": size, "sha256": sha256}:
+            raise ArtifactError(f"{path} was cut short or altered (its SHA-256 does not match): {_REMEDY}")
+        tensors = safetensors.numpy.load(content)
+        training = tuple(
+            _build_record_set(tensors[f"training.{i}"], numbers) for i, numbers in enumerate(entry["training"])
+        )
+        numbers = entry["calibration"]
+        calibration = None if numbers is None else _build_record_set(tensors["calibration"], numbers)
+        return SeenRecords(training, calibration)
+    except _INCONSISTENCY_ERRORS as error:
+        raise ArtifactError(f"{path} is damaged ({_to_printable_line(error)}): {_REMEDY}") from None
+
+
+def _build_record_set(fingerprints: np.ndarray[Any, Any], numbers: dict[str, int]) -> RecordSet:
+    """Return a set of seen records from its tensor and from the numbers that `_describe_record_set` returned."""
+    return RecordSet(
+        fingerprints=fingerprints,
+        num_records=numbers["records"],
+        num_repeated=numbers["repeated"],
+        num_different=numbers["different"],
+        num_different_repeated=numbers["different_repeated"],
+    )
 
 
 def _write_and_sync(path: Path, data: bytes) -> None:
@@ -470,11 +572,18 @@ def _build_model(manifest: dict[str, Any], weights: bytes, directory: Path) -> t
         model.load_state_dict(tensors)
         return model, Calibration.from_json(manifest["calibration"])
     except _INCONSISTENCY_ERRORS as error:
-        # The error can quote text from the files. Show one line, and escape control characters, which could otherwise
-        # change what a terminal shows.
-        one_line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        printable = repr(one_line)[1:-1]
-        raise ArtifactError(f"the model directory {directory} is damaged ({printable}): {_REMEDY}") from None
+        raise ArtifactError(
+            f"the model directory {directory} is damaged ({_to_printable_line(error)}): {_REMEDY}"
+        ) from None
+
+
+def _to_printable_line(error: Exception) -> str:
+    """Return the type and the text of an error, which can quote text from damaged files, as one short line.
+
+    Control characters are escaped, because they could otherwise change what a terminal shows.
+    """
+    one_line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return repr(one_line)[1:-1]
 
 
 def _check_manifest(manifest: dict[str, Any], schema: Schema, directory: Path) -> None:

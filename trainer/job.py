@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import DEFAULT_ALPHAS, MAX_CALIBRATION_RECORDS, Calibration
+from deformer_stream.calibration.seen_records import RecordSet, find_seen_records
 from deformer_stream.calibration.torch_scoring import RecordScores
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer, ModelConfig
@@ -213,6 +214,7 @@ def train(
         planned = _prepare_run(tables, settings, folder, budget, ranks, on_prepared, on_message)
         run, data = planned.run, planned.run.data
         order = choose_order(settings.order, data)
+        earlier_records = _read_earlier_records(settings)  # before the training, because the directory may be damaged
         result = _train_model(planned, should_stop, on_status)
         if ranks.world_size > 1:
             # The other processes have finished, so their shared clock (a collective operation) can no longer be read.
@@ -244,7 +246,14 @@ def train(
             "held_out": len(held_out.nll_by_record),
         }
         page = render(data, result, calibration, held_out, summary)
-        fingerprint = model_store.write(settings.out, model, calibration, summary, page)
+        seen_records = find_seen_records(
+            data.schema,
+            data.values,
+            is_training=np.isin(data.split, (Split.TRAIN, Split.VALIDATION)),
+            is_calibration=data.split == Split.CALIBRATION,
+            earlier=earlier_records,
+        )
+        fingerprint = model_store.write(settings.out, model, calibration, summary, page, seen_records)
         shutil.rmtree(folder)
     return TrainingOutput(settings.out, fingerprint, data, model, result, calibration, held_out, summary)
 
@@ -880,6 +889,19 @@ def _describe_identity(
     return identity | {  # JSON has lists, but no tuples
         name: list(value) if isinstance(value, tuple) else value for name, value in hyperparameters.items()
     }
+
+
+def _read_earlier_records(settings: TrainConfig) -> tuple[RecordSet, ...]:
+    """Return fingerprints of the records that the old model was trained on, which is adapted (`--init-from`).
+
+    The adapted model has seen them, too. The result is empty without the option, and if the old model was written by a
+    release that did not store fingerprints.
+    """
+    if settings.init_from is None:
+        return ()
+    manifest = model_store.read_manifest(settings.init_from)
+    seen_records = model_store.read_seen_records(settings.init_from, manifest)
+    return () if seen_records is None else seen_records.training
 
 
 def _summarize_training(
