@@ -10,20 +10,85 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from deformer_stream.errors import DeformerError
 from deformer_stream.runtime.process import limit_thread_spinning
 
-HELP = {"help_option_names": ["-h", "--help"]}
-"""Click context settings of every command: -h prints the help, as --help does."""
+HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+"""Click context settings of every command: -h prints the help, as --help does, and lines may be longer than 80
+characters if the terminal is wide enough."""
 
 BUG_EXIT_CODE, USAGE_EXIT_CODE, INTERRUPTED_EXIT_CODE = 1, 2, 130
 
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
 CommandBuilder = Callable[[], click.Command]
+
+
+GENERAL_HEADING = "General"
+"""The heading of options such as `--debug`, which belong to no other group of options. It is repeated from
+`settings.option_groups`, because importing the settings would delay the help of the group of commands."""
+
+
+NAME_WIDTH = 25
+"""Number of characters of the column with the names of options. A longer name gets a line of its own."""
+
+
+class HelpCommand(click.Command):
+    """A command whose help lists its options under headings, followed by examples.
+
+    Args:
+        examples: For each example, what it does and the command line.
+        others: Further arguments of `click.Command`. An option with an attribute `heading` is listed under this
+            heading.
+
+    Attributes:
+        examples: The examples.
+    """
+
+    def __init__(self, *arguments: Any, examples: Sequence[tuple[str, str]] = (), **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self.examples = examples
+
+    def group_options(self, ctx: click.Context) -> dict[str, list[click.Option]]:
+        """Return the options by heading, in the order in which the help lists them.
+
+        Options without a heading come last. If no option has a heading, the only heading is "Options".
+        """
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option) and not param.hidden]
+        headings = dict.fromkeys(getattr(option, "heading", GENERAL_HEADING) for option in options)
+        if len(headings) == 1:
+            return {"Options": options}
+        headings.pop(GENERAL_HEADING, None)
+        return {
+            heading: [option for option in options if getattr(option, "heading", GENERAL_HEADING) == heading]
+            for heading in (*headings, GENERAL_HEADING)
+        }
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options under their headings into the help."""
+        for heading, options in self.group_options(ctx).items():
+            records = [record for option in options if (record := option.get_help_record(ctx)) is not None]
+            # All names are padded to one width, so that the descriptions of all groups begin in the same column.
+            padded = [(name.ljust(NAME_WIDTH), description) for name, description in records]
+            with formatter.section(heading):
+                formatter.write_dl(padded, col_max=NAME_WIDTH)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples into the help, each as a comment and a command line that can be copied."""
+        if not self.examples:
+            return
+        with formatter.section("Examples"):
+            indent = " " * formatter.current_indent
+            # Long command lines are not wrapped, so that they can be copied.
+            formatter.write(
+                "\n".join(f"{indent}# {description}\n{indent}{command}\n" for description, command in self.examples)
+            )
 
 
 class LazyGroup(click.Group):
@@ -55,6 +120,15 @@ class LazyGroup(click.Group):
         """Write the names and summaries of the commands into the help, without building the commands."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, self.summary_by_name[name]) for name in self.builder_by_name])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the names of commands and options that begin with a text, without building the commands."""
+        from click.shell_completion import CompletionItem
+
+        names = [name for name in self.builder_by_name if name.startswith(incomplete)]
+        # The method of `click.Command`, because that of `click.Group` would build every command.
+        options = click.Command.shell_complete(self, ctx, incomplete)
+        return [CompletionItem(name, help=self.summary_by_name[name]) for name in names] + options
 
 
 def add_debug_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,6 +194,7 @@ def run(command: click.Command, name: str) -> None:
         name: Name of the program, with which an error message begins.
     """
     limit_thread_spinning()  # by an environment variable, which torch reads when a command imports it
+    complete_in_shell(command, name)
     try:
         # Click's own method `main` would print errors in its own format.
         with command.make_context(name, sys.argv[1:]) as context:
@@ -150,6 +225,34 @@ def run(command: click.Command, name: str) -> None:
         remedy = "this is a bug, please report it with the output of --debug"
         exit_code = _print_error(name, f"{cause}; {remedy}", BUG_EXIT_CODE)
     sys.exit(exit_code)
+
+
+def get_completion_variable(name: str) -> str:
+    """Return the environment variable in which a shell requests completions of a program's arguments from the program.
+
+    Args:
+        name: Name of the program.
+    """
+    return f"_{name.replace('-', '_').upper()}_COMPLETE"
+
+
+def complete_in_shell(command: click.Command, name: str) -> None:
+    """Print completions and end the process, if the environment variable of the program requests them.
+
+    A shell sets the variable to a text such as "bash_complete", and receives the completions of the present command
+    line. A user can set it to a text such as "bash_source", and receives the script that sets up the shell.
+
+    Args:
+        command: The command of the program.
+        name: Name of the program.
+    """
+    variable = get_completion_variable(name)
+    instruction = os.environ.get(variable)
+    if not instruction:
+        return
+    from click.shell_completion import shell_complete
+
+    sys.exit(shell_complete(command, {}, name, variable, instruction))
 
 
 def _print_error(name: str, message: str, exit_code: int) -> int:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import click
 
+from deformer_stream.cli_utils import HelpCommand
+
 PAGE = Path(__file__).parent / "reference" / "commands.md"
 
 INTRODUCTION = """\
@@ -41,15 +43,19 @@ def commands() -> list[tuple[str, click.Command]]:
 
 
 def describe(name: str, command: click.Command) -> str:
-    """Return the Markdown section of one command: its help text and a table of its options."""
+    """Return the Markdown section of one command: its help text, its examples, and a table of each group of options."""
+    assert isinstance(command, HelpCommand)
     context = click.Context(command, info_name=name)
     usage = " ".join([name, *command.collect_usage_pieces(context)])
     lines = [f"## {name}", "", inspect.cleandoc(command.help or ""), "", "```text", usage, "```", ""]
-    lines += ["| option | default | meaning |", "|---|---|---|"]
-    for parameter in command.params:
-        if isinstance(parameter, click.Option) and not parameter.hidden:
-            lines.append(describe_option(parameter, context))
-    return "\n".join(lines) + "\n"
+    if command.examples:
+        examples = "\n\n".join(f"# {description}\n{line}" for description, line in command.examples)
+        lines += ["```sh", examples, "```", ""]
+    for heading, options in command.group_options(context).items():
+        lines += [f"**{heading}**", "", "| option | default | meaning |", "|---|---|---|"]
+        lines += [describe_option(option, context) for option in options]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def describe_option(option: click.Option, context: click.Context) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -74,6 +75,44 @@ def test_every_command_has_help(name: str, cli: Callable[..., SimpleNamespace]) 
     assert (result.code, result.err) == (0, "")
     assert f"deformer-stream {name}" in result.out
     assert "--debug" in result.out
+
+
+@pytest.mark.parametrize("name", ["consume", "replay", "calibrate", "produce", "impute", "sample", "demo"])
+def test_help_has_groups_of_options_and_examples(name: str, cli: Callable[..., SimpleNamespace]) -> None:
+    text = cli(name, "--help").out
+    groups, _, examples = text.partition("Examples:\n")
+    headings = re.findall(r"^([A-Z][\w ]+):$", groups, re.MULTILINE)
+    assert len(headings) > 1
+    assert headings[-1] == "General"
+    assert "Further options" not in headings, "every option has a heading in settings.option_groups"
+    assert f"  deformer-stream {name} " in examples or f"| deformer-stream {name} " in examples
+
+
+def test_help_of_consume_lists_related_options_together(cli: Callable[..., SimpleNamespace]) -> None:
+    groups = re.split(r"^([A-Z][\w ]+):$", cli("consume", "--help").out, flags=re.MULTILINE)
+    text_by_heading = dict(zip(groups[1::2], groups[2::2], strict=True))
+    assert list(text_by_heading)[:3] == ["Input", "Model", "Alerts"]
+    flags_by_heading = {
+        heading: re.findall(r"^  (--[\w-]+)", text, re.MULTILINE) for heading, text in text_by_heading.items()
+    }
+    assert flags_by_heading["Input"][:2] == ["--topic", "--source"]
+    assert flags_by_heading["Alerts"][0] == "--alpha"
+    assert {"--bootstrap-servers", "--group"} <= set(flags_by_heading["Kafka"])
+    assert all(flag.startswith(("--ssl", "--sasl", "--security")) for flag in flags_by_heading["Kafka security"])
+
+
+def test_help_of_training_has_groups_of_options_and_examples() -> None:
+    text = run_program("deformer-train", ["--help"]).stdout
+    for heading in ("Model directory", "Time and size", "Normal records", "Columns", "Windows", "Calibration"):
+        assert f"\n{heading}:\n" in text
+    assert "Further options" not in text
+    assert "Examples:\n  # " in text
+    assert "  deformer-train normal.parquet --out model --max-time 10m\n" in text
+
+
+@pytest.mark.parametrize("words", [["consume", "--help"], ["replay", "--help"], ["inspect", "--help"]])
+def test_help_of_a_command_imports_no_heavy_package(words: list[str]) -> None:
+    assert run_program("deformer-stream", words, HEAVY_PACKAGES).returncode == 0
 
 
 def test_program_without_command_shows_help(cli: Callable[..., SimpleNamespace]) -> None:

@@ -12,12 +12,28 @@ from typing import Any
 
 import click
 
-from deformer_stream.cli_utils import add_debug_option, is_debugging, run
+from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, run
 from deformer_stream.settings import add_options, load_settings
 from trainer.settings import TrainConfig, TrainSettings
 
+EXAMPLES = (
+    (
+        "Train for at most ten minutes on the rows of a table, which are normal records:",
+        "deformer-train normal.parquet --out model --max-time 10m",
+    ),
+    (
+        "Train on the normal rows only, and leave two columns out:",
+        "deformer-train pumps.parquet --out model --label fault --normal none --exclude id,operator",
+    ),
+    (
+        "Train on windows of a minute of the readings of each device:",
+        "deformer-train readings.parquet --out model --window 60s --slots 6",
+    ),
+)
+"""For each example at the end of the help, what it does and the command line."""
 
-@click.command(name="deformer-train", context_settings={"help_option_names": ["-h", "--help"]})
+
+@click.command("deformer-train", cls=HelpCommand, examples=EXAMPLES, context_settings=HELP)
 @click.argument("tables", nargs=-1, required=True, metavar="TABLE…", type=click.Path(path_type=Path))
 @add_options(TrainSettings)
 @add_debug_option

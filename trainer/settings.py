@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from deformer_stream.settings import Device, Duration, MinorityShare, Settings, Share, WindowWidth
+from deformer_stream.settings import Device, Duration, MinorityShare, OptionGroups, Settings, Share, WindowWidth
 
 Preset = Literal["tiny", "small", "base", "paper"]
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -80,8 +80,22 @@ def _check_periods(text: str) -> str:
 Cycles = Annotated[str, BeforeValidator(_join_list), AfterValidator(_check_periods)]
 
 
+OPTION_GROUPS: OptionGroups = {
+    "Model directory": ("out", "resume", "init_from"),
+    "Time and size": ("max_time", "preset", "epochs", "device", "training_precision", "accumulate", "seed", "dry_run"),
+    "Tables": ("layout", "time_column", "device_column", "timezone", "delimiter", "decimal", "encoding", "no_header"),
+    "Normal records": ("label", "normal", "contamination", "faults"),
+    "Columns": ("exclude", "context", "discrete", "continuous", "cycle"),
+    "Windows": ("window", "slots", "per_slot", "once"),
+    "Calibration": ("calibration_share", "folds", "order", "ties"),
+}
+"""The headings under which `--help` lists the options, each with the names of its settings fields."""
+
+
 class TrainSettings(Settings):
     """The command-line flags of `deformer-train`. The description of each field is its text in `--help`."""
+
+    option_groups: ClassVar[OptionGroups] = OPTION_GROUPS
 
     out: Path = Field(
         description="Model directory to write. An existing model directory is replaced when training has succeeded."

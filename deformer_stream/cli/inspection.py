@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from deformer_stream.cli_utils import HELP, add_debug_option
+from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
+from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option
 
 COMMANDS_WITH_SETTINGS = ["consume", "replay", "calibrate", "produce", "impute", "sample", "demo"]
 """Names of the commands that have settings. They are repeated from `settings.SETTINGS_BY_COMMAND`, because importing
@@ -16,7 +17,7 @@ the settings would delay `--help`."""
 def build_inspect() -> click.Command:
     """Return the command `inspect`, which verifies and prints a model directory."""
 
-    @click.command("inspect", context_settings=HELP)
+    @click.command("inspect", cls=HelpCommand, examples=EXAMPLES_BY_COMMAND["inspect"], context_settings=HELP)
     @click.argument("directory", type=click.Path(path_type=Path))
     @click.option("--json", "as_json", is_flag=True, help="Print the complete manifest of the model as JSON.")
     @add_debug_option
@@ -39,7 +40,7 @@ def build_inspect() -> click.Command:
 def build_config() -> click.Command:
     """Return the command `config`, which prints the current values of options."""
 
-    @click.command("config", context_settings=HELP)
+    @click.command("config", cls=HelpCommand, examples=EXAMPLES_BY_COMMAND["config"], context_settings=HELP)
     @click.argument("name", metavar="[COMMAND]", required=False, type=click.Choice(COMMANDS_WITH_SETTINGS))
     @click.option(
         "--config", "path", type=click.Path(path_type=Path), envvar="DEFORMER_CONFIG", help="TOML file with options."

@@ -11,8 +11,9 @@ from typing import Any
 
 import click
 
-from deformer_stream.cli import inspection, stream, tables
-from deformer_stream.cli_utils import HELP, LazyGroup, add_debug_option, run
+from deformer_stream.cli import completion, inspection, stream, tables
+from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
+from deformer_stream.cli_utils import HELP, HelpCommand, LazyGroup, add_debug_option, run
 
 SUMMARY_BY_COMMAND = {
     "consume": "Score a live stream and raise alerts while records are open.",
@@ -24,6 +25,7 @@ SUMMARY_BY_COMMAND = {
     "inspect": "Verify a model directory and show its contents.",
     "config": "Print the options in force, with secrets masked.",
     "demo": "Simulate pumps, train for a minute, and show early alerts.",
+    "completion": "Print the script that completes commands in a shell.",
 }
 
 
@@ -31,7 +33,7 @@ def build_demo() -> click.Command:
     """Return the command `demo`, which trains a small model on simulated data and shows its alerts."""
     from deformer_stream.settings import DemoSettings, add_options, load_settings
 
-    @click.command("demo", context_settings=HELP)
+    @click.command("demo", cls=HelpCommand, examples=EXAMPLES_BY_COMMAND["demo"], context_settings=HELP)
     @add_options(DemoSettings)
     @add_debug_option
     def command(config: Path | None, **flags: Any) -> int:
@@ -55,6 +57,7 @@ BUILDER_BY_COMMAND = {
     "inspect": inspection.build_inspect,
     "config": inspection.build_config,
     "demo": build_demo,
+    "completion": completion.build_completion,
 }
 
 

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from deformer_stream.cli import factory
+from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import (
     HELP,
     INTERRUPTED_EXIT_CODE,
+    HelpCommand,
     add_debug_option,
     is_debugging,
     reload_on_hangup,
@@ -52,7 +54,7 @@ def build_consume() -> click.Command:
     """Return the command `consume`, which scores a live stream."""
     from deformer_stream.settings import ConsumeSettings, add_options, load_settings
 
-    @click.command("consume", context_settings=HELP)
+    @click.command("consume", cls=HelpCommand, examples=EXAMPLES_BY_COMMAND["consume"], context_settings=HELP)
     @add_options(ConsumeSettings)
     @add_debug_option
     def consume(config: Path | None, **flags: Any) -> None:
@@ -265,10 +267,10 @@ def _connect_to_kafka(
 
 def build_replay() -> click.Command:
     """Return the command `replay`, which scores historical logs."""
-    from deformer_stream.settings import ReplaySettings, add_options, load_settings
+    from deformer_stream.settings import PathText, ReplaySettings, add_options, load_settings
 
-    @click.command("replay", context_settings=HELP)
-    @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
+    @click.command("replay", cls=HelpCommand, examples=EXAMPLES_BY_COMMAND["replay"], context_settings=HELP)
+    @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True, type=PathText())
     @add_options(ReplaySettings)
     @add_debug_option
     def replay(inputs: tuple[str, ...], config: Path | None, **flags: Any) -> int:
@@ -380,10 +382,10 @@ def _summarize_replay(totals: Totals, alphas: Sequence[float], is_interrupted: b
 
 def build_calibrate() -> click.Command:
     """Return the command `calibrate`, which replaces the calibration of a model."""
-    from deformer_stream.settings import CalibrateSettings, add_options, load_settings
+    from deformer_stream.settings import CalibrateSettings, PathText, add_options, load_settings
 
-    @click.command("calibrate", context_settings=HELP)
-    @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
+    @click.command("calibrate", cls=HelpCommand, examples=EXAMPLES_BY_COMMAND["calibrate"], context_settings=HELP)
+    @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True, type=PathText())
     @add_options(CalibrateSettings)
     @add_debug_option
     def calibrate(inputs: tuple[str, ...], config: Path | None, **flags: Any) -> int:

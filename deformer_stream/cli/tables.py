@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import (
     HELP,
     INTERRUPTED_EXIT_CODE,
+    HelpCommand,
     add_debug_option,
     interrupt_on_termination,
     is_debugging,
@@ -30,10 +32,10 @@ if TYPE_CHECKING:
 
 def build_produce() -> click.Command:
     """Return the command `produce`, which sends a table as a stream."""
-    from deformer_stream.settings import ProduceSettings, add_options, load_settings
+    from deformer_stream.settings import PathText, ProduceSettings, add_options, load_settings
 
-    @click.command("produce", context_settings=HELP)
-    @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
+    @click.command("produce", cls=HelpCommand, examples=EXAMPLES_BY_COMMAND["produce"], context_settings=HELP)
+    @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True, type=PathText())
     @add_options(ProduceSettings)
     @add_debug_option
     def command(inputs: tuple[str, ...], config: Path | None, **flags: Any) -> int:
@@ -161,7 +163,7 @@ def build_impute() -> click.Command:
     """Return the command `impute`, which fills the missing values of a table."""
     from deformer_stream.settings import ImputeSettings, add_options, load_settings
 
-    @click.command("impute", context_settings=HELP)
+    @click.command("impute", cls=HelpCommand, examples=EXAMPLES_BY_COMMAND["impute"], context_settings=HELP)
     @click.argument("table", metavar="INPUT", type=click.Path(path_type=Path))
     @add_options(ImputeSettings)
     @add_debug_option
@@ -198,7 +200,7 @@ def build_sample() -> click.Command:
     """Return the command `sample`, which draws normal records from a model."""
     from deformer_stream.settings import SampleSettings, add_options, load_settings
 
-    @click.command("sample", context_settings=HELP)
+    @click.command("sample", cls=HelpCommand, examples=EXAMPLES_BY_COMMAND["sample"], context_settings=HELP)
     @add_options(SampleSettings)
     @add_debug_option
     def command(config: Path | None, **flags: Any) -> None:

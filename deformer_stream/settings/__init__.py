@@ -36,12 +36,14 @@ from deformer_stream.settings.commands import (
 )
 from deformer_stream.settings.loading import (
     TRAIN_TABLE,
+    PathText,
     add_options,
     explain_error,
     find_value,
     format_default,
     load_settings,
 )
+from deformer_stream.settings.option_groups import OptionGroups
 
 __all__ = [
     "SETTINGS_BY_COMMAND",
@@ -55,6 +57,8 @@ __all__ = [
     "ImputeSettings",
     "InputSettings",
     "MinorityShare",
+    "OptionGroups",
+    "PathText",
     "ProduceSettings",
     "ReplaySettings",
     "SampleSettings",

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from contextvars import ContextVar
 from decimal import Decimal
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import (
@@ -20,6 +20,8 @@ from pydantic_settings import (
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
+
+from deformer_stream.settings.option_groups import SCORING_GROUPS, OptionGroups
 
 VARIABLE_PREFIX = "DEFORMER_"
 """Prefix of the environment variable of each option."""
@@ -205,6 +207,9 @@ class Settings(BaseSettings):
     A value is taken from the first of these places that has one: the keyword arguments (values of flags), the
     environment variables, the configuration file, the default of the field.
     """
+
+    option_groups: ClassVar[OptionGroups] = SCORING_GROUPS
+    """The headings under which the help lists the options."""
 
     model_config = SettingsConfigDict(
         env_prefix=VARIABLE_PREFIX, extra="forbid", validate_default=True, protected_namespaces=()

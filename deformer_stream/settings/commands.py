@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
@@ -25,6 +25,7 @@ from deformer_stream.settings.base import (
     text_default,
     to_flag,
 )
+from deformer_stream.settings.option_groups import PRODUCE_GROUPS, TABLE_GROUPS, OptionGroups
 
 
 class _ModelSettings(Settings):
@@ -411,6 +412,8 @@ class CalibrateSettings(InputSettings):
 class ProduceSettings(_KafkaSettings):
     """The options of `deformer-stream produce`."""
 
+    option_groups: ClassVar[OptionGroups] = PRODUCE_GROUPS
+
     topic: str | None = Field(None, description="Kafka topic to which the events are sent.")
     output: Path | None = Field(
         None, description="File for the events as JSON lines, in place of --topic. - is standard output."
@@ -458,6 +461,8 @@ class ProduceSettings(_KafkaSettings):
 class ImputeSettings(_ModelSettings):
     """The options of `deformer-stream impute`."""
 
+    option_groups: ClassVar[OptionGroups] = TABLE_GROUPS
+
     output: Path = Field(description="Parquet file for the table with its nulls filled.")
     interval: Share = Field(
         0.9, description="Probability that a missing value is between COLUMN__low and COLUMN__high."
@@ -492,6 +497,8 @@ class ImputeSettings(_ModelSettings):
 class SampleSettings(_ModelSettings):
     """The options of `deformer-stream sample`."""
 
+    option_groups: ClassVar[OptionGroups] = TABLE_GROUPS
+
     output: Path = Field(description="Parquet file for the drawn records, one column per feature.")
     count: int = Field(1000, ge=1, description="Number of records to draw.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of the draws. Equal seeds give equal draws.")
@@ -499,6 +506,8 @@ class SampleSettings(_ModelSettings):
 
 class DemoSettings(Settings):
     """The options of `deformer-stream demo`."""
+
+    option_groups: ClassVar[OptionGroups] = TABLE_GROUPS
 
     output: Path = Field(Path("demo-output"), description="Folder for the tables, the model and the report.")
     seed: int = Field(0, ge=0, description="Seed of the simulated pumps and of the training.")

@@ -8,7 +8,7 @@ import tomllib
 import types
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 import click
 from pydantic import BeforeValidator, ValidationError
@@ -26,6 +26,10 @@ from deformer_stream.settings.base import (
     to_variable,
 )
 from deformer_stream.settings.commands import SETTINGS_BY_COMMAND
+from deformer_stream.settings.option_groups import GENERAL_HEADING, arrange_by_heading
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 TRAIN_TABLE = "train"
 """Name of the table with the options of `deformer-train`, in a configuration file that all commands share."""
@@ -196,10 +200,35 @@ class CommandTableSource(TomlConfigSettingsSource):
         return values
 
 
+class PathText(click.ParamType):  # type: ignore[type-arg]  # not generic at run time before click 8.4
+    """A type of option values and arguments that are paths. The shell completes them; they are not checked here."""
+
+    name = "path"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Return the request that the shell completes the names of files and folders."""
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(incomplete, type="file")]
+
+
+class OptionInGroup(click.Option):
+    """A click option that states the heading under which the help lists it.
+
+    Attributes:
+        heading: The heading.
+    """
+
+    def __init__(self, *arguments: Any, heading: str, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self.heading = heading
+
+
 def _to_click_type(annotation: Any) -> tuple[Any, bool]:
     """Return the click type of a settings field, and whether its option is a switch without a value.
 
-    Click only uses the type for the help and for the list of choices. Pydantic converts and validates the value.
+    Click only uses the type for the help, for the list of choices and for the completion in a shell. Pydantic converts
+    and validates the value.
 
     Args:
         annotation: Type annotation of the field, such as `Annotated[float, …] | None`.
@@ -212,6 +241,8 @@ def _to_click_type(annotation: Any) -> tuple[Any, bool]:
         return _to_click_type(get_args(annotation)[0])
     if origin is Literal:
         return click.Choice([str(choice) for choice in get_args(annotation)]), False
+    if annotation is Path:
+        return PathText(), False
     return click.STRING, annotation is bool
 
 
@@ -253,21 +284,28 @@ def add_options(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callable[
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function of a command with one click option for each settings field, and `--config`."""
-        # Click lists options in the reverse order of their decorators, so the last field is added first.
-        for name, info in reversed(list(cls.model_fields.items())):
-            click_type, is_switch = _to_click_type(info.annotation)
-            default = format_default(info)
-            help_text = (info.description or "") + (f"  [default: {default}]" if default else "")
-            extra = {"is_flag": True} if is_switch else {"type": click_type, "metavar": _choose_metavar(info)}
-            # The default None marks a flag that was not given; pydantic applies the default of the field later.
-            function = click.option(to_flag(name), name, help=help_text, default=None, **extra)(function)
-        add_config_option = click.option(
+        fields_by_heading = arrange_by_heading(list(cls.model_fields), cls.option_groups)
+        options = [(heading, field) for heading, fields in fields_by_heading.items() for field in fields]
+        function = click.option(
             "--config",
+            cls=OptionInGroup,
+            heading=GENERAL_HEADING,
             type=click.Path(path_type=Path),
             envvar=VARIABLE_PREFIX + "CONFIG",
             help="TOML file with options.",
-        )
-        return add_config_option(function)
+        )(function)
+        # Click lists options in the reverse order of their decorators, so the last option is added first.
+        for heading, name in reversed(options):
+            info = cls.model_fields[name]
+            click_type, is_switch = _to_click_type(info.annotation)
+            default = "" if is_switch else format_default(info)
+            help_text = (info.description or "") + (f"  [default: {default}]" if default else "")
+            extra = {"is_flag": True} if is_switch else {"type": click_type, "metavar": _choose_metavar(info)}
+            # The default None marks a flag that was not given; pydantic applies the default of the field later.
+            function = click.option(
+                to_flag(name), name, cls=OptionInGroup, heading=heading, help=help_text, default=None, **extra
+            )(function)
+        return function
 
     return decorate
 

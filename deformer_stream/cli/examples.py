@@ -1,0 +1,82 @@
+"""The examples at the end of the help of each command: what each does, and its command line."""
+
+from __future__ import annotations
+
+EXAMPLES_BY_COMMAND: dict[str, tuple[tuple[str, str], ...]] = {
+    "consume": (
+        (
+            "Score a topic and print alerts, at most 1% false ones:",
+            "deformer-stream consume --topic sensors --model model --alpha 1%",
+        ),
+        (
+            "Write alerts as JSON lines, and serve metrics:",
+            "deformer-stream consume --topic sensors --model model --alerts alerts.jsonl --http :9464",
+        ),
+        (
+            "Score JSON lines from standard input:",
+            "tail -f readings.jsonl | deformer-stream consume --source - --model model",
+        ),
+    ),
+    "replay": (
+        (
+            "Score each record of a table, and write its alerts:",
+            "deformer-stream replay pumps.parquet --model model --records records.parquet --alerts alerts.jsonl",
+        ),
+        (
+            "Raise warnings at 5% and severe alerts at 1%:",
+            "deformer-stream replay pumps.parquet --model model --alpha 5%,1% --alerts alerts.jsonl",
+        ),
+        (
+            "Write what was wrong in each alert as a table:",
+            "deformer-stream replay pumps.parquet --model model --explain explanations.parquet",
+        ),
+    ),
+    "calibrate": (
+        (
+            "Calibrate on new normal records of the same plant:",
+            "deformer-stream calibrate normal-may.parquet --model model --out model-may",
+        ),
+        (
+            "Calibrate each pump on its own, if records are named pump/number:",
+            "deformer-stream calibrate normal-may.parquet --model model --out model-may --group-by /",
+        ),
+    ),
+    "produce": (
+        (
+            "Send a table in random delays of up to 5 s, 2000 readings a second:",
+            "deformer-stream produce pumps.parquet --topic sensors --shuffle-within 5s --rate 2000",
+        ),
+        ("Write a table as JSON lines:", "deformer-stream produce pumps.parquet --output readings.jsonl"),
+    ),
+    "impute": (
+        (
+            "Fill missing values, with 95% intervals:",
+            "deformer-stream impute gaps.parquet --model model --output filled.parquet --interval 95%",
+        ),
+        (
+            "Draw 20 random completions of each row:",
+            "deformer-stream impute gaps.parquet --model model --output draws.parquet --draws 20",
+        ),
+    ),
+    "sample": (
+        (
+            "Draw 10,000 normal records:",
+            "deformer-stream sample --model model --count 10000 --output samples.parquet",
+        ),
+    ),
+    "inspect": (
+        ("Show the features and thresholds of a model:", "deformer-stream inspect model"),
+        ("Read the manifest in a program:", "deformer-stream inspect model --json | jq .calibration"),
+    ),
+    "config": (
+        (
+            "Show which value each option of consume has, and where it comes from:",
+            "deformer-stream config consume --config deformer.toml",
+        ),
+    ),
+    "demo": (("Run the demo with a longer training:", "deformer-stream demo --output demo-output --train-time 5m"),),
+    "completion": (
+        ("Complete commands in each new bash:", "echo 'eval \"$(deformer-stream completion bash)\"' >> ~/.bashrc"),
+        ("In fish:", "deformer-stream completion fish > ~/.config/fish/completions/deformer-stream.fish"),
+    ),
+}

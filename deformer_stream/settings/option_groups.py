@@ -1,0 +1,74 @@
+"""The headings under which `--help` and the reference page list the options of the commands.
+
+A grouping is a mapping from a heading to the names of its settings fields, the most used field first. A command shows
+the headings of which it has at least one option. Options that no heading names are shown under `OTHER_HEADING`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+OptionGroups = Mapping[str, tuple[str, ...]]
+
+OTHER_HEADING, GENERAL_HEADING = "Further options", "General"
+"""Headings of the options that no grouping names, and of the options that every command has, such as `--config`."""
+
+_TABLES = (
+    *("layout", "order", "record_column", "device_column", "time_column", "timezone"),
+    *("delimiter", "decimal", "encoding", "no_header", "seed"),
+)
+"""Fields of the options that say how tables are read."""
+
+_SECURITY = (
+    *("security_protocol", "ssl_cafile", "ssl_certfile", "ssl_keyfile", "ssl_password_file"),
+    *("sasl_mechanism", "sasl_username", "sasl_password_file", "sasl_password"),
+)
+
+SCORING_GROUPS: OptionGroups = {
+    "Input": ("topic", "source", "from_", *_TABLES),
+    "Model": ("model", "device", "compiled"),
+    "Alerts": ("alpha", "alerts", "alerts_topic", "explanations", "drift"),
+    "Output": ("out", "output", "records", "explain", "rejected", "dead_letter_topic"),
+    "Calibration": ("group_by", "trim", "seen_records"),
+    "Records and windows": ("record_timeout", "window", "grace", "ties", "tie_wait", "max_ahead"),
+    "Kafka": (
+        *("bootstrap_servers", "group", "instance", "delivery", "missing_topics", "patience", "session_timeout"),
+        *("commit_interval", "max_wait", "max_poll_records", "max_message_bytes"),
+    ),
+    "Kafka security": _SECURITY,
+    "State and recovery": ("state_topic", "snapshot_interval", "open_records", "lost_state"),
+    "Memory": ("cache_memory", "record_memory", "max_open_records"),
+    "Monitoring": ("http",),
+    "Names of JSON fields": (
+        *("record_field", "device_field", "feature_field", "value_field", "values_field", "time_field"),
+    ),
+}
+"""The grouping of the commands that score events."""
+
+PRODUCE_GROUPS: OptionGroups = {
+    "Input": (*_TABLES, "exclude", "record_prefix", "model"),
+    "Output": ("topic", "output", "rate", "shuffle_within", "payload"),
+    "Kafka": ("bootstrap_servers", "partitions"),
+    "Kafka security": _SECURITY,
+}
+"""The grouping of `produce`."""
+
+TABLE_GROUPS: OptionGroups = {
+    "Model": ("model", "device"),
+    "Input": _TABLES,
+    "Output": ("output", "count", "interval", "estimate", "quantiles", "draws", "train_time"),
+}
+"""The grouping of the commands that write tables: `impute`, `sample` and `demo`."""
+
+
+def arrange_by_heading(names: list[str], groups: OptionGroups) -> dict[str, list[str]]:
+    """Return the names of fields by heading, in the order in which the help lists them.
+
+    Args:
+        names: Names of the fields of a command.
+        groups: The grouping of the command.
+    """
+    names_by_heading = {heading: [field for field in fields if field in names] for heading, fields in groups.items()}
+    grouped = {field for fields in groups.values() for field in fields}
+    names_by_heading[OTHER_HEADING] = [name for name in names if name not in grouped]
+    return {heading: fields for heading, fields in names_by_heading.items() if fields}
