@@ -19,22 +19,18 @@ Decimal = Literal[".", ","]
 """The character between the whole number and its fraction."""
 
 NO_VALUE_TEXTS = frozenset(
-    {
-        "", "na", "n/a", "<na>", "nan", "nat", "null", "none", "nil", "missing",
-        "no data", "nodata", "no value", "bad input", "pt created",
-    }
-)  # fmt: skip
+    ["", "na", "n/a", "<na>", "nan", "nat", "null", "none", "nil", "missing"]
+    + ["no data", "nodata", "no value", "bad input", "pt created"]
+)
 """Texts in lower case that stand for "no value" in a column of numbers. Historians write some of them."""
 
 BAD_VALUE_TEXTS = frozenset(
-    {
-        "bad", "bad quality", "bad value", "uncertain", "questionable", "i/o timeout", "timeout", "comm fail", "comm error",
-        "not connect", "not connected", "offline", "scan off", "intf shut", "shutdown", "configure", "calc failed",
-        "calc off", "out of serv", "over range", "under range", "overflow", "error", "err", "fault", "failed", "invalid",
-        "invalid data", "unknown", "stale", "substituted", "#n/a", "#value!", "#ref!", "#div/0!", "#num!", "#name?",
-        "-", "--", "---", "?", "*", "x", "***",
-    }
-)  # fmt: skip
+    ["bad", "bad quality", "bad value", "uncertain", "questionable", "i/o timeout", "timeout", "comm fail"]
+    + ["comm error", "not connect", "not connected", "offline", "scan off", "intf shut", "shutdown", "configure"]
+    + ["calc failed", "calc off", "out of serv", "over range", "under range", "overflow", "error", "err", "fault"]
+    + ["failed", "invalid", "invalid data", "unknown", "stale", "substituted", "-", "--", "---", "?", "*", "***"]
+    + ["#n/a", "#value!", "#ref!", "#div/0!", "#num!", "#name?"]
+)
 """Texts in lower case that historians and spreadsheets write in place of a value that they could not obtain.
 
 They are bad cells, unlike `NO_VALUE_TEXTS`. The list serves only to recognise that a column is meant to hold numbers.
@@ -111,14 +107,10 @@ def guess_decimal(texts: Iterable[str | None]) -> Decimal | None:
             number = _BLANKS.sub("", blank_groups[0]) + number[blank_groups.end() :]
         if _ONE_COMMA_GROUP.fullmatch(number) or _ONE_POINT_GROUP.fullmatch(number):
             continue
-        if _COMMA_GROUPS.fullmatch(number):
+        if _COMMA_GROUPS.fullmatch(number) or _POINT_FRACTION.fullmatch(number):
             num_points += 1
-        elif _POINT_GROUPS.fullmatch(number):
+        elif _POINT_GROUPS.fullmatch(number) or _COMMA_FRACTION.fullmatch(number):
             num_commas += 1
-        elif _COMMA_FRACTION.fullmatch(number):
-            num_commas += 1
-        elif _POINT_FRACTION.fullmatch(number):
-            num_points += 1
     if not num_commas and not num_points:
         return None
     return "," if num_commas > num_points else "."

@@ -1,19 +1,32 @@
 """A table with a schema that yields batches of rows: a Parquet file, a CSV file, or a table in memory.
 
-All differences between the formats end here. Cells that a file holds as text, which all cells of a CSV file are, are
-converted to numbers and times when they are read, by one conversion for all formats (`deformer_stream.tables.conversion`).
+All differences between the formats end here. Cells that a file holds as text are converted to numbers and times when
+they are read, by one conversion for all formats (`deformer_stream.tables.conversion`). All cells of a CSV file are text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+import re
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, Protocol
+from zoneinfo import ZoneInfo
 
 import pyarrow as pa
+import pyarrow.csv as pc_csv
+import pyarrow.parquet as pq
 
-from deformer_stream.tables.csv_dialect import CsvDialect, CsvOptions
+from deformer_stream.codec.columns import is_text
+from deformer_stream.codec.number_texts import Decimal, guess_decimal, parse_number_texts, standardize_number_texts
+from deformer_stream.errors import InputError
+from deformer_stream.tables import conversion
+from deformer_stream.tables.csv_dialect import CsvDialect, CsvOptions, guess_dialect, read_sample
+from deformer_stream.tables.discovery import CSV, has_ending
+from deformer_stream.tables.partitions import Value, choose_partition_type, convert_partition, read_partitions
 
 Layout = Literal["wide", "long"]
 """wide: a row is a record and a column is a feature. long: a row is one reading of one feature of a record."""
@@ -38,7 +51,7 @@ class TableOptions:
         csv: The properties of CSV files that the user has set. `decimal` holds for numbers that a Parquet file holds as
             text, too.
         timezone: The zone of times that are written without one, such as "Europe/Berlin". None if the user has set
-            none: text times then count as UTC or are refused (see `Table.iterate_batches`), and timestamps count as UTC.
+            none: timestamps then count as UTC, and text times count as UTC or are refused (`Table.iterate_batches`).
         kept_columns: Columns that are not left out although they are the index of a pandas data frame, because an
             option or the model names them.
     """
@@ -46,6 +59,151 @@ class TableOptions:
     csv: CsvOptions = field(default_factory=CsvOptions)
     timezone: str | None = None
     kept_columns: frozenset[str] = frozenset()
+
+
+BLOCK_BYTES = 1 << 20
+"""Bytes of a CSV file that are read at a time."""
+
+SAMPLE_ROWS = 1024
+"""Number of rows from which the decimal character of a column of texts is guessed."""
+
+DEFAULT_RECORD_COLUMN = "record"
+"""The column of record ids in wide tables unless another one is chosen. A table need not have it."""
+
+MAX_LISTED_NAMES = 8
+"""Number of names in an error message, after which the rest is left out."""
+
+_MEANINGFUL_COLUMNS = frozenset({"record", "device", "feature", "value", "label", "time"})
+"""Columns of long tables, which are kept even if they are the index of a data frame."""
+
+_INDEX_NAME = re.compile(r"__index_level_\d+__")
+_CSV_INDEX_NAMES = ("", "Unnamed: 0")  # what pandas writes above an index without a name, and reads from it
+_CSV_NULLS = ["", "NA", "N/A", "null", "NULL"]
+"""Cells of CSV files that are null in columns of labels as well. Columns of numbers have further ones."""
+
+
+@contextmanager
+def map_read_errors(name: str | Path) -> Iterator[None]:
+    """Convert errors of the operating system and of Arrow in a `with` block to `InputError` with the file's name.
+
+    Args:
+        name: The file that the `with` block reads.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise InputError(
+            f"{name}: the file cannot be read (permission denied); make it readable for this user"
+        ) from error
+    except (OSError, EOFError, zlib.error, pa.ArrowException, UnicodeError) as error:
+        text = str(error).strip()
+        reason = text.splitlines()[0].rstrip(".") if text else type(error).__name__
+        raise InputError(f"{name}: the file cannot be read ({reason}); repair it, or leave it out") from error
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Return the first `MAX_LISTED_NAMES` names as text for an error message, or "none" if there are no names."""
+    ending = ", …" if len(names) > MAX_LISTED_NAMES else ""
+    return (", ".join(names[:MAX_LISTED_NAMES]) + ending) or "none"
+
+
+class _Rows(Protocol):
+    """The rows of one format, which can be read any number of times."""
+
+    def read(self, columns: Sequence[str], max_rows: int) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of the given columns, in this order, in batches of at most `max_rows` rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ParquetRows:
+    """The rows of a Parquet file.
+
+    Attributes:
+        path: The file.
+    """
+
+    path: Path
+
+    def read(self, columns: Sequence[str], max_rows: int) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of the given columns, in this order, in batches of at most `max_rows` rows."""
+        # With pre_buffer, Arrow would keep all row groups in memory until the file is closed.
+        with pq.ParquetFile(self.path, pre_buffer=False) as file:
+            for batch in file.iter_batches(batch_size=max_rows, columns=list(columns)):
+                yield batch.select(list(columns))
+
+
+@dataclass(frozen=True, slots=True)
+class _MemoryRows:
+    """The rows of a table in memory.
+
+    Attributes:
+        table: The rows.
+    """
+
+    table: pa.Table
+
+    def read(self, columns: Sequence[str], max_rows: int) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of the given columns, in this order, in batches of at most `max_rows` rows."""
+        yield from self.table.select(list(columns)).to_batches(max_chunksize=max_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _CsvRows:
+    """The rows of a CSV file; all of their cells are texts.
+
+    Attributes:
+        path: The file.
+        dialect: How its bytes become cells.
+        column_names: The names of its columns.
+    """
+
+    path: Path
+    dialect: CsvDialect
+    column_names: tuple[str, ...]
+
+    def read(self, columns: Sequence[str], max_rows: int) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of the given columns, in this order, in batches of at most `max_rows` rows."""
+        with self._open(columns) as reader:
+            for block in reader:  # a block has as many rows as `BLOCK_BYTES` bytes of text hold
+                for start in range(0, block.num_rows, max_rows):
+                    yield block.slice(start, max_rows)
+
+    def read_first_block(self) -> pa.RecordBatch:
+        """Return the rows of all columns in the first `BLOCK_BYTES` bytes of the file."""
+        with self._open([name for name in self.column_names if name]) as reader:
+            return next(iter(reader), pa.RecordBatch.from_pylist([], reader.schema))
+
+    def _open(self, columns: Sequence[str]) -> pc_csv.CSVStreamingReader:
+        """Open the file for reading block by block.
+
+        Args:
+            columns: The columns to read.
+
+        Raises:
+            ArrowException: The file is malformed.
+        """
+        dialect = self.dialect
+        # Names in quotes may contain line ends.
+        num_header_lines = 1 + sum(name.count("\n") for name in dialect.column_names) if dialect.has_header else 0
+        is_utf8 = dialect.encoding.lower().replace("_", "-") in ("utf-8", "utf8", "utf-8-sig")
+        return pc_csv.open_csv(
+            str(self.path),
+            read_options=pc_csv.ReadOptions(
+                block_size=BLOCK_BYTES,
+                # Arrow skips the byte order mark of UTF-8 itself.
+                encoding="utf8" if is_utf8 else dialect.encoding,
+                column_names=list(self.column_names),
+                skip_rows=dialect.num_skipped_lines + num_header_lines + int(dialect.has_units_row),
+            ),
+            parse_options=pc_csv.ParseOptions(delimiter=dialect.delimiter, newlines_in_values=True),
+            convert_options=pc_csv.ConvertOptions(
+                check_utf8=False,  # bytes that are not UTF-8 make one bad cell, not a file that cannot be read
+                strings_can_be_null=True,
+                null_values=_CSV_NULLS,
+                include_columns=list(columns),
+                column_types=dict.fromkeys(columns, pa.string()),
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +218,7 @@ class Table:
         num_rows: Number of rows, or None for a CSV file, whose rows are not counted in advance.
         units: The units of columns by name, as the file states them; columns without a unit have no entry.
         index_columns: Names of columns that are the index of a pandas data frame and not in `schema`.
-        partition_columns: Names of the columns that come from the path.
+        partition_values: The columns that come from the path, each with its value in all rows.
         dialect: The dialect of a CSV file, None for other formats.
         options: How the table is read.
     """
@@ -68,11 +226,13 @@ class Table:
     name: str
     schema: pa.Schema
     num_rows: int | None
-    units: Mapping[str, str] = field(default_factory=dict)
-    index_columns: tuple[str, ...] = ()
-    partition_columns: tuple[str, ...] = ()
-    dialect: CsvDialect | None = None
-    options: TableOptions = TableOptions()
+    units: Mapping[str, str]
+    index_columns: tuple[str, ...]
+    partition_values: Mapping[str, Value]
+    dialect: CsvDialect | None
+    options: TableOptions
+    _rows: _Rows = field(repr=False)
+    _decimals: Mapping[str, Decimal | None] = field(repr=False)  # of the columns of a CSV file
 
     @staticmethod
     def open(path: Path, options: TableOptions | None = None) -> Table:
@@ -85,20 +245,31 @@ class Table:
         Raises:
             InputError: The file cannot be read, or two of its columns have the same name.
         """
-        raise NotImplementedError
+        return Table.open_all([path], options)[0]
 
     @staticmethod
     def open_all(paths: Sequence[Path], options: TableOptions | None = None) -> list[Table]:
-        """Open several files; columns of their paths (`site=north/`) have one type in all of them.
+        """Open several files; a column of their paths (`site=north/`) has one type in all of them.
 
         Args:
             paths: The files.
             options: How to read them; None for the defaults.
 
         Raises:
-            InputError: A file cannot be read.
+            InputError: A file cannot be read, or two of its columns have the same name.
         """
-        raise NotImplementedError
+        options = options or TableOptions()
+        texts_by_path = {path: read_partitions(path) for path in paths}
+        type_by_column = {
+            name: choose_partition_type([texts[name] for texts in texts_by_path.values() if name in texts])
+            for name in dict.fromkeys(name for texts in texts_by_path.values() for name in texts)
+        }
+        return [
+            (_open_csv if has_ending(path, CSV) else _open_parquet)(path, options)._add_partitions(
+                {name: (type_by_column[name], text) for name, text in texts_by_path[path].items()}
+            )
+            for path in paths
+        ]
 
     @staticmethod
     def from_arrow(table: pa.Table, name: str = "the data frame", options: TableOptions | None = None) -> Table:
@@ -112,12 +283,102 @@ class Table:
         Raises:
             InputError: Two columns have the same name.
         """
-        raise NotImplementedError
+        return _make_table(name, table.schema, table.num_rows, options or TableOptions(), _MemoryRows(table))
 
     @property
     def stem(self) -> str:
         """The file's name without its folder and ending: the device of a table without a column of devices."""
-        raise NotImplementedError
+        name = Path(self.name).name
+        return name[: -len(".gz")].rpartition(".")[0] if name.lower().endswith(".gz") else Path(name).stem
+
+    def describe_dialect(self) -> str | None:
+        """Return how a CSV file is read, "pumps.csv: delimiter ';', decimal comma, …"; None for other formats."""
+        return None if self.dialect is None else f"{self.name}: {self.dialect.describe()}"
+
+    def check_columns(
+        self, time: str | None = None, record: str = DEFAULT_RECORD_COLUMN, device: str | None = None
+    ) -> None:
+        """Check that the columns that the user chose for times, record ids and devices exist.
+
+        Args:
+            time: Name of the column of times, or None if the user chose none.
+            record: Name of the column of record ids. The default name is not checked, because that column is optional.
+            device: Name of the column of devices, or None if it need not exist.
+
+        Raises:
+            InputError: A chosen column does not exist.
+        """
+        chosen_record = None if record == DEFAULT_RECORD_COLUMN else record
+        for role, name in (("time", time), ("record", chosen_record), ("device", device)):
+            if name is not None and name not in self.schema.names:
+                columns = ", ".join(self.schema.names)
+                raise InputError(
+                    f"{self.name}: there is no {role} column {name!r}; choose one of the columns {columns}"
+                )
+
+    def format_column_names(self) -> str:
+        """Return the names of the first `MAX_LISTED_NAMES` columns as text for an error message."""
+        return join_names(self.schema.names)
+
+    def choose_layout(
+        self,
+        requested: Layout | None,
+        record: str = DEFAULT_RECORD_COLUMN,
+        feature: str = "feature",
+        value: str = "value",
+    ) -> Layout:
+        """Return the layout of the table: "wide" (a row is a record) or "long" (a row is one reading).
+
+        Args:
+            requested: The layout that the user chose, which is returned. None chooses "long" if the table has the three
+                columns below, and "wide" otherwise.
+            record: Name of the column that identifies the record or the device, in a long table.
+            feature: Name of the column with the names of features, in a long table.
+            value: Name of the column with values, in a long table.
+        """
+        if requested is not None:
+            return requested
+        has_long_columns = {record, feature, value} <= set(self.schema.names)
+        return "long" if has_long_columns else "wide"
+
+    def choose_time_column(self, other_than: Collection[str] = ()) -> str | None:
+        """Return the first column of timestamps, None if there is none.
+
+        Args:
+            other_than: Columns that are not considered, such as features.
+        """
+        types = zip(self.schema.names, self.schema.types, strict=True)
+        return next((name for name, kind in types if pa.types.is_timestamp(kind) and name not in other_than), None)
+
+    def is_text_column(self, name: str) -> bool:
+        """Return whether the table holds a column as text: each column of a CSV file that is not part of the path."""
+        if name in self.partition_values:
+            return False
+        return self.dialect is not None or is_text(self.schema.field(name).type)
+
+    def check_number_columns(self, columns: Sequence[str]) -> None:
+        """Check that columns of texts in a Parquet file or in memory spell numbers.
+
+        A single bad cell is no error, but a column without any number in its first rows is probably the wrong one.
+
+        Args:
+            columns: Columns that must hold numbers.
+
+        Raises:
+            InputError: The first rows of a column have texts, and none of them is a number or a known text such as
+                "Bad" that historians write in place of one.
+        """
+        if self.dialect is not None:
+            return
+        text_columns = [name for name in columns if self.is_text_column(name)]
+        for name, column in self._read_sample(text_columns).items():
+            texts = column.drop_null()
+            _, is_bad = parse_number_texts(texts)
+            if len(texts) and is_bad.all() and not conversion.are_bad_value_texts(texts):
+                raise InputError(
+                    f"{self.name}: column {name!r} has the type {self.schema.field(name).type}, but the model expects "
+                    "numbers; convert the column, or train on tables with this column type"
+                )
 
     def iterate_batches(
         self,
@@ -140,4 +401,237 @@ class Table:
         Raises:
             InputError: The file cannot be read to its end, or times without a zone are refused.
         """
-        raise NotImplementedError
+        forms = forms or {}
+        file_columns = [name for name in columns if name not in self.partition_values]
+        with map_read_errors(self.name):
+            converters = {name: self._choose_converter(name, forms.get(name)) for name in file_columns}
+            decimals = self._guess_decimals([name for name, form in forms.items() if name in file_columns], forms)
+            unchecked = {name for name in file_columns if refuse_local_times and forms.get(name) == "time"}
+            # A file without any column to read is read for its number of rows.
+            for batch in self._rows.read(file_columns or self._choose_any_column(), max_rows):
+                arrays: dict[str, pa.Array] = {}
+                for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                    if name in unchecked and column.null_count < len(column):
+                        self._check_zone(name, column)
+                        unchecked.remove(name)
+                    converter = converters.get(name)
+                    arrays[name] = column if converter is None else self._convert(column, converter, decimals.get(name))
+                for name in columns:
+                    if name in self.partition_values:
+                        arrays[name] = self._make_partition_column(name, batch.num_rows)
+                yield pa.RecordBatch.from_arrays([arrays[name] for name in columns], list(columns))
+
+    def _choose_any_column(self) -> list[str]:
+        """Return the first column of the file, as a list."""
+        return [name for name in self.schema.names if name not in self.partition_values][:1]
+
+    def _make_partition_column(self, name: str, num_rows: int) -> pa.Array:
+        """Return a column of the path, which has the same value in each of `num_rows` rows."""
+        return pa.repeat(pa.scalar(self.partition_values[name], self.schema.field(name).type), num_rows)
+
+    def _check_zone(self, name: str, column: pa.Array) -> None:
+        """Raise `InputError` if the first time of a column is a text without a zone and the user has set none."""
+        if self.options.timezone is None and conversion.has_local_texts(column):
+            example = column.drop_null()[0]
+            raise InputError(
+                f"{self.name}: the times in column {name!r}, such as {example}, have no time zone; add --timezone, "
+                "such as --timezone Europe/Berlin or --timezone UTC"
+            )
+
+    def _choose_converter(self, name: str, form: CellForm | None) -> _Converter | None:
+        """Return how the cells of a column are converted; None if they stay as they are.
+
+        Args:
+            name: The column, which does not come from the path.
+            form: What its cells are to be, None for what the schema says.
+        """
+        column_type = self.schema.field(name).type
+        if form == "time":  # timestamps without a zone are converted as well
+            return "time"
+        if not self.is_text_column(name) or form == "text":
+            return None
+        if form is not None or self.dialect is None:
+            return form
+        if pa.types.is_timestamp(column_type):
+            return "time"
+        converters: list[tuple[_Converter, bool]] = [
+            ("integer", pa.types.is_integer(column_type)),
+            ("number", pa.types.is_floating(column_type)),
+            ("boolean", pa.types.is_boolean(column_type)),
+            ("date", pa.types.is_date(column_type)),
+            ("clock", pa.types.is_time(column_type)),
+        ]
+        return next((converter for converter, fits in converters if fits), None)
+
+    def _convert(self, column: pa.Array, converter: _Converter, decimal: Decimal | None) -> pa.Array:
+        """Return a column of a batch with its cells converted.
+
+        Args:
+            column: The cells.
+            converter: How to convert them.
+            decimal: The decimal character of the column, None if it is not known.
+        """
+        if converter == "time":
+            timezone = None if self.options.timezone is None else ZoneInfo(self.options.timezone)
+            return conversion.convert_times(column, timezone)
+        column = conversion.decode_texts(column)
+        if converter == "number":
+            return conversion.convert_numbers(column, decimal)
+        if converter == "mixed":
+            return standardize_number_texts(column, decimal)
+        if converter == "integer":
+            return conversion.convert_integers(column, decimal)
+        convert = {
+            "boolean": conversion.convert_booleans,
+            "date": conversion.convert_dates,
+            "clock": conversion.convert_clock_times,
+        }
+        return convert[converter](column)
+
+    def _guess_decimals(self, columns: Sequence[str], forms: Mapping[str, CellForm]) -> Mapping[str, Decimal | None]:
+        """Return the decimal character of columns of texts: the one that the user has set, or else a guess.
+
+        Args:
+            columns: Columns of the file.
+            forms: What their cells are to be.
+        """
+        if self.dialect is not None:
+            return self._decimals
+        number_columns = [name for name in columns if forms[name] in ("number", "mixed") and self.is_text_column(name)]
+        if self.options.csv.decimal is not None:
+            return dict.fromkeys(number_columns, self.options.csv.decimal)
+        sample = self._read_sample(number_columns)
+        return {name: guess_decimal(column.to_pylist()) for name, column in sample.items()}
+
+    def _read_sample(self, columns: Sequence[str]) -> dict[str, pa.Array]:
+        """Return the first cells of columns of texts, at most `SAMPLE_ROWS` of each."""
+        if not columns:
+            return {}
+        with map_read_errors(self.name):
+            batch = next(self._rows.read(columns, SAMPLE_ROWS), None)
+        if batch is None:
+            return {}
+        return {name: conversion.decode_texts(batch.column(name)) for name in columns}
+
+    def _add_partitions(self, text_by_column: Mapping[str, tuple[pa.DataType, str | None]]) -> Table:
+        """Return the table with the columns of its path as well; a column of the file has precedence.
+
+        Args:
+            text_by_column: The type and the value (as text) of each column of the path.
+        """
+        new = {name: entry for name, entry in text_by_column.items() if name not in self.schema.names}
+        schema = self.schema
+        for name, (column_type, _) in new.items():
+            schema = schema.append(pa.field(name, column_type))
+        values = {name: convert_partition(text, column_type) for name, (column_type, text) in new.items()}
+        return replace(self, schema=schema, partition_values=values)
+
+
+_Converter = CellForm | Literal["integer", "boolean", "date", "clock"]
+"""How the cells of a column of texts are converted."""
+
+
+def _open_parquet(path: Path, options: TableOptions) -> Table:
+    """Open a Parquet file.
+
+    Args:
+        path: The file.
+        options: How to read it.
+
+    Raises:
+        InputError: The file cannot be read, or two of its columns have the same name.
+    """
+    with map_read_errors(path), pq.ParquetFile(path) as file:
+        schema, num_rows = file.schema_arrow, file.metadata.num_rows
+    return _make_table(str(path), schema, num_rows, options, _ParquetRows(path))
+
+
+def _open_csv(path: Path, options: TableOptions) -> Table:
+    """Open a CSV file and guess its dialect and the types of its columns.
+
+    Args:
+        path: The file.
+        options: How to read it.
+
+    Raises:
+        InputError: The file cannot be read, or two of its columns have the same name.
+    """
+    with map_read_errors(path):
+        dialect = guess_dialect(read_sample(path), options.csv, str(path))
+        names = dialect.column_names
+        _check_unique_names([name for name in names if name], str(path))
+        if names[0] in _CSV_INDEX_NAMES and len(names) > 1:
+            # An index without a name gets one, so that it can be used if it holds times.
+            names = ("__index_level_0__", *names[1:])
+        rows = _CsvRows(path, dialect, names)
+        block = rows.read_first_block()
+    decimals: dict[str, Decimal | None] = {}
+    fields: list[pa.Field] = []
+    units = dict(zip(names, dialect.units, strict=bool(dialect.units)))
+    for name, column in zip(block.schema.names, block.columns, strict=True):
+        sample = column[:SAMPLE_ROWS].to_pylist() if options.csv.decimal is None else []
+        # A column may differ from the rest of the file.
+        decimals[name] = options.csv.decimal or guess_decimal(sample) or dialect.decimal
+        unit = {"unit": units[name]} if units.get(name) else None
+        fields.append(pa.field(name, conversion.infer_type(column, decimals[name]), metadata=unit))
+    table = _make_table(str(path), pa.schema(fields), None, options, rows)
+    return replace(table, dialect=dialect, _decimals=decimals)
+
+
+def _make_table(name: str, schema: pa.Schema, num_rows: int | None, options: TableOptions, rows: _Rows) -> Table:
+    """Return a table without the columns that are the index of a data frame.
+
+    Args:
+        name: The path of the file, or the name of a table in memory.
+        schema: The columns, with the metadata of the file.
+        num_rows: Number of rows, None if it is not known.
+        options: How to read the table.
+        rows: The rows.
+
+    Raises:
+        InputError: Two columns have the same name.
+    """
+    _check_unique_names(schema.names, name)
+    index_columns = _find_index_columns(schema, options.kept_columns)
+    fields = [column for column in schema if column.name not in index_columns]
+    units = {}
+    for column in fields:
+        metadata = column.metadata or {}
+        unit = (metadata.get(b"unit") or metadata.get(b"units") or b"").decode("utf-8", "replace").strip()
+        if unit:
+            units[column.name] = unit
+    plain_schema = pa.schema([pa.field(column.name, column.type) for column in fields])
+    return Table(name, plain_schema, num_rows, units, index_columns, {}, None, options, rows, {})
+
+
+def _check_unique_names(names: Sequence[str], table: str) -> None:
+    """Raise `InputError` if two columns of a table have the same name."""
+    if len(set(names)) < len(names):
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise InputError(f"{table}: two columns are called {duplicate!r}; rename one of them")
+
+
+def _find_index_columns(schema: pa.Schema, kept_columns: Collection[str]) -> tuple[str, ...]:
+    """Return the columns that are the index of a pandas data frame and hold no data of their own.
+
+    An index of times is kept, because it is the time of the rows, and so are the columns of long tables and those that
+    an option or the model names.
+
+    Args:
+        schema: The columns, with the metadata of the file.
+        kept_columns: Columns that are kept although they are an index.
+    """
+    try:
+        metadata = json.loads((schema.metadata or {}).get(b"pandas", b"{}"))
+        # The entry of an index that only counts the rows is no name but an object.
+        names = [entry for entry in metadata.get("index_columns", []) if isinstance(entry, str)]
+    except (ValueError, AttributeError):  # metadata of an unknown program
+        names = []
+    return tuple(
+        column.name
+        for column in schema
+        if (column.name in names or _INDEX_NAME.fullmatch(column.name))
+        and column.name not in kept_columns
+        and column.name not in _MEANINGFUL_COLUMNS
+        and not (pa.types.is_timestamp(column.type) or pa.types.is_date(column.type))
+    )
