@@ -12,7 +12,13 @@ from tests.trainer.tables import mixed, prepared, write
 from trainer.calibrate import split_folds
 from trainer.data import PreparedTable, Split
 from trainer.job import train
-from trainer.outliers import compute_median_distances, drop_outliers
+from trainer.outliers import (
+    MIN_REFERENCES,
+    NUM_REFERENCES,
+    choose_num_references,
+    compute_median_distances,
+    drop_outliers,
+)
 from trainer.settings import TrainConfig
 
 SMALL = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,), "gaussians": 2}
@@ -31,6 +37,42 @@ def test_cluster_of_similar_anomalies_is_distant(contaminated: PreparedTable) ->
     far = compute_median_distances(contaminated, 0)
     assert np.isfinite(far).all()
     assert (far[:40].min() > np.sort(far[40:])[: int(0.95 * 360)]).all()
+
+
+def test_distances_are_medians_of_root_mean_square_differences(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Numbers, labels, cyclic features and missing readings, compared with a plain loop over pairs of records."""
+    columns = mixed(rng, 60) | {"heading": rng.uniform(0, 360, 60)}
+    data = prepared(tmp_path, columns, cycle=(("heading", 360.0),))
+    values = np.asarray(data.values, np.float64)
+    schema = data.schema
+    deviations = np.nanstd(values, 0)
+    expected = np.zeros(60)
+    for i, record in enumerate(values):
+        distances = []
+        for other in values:
+            squares = []
+            for code in np.flatnonzero(~np.isnan(record) & ~np.isnan(other)):
+                difference = abs(record[code] - other[code])
+                if schema.is_discrete[code]:
+                    squares.append(float(difference > 0))
+                    continue
+                if schema.is_cyclic[code]:
+                    difference = min(difference, schema.cycle_lengths[code] - difference)
+                squares.append((difference / deviations[code]) ** 2)
+            distances.append(np.sqrt(np.mean(squares)))
+        expected[i] = np.median(distances)
+    assert schema.is_cyclic.any()
+    num_done: list[int] = []
+    np.testing.assert_allclose(compute_median_distances(data, 0, on_progress=num_done.append), expected, atol=1e-6)
+    assert num_done[-1] == 60
+
+
+def test_short_time_means_fewer_references(tmp_path: Path, rng: np.random.Generator) -> None:
+    data = prepared(tmp_path, mixed(rng, 4000))
+    now = iter([0.0, 1.0, 5.0, 6.0, 9.0, 9.01])  # two seconds for all records with all references, then 0.02 seconds
+    assert choose_num_references(data, 1.0, lambda: next(now)) == 250
+    assert choose_num_references(data, 0.01, lambda: next(now)) == MIN_REFERENCES
+    assert choose_num_references(data, 1.0, lambda: next(now)) == NUM_REFERENCES
 
 
 def test_suspected_anomalies_are_removed_from_training_only(contaminated: PreparedTable) -> None:
