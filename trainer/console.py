@@ -46,6 +46,10 @@ def print_features(data: PreparedTable) -> None:
         console.print(description, markup=False)
     for name, count in data.infinite_by_feature.items():
         console.print(f"{name}: {count} infinite readings are treated as missing", markup=False)
+    for name, (count, example) in data.texts_by_feature.items():
+        console.print(
+            f"{name}: {count:,} texts that are no numbers, such as {example!r}, count as missing", markup=False
+        )
     for reason, count in data.skipped_by_reason.items():
         console.print(f"left out: {count} {reason}", markup=False)
 

@@ -26,6 +26,7 @@ from deformer_stream.model.schema import Feature, FeatureKind, Schema, format_la
 from deformer_stream.model.time_slots import collapse_time_slots, expand_time_slots
 from deformer_stream.model.windows import Window, format_duration
 from trainer.feature_kinds import ColumnStatistics, ExcludedColumn, check_old_feature, infer_feature
+from trainer.reading_time import MIN_SAMPLED_RECORDS, ReadingMonitor, ReadingTooSlow
 from trainer.tables import (
     DEVICE,
     FEATURE,
@@ -126,10 +127,16 @@ class PreparedTable:
         time_column: Name of the input's column with the time. None if there is none.
         missing_by_feature: By feature name, the number of missing readings over all records.
         infinite_by_feature: By feature name, the number of infinite readings, which are treated as missing.
+        texts_by_feature: By feature name, the number of texts among numbers, which are treated as missing, and the most
+            frequent of them.
         skipped_by_reason: By reason as text, the number of input records or readings that were left out.
         fingerprint: Hexadecimal digest of schema, values, arrival order and split.
         ties: With "hold", readings of a record with the same time have the same arrival rank. With "arrival", all ranks
             of a record are different.
+        num_input_records: Number of normal records of the input. N is smaller if a time limit permits only a sample. 0
+            if it is not known.
+        time_span: The first and the last time in the normal records, in microseconds since 1970. None if the input has
+            no times.
     """
 
     schema: Schema
@@ -143,7 +150,10 @@ class PreparedTable:
     infinite_by_feature: dict[str, int]
     skipped_by_reason: dict[str, int]
     fingerprint: str = field(repr=False)
+    texts_by_feature: dict[str, tuple[int, str]] = field(default_factory=dict)
     ties: TiePolicy = "arrival"
+    num_input_records: int = 0
+    time_span: tuple[int, int] | None = None
 
     def select_rows(self, part: Split) -> NDArray[np.int64]:
         """Return the row numbers of the records in one part of the split, such as `Split.TRAIN`, ascending."""
@@ -172,13 +182,17 @@ class PreparedTable:
         }
 
 
-def prepare_table(paths: Sequence[Path], options: DataOptions, folder: Path) -> PreparedTable:
+def prepare_table(
+    paths: Sequence[Path], options: DataOptions, folder: Path, monitor: ReadingMonitor | None = None
+) -> PreparedTable:
     """Read Parquet files, infer the features, split the records, and write the matrix of normalised values.
 
     Args:
         paths: Parquet files and folders of Parquet files.
         options: How to read them.
         folder: An existing folder, in which the files of the matrix are created.
+        monitor: Reports the progress, and limits the time for reading. If all records take longer, a random sample of
+            them is used. By default the time is not limited, and no progress is reported.
 
     Raises:
         InputError: A file cannot be used.
@@ -187,17 +201,20 @@ def prepare_table(paths: Sequence[Path], options: DataOptions, folder: Path) -> 
     """
     window, once = _choose_window(options)
     tables = open_tables(paths, options.layout, options.label, options.normal, window)
+    tables.monitor = monitor or ReadingMonitor()
     excluded_by_name = _choose_columns(tables, options)
+    tables.monitor.start_pass("counting the records")
     index_records(tables)  # first pass over the input: numbers the records
     if tables.num_records < MIN_RECORDS:
         raise InputError(
             f"{tables.description}: {tables.num_records} records to train on are too few; "
             f"give at least {MIN_RECORDS} normal records, better 1000"
         )
-    split = assign_split(tables.num_records, options.calibration_share, options.seed)
-    statistics = collect_statistics(tables, split, options.exclude)  # second pass
-    schema, excluded_by_values = choose_kinds(list(statistics.values()), options)
+    num_input_records = tables.num_records
+    split, statistics = _collect_within_time(tables, options)  # second pass
+    schema, excluded_by_values = choose_kinds(list(statistics.values()), options, tables.time_order.only_rises)
     schema = repeat_by_time_slot(schema, window, once)
+    tables.monitor.start_pass("converting the records")
     values, arrival_ranks = encode_table(tables, schema, folder, options.ties)  # third pass
     # Statistics of the columns that became features. The names in the input are those of sensors.
     feature_statistics = {name: column for name, column in statistics.items() if name in schema.sensor_names}
@@ -209,16 +226,73 @@ def prepare_table(paths: Sequence[Path], options: DataOptions, folder: Path) -> 
         split=split,
         layout=tables.layout,
         time_column=tables.time_column,
-        missing_by_feature={
-            name: column.num_missing for name, column in feature_statistics.items() if column.num_missing
-        },
+        missing_by_feature=_count_missing(schema, feature_statistics),
         infinite_by_feature={
             name: column.num_infinite for name, column in feature_statistics.items() if column.num_infinite
         },
         skipped_by_reason=tables.skipped_by_reason,
         fingerprint=compute_fingerprint(schema, values, arrival_ranks, split),
+        texts_by_feature=_collect_texts(schema, feature_statistics),
         ties=options.ties,
+        num_input_records=num_input_records,
+        time_span=tables.time_span,
     )
+
+
+def _collect_within_time(
+    tables: InputTables, options: DataOptions
+) -> tuple[NDArray[np.uint8], dict[str, ColumnStatistics]]:
+    """Split the records and collect the statistics of the columns, from a sample of the records if time is short.
+
+    Args:
+        tables: The input, whose records are numbered. If a sample is used, its records are numbered anew.
+        options: How to read the input.
+
+    Returns:
+        The split of the records that are used, and the statistics by feature name.
+    """
+    monitor = tables.monitor
+    if monitor.max_records is not None and monitor.max_records < tables.num_records:
+        tables.sample_records(monitor.max_records, options.seed)
+    try:
+        split = assign_split(tables.num_records, options.calibration_share, options.seed)
+        # The pass that converts the records takes about as long as this one, so two passes must fit into the time.
+        monitor.start_pass("collecting statistics", num_limited_passes=2)
+        return split, collect_statistics(tables, split, options.exclude)
+    except ReadingTooSlow as stop:
+        num_records = max(MIN_SAMPLED_RECORDS, int(stop.share * tables.num_records))
+    if num_records < tables.num_records:
+        monitor.on_message(f"used {num_records:,} of {tables.num_records:,} records, because of --max-time")
+        tables.sample_records(num_records, options.seed)
+    split = assign_split(tables.num_records, options.calibration_share, options.seed)
+    monitor.start_pass("collecting statistics")
+    return split, collect_statistics(tables, split, options.exclude)
+
+
+def _find_columns_with_texts(schema: Schema, statistics: dict[str, ColumnStatistics]) -> list[ColumnStatistics]:
+    """Return the statistics of those measurements whose columns contain texts that are not numbers."""
+    kind_by_sensor = {feature.sensor_name: feature.kind for feature in schema.features}
+    columns = statistics.values()
+    return [column for column in columns if column.num_other_texts and kind_by_sensor[column.name] == "continuous"]
+
+
+def _collect_texts(schema: Schema, statistics: dict[str, ColumnStatistics]) -> dict[str, tuple[int, str]]:
+    """Return for each measurement the number of texts among its numbers and the most frequent one, if there are any."""
+    return {
+        column.name: (column.num_other_texts, column.most_frequent_text)
+        for column in _find_columns_with_texts(schema, statistics)
+    }
+
+
+def _count_missing(schema: Schema, statistics: dict[str, ColumnStatistics]) -> dict[str, int]:
+    """Return for each feature the number of missing readings, if there are any.
+
+    Texts among the numbers of a measurement count as missing. Names of features are those of sensors.
+    """
+    num_missing = {name: column.num_missing for name, column in statistics.items()}
+    for column in _find_columns_with_texts(schema, statistics):
+        num_missing[column.name] += column.num_other_texts
+    return {name: count for name, count in num_missing.items() if count}
 
 
 def assign_split(num_records: int, calibration_share: float, seed: int) -> NDArray[np.uint8]:
@@ -336,16 +410,19 @@ def collect_statistics(
             continue
         column = statistics.setdefault(name, ColumnStatistics(name))
         is_training = split[readings.rows] == Split.TRAIN
-        column.add(readings.values, readings.rows, is_training, parse_text=tables.layout == "long")
+        column.add(readings.values, readings.rows, is_training, readings.file_index)
     return statistics
 
 
-def choose_kinds(statistics: list[ColumnStatistics], options: DataOptions) -> tuple[Schema, list[ExcludedColumn]]:
+def choose_kinds(
+    statistics: list[ColumnStatistics], options: DataOptions, is_in_time_order: bool = False
+) -> tuple[Schema, list[ExcludedColumn]]:
     """Decide for each column or feature of the input whether it is a measurement, a label or no feature.
 
     Args:
         statistics: The statistics of each column (wide layout) or feature (long layout).
         options: The kinds that the user has chosen, and the schema of the old model that is adapted.
+        is_in_time_order: Whether the rows of the table are known to be in the order of time.
 
     Returns:
         The schema, in which the features of the old model come first; and the columns that cannot be features, with the
@@ -377,7 +454,7 @@ def choose_kinds(statistics: list[ColumnStatistics], options: DataOptions) -> tu
         if column.name not in old_names:
             is_context = column.name in options.context
             kind, period = kind_by_name.get(column.name), period_by_name.get(column.name)
-            decisions.append(infer_feature(column, kind, is_context, period))
+            decisions.append(infer_feature(column, kind, is_context, period, is_in_time_order))
     features = old_features + tuple(decision for decision in decisions if isinstance(decision, Feature))
     excluded = [decision for decision in decisions if isinstance(decision, ExcludedColumn)]
     if all(feature.context for feature in features):  # context features are never scored
@@ -514,7 +591,7 @@ def encode_table(
     for readings in tables.iterate_readings():
         code = schema.code_by_name.get(readings.feature_name)
         if code is not None:
-            values[readings.rows, code] = encode_readings(schema, code, readings, parse_text=False)
+            values[readings.rows, code] = encode_readings(schema, code, readings)
     values.flush()
     return values, None
 
@@ -563,7 +640,7 @@ def _encode_long_table(
         num_repeated += len(readings.rows) - len(kept)
         rows, feature_codes = readings.rows[kept], feature_codes[kept]
         # All features of a sensor are normalised alike, so the first one is used to encode the readings.
-        values[rows, feature_codes] = encode_readings(schema, first_code, readings, parse_text=True)[kept]
+        values[rows, feature_codes] = encode_readings(schema, first_code, readings)[kept]
         event_indexes[rows, feature_codes] = readings.event_indexes[kept]
         if readings.times is not None:
             times[rows, feature_codes] = readings.times[kept]
@@ -582,17 +659,13 @@ def _fill_in_chunks(matrix: NDArray[Any], value: float) -> None:
         matrix[start : start + CHUNK_ROWS] = value
 
 
-def encode_readings(
-    schema: Schema, feature_code: int, readings: FeatureReadings, parse_text: bool
-) -> NDArray[np.float32]:
+def encode_readings(schema: Schema, feature_code: int, readings: FeatureReadings) -> NDArray[np.float32]:
     """Convert M readings of one feature to normalised numbers or label codes.
 
     Args:
         schema: The features.
         feature_code: Index of the feature in the schema.
-        readings: The M readings.
-        parse_text: Whether numbers may be written as text. It is True for the long layout, in which one column contains
-            the values of all features.
+        readings: The M readings. Numbers may be written as text.
 
     Returns:
         (M,) float32: normalised numbers (measurements) or label codes, NaN if missing. A label's code is its index
@@ -607,17 +680,14 @@ def encode_readings(
     # `labels` are the distinct labels of these readings, and `label_indexes` the index of each reading's label in them.
     label_indexes, labels = encode_labels(readings.values)
     code_by_label, unseen_code = schema.code_by_label[feature_code], len(feature.labels)
-    # An infinite number is a missing reading, while the word "inf" may be a label.
-    can_be_number = parse_text or classify_type(readings.values.type) == "number"
     codes: list[float] = []  # the feature's code of each distinct label
     for label in labels:
-        if can_be_number and label in ("inf", "-inf"):
+        # "1.0" is the label "1", unless it is a label itself.
+        code = code_by_label.get(label, code_by_label.get(_normalize_number_text(label)))
+        if code is None and label in ("inf", "-inf"):  # an infinite number, which is treated as missing
             codes.append(np.nan)
-            continue
-        code = code_by_label.get(label)
-        if code is None and parse_text:
-            code = code_by_label.get(_normalize_number_text(label))  # "1.0" is the label "1"
-        codes.append(unseen_code if code is None else code)
+        else:
+            codes.append(unseen_code if code is None else code)
     # A missing value has the index −1, which selects the last element.
     return np.array([*codes, np.nan])[label_indexes].astype(np.float32)
 

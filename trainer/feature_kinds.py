@@ -24,7 +24,8 @@ from deformer_stream.model.schema import (
     FeatureKind,
     format_label,
 )
-from trainer.tables import ValueForm, classify_type, encode_labels, parse_numbers
+from trainer.identifiers import OrderStatistics, describe_identifier, describe_trend
+from trainer.tables import ValueForm, classify_type, encode_labels, has_leading_zeros, parse_numbers
 
 MAX_SAMPLE = 20_000
 """Largest number of readings of a column that are kept as a random sample.
@@ -53,6 +54,15 @@ MIN_SHARE_ON_GRID = 0.999
 FREQUENT_SHARE = 0.2
 """A value is mentioned as frequent in the table of features if at least this share of the readings is equal to it."""
 
+MAX_SHARE_OF_OTHER_TEXTS = 0.1
+"""Largest share of other texts, such as "Bad", in a column of texts that is inferred to contain measurements."""
+
+MAX_SHARE_OF_LEADING_ZEROS = 0.01
+"""Largest share of texts such as "007" among the numbers of a column of measurements. Such texts are codes or ids."""
+
+MAX_OTHER_TEXTS = 100
+"""Largest number of different other texts in a column of numbers that are counted, to show the most frequent one."""
+
 CLIP_QUANTILES = (0.001, 0.999)
 """Readings are clipped to these quantiles before mean and standard deviation are computed.
 
@@ -74,6 +84,10 @@ class ColumnStatistics:
         num_missing: Number of nulls and NaN, over all records.
         num_infinite: Number of infinite numbers, over all records.
         num_non_numeric: Number of texts in training records that do not represent a number.
+        num_leading_zeros: Number of texts in training records that are integers with leading zeros, such as "007".
+        count_by_other_text: Number of occurrences of each text that does not represent a number, over all records. At
+            most `MAX_OTHER_TEXTS` different texts are counted, those that appear first.
+        num_other_texts: Number of all texts that do not represent a number, over all records.
         minimum: Smallest finite number in training records.
         maximum: Largest finite number in training records.
         count_by_number: Number of occurrences of each number in training records. None if there are more than
@@ -81,8 +95,7 @@ class ColumnStatistics:
         count_by_label: Number of occurrences of each label in training records. None if there are more than
             `MAX_LABELS` different labels.
         is_integer: Whether all numbers in training records are integers.
-        has_numbers_as_text: Whether numbers may be written as text. It is True for the long layout, in which one column
-            contains the values of all features.
+        order: How the numbers in training records change from row to row.
     """
 
     name: str
@@ -91,42 +104,64 @@ class ColumnStatistics:
     num_missing: int = 0
     num_infinite: int = 0
     num_non_numeric: int = 0
+    num_leading_zeros: int = 0
+    num_other_texts: int = 0
+    count_by_other_text: dict[str, int] = field(default_factory=dict)
     minimum: float = np.inf
     maximum: float = -np.inf
     count_by_number: dict[float, int] | None = field(default_factory=dict)
     count_by_label: dict[str, int] | None = field(default_factory=dict)
     is_integer: bool = True
-    has_numbers_as_text: bool = False
+    order: OrderStatistics = field(default_factory=OrderStatistics)
     _row_hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     _sample: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
 
-    def add(self, values: pa.Array, rows: NDArray[np.int64], is_training: NDArray[np.bool_], parse_text: bool) -> None:
+    def add(
+        self, values: pa.Array, rows: NDArray[np.int64], is_training: NDArray[np.bool_], file_index: int = 0
+    ) -> None:
         """Update the statistics with a batch of M values.
 
         Args:
-            values: M values of the column.
+            values: M values of the column, in the order of the input.
             rows: (M,) number of the record to which each value belongs.
             is_training: (M,) whether that record is a training record.
-            parse_text: Whether numbers may be written as text. It is True for the long layout, in which one column
-                contains the values of all features.
+            file_index: The number of the file that contains the values, from 0.
         """
         if pa.types.is_null(values.type):  # a batch without any value says nothing about the form
             self.num_missing += len(values)
             return
-        form, self.has_numbers_as_text = classify_type(values.type), parse_text
+        form = classify_type(values.type)
         if form in ("time", "other"):  # such columns cannot be features, so nothing is counted
             self.form = form
             return
-        # Whether all texts of a column are numbers is known only at the end. Until then they are counted as both
+        # Whether the texts of a column are numbers is known only at the end. Until then they are counted as both
         # numbers and labels.
-        are_numbers_counted = form in ("number", "clock") or (form == "text" and parse_text)
+        are_numbers_counted = form in ("number", "clock", "text")
         if are_numbers_counted:
             numbers, is_other_text = parse_numbers(values)
-            self.num_non_numeric += int((is_other_text & is_training).sum())
-            self._add_numbers(numbers, rows, is_training, int(is_other_text.sum()))
+            if form == "text":
+                self._add_texts(values, is_other_text, is_training)
+            self._add_numbers(numbers, rows, is_training, int(is_other_text.sum()), file_index)
         self.form = form
         if form not in ("number", "clock"):
             self._add_labels(values, is_training, count_missing=not are_numbers_counted)
+
+    def _add_texts(self, values: pa.Array, is_other_text: NDArray[np.bool_], is_training: NDArray[np.bool_]) -> None:
+        """Count the texts that show that a column of M texts contains other things than numbers.
+
+        Args:
+            values: M texts.
+            is_other_text: (M,) whether the text does not represent a number.
+            is_training: (M,) whether the text belongs to a training record.
+        """
+        self.num_non_numeric += int((is_other_text & is_training).sum())
+        self.num_leading_zeros += int((has_leading_zeros(values) & is_training).sum())
+        self.num_other_texts += int(is_other_text.sum())
+        if is_other_text.any():
+            for entry in values.filter(pa.array(is_other_text)).value_counts():
+                text = str(entry["values"])
+                if text in self.count_by_other_text or len(self.count_by_other_text) < MAX_OTHER_TEXTS:
+                    self.count_by_other_text[text] = self.count_by_other_text.get(text, 0) + entry["counts"].as_py()
 
     def _add_numbers(
         self,
@@ -134,6 +169,7 @@ class ColumnStatistics:
         rows: NDArray[np.int64],
         is_training: NDArray[np.bool_],
         num_other_texts: int,
+        file_index: int,
     ) -> None:
         """Update the statistics of numbers with a batch of M values, which were converted to numbers.
 
@@ -143,6 +179,7 @@ class ColumnStatistics:
             is_training: (M,) whether that record is a training record.
             num_other_texts: How many elements of `numbers` are NaN because of such a text. They are not counted as
                 missing.
+            file_index: The number of the file that contains the numbers, from 0.
         """
         # Infinite and missing values are counted in all records, everything else in training records only.
         self.num_infinite += int(np.isinf(numbers).sum())
@@ -152,6 +189,7 @@ class ColumnStatistics:
         if not len(numbers):
             return
         self.num_readings += len(numbers)
+        self.order.add(numbers, file_index)
         self.minimum = min(self.minimum, float(numbers.min()))
         self.maximum = max(self.maximum, float(numbers.max()))
         self.is_integer = self.is_integer and bool((numbers == np.round(numbers)).all())
@@ -208,15 +246,35 @@ class ColumnStatistics:
         if len(self.count_by_label) > MAX_LABELS:
             self.count_by_label = None
 
-    @property
-    def is_numeric(self) -> bool:
-        """Whether every value of the column can be used as a number.
+    def is_numeric(self, kind: FeatureKind | None = None) -> bool:
+        """Return whether the values of the column are used as numbers.
 
-        Numbers can be used, and times of day as seconds since midnight. Texts can be used if numbers may be written as
-        text (`has_numbers_as_text`) and all texts in training records represent numbers.
+        Numbers are, and times of day as seconds since midnight. Texts are used as numbers if they represent numbers.
+        Some texts among many numbers, such as "Bad", are missing values of a measurement. Among few different numbers
+        they are labels like these. Integers with leading zeros, such as "007", are codes or ids.
+
+        Args:
+            kind: The kind of the feature, if the user has chosen it. None to infer it.
         """
-        has_only_number_texts = self.has_numbers_as_text and self.num_readings > 0 and not self.num_non_numeric
-        return self.form in ("number", "clock") or (self.form == "text" and has_only_number_texts)
+        if self.form != "text":
+            return self.form in ("number", "clock")
+        if not self.num_readings:
+            return False
+        if kind == "continuous":
+            return self.num_readings >= self.num_non_numeric
+        if self.num_leading_zeros > MAX_SHARE_OF_LEADING_ZEROS * self.num_readings:
+            return False
+        if not self.num_non_numeric:
+            return True
+        are_many_numbers = self.count_by_number is None or len(self.count_by_number) > MAX_DISCRETE_NUMBERS
+        num_texts = self.num_readings + self.num_non_numeric
+        are_few_others = self.num_non_numeric <= MAX_SHARE_OF_OTHER_TEXTS * num_texts
+        return kind is None and are_many_numbers and are_few_others
+
+    @property
+    def most_frequent_text(self) -> str:
+        """The most frequent text that does not represent a number, empty if there is none."""
+        return max(self.count_by_other_text, key=self.count_by_other_text.__getitem__, default="")
 
     @property
     def sorted_sample(self) -> NDArray[np.float64]:
@@ -400,7 +458,11 @@ class ExcludedColumn:
 
 
 def infer_feature(
-    column: ColumnStatistics, chosen_kind: FeatureKind | None, is_context: bool, period: float | None = None
+    column: ColumnStatistics,
+    chosen_kind: FeatureKind | None,
+    is_context: bool,
+    period: float | None = None,
+    is_in_time_order: bool = False,
 ) -> Feature | ExcludedColumn:
     """Decide whether a column is a measurement, a label or no feature.
 
@@ -409,6 +471,7 @@ def infer_feature(
         chosen_kind: The kind that the user has chosen with `--discrete` or `--continuous`. None to infer it.
         is_context: Whether the feature only helps to predict others and is never scored itself (`--context`).
         period: The period that the user has given with `--cycle`. None if the values are not positions on a cycle.
+        is_in_time_order: Whether the rows of the table are known to be in the order of time.
 
     Returns:
         The feature; or the column with the reason if it cannot be a feature.
@@ -436,13 +499,13 @@ def infer_feature(
             reason = "time of day, a cycle of 24 h: context for the other features"
             return replace(_create_continuous(column, is_context=True, reason=reason), period=SECONDS_PER_DAY)
     if chosen_kind == "continuous":
-        if not column.is_numeric:
+        if not column.is_numeric(chosen_kind):
             raise ConfigError(
-                f"{option}: the column contains texts that are not numbers; "
+                f"{option}: the column contains texts that are not numbers, such as {column.most_frequent_text!r}; "
                 "remove it from the option --continuous or correct its values"
             )
         return _create_continuous(column, is_context, "chosen by an option")
-    if not column.is_numeric:
+    if not column.is_numeric(chosen_kind):
         return _infer_from_text(column, chosen_kind, is_context)
     if chosen_kind == "discrete":
         if column.count_by_number is None:
@@ -451,6 +514,10 @@ def infer_feature(
                 "remove it from the option --discrete, or add it to --exclude"
             )
         return _create_discrete(column, is_context, "chosen by an option")
+    if not is_context:  # a column that the user has named for any purpose is used
+        reason = describe_identifier(column.sorted_sample, column.order, column.is_integer, is_in_time_order)
+        if reason is not None:
+            return ExcludedColumn(column.name, f"{reason}; --continuous {column.name} trains on it")
     return _infer_from_numbers(column, is_context)
 
 
@@ -469,7 +536,7 @@ def _create_cyclic_feature(column: ColumnStatistics, is_context: bool, period: f
         ConfigError: The values are not numbers, or extend over too many periods.
     """
     option = f"--cycle {column.name}={period:g}"
-    if not column.is_numeric:
+    if not column.is_numeric("continuous"):
         raise ConfigError(
             f"{option}: the values of the column are not numbers; convert them to numbers, or remove the option"
         )
@@ -494,7 +561,8 @@ def check_old_feature(old: Feature, column: ColumnStatistics) -> None:
     Raises:
         ConfigError: The column contains text instead of numbers, or none of the labels of the old model.
     """
-    if old.kind == "continuous" and column.num_readings and not column.is_numeric:
+    has_values = column.num_readings or column.num_non_numeric
+    if old.kind == "continuous" and has_values and not column.is_numeric(old.kind):
         raise ConfigError(
             f"--init-from: {old.name} is a measurement in the old model, but text in the new table; "
             "rename the column in the new table, so that it becomes a new feature"
@@ -530,7 +598,8 @@ def _infer_from_numbers(column: ColumnStatistics, is_context: bool) -> Feature:
     if num_distinct <= MAX_DISCRETE_NUMBERS and occur_often and not is_coarse_sensor:
         return _create_discrete(column, is_context, f"numbers with only {num_distinct} distinct values")
     grid = f"numbers on a grid of {quantum:g}" if quantum is not None else "numbers"
-    return _create_continuous(column, is_context, grid + _describe_distribution(column.sorted_sample))
+    note = _describe_distribution(column.sorted_sample) + describe_trend(column.order)
+    return _create_continuous(column, is_context, grid + note)
 
 
 def _describe_distribution(sample: NDArray[np.float64]) -> str:
@@ -615,7 +684,7 @@ def _create_discrete(column: ColumnStatistics, is_context: bool, reason: str) ->
         is_context: Whether the feature only helps to predict others and is never scored itself.
         reason: Why the column is a label, as text for the user.
     """
-    if column.is_numeric:
+    if column.is_numeric("discrete"):
         sorted_counts = sorted((column.count_by_number or {}).items())
         count_by_label = {format_label(number): count for number, count in sorted_counts}
     else:

@@ -24,9 +24,11 @@ from deformer_stream.codec import columns
 from deformer_stream.codec.columns import convert_times_of_day, is_time_of_day
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
-from deformer_stream.input_files import list_data_files
 from deformer_stream.model.schema import format_label
 from deformer_stream.model.windows import Window, floor_to_window
+from deformer_stream.tables.discovery import list_data_files
+from trainer.identifiers import OrderStatistics
+from trainer.reading_time import ReadingMonitor
 
 Layout = Literal["wide", "long"]
 """wide: a row is a record. long: a row is one reading of one feature of a record."""
@@ -50,6 +52,9 @@ MAX_LISTED_LABELS = 50
 _NUMBER_PATTERN = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:nan|inf|infinity)$"
 """Regular expression of a text that represents a number."""
 
+_LEADING_ZERO_PATTERN = r"^\s*[+-]?0[0-9]+\s*$"
+"""Regular expression of an integer with leading zeros, such as "007". It is a code or an id and not a measurement."""
+
 RecordKey = str | tuple[str, int]
 """What identifies a record: its id; or, if a record is a window of time, the device and the start of the window in
 microseconds since 1970."""
@@ -68,6 +73,7 @@ class FeatureReadings:
         event_indexes: (M,) position of each reading in the input, over all files. None for the wide layout.
         time_slots: (M,) index of the time slot (equal part of the record's window of time) of each reading. 0 if
             records are not windows. None for the wide layout.
+        file_index: The number of the file that contains the readings, from 0.
     """
 
     feature_name: str
@@ -76,6 +82,7 @@ class FeatureReadings:
     times: NDArray[np.int64] | None = None
     event_indexes: NDArray[np.int64] | None = None
     time_slots: NDArray[np.int64] | None = None
+    file_index: int = 0
 
 
 @dataclass
@@ -96,6 +103,13 @@ class InputTables:
         skipped_by_reason: By reason as text, the number of records or readings that were left out.
         row_by_event: (E,) for each of the E readings of a long table, the number (from 0) of its record among the
             normal records; −1 if the reading is left out. None for a wide table and before `index_records` is called.
+        time_order: How the times of the normal records (wide) or of their readings (long) change in the order of the
+            input. `iterate_readings` sets it anew. It is empty if there is no time column.
+        row_by_record: (N,) for each of the N normal records of a wide table, its number among the records of a random
+            sample; −1 if it is not in the sample. None if all records are used.
+        time_span: The first and the last time of a normal record or reading, in microseconds since 1970. None if there
+            are no times. It is set while the readings are iterated.
+        monitor: Counts the rows that are read, and stops a pass that takes too long.
     """
 
     files: list[Path]
@@ -109,6 +123,10 @@ class InputTables:
     num_records: int = 0
     skipped_by_reason: dict[str, int] = field(default_factory=dict)
     row_by_event: NDArray[np.int64] | None = None
+    time_order: OrderStatistics = field(default_factory=OrderStatistics)
+    row_by_record: NDArray[np.int64] | None = None
+    time_span: tuple[int, int] | None = None
+    monitor: ReadingMonitor = field(default_factory=ReadingMonitor)
 
     @property
     def description(self) -> str:
@@ -119,7 +137,35 @@ class InputTables:
 
     def iterate_readings(self) -> Iterator[FeatureReadings]:
         """Yield the readings of all normal records, batch by batch in the order of the input, grouped by feature."""
+        self.time_order = OrderStatistics()
         return _iterate_wide_readings(self) if self.layout == "wide" else _iterate_long_readings(self)
+
+    def sample_records(self, num_records: int, seed: int) -> None:
+        """Use only a random sample of the normal records from now on. They are numbered anew, in the same order.
+
+        Args:
+            num_records: Number of records of the sample, smaller than `self.num_records`.
+            seed: Seed of the random choice.
+        """
+        # The constant in the seed makes this sample independent of others with the same seed.
+        chosen = np.random.default_rng([seed, 0x5A4C]).choice(self.num_records, num_records, replace=False)
+        row_by_record = np.full(self.num_records + 1, -1)  # the last element is for left-out readings, whose row is −1
+        row_by_record[np.sort(chosen)] = np.arange(num_records)
+        if self.row_by_event is not None:
+            self.row_by_event = row_by_record[self.row_by_event]
+        else:
+            self.row_by_record = row_by_record[:-1]
+        self.skipped_by_reason["records, because of --max-time"] = self.num_records - num_records
+        self.num_records = num_records
+
+    def extend_time_span(self, times: NDArray[np.int64]) -> None:
+        """Extend `time_span` so that it contains the given times in microseconds since 1970, except `NO_TIME`."""
+        known = times[times != NO_TIME]
+        if len(known):
+            first, last = int(known.min()), int(known.max())
+            if self.time_span is not None:
+                first, last = min(first, self.time_span[0]), max(last, self.time_span[1])
+            self.time_span = first, last
 
 
 def classify_type(arrow_type: pa.DataType) -> ValueForm:
@@ -322,7 +368,9 @@ def _iterate_batches(tables: InputTables, column_names: list[str]) -> Iterator[t
             # With pre_buffer, all data that was read would stay in memory until the file is closed.
             with pq.ParquetFile(path, pre_buffer=False) as file:
                 for batch in file.iter_batches(batch_rows, columns=column_names):
+                    tables.monitor.begin_batch()
                     yield path, batch
+                    tables.monitor.end_batch(len(batch))
         except (pa.ArrowInvalid, OSError) as error:
             raise InputError(
                 f"{path}: the file cannot be read to its end ({_first_line(error)}); restore it from its source"
@@ -427,10 +475,11 @@ def index_records(tables: InputTables) -> None:
     Raises:
         InputError: No record has the normal label, or a time of a long table is malformed.
     """
+    tables.monitor.num_rows = sum(pq.read_metadata(path).num_rows for path in tables.files)
     if tables.layout == "long":
         _index_long_records(tables)
     elif tables.label_column is None:  # every row is a normal record
-        tables.num_records = sum(pq.read_metadata(path).num_rows for path in tables.files)
+        tables.num_records = tables.monitor.num_rows
     else:
         # `open_tables` has checked that there is a normal label if there is a label column.
         _count_normal_rows(tables, tables.label_column, tables.normal_label or "")
@@ -587,15 +636,23 @@ def _iterate_wide_readings(tables: InputTables) -> Iterator[FeatureReadings]:
     The normal rows are numbered from 0 over all files.
     """
     first_row = 0  # number of normal rows in the batches so far
-    column_names = tables.feature_columns + ([tables.label_column] if tables.label_column else [])
-    for _, batch in _iterate_batches(tables, column_names):
+    column_names = tables.feature_columns + [name for name in (tables.label_column, tables.time_column) if name]
+    for path, batch in _iterate_batches(tables, column_names):
         if tables.label_column is not None and tables.normal_label is not None:
             is_normal = match_normal_label(batch.column(tables.label_column), tables.normal_label)
             batch = batch.filter(pa.array(is_normal))
         rows = np.arange(first_row, first_row + len(batch), dtype=np.int64)
         first_row += len(batch)
+        file_index = tables.files.index(path)
+        if tables.time_column:
+            times = batch.column(tables.time_column).drop_null().cast(pa.int64())
+            tables.time_order.add(times.to_numpy(zero_copy_only=False).astype(np.float64), file_index)
+            tables.extend_time_span(parse_times(batch.column(tables.time_column), f"{path}: {tables.time_column!r}"))
+        if tables.row_by_record is not None:  # only a sample of the records is used
+            rows = tables.row_by_record[rows]
+            batch, rows = batch.filter(pa.array(rows >= 0)), rows[rows >= 0]
         for name in tables.feature_columns:
-            yield FeatureReadings(name, rows, batch.column(name))
+            yield FeatureReadings(name, rows, batch.column(name), file_index=file_index)
 
 
 def _iterate_long_readings(tables: InputTables) -> Iterator[FeatureReadings]:
@@ -620,6 +677,9 @@ def _iterate_long_readings(tables: InputTables) -> Iterator[FeatureReadings]:
         if tables.time_column:
             where = f"{path}: column {tables.time_column!r}"
             times = parse_times(batch.column(tables.time_column), where, first_row)
+            used_times = times[(rows >= 0) & (times != NO_TIME)].astype(np.float64)
+            tables.time_order.add(used_times, tables.files.index(path))
+            tables.extend_time_span(times[rows >= 0])
         time_slots = np.zeros_like(times) if tables.window is None else tables.window.time_slot_index(times)
         num_events += len(batch)
         first_row += len(batch)
@@ -639,6 +699,7 @@ def _iterate_long_readings(tables: InputTables) -> Iterator[FeatureReadings]:
                     times[selected],
                     event_indexes[selected],
                     time_slots[selected],
+                    tables.files.index(path),
                 )
 
 
@@ -661,6 +722,15 @@ def parse_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.boo
     is_other_text = pc.invert(is_number).fill_null(False).to_numpy(zero_copy_only=False)
     number_text = pc.if_else(is_number, pc.replace_substring_regex(text, r"^\+", ""), None)  # Arrow accepts no plus
     return _convert_to_floats(number_text), is_other_text
+
+
+def has_leading_zeros(values: pa.Array) -> NDArray[np.bool_]:
+    """Return for each of N texts whether it is an integer with leading zeros, such as "007"; False for null."""
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    is_padded = pc.match_substring_regex(values.cast(pa.string()), _LEADING_ZERO_PATTERN)
+    result: NDArray[np.bool_] = is_padded.fill_null(False).to_numpy(zero_copy_only=False)
+    return result
 
 
 def _convert_to_floats(values: pa.Array) -> NDArray[np.float64]:

@@ -39,7 +39,7 @@ def test_mixture_reaches_the_entropy_of_a_gaussian(tmp_path: Path) -> None:
 
 
 def test_held_out_records_are_in_the_units_of_training(tmp_path: Path) -> None:
-    data = prepared(tmp_path, {"x": np.linspace(0.0, 10.0, 100), "state": ["a", "b"] * 50})
+    data = prepared(tmp_path, {"x": 5 + 5 * np.sin(np.arange(100.0)), "state": ["a", "b"] * 50})
     held_out = encode_held_out(data, tmp_path, {"state": ["b", "never"], "other": [1.0, 2.0], "x": [5.0, 10.0]})
     x, state = (data.schema.code_by_name[name] for name in ("x", "state"))
     feature = data.schema.features[x]

@@ -401,7 +401,7 @@ def test_long_boolean_feature_counts_its_missing_values(tmp_path: Path) -> None:
 
 def test_record_whose_readings_name_no_feature_is_not_counted(tmp_path: Path) -> None:
     columns = {"record": ["empty", *(f"r{i}" for i in range(30))], "feature": [None] + ["a"] * 30}
-    data = prepare_in(tmp_path, write(tmp_path / "log.parquet", columns | {"value": [float(i) for i in range(31)]}))
+    data = prepare_in(tmp_path, write(tmp_path / "log.parquet", columns | {"value": [i % 7 / 2 for i in range(31)]}))
     assert len(data.values) == 30
     assert data.skipped_by_reason == {"events without record or feature": 1}
 

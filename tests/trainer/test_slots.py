@@ -108,7 +108,7 @@ def test_adaptation_requires_the_windows_of_the_old_model(tmp_path: Path) -> Non
     old = prepared(tmp_path, draw_event_series(40, seed=0)).schema
     events = [
         *draw_event_series(40, seed=1),
-        *({"device": "p0", "feature": "new", "value": k, "time": 7.0 * k} for k in range(170)),
+        *({"device": "p0", "feature": "new", "value": k % 40, "time": 7.0 * k} for k in range(170)),
     ]
     data = prepared(tmp_path, events, window=None, once=(), base=old)
     assert data.schema.features[: len(old)] == old.features
