@@ -7,6 +7,7 @@ and alerts and dead letters (rejected events) as JSON lines. The modules are:
     sources       event sources for the pipeline
     reorder       another order for the readings of logs, for `--order random` and `--order schema`
     sinks         output files of the pipeline
+    terminal      alerts as lines of text for a person
     table_events  conversion of a table to an asynchronous event stream, for `deformer-stream produce`
     imputation    tables with imputed or sampled values, for `deformer-stream impute` and `sample`
     background    threads that read ahead and write behind
@@ -23,6 +24,7 @@ from connectors.files.sinks import (
 from connectors.files.sources import FileSource, StandardInput, open_source
 from connectors.files.table_events import iterate_events
 from connectors.files.tables import check_no_overwrite
+from connectors.files.terminal import TerminalAlerts
 
 __all__ = [
     "AlertLines",
@@ -33,6 +35,7 @@ __all__ = [
     "RejectedLines",
     "ScoresParquet",
     "StandardInput",
+    "TerminalAlerts",
     "check_no_overwrite",
     "iterate_events",
     "open_source",

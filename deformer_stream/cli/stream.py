@@ -8,6 +8,7 @@ is printed without delay.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -111,6 +112,8 @@ def build_consume() -> click.Command:
                 reloader.take_new_model,
                 lambda new_model: factory.make_codec(new_model, settings, order="arrival"),
             )
+                # The terminal shows each alert once: as a line of `TerminalAlerts`.
+                log_alerts=not (_is_terminal(settings.alerts) and sys.stderr.isatty()),
             # Garbage collection of the loaded modules and the model would only delay alerts.
             with process.frozen_gc():
                 totals = pipeline.run(stop)
@@ -140,7 +143,7 @@ def _connect(
     Raises:
         ConfigError: The options contradict each other.
     """
-    from connectors.files import AlertLines, check_no_overwrite, open_source
+    from connectors.files import AlertLines, TerminalAlerts, check_no_overwrite, open_source
 
     source: EventSource
     sinks: list[Sink] = []
@@ -160,12 +163,23 @@ def _connect(
         source, sink = _connect_to_kafka(settings, servers, topic, codec, model, cleanup)
         sinks.append(sink)
     if settings.alerts:
-        sinks.append(AlertLines(settings.alerts, append=True))  # keeps the alerts of earlier runs
-        cleanup.callback(sinks[-1].close)
+        # A file keeps the alerts of earlier runs.
+        alerts = TerminalAlerts() if _is_terminal(settings.alerts) else AlertLines(settings.alerts, append=True)
+        sinks.append(alerts)
+        cleanup.callback(alerts.close)
     return source, sinks, topic is None
 
 
 def _find_kafka_topic(settings: ConsumeSettings) -> tuple[str, str | None]:
+def _is_terminal(alerts: str) -> bool:
+    """Return whether alerts are written to standard output and a person sees it, not a file or another program.
+
+    Args:
+        alerts: Value of the option `--alerts`.
+    """
+    return alerts == "-" and sys.stdout.isatty()
+
+
     """Return the Kafka brokers and the topic from which `consume` reads events.
 
     Both come from `--source` if it is a kafka:// URL, otherwise from `--bootstrap-servers` and `--topic`.

@@ -32,6 +32,7 @@ import numpy as np
 
 from deformer_stream import log
 from deformer_stream.codec import Codec
+from deformer_stream.codec.alert_text import summarize_cause
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.engine import Engine, OpenRecordPolicy
 from deformer_stream.engine.events import Effects, EventBatch, Rejection
@@ -106,6 +107,8 @@ class Pipeline:
         take_new_model: Returns a new model to use from now on, or None. Without this function the model never changes.
         make_codec: Returns the codec for a new model.
         report_progress: Called after each poll that returned data, with the number of messages.
+        log_alerts: Whether each alert of a live stream is logged. A command that prints alerts on the terminal of the
+            log need not log them, too.
         totals: The number of events, alerts and records that the run has processed.
         recovery: Restores partitions from saved state, and collects the state to save with each commit.
     """
@@ -124,6 +127,7 @@ class Pipeline:
     take_new_model: Callable[[], Artifact | None] | None = None
     make_codec: Callable[[Artifact], Codec] | None = None
     report_progress: Callable[[int], None] | None = None
+    log_alerts: bool = True
     totals: Totals = field(default_factory=Totals)
     recovery: Recovery = field(init=False)
     _partitioned_source: PartitionedSource | None = field(init=False)
@@ -369,7 +373,7 @@ class Pipeline:
         metrics.is_ready = has_partitions and not self.recovery.restoring_partitions
 
     def _log_effects(self, effects: Effects) -> None:
-        """Log the alerts (only if the input is a live stream) and the drift notices (always).
+        """Log the alerts (only of a live stream, and if `log_alerts` is true) and the drift notices (always).
 
         A drift notice states that the records of a partition no longer resemble the calibration records.
 
@@ -377,9 +381,14 @@ class Pipeline:
             effects: The effects of one batch of events.
         """
         logger = log.get_logger("runtime")
-        for alert in effects.alerts if not self.is_finite else ():
+        for alert in effects.alerts if self.log_alerts and not self.is_finite else ():
             logger.info(
-                "alert_raised", id=alert.id, record=alert.record, raised_at=alert.raised_at, p_value=alert.p_value
+                "alert_raised",
+                id=alert.id,
+                record=alert.record,
+                raised_at=alert.raised_at,
+                p_value=alert.p_value,
+                **summarize_cause(alert),
             )
         for notice in effects.drift_notices:
             logger.warning(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from deformer_stream import model_store
 from deformer_stream.codec import Codec, WindowAssigner
@@ -274,3 +275,23 @@ def test_pipeline_waits_for_commits_with_alerts(loaded: Artifact, unread: int) -
     assert any(alerting)
     assert not all(alerting)
     assert source.waited == [alert and not unread for alert in alerting] + [True]
+
+
+@pytest.mark.parametrize("log_alerts", [True, False])
+def test_logged_alert_names_device_reading_and_expected_range(loaded: Artifact, log_alerts: bool) -> None:
+    event = json.dumps({"record": "hall/pump-7/12", "feature": "pressure", "value": 1e6}).encode()
+    sink = MemorySink()
+    pipeline = Pipeline(
+        *(MemorySource([event]), Codec(loaded.schema), make_engine(loaded), [sink], ManualClock(), Metrics(), False),
+        log_alerts=log_alerts,
+    )
+    with capture_logs() as lines:
+        pipeline.run(threading.Event())
+    raised = [line for line in lines if line["event"] == "alert_raised"]
+    (alert,) = sink.alerts
+    expected = alert.contributions[0].expected
+    assert len(raised) == log_alerts
+    for line in raised:
+        assert (line["record"], line["device"]) == ("hall/pump-7/12", "hall/pump-7")
+        assert (line["feature"], line["value"]) == ("pressure", 1e6)
+        assert (line["expected_low"], line["expected_high"]) == (expected.low, expected.high)

@@ -1,0 +1,201 @@
+"""Alerts and drift notices as one line of text for an operator, such as the line that `consume` prints on a terminal:
+
+    12:05:21 pump-07: flow 31.9 m³/h, expected 119 to 127 (p = 0.0004, 3 of 8 readings)
+
+The line names the device, the readings to which the alert is attributed, what came, and what was expected.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, date, datetime, tzinfo
+
+from deformer_stream.calibration.conformal import extract_group
+from deformer_stream.calibration.drift_state import DriftNotice
+from deformer_stream.engine.events import NO_TIME, Alert, Contribution
+from deformer_stream.model.windows import WINDOW_SEPARATOR
+from deformer_stream.report.pages import format_number
+
+DEVICE_SEPARATOR = "/"
+"""The separator between the device and the rest of the id of a record that is not a window, as in `pump-07/000412`."""
+
+VALUE_DIGITS = 4
+"""Number of significant digits of a reading, unless its expected range needs more."""
+
+MAX_DIGITS, MAX_DECIMALS = 9, 6
+"""Largest numbers of significant digits and of decimals that an expected range can require."""
+
+MAX_ROUNDING = 0.07
+"""Largest rounding error of the bounds of an expected range, as a share of its width: 119.2 to 126.9 becomes 119 to
+127, and 9.16 to 10.51 becomes 9.2 to 10.5."""
+
+MAX_MORE_DIGITS = 6
+"""Largest number of digits that are added to a reading just outside of its expected range."""
+
+MAX_LISTED_FEATURES = 3
+"""Largest number of features that a line names."""
+
+MAX_TEXT_CHARACTERS = 60
+"""Length from which names and labels are shortened."""
+
+
+def extract_device(record_id: str) -> str | None:
+    """Return the device of a record: its id before the last `@`, else its id before the last `/`, else None.
+
+    The id of a window is the device and the start of the window, such as `pump-07@2020-03-09T10:34:30Z`.
+    """
+    return extract_group(record_id, WINDOW_SEPARATOR) or extract_group(record_id, DEVICE_SEPARATOR) or None
+
+
+def format_alert_line(alert: Alert, zone: tzinfo | None = None, today: date | None = None) -> str:
+    """Return an alert as one line of text.
+
+    The line names the readings to which the alert is attributed, at most three. If the alert has no explanation, it
+    names none. Characters that could change what a terminal shows are escaped.
+
+    Args:
+        alert: The alert.
+        zone: The time zone in which the time is shown; the zone of this machine by default.
+        today: The date that is left out, so that only the time of day is shown; by default every date is shown.
+    """
+    suspects = [contribution for contribution in alert.contributions if contribution.suspect]
+    # Without suspects, the first contribution is the most suspicious reading. Without explanations there is none.
+    named = suspects[:MAX_LISTED_FEATURES] or list(alert.contributions[:1])
+    cause = "; ".join(map(format_contribution, named)) or "the readings are improbable together"
+    figures = f"p = {_format_p_value(alert.p_value)}, {alert.features_seen} of {alert.features_expected} readings"
+    severity = f", severity {alert.severity}" if alert.severity > 1 else ""
+    return f"{_format_time(alert.time, zone, today)}{_name_record(alert.record)}: {cause} ({figures}{severity})"
+
+
+def summarize_cause(alert: Alert) -> dict[str, str | float]:
+    """Return the device of an alert and its most suspicious reading, by the names of keys of a log line.
+
+    The keys are `device`, `feature`, `value`, `unit`, and `expected_low` and `expected_high`, or `expected` for a
+    label. A key is left out if its value is not known. Without an explanation there is only the device.
+    """
+    fields: dict[str, str | float | None] = {"device": extract_device(alert.record)}
+    for contribution in alert.contributions[:1]:
+        expected = contribution.expected
+        fields |= {
+            "feature": contribution.feature,
+            "value": contribution.value,
+            "unit": contribution.unit,
+            "expected_low": expected.low,
+            "expected_high": expected.high,
+            "expected": expected.median if expected.low is None else None,
+        }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def format_drift_line(notice: DriftNotice, zone: tzinfo | None = None, today: date | None = None) -> str:
+    """Return a drift notice (records no longer resemble the calibration records) as one line of text.
+
+    Args:
+        notice: The notice.
+        zone: The time zone in which the time is shown; the zone of this machine by default.
+        today: The date that is left out, so that only the time of day is shown; by default every date is shown.
+    """
+    names = [_make_printable(shift.feature) for shift in notice.shifted_features[:MAX_LISTED_FEATURES]]
+    shifted = f"; most changed: {', '.join(names)}" if names else ""
+    return (
+        f"{_format_time(notice.time, zone, today)}drift: after {notice.num_records} records of partition "
+        f"{notice.partition}, the odds that they differ from the calibration records exceed {notice.level:g} to 1"
+        f"{shifted}"
+    )
+
+
+def format_contribution(contribution: Contribution) -> str:
+    """Return what came and what was expected, such as "flow 31.9 m³/h, expected 119 to 127" or "mode off, expected on".
+
+    The unit is left out if it is not known.
+    """
+    name, value, expected = _make_printable(contribution.feature), contribution.value, contribution.expected
+    unit = f" {_make_printable(contribution.unit)}" if contribution.unit else ""
+    if isinstance(value, int | float) and expected.low is not None and expected.high is not None:
+        came, low, high = _format_value_and_range(value, expected.low, expected.high)
+        return f"{name} {came}{unit}, expected {low} to {high}"
+    came = "an unknown label" if value is None else _make_printable(str(value))
+    # `median` is the most likely label.
+    return f"{name} {came}{unit}, expected {_make_printable(str(expected.median))}"
+
+
+def _choose_decimals(low: float, high: float) -> int:
+    """Return the number of decimals with which the bounds of a range are shown (see `MAX_ROUNDING`)."""
+    width = high - low
+    if not (math.isfinite(width) and width > 0):
+        return VALUE_DIGITS
+    # A bound that is rounded to a multiple of 10^k has an error of up to 0.5 · 10^k.
+    return max(0, -math.floor(math.log10(2 * MAX_ROUNDING * width)))
+
+
+def _format_value_and_range(value: float, low: float, high: float) -> tuple[str, str, str]:
+    """Return a reading and the bounds of its expected range as texts.
+
+    If the reading is outside of the range, they have enough digits to show it.
+    """
+    num_decimals = _choose_decimals(low, high)
+    # The digits before the decimal point and, if they are more than usual, as many decimals as the bounds have.
+    num_whole_digits = math.floor(math.log10(abs(value))) + 1 if value and math.isfinite(value) else 1
+    num_digits = min(max(VALUE_DIGITS, num_whole_digits + num_decimals), MAX_DIGITS)
+    for num_more_digits in range(MAX_MORE_DIGITS + 1):
+        value_text = _format_digits(value, num_digits + num_more_digits)
+        low_text, high_text = (_format_decimals(bound, num_decimals + num_more_digits) for bound in (low, high))
+        is_shown_as_inside = float(low_text) <= float(value_text) <= float(high_text)
+        if is_shown_as_inside == (low <= value <= high):
+            break
+    return value_text, low_text, high_text
+
+
+def _format_digits(value: float, num_digits: int) -> str:
+    """Return a number as text with `num_digits` significant digits; if it is very large or small, with an exponent."""
+    if value and not 1e-4 <= abs(value) < 10**MAX_DIGITS:
+        return f"{value:.{num_digits}g}"
+    return format_number(value, num_digits).replace("−", "-").replace(",", "")
+
+
+def _format_decimals(value: float, num_decimals: int) -> str:
+    """Return a number as text with at most `num_decimals` decimals; if it is very large or small, with an exponent."""
+    if num_decimals > MAX_DECIMALS or abs(value) >= 10**MAX_DIGITS:
+        return f"{value:.{VALUE_DIGITS}g}"
+    text = f"{value:.{num_decimals}f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text == "-0" else text
+
+
+def _format_p_value(p_value: float) -> str:
+    """Return a p-value with two significant digits, such as "0.0004"."""
+    return format_number(p_value, 2)
+
+
+def _format_time(time: int, zone: tzinfo | None, today: date | None) -> str:
+    """Return a time as text with a blank at the end, such as "12:05:21 "; empty if there is no time.
+
+    Args:
+        time: Microseconds since 1970, or `NO_TIME`.
+        zone: The time zone; the zone of this machine if it is None.
+        today: The date that is left out; None if every date is shown.
+    """
+    if time == NO_TIME:
+        return ""
+    try:
+        moment = datetime.fromtimestamp(time // 1_000_000, UTC).astimezone(zone)
+    except (ValueError, OverflowError, OSError):  # not between the years 1 and 9999
+        return ""
+    return f"{moment:%H:%M:%S} " if moment.date() == today else f"{moment:%Y-%m-%d %H:%M:%S} "
+
+
+def _name_record(record_id: str) -> str:
+    """Return how a line names a record: a window by its device, another record by its id.
+
+    The time of a window is at the start of the line. An id without a device is only understood as "record 412".
+    """
+    device = extract_group(record_id, WINDOW_SEPARATOR)
+    if not device and extract_device(record_id) is None:
+        return f"record {_make_printable(record_id)}"
+    return _make_printable(device or record_id)
+
+
+def _make_printable(text: str) -> str:
+    """Return a text on one line, shortened, with characters escaped that could change what a terminal shows."""
+    printable = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+    return printable if len(printable) <= MAX_TEXT_CHARACTERS else printable[: MAX_TEXT_CHARACTERS - 1] + "…"
