@@ -36,7 +36,7 @@ Bools = NDArray[np.bool_]
 MAX_FINGERPRINTS = 65_536
 """Largest number of fingerprints that are stored of a set of records: 512 KiB."""
 
-SIGNIFICANCE = 1e-4
+SIGNIFICANCE = 1e-3
 """Probability of reporting new records as seen although they coincide with seen ones only by chance."""
 
 _CHUNK_ROWS = 4096
