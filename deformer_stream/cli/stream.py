@@ -111,9 +111,9 @@ def build_consume() -> click.Command:
                 settings.open_records,
                 reloader.take_new_model,
                 lambda new_model: factory.make_codec(new_model, settings, order="arrival"),
-            )
                 # The terminal shows each alert once: as a line of `TerminalAlerts`.
                 log_alerts=not (_is_terminal(settings.alerts) and sys.stderr.isatty()),
+            )
             # Garbage collection of the loaded modules and the model would only delay alerts.
             with process.frozen_gc():
                 totals = pipeline.run(stop)
@@ -170,7 +170,6 @@ def _connect(
     return source, sinks, topic is None
 
 
-def _find_kafka_topic(settings: ConsumeSettings) -> tuple[str, str | None]:
 def _is_terminal(alerts: str) -> bool:
     """Return whether alerts are written to standard output and a person sees it, not a file or another program.
 
@@ -180,6 +179,7 @@ def _is_terminal(alerts: str) -> bool:
     return alerts == "-" and sys.stdout.isatty()
 
 
+def _find_kafka_topic(settings: ConsumeSettings) -> tuple[str, str | None]:
     """Return the Kafka brokers and the topic from which `consume` reads events.
 
     Both come from `--source` if it is a kafka:// URL, otherwise from `--bootstrap-servers` and `--topic`.
