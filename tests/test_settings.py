@@ -53,6 +53,8 @@ def get_example_values(cls: type[Settings], field: str) -> list[Any]:
             return ([t for t in texts if t.startswith("SASL") or field != "security_protocol"] * 3)[:3]
     if field in ("alpha", "interval", "trim", "quantiles"):
         return ["0.2", "0.3", "0.4"]
+    if field == "units":
+        return ["a=1", "b=2", "c=3"]
     if field in ("record_timeout", "max_wait", "commit_interval", "shuffle_within", "window", "grace"):
         return ["1500ms", "2m", "3h"]
     if field in ("cache_memory", "max_message_bytes"):
@@ -241,7 +243,7 @@ def test_invalid_shares_are_rejected_with_a_remedy(
 
 
 def test_a_single_share_with_a_decimal_comma_is_rejected(clean_environment: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="it has a decimal comma; write 0.9 or 90%"):
+    with pytest.raises(ConfigError, match=r"it has a decimal comma; write 0.9 or 90%"):
         load_settings(ImputeSettings, {**REQUIRED["impute"], "interval": "0,9"}, None, "impute")
 
 
@@ -467,3 +469,33 @@ def test_option_table_has_every_option(cli: Callable[..., SimpleNamespace]) -> N
         "| `--alpha` | `0.01` | Largest share of normal records that raise an alert. Several shares, comma-separated, "
         "raise alerts of their own; a smaller share means a more severe alert. | consume, replay, calibrate |" in lines
     )
+
+
+@pytest.mark.parametrize("text", ["flow = m³/h, a=b = 1/s,", "flow=m³/h,a=b=1/s"])
+def test_units_are_given_as_text_or_as_a_table(
+    clean_environment: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
+    expected = {"flow": "m³/h", "a=b": "1/s"}
+    flags = dict(REQUIRED["consume"])
+    assert load_settings(ConsumeSettings, {**flags, "units": text}, None, "consume").units == expected
+    assert load_settings(ConsumeSettings, flags, None, "consume").units == {}
+    config = tmp_path / "deformer.toml"
+    config.write_text('[units]\nflow = "m³/h"\n"a=b" = "1/s"\n[consume]\nalpha = "5%"\n')
+    assert load_settings(ConsumeSettings, flags, config, "consume").units == expected
+    assert load_settings(SampleSettings, dict(REQUIRED["sample"]), config, "sample").count == 1000
+    clean_environment.setenv("DEFORMER_UNITS", "flow=l/s")
+    assert load_settings(ConsumeSettings, flags, config, "consume").units == {"flow": "l/s"}
+
+
+@pytest.mark.parametrize("text", ["flow", "=bar", "flow=m³/h,bar"])
+def test_invalid_units_are_rejected(clean_environment: pytest.MonkeyPatch, text: str) -> None:
+    assert_one_line_error(ConsumeSettings, {"units": text}, "--units", "write feature=unit, such as flow=m³/h")
+
+
+def test_printed_units_can_be_loaded(clean_environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = tmp_path / "deformer.toml"
+    config.write_text('[units]\nflow = "m³/h"\n')
+    (line,) = (line for line in format_options_in_force(ReplaySettings, config, "replay") if line.startswith("units"))
+    printed = tmp_path / "printed.toml"
+    printed.write_text(line)
+    assert load_settings(ReplaySettings, dict(REQUIRED["replay"]), printed, "replay").units == {"flow": "m³/h"}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,7 @@ class DataOptions:
             unchanged. None to train a new model.
         ties: "arrival" if readings of one record with the same time are scored one after the other in their logged
             order, "hold" if they are scored together.
+        units: Units of features, which replace those in the metadata of the columns.
     """
 
     layout: Layout | None = None
@@ -110,6 +111,7 @@ class DataOptions:
     once: tuple[str, ...] = ()
     base: Schema | None = None
     ties: TiePolicy = "arrival"
+    units: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ def prepare_table(
     num_input_records = tables.num_records
     split, statistics = _collect_within_time(tables, options)  # second pass
     schema, excluded_by_values = choose_kinds(list(statistics.values()), options, tables.time_order.only_rises)
-    schema = repeat_by_time_slot(schema, window, once)
+    schema = repeat_by_time_slot(schema, window, once).with_units({**tables.units, **options.units})
     tables.monitor.start_pass("converting the records")
     values, arrival_ranks = encode_table(tables, schema, folder, options.ties)  # third pass
     # Statistics of the columns that became features. The names in the input are those of sensors.

@@ -823,6 +823,7 @@ def _create_data_options(settings: TrainConfig, old_model: DEformer | None) -> D
         once=split_names(settings.once),
         base=old_model.schema if old_model is not None else None,
         ties=settings.ties,
+        units=settings.units,
     )
 
 

@@ -13,9 +13,19 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from deformer_stream.settings import Device, Duration, MinorityShare, OptionGroups, Settings, Share, WindowWidth
+from deformer_stream.settings import (
+    Device,
+    Duration,
+    MinorityShare,
+    OptionGroups,
+    Settings,
+    Share,
+    Units,
+    WindowWidth,
+    text_default,
+)
 
-Preset = Literal["tiny", "small", "base", "paper"]
+Preset = Literal["auto", "tiny", "small", "base", "paper"]
 Precision = Literal["auto", "float32", "bfloat16"]
 Optimizer = Literal["muon", "adamw", "adam"]
 
@@ -85,7 +95,7 @@ OPTION_GROUPS: OptionGroups = {
     "Time and size": ("max_time", "preset", "epochs", "device", "training_precision", "accumulate", "seed", "dry_run"),
     "Tables": ("layout", "time_column", "device_column", "timezone", "delimiter", "decimal", "encoding", "no_header"),
     "Normal records": ("label", "normal", "contamination", "faults"),
-    "Columns": ("exclude", "context", "discrete", "continuous", "cycle"),
+    "Columns": ("exclude", "context", "discrete", "continuous", "cycle", "units"),
     "Windows": ("window", "slots", "per_slot", "once"),
     "Calibration": ("calibration_share", "folds", "order", "ties"),
 }
@@ -132,6 +142,11 @@ class TrainSettings(Settings):
         "",
         description="Columns whose values are positions on a cycle, such as angles, with the period in the column's "
         "unit, separated by commas: hour=24,heading=360. Times of day (Parquet type time) are detected automatically.",
+    )
+    units: Units = text_default(
+        "",
+        "Units of features, such as flow=m³/h,pressure=bar, or a table [units] in the file of --config. The model "
+        "stores them, and alerts and reports show them. By default the units in the metadata of the columns.",
     )
     window: WindowWidth | None = Field(
         None,

@@ -135,6 +135,16 @@ class InputTables:
         others = {0: "", 1: " and 1 other file"}.get(num_others, f" and {num_others} other files")
         return f"{self.files[0]}{others}"
 
+    @property
+    def units(self) -> dict[str, str]:
+        """The units of columns by name, from the metadata of the columns in the first file."""
+        unit_by_name = {}
+        for column in self.schema:
+            metadata = column.metadata or {}
+            if unit := (metadata.get(b"unit") or metadata.get(b"units") or b"").decode("utf-8", "replace").strip():
+                unit_by_name[column.name] = unit
+        return unit_by_name
+
     def iterate_readings(self) -> Iterator[FeatureReadings]:
         """Yield the readings of all normal records, batch by batch in the order of the input, grouped by feature."""
         self.time_order = OrderStatistics()

@@ -64,6 +64,11 @@ def _format_option(cls: type[Settings], field: str, value: Any, origin: str) -> 
         return f'# {key} = "{MASK}"   (from {origin})'
     if isinstance(value, bool | int | float):
         text = str(value).lower()  # TOML writes booleans in lower case
+    elif isinstance(value, dict):
+        entries = (
+            f"{json.dumps(k, ensure_ascii=False)} = {json.dumps(v, ensure_ascii=False)}" for k, v in value.items()
+        )
+        text = "{ " + ", ".join(entries) + " }"
     else:
         # A URL may contain a login: scheme://user:password@host.
         without_login = re.sub("//[^/]*@", f"//{MASK}@", str(value))

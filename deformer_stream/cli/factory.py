@@ -43,10 +43,23 @@ def load_engine(settings: ConsumeSettings | ReplaySettings, drift_odds: float | 
 
     use_compiled_kernels = settings.compiled == "auto"
     loaded = model_store.read(settings.model, settings.device, use_compiled_kernels)
+    replace_units(loaded, settings)
     _warn_about_alphas(loaded.calibration, settings.alpha)
     _warn_about_ties(loaded.calibration, settings.ties)
     timeout, effort = settings.record_timeout, settings.explanations
     return loaded, make_engine(loaded, settings, settings.alpha, timeout, drift_odds, effort)
+
+
+def replace_units(loaded: Artifact, settings: ConsumeSettings | ReplaySettings) -> None:
+    """Replace the units of features that a loaded model stores by those of the option `--units`.
+
+    Units are texts for people, so neither the scores nor the fingerprint of the model change.
+
+    Args:
+        loaded: The model, which is changed in place.
+        settings: Options of the command.
+    """
+    loaded.model.schema = loaded.schema.with_units(settings.units)
 
 
 def _warn_about_alphas(calibration: Calibration, alphas: Sequence[float]) -> None:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from deformer_stream.codec import Codec
     from deformer_stream.engine.engine import Engine
     from deformer_stream.model.schema import Schema
+    from deformer_stream.model_store import Artifact
     from deformer_stream.runtime.pipeline import Totals
     from deformer_stream.runtime.ports import EventSource, Sink
     from deformer_stream.settings import ConsumeSettings, ReplaySettings
@@ -86,6 +87,12 @@ def build_consume() -> click.Command:
         loaded, engine = factory.load_engine(settings, settings.drift or math.inf)
         codec = factory.make_codec(loaded, settings, order="arrival")
         metrics = Metrics()
+
+        def make_codec(new_model: Artifact) -> Codec:
+            """Return the codec for a model that replaces the one in use, whose units of features are replaced first."""
+            factory.replace_units(new_model, settings)
+            return factory.make_codec(new_model, settings, order="arrival")
+
         reloader = ModelReloader(loaded, settings.device, reload_requested, settings.compiled == "auto")
         with ExitStack() as cleanup:
             source, sinks, is_finite = _connect(settings, codec, loaded.fingerprint, cleanup)
@@ -110,7 +117,7 @@ def build_consume() -> click.Command:
                 settings.snapshot_interval,
                 settings.open_records,
                 reloader.take_new_model,
-                lambda new_model: factory.make_codec(new_model, settings, order="arrival"),
+                make_codec,
                 # The terminal shows each alert once: as a line of `TerminalAlerts`.
                 log_alerts=not (_is_terminal(settings.alerts) and sys.stderr.isatty()),
             )

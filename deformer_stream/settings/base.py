@@ -170,11 +170,38 @@ Shares = Annotated[
 """One or several different shares, the largest first."""
 
 
+def parse_units(value: Any) -> Any:
+    """Convert a text such as "flow=m³/h, pressure=bar" to a mapping from the names of features to their units.
+
+    Args:
+        value: A text or any other value. A value that is not a text, such as a TOML table, is returned unchanged;
+            pydantic validates it later.
+
+    Raises:
+        ValueError: A part of the text is not a name and a unit.
+    """
+    if not isinstance(value, str):
+        return value
+    unit_by_name = {}
+    for part in (part.strip() for part in value.split(",")):
+        name, separator, unit = part.rpartition("=")  # the last "=", because a name may contain others
+        if part and not (separator and name.strip()):
+            raise ValueError(f"{part!r} is no feature with its unit; write feature=unit, such as flow=m³/h")
+        if part:
+            unit_by_name[name.strip()] = unit.strip()
+    return unit_by_name
+
+
+Units = Annotated[dict[str, str], NoDecode, BeforeValidator(parse_units)]
+"""The units of features by name, written as text, or as a table `[units]` in a configuration file."""
+
+
 METAVAR_BY_PARSER: dict[Any, str] = {
     parse_duration: "TIME",
     parse_size: "SIZE",
     parse_share: "SHARE",
     parse_shares: "SHARE[,…]",
+    parse_units: "NAME=UNIT[,…]",
 }
 """By parser, the placeholder that the help shows for a value that the parser converts, such as TIME in `--grace TIME`.
 """

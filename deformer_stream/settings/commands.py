@@ -21,6 +21,7 @@ from deformer_stream.settings.base import (
     Shares,
     Size,
     Timeout,
+    Units,
     WindowWidth,
     text_default,
     to_flag,
@@ -99,6 +100,11 @@ class ScoringSettings(_ModelSettings):
 class _AlertSettings(ScoringSettings):
     """The options of every command that raises alerts."""
 
+    units: Units = text_default(
+        "",
+        "Units of features that alerts show, such as flow=m³/h,pressure=bar, or a table [units] in the file of "
+        "--config. They replace the units that the model stores.",
+    )
     explanations: Literal["full", "fast", "off"] = Field(
         "full",
         description="How alerts are explained. full names the readings that caused the alert and the values expected "

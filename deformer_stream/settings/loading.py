@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 TRAIN_TABLE = "train"
 """Name of the table with the options of `deformer-train`, in a configuration file that all commands share."""
 
+OPTIONS_WITH_TABLES = ("units",)
+"""Names of the options whose value can be a table of the configuration file, such as `[units]`."""
+
 MAX_QUOTED_CHARACTERS = 40
 """Length of the longest value, in characters, that an error message repeats."""
 
@@ -148,9 +151,13 @@ class CommandTableSource(TomlConfigSettingsSource):
             ConfigError: The file has a table that is not named like a command, or a key that is not an option.
         """
         path, table = self._path, self._table
-        top_values = {key: value for key, value in self.toml_data.items() if not isinstance(value, dict)}
-        # TOML tables are dicts. Each must have the name of a command, or of the program `deformer-train`, which shares
-        # the file.
+        # TOML tables are dicts. Each must have the name of a command, of the program `deformer-train`, which shares the
+        # file, or of an option whose value is a table.
+        top_values = {
+            key: value
+            for key, value in self.toml_data.items()
+            if not isinstance(value, dict) or key in OPTIONS_WITH_TABLES
+        }
         tables = self.toml_data.keys() - top_values.keys()
         for name in tables - SETTINGS_BY_COMMAND.keys() - {table, TRAIN_TABLE}:
             raise ConfigError(
@@ -200,7 +207,7 @@ class CommandTableSource(TomlConfigSettingsSource):
         return values
 
 
-class PathText(click.ParamType):  # type: ignore[type-arg]  # not generic at run time before click 8.4
+class PathText(click.ParamType):  # type: ignore[type-arg]  # generic in recent releases of click only
     """A type of option values and arguments that are paths. The shell completes them; they are not checked here."""
 
     name = "path"

@@ -27,7 +27,7 @@ _SECURITY = (
 SCORING_GROUPS: OptionGroups = {
     "Input": ("topic", "source", "from_", *_TABLES),
     "Model": ("model", "device", "compiled"),
-    "Alerts": ("alpha", "alerts", "alerts_topic", "explanations", "drift"),
+    "Alerts": ("alpha", "alerts", "alerts_topic", "explanations", "units", "drift"),
     "Output": ("out", "output", "records", "explain", "rejected", "dead_letter_topic"),
     "Calibration": ("group_by", "trim", "seen_records"),
     "Records and windows": ("record_timeout", "window", "grace", "ties", "tie_wait", "max_ahead"),
