@@ -1,9 +1,10 @@
 """Connectors for files and standard streams.
 
-Sources read events from Parquet, CSV and JSON lines. Sinks write scores, closed records and explanations as Parquet,
-and alerts and dead letters (rejected events) as JSON lines. The modules are:
+Sources read events from tables (Parquet and CSV, through `deformer_stream.tables`) and from JSON lines. Sinks write
+scores, closed records and explanations as Parquet, and alerts and dead letters (rejected events) as JSON lines. The
+modules are:
 
-    tables        finding and opening input files, and reading them in batches
+    lines         reading JSON lines
     sources       event sources for the pipeline
     reorder       another order for the readings of logs, for `--order random` and `--order schema`
     sinks         output files of the pipeline
@@ -23,8 +24,8 @@ from connectors.files.sinks import (
 )
 from connectors.files.sources import FileSource, StandardInput, open_source
 from connectors.files.table_events import iterate_events
-from connectors.files.tables import check_no_overwrite
 from connectors.files.terminal import TerminalAlerts
+from deformer_stream.tables.discovery import check_no_overwrite
 
 __all__ = [
     "AlertLines",

@@ -7,7 +7,7 @@ Both read and write a limited number of rows at a time, so tables may be larger 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,15 +17,17 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from connectors.files.sinks import ParquetSink
-from connectors.files.tables import JSON_LINES, Table, choose_csv_type, find_files, get_value_type, join_names
+from connectors.files.sources import log_dialects
 from deformer_stream import log
 from deformer_stream.codec import Codec
-from deformer_stream.codec.columns import convert_times_of_day, decode_dictionary
+from deformer_stream.codec.columns import convert_times_of_day, decode_dictionary, is_text, parse_numbers
 from deformer_stream.codec.payloads import WideRows
 from deformer_stream.engine import imputation
 from deformer_stream.errors import InputError
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature
+from deformer_stream.tables.discovery import JSON_LINES, find_files, has_ending
+from deformer_stream.tables.table import CellForm, Table, TableOptions, join_names
 
 ROWS_PER_BATCH = 4096
 """Number of rows that are read and imputed at a time."""
@@ -88,7 +90,12 @@ class ImputeOptions:
 
 
 def impute_table(
-    source: Path, output: Path, model: DEformer, options: ImputeOptions, report_progress: ReportProgress | None = None
+    source: Path,
+    output: Path,
+    model: DEformer,
+    options: ImputeOptions,
+    report_progress: ReportProgress | None = None,
+    table_options: TableOptions | None = None,
 ) -> int:
     """Fill the nulls and NaNs in the feature columns of a wide table (one record per row), and write it as Parquet.
 
@@ -103,11 +110,12 @@ def impute_table(
     no distribution for them).
 
     Args:
-        source: A Parquet or CSV file.
+        source: A Parquet or CSV file, or a folder or pattern with one such file.
         output: The Parquet file to write.
         model: The network, in evaluation mode.
         options: How to fill the gaps.
         report_progress: A function that is called after each batch, with the number of rows of the batch.
+        table_options: How the table is read: dialect of a CSV file and zone of times. None for the defaults.
 
     Returns:
         The number of gaps that were filled.
@@ -116,23 +124,24 @@ def impute_table(
         InputError: The table cannot be read or has no feature of the model, or a column of the table has the name of a
             column that is added.
     """
-    table = _open_table(source, model, options)
+    table = _open_table(source, model, options, table_options or TableOptions())
+    log_dialects([table])
     feature_by_name = {name: model.schema.features[code] for name, code in model.schema.code_by_name.items()}
     feature_columns = [name for name in table.schema.names if name in feature_by_name]
-    is_csv = table.num_rows is None  # the rows of a CSV file are not counted in advance
-    csv_types = {name: choose_csv_type(table, feature_by_name[name]) for name in feature_columns} if is_csv else {}
-    output_schema = _make_output_schema(table, csv_types, feature_by_name, options)
+    forms = _choose_forms(table, feature_by_name)
+    type_by_column = _find_column_types(table, forms, feature_by_name)
+    output_schema = _make_output_schema(type_by_column, feature_by_name, options)
     codec = Codec(model.schema, order="schema")
     has_column = np.isin(np.arange(len(model.schema)), [model.schema.code_by_name[name] for name in feature_columns])
     num_filled = first_row = 0
     sink = _RowsParquet(output, output_schema)
     try:
-        for batch in table.iterate_batches(table.schema.names, ROWS_PER_BATCH, csv_types):
+        for batch in table.iterate_batches(table.schema.names, ROWS_PER_BATCH, forms):
             row_ids = [str(row) for row in range(first_row, first_row + batch.num_rows)]
-            events, _ = codec.decode(WideRows(str(table.path), batch, row_ids, first_row))
-            # The codec decodes a null as an event with the value NaN, and rejects infinite values.
+            events, _ = codec.decode(WideRows(table.name, batch, row_ids, first_row))
+            # The codec decodes a null as an event with the value NaN, and rejects infinite values and bad texts.
             values = np.full((batch.num_rows, len(model.schema)), np.nan)
-            is_accepted = np.zeros(values.shape, bool)  # false for an infinite value: neither present nor a gap
+            is_accepted = np.zeros(values.shape, bool)  # false for a rejected cell: neither present nor a gap
             values[events.message_indices, events.features] = events.values
             is_accepted[events.message_indices, events.features] = True
             is_gap = has_column & is_accepted & np.isnan(values)
@@ -143,12 +152,12 @@ def impute_table(
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
                 feature, code = feature_by_name.get(name), model.schema.code_by_name.get(name)
                 if feature is None or feature.context or code is None:
-                    arrays.append(column.take(rows))
+                    arrays.append(_copy_column(column.take(rows), output_schema.field(name).type))
                     continue
-                description = f"{table.path}: column {name!r}"
-                arrays.append(_fill_gaps(column.take(rows), feature, new_values[:, code], description))
+                description = f"{table.name}: column {name!r}"
+                arrays.append(fill_gaps(column.take(rows), feature, new_values[:, code], description))
                 if _is_continuous_reading(feature):
-                    arrays += [_make_nullable(added[:, code]) for added in added_columns]
+                    arrays += [make_nullable(added[:, code]) for added in added_columns]
             if options.draws:
                 arrays.append(pa.array(np.tile(np.arange(options.draws), batch.num_rows)))
             sink.append(pa.RecordBatch.from_arrays(arrays, schema=output_schema))
@@ -229,12 +238,12 @@ def write_samples(
         report_progress: A function that is called after each batch, with the number of records of the batch.
     """
     features = model.schema.features
-    output_schema = pa.schema([(feature.name, get_value_type(feature)) for feature in features])
+    output_schema = pa.schema([(feature.name, _get_value_type(feature)) for feature in features])
     sink = _RowsParquet(output, output_schema)
     try:
         for values in imputation.sample_records(model, count, seed):
             arrays = [
-                _decode_labels(feature, column) if feature.labels else _make_nullable(column)
+                _decode_labels(feature, column) if feature.labels else make_nullable(column)
                 for feature, column in zip(features, values.T, strict=True)
             ]
             sink.append(pa.RecordBatch.from_arrays(arrays, schema=output_schema))
@@ -245,25 +254,26 @@ def write_samples(
         sink.discard()  # does nothing after `close`; after an error it deletes the incomplete file
 
 
-def _open_table(source: Path, model: DEformer, options: ImputeOptions) -> Table:
+def _open_table(source: Path, model: DEformer, options: ImputeOptions, table_options: TableOptions) -> Table:
     """Open a wide table (one record per row) and check that its gaps can be filled.
 
     Args:
         source: A Parquet or CSV file.
         model: The network, whose features are looked for among the columns.
         options: How to fill the gaps (missing values). This determines the columns that are added to the output.
+        table_options: How to read the table.
 
     Raises:
         InputError: The input is not one table or has no feature of the model, or a column of the table has the name of
             a column that is added.
     """
     files = find_files([source])
-    if len(files) > 1 or files[0].suffix.lower() in JSON_LINES:
+    if len(files) > 1 or has_ending(files[0], JSON_LINES):
         raise InputError(
             f"{source}: this input is not a single wide table (one row per record), as imputation needs; "
             "name one Parquet or CSV file"
         )
-    table = Table.open(files[0])
+    table = Table.open(files[0], replace(table_options, kept_columns=frozenset(model.schema.names)))
     columns = set(table.schema.names)
     features = [feature for feature in model.schema.features if feature.name in columns]
     if not features:
@@ -271,6 +281,7 @@ def _open_table(source: Path, model: DEformer, options: ImputeOptions) -> Table:
             f"{source}: no column is a feature of the model (the columns are {table.format_column_names()}, "
             f"the features are {join_names(model.schema.names)}); choose another model or another table"
         )
+    table.check_number_columns([feature.name for feature in features if not feature.labels])
     added_column_sets = [
         set(options.list_added_columns(feature.name)) for feature in features if _is_continuous_reading(feature)
     ]
@@ -286,6 +297,11 @@ def _open_table(source: Path, model: DEformer, options: ImputeOptions) -> Table:
     return table
 
 
+def _get_value_type(feature: Feature) -> pa.DataType:
+    """Return the Arrow type of a feature's values: text for a discrete feature with labels, else float64."""
+    return pa.string() if feature.labels else pa.float64()
+
+
 def _is_continuous_reading(feature: Feature | None) -> bool:
     """Return whether prediction intervals can be computed for a feature: it is continuous and has a distribution.
 
@@ -297,26 +313,79 @@ def _is_continuous_reading(feature: Feature | None) -> bool:
     return feature is not None and not feature.context and not feature.labels
 
 
+def _choose_forms(table: Table, feature_by_name: dict[str, Feature]) -> dict[str, CellForm]:
+    """Return what the cells of each feature's column are to be, if the table holds them as text.
+
+    Args:
+        table: The table.
+        feature_by_name: The features of the model by name.
+    """
+    forms: dict[str, CellForm] = {}
+    for name in table.schema.names:
+        feature = feature_by_name.get(name)
+        is_clock = pa.types.is_time(table.schema.field(name).type)
+        if feature is not None and (feature.labels or not is_clock):  # times of day are recognised anyway
+            forms[name] = "text" if feature.labels else "number"
+    return forms
+
+
+def _find_column_types(
+    table: Table, forms: dict[str, CellForm], feature_by_name: dict[str, Feature]
+) -> dict[str, pa.DataType]:
+    """Return the type of each column of the table, as its cells are read.
+
+    The types of a CSV file are guessed from its beginning. It is read once more here, because a column that is copied
+    must have a type that fits all of its cells. Features keep the type of their values.
+
+    Args:
+        table: The table.
+        forms: What the cells of features are to be.
+        feature_by_name: The features of the model by name.
+    """
+    type_by_column: dict[str, pa.DataType] = dict(zip(table.schema.names, table.schema.types, strict=True))
+    for name, form in forms.items():
+        if table.is_text_column(name) and (form == "number" or table.dialect is not None):
+            type_by_column[name] = _get_value_type(feature_by_name[name])
+    if table.dialect is None:
+        return type_by_column
+    copied_columns = [name for name in table.schema.names if name not in forms and name not in table.partition_values]
+    types_by_column: dict[str, set[pa.DataType]] = {name: set() for name in copied_columns}
+    for batch in table.iterate_batches(copied_columns, ROWS_PER_BATCH) if copied_columns else ():
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            if column.null_count < len(column):
+                types_by_column[name].add(column.type)
+    for name, types in types_by_column.items():
+        if types <= {pa.int64(), pa.float64()} and len(types) > 1:
+            type_by_column[name] = pa.float64()
+        elif types:
+            type_by_column[name] = types.pop() if len(types) == 1 else pa.string()
+    return type_by_column
+
+
+def _copy_column(column: pa.Array, column_type: pa.DataType) -> pa.Array:
+    """Return a column that is not imputed, in the type that it has in the output."""
+    return column if column.type == column_type else column.cast(column_type)
+
+
 def _make_output_schema(
-    table: Table, csv_types: dict[str, pa.DataType], feature_by_name: dict[str, Feature], options: ImputeOptions
+    type_by_column: dict[str, pa.DataType], feature_by_name: dict[str, Feature], options: ImputeOptions
 ) -> pa.Schema:
     """Return the Arrow schema of the output: the table's columns, each followed by the columns that are added for it.
 
     Args:
-        table: The table whose gaps (missing values) are filled.
-        csv_types: Types that replace those inferred from a CSV file, by name of the feature column.
+        type_by_column: The type of each column of the table, as its cells are read.
         feature_by_name: The features of the model by name.
-        options: How the gaps are filled. This determines the added columns.
+        options: How the gaps (missing values) are filled. This determines the added columns.
     """
     fields: list[pa.Field] = []
-    for field in table.schema:
-        column_type, feature = csv_types.get(field.name, field.type), feature_by_name.get(field.name)
+    for name, column_type in type_by_column.items():
+        feature = feature_by_name.get(name)
         if feature is None or feature.context:  # the column is copied
-            fields.append(pa.field(field.name, column_type))
+            fields.append(pa.field(name, column_type))
             continue
-        fields.append(pa.field(field.name, _get_filled_type(column_type, feature)))
+        fields.append(pa.field(name, _get_filled_type(column_type, feature)))
         if _is_continuous_reading(feature):
-            fields += [pa.field(name, pa.float64()) for name in options.list_added_columns(field.name)]
+            fields += [pa.field(added, pa.float64()) for added in options.list_added_columns(name)]
     if options.draws:
         fields.append(pa.field(DRAW_COLUMN, pa.int64()))
     return pa.schema(fields)
@@ -326,19 +395,20 @@ def _get_filled_type(column_type: pa.DataType, feature: Feature) -> pa.DataType:
     """Return the type that the column of a feature has in the output, after its gaps (missing values) are filled.
 
     It is the column's type in the input, with two exceptions. A dictionary-encoded column gets the type of its values.
-    A column of nulls or of times of day gets the type of the feature's values: float64 or text. Times of day become
-    seconds since midnight.
+    A column of nulls, of times of day, or of numbers that are stored as text, gets the type of the feature's values:
+    float64 or text. Times of day become seconds since midnight.
 
     Args:
         column_type: The type of the column in the input.
         feature: The feature.
     """
     value_type = column_type.value_type if pa.types.is_dictionary(column_type) else column_type
-    is_replaced = pa.types.is_null(value_type) or pa.types.is_time(value_type)
-    return get_value_type(feature) if is_replaced else value_type
+    is_number_text = is_text(value_type) and not feature.labels
+    is_replaced = pa.types.is_null(value_type) or pa.types.is_time(value_type) or is_number_text
+    return _get_value_type(feature) if is_replaced else value_type
 
 
-def _fill_gaps(column: pa.Array, feature: Feature, values: Floats, description: str) -> pa.Array:
+def fill_gaps(column: pa.Array, feature: Feature, values: Floats, description: str) -> pa.Array:
     """Return a column of a table with its gaps (missing values) filled.
 
     Args:
@@ -356,11 +426,13 @@ def _fill_gaps(column: pa.Array, feature: Feature, values: Floats, description: 
             # An estimate may have a fraction, or lie outside the range of a small integer type.
             limits = np.iinfo(filled_type.to_pandas_dtype())
             values = np.clip(np.round(values), limits.min, limits.max)
-        new_cells = _decode_labels(feature, values) if feature.labels else _make_nullable(values)
+        new_cells = _decode_labels(feature, values) if feature.labels else make_nullable(values)
         # Null if the cell is not a gap. With safe=False, a number may be rounded to the precision of the column.
         new_cells = new_cells.cast(filled_type, safe=False)
-        old_cells = decode_dictionary(convert_times_of_day(column)).cast(filled_type)
-        return pc.if_else(new_cells.is_valid(), new_cells, old_cells)
+        old_cells = decode_dictionary(convert_times_of_day(column))
+        if is_text(old_cells.type) and not feature.labels:  # texts that spell no number become null
+            old_cells = make_nullable(parse_numbers(old_cells, feature)[0])
+        return pc.if_else(new_cells.is_valid(), new_cells, old_cells.cast(filled_type))
     except pa.ArrowException as error:
         reason = str(error).splitlines()[0]
         raise InputError(
@@ -369,7 +441,7 @@ def _fill_gaps(column: pa.Array, feature: Feature, values: Floats, description: 
         ) from error
 
 
-def _make_nullable(values: Floats) -> pa.Array:
+def make_nullable(values: Floats) -> pa.Array:
     """Return numbers as an Arrow array of float64 with nulls in place of NaN."""
     return pa.array(values, pa.float64(), mask=np.isnan(values))
 

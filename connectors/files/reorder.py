@@ -18,7 +18,7 @@ import orjson
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from connectors.files.tables import read_lines
+from connectors.files.lines import read_lines
 from deformer_stream.codec import (
     ROW_FILE_COLUMN,
     ROW_NUMBER_COLUMN,

@@ -23,12 +23,12 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from connectors.files.background import BackgroundWriter
-from connectors.files.tables import CSV, JSON_LINES, PARQUET
 from deformer_stream.codec import encode_alert, encode_drift, encode_rejected
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import NO_TIME, Alert, ClosedRecords, Effects, EventBatch
 from deformer_stream.errors import ConfigError, map_write_errors
 from deformer_stream.model.schema import Schema
+from deformer_stream.tables.discovery import CSV, JSON_LINES, PARQUET, has_ending
 
 ROW_GROUP_SIZE = 131_072
 """Number of rows that are collected before they are written. Large row groups compress well and are fast to read; small
@@ -105,7 +105,7 @@ class ParquetSink:
 
     def __init__(self, path: str | Path, columns: pa.Schema) -> None:
         self._path = Path(path)
-        if self._path.suffix.lower() in CSV + JSON_LINES:
+        if has_ending(self._path, CSV + JSON_LINES):
             raise ConfigError(f"{path}: the output is written as Parquet; choose a name that ends in .parquet")
         self._partial_path = self._path.with_name(self._path.name + ".part")
         self._columns = columns
@@ -387,7 +387,7 @@ class LinesSink:
     def __init__(self, path: str | Path, append: bool = False) -> None:
         self._path = Path(path)
         self._is_standard_output = str(path) == "-"
-        if self._path.suffix.lower() in PARQUET + CSV:
+        if has_ending(self._path, PARQUET + CSV):
             raise ConfigError(f"{path}: the output is written as JSON lines; choose a name that ends in .jsonl")
         with _map_open_errors(self._path):
             is_last_line_cut = append and not self._is_standard_output and _ends_within_line(self._path)

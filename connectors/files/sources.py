@@ -10,8 +10,8 @@ import os
 import selectors
 import sys
 import time as clock
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -19,30 +19,32 @@ import numpy as np
 import pyarrow as pa
 
 from connectors.files.background import Prefetcher
+from connectors.files.lines import BLOCK_BYTES, LineSplitter, read_lines
 from connectors.files.reorder import reorder_lines, reorder_rows
-from connectors.files.tables import (
-    BLOCK_BYTES,
-    DEFAULT_RECORD_COLUMN,
-    JSON_LINES,
-    PARQUET,
-    Layout,
-    LineSplitter,
-    Table,
-    choose_csv_type,
-    find_files,
-    join_names,
-    read_lines,
-)
-from deformer_stream.codec import FieldNames, Order, WindowAssigner
-from deformer_stream.codec.columns import convert_ids, is_text, to_python_values
+from deformer_stream import log
+from deformer_stream.codec import ROW_NUMBER_COLUMN, FieldNames, Order, WindowAssigner
+from deformer_stream.codec.columns import convert_ids, to_python_values
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, WideRows
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
-from deformer_stream.model.schema import Schema
+from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.runtime.ports import PollResult
+from deformer_stream.tables.discovery import JSON_LINES, find_files, get_stem, has_ending
+from deformer_stream.tables.table import (
+    DEFAULT_RECORD_COLUMN,
+    CellForm,
+    Layout,
+    Table,
+    TableOptions,
+    join_names,
+)
+from deformer_stream.tables.unpivot import unpivot_rows
 
 STANDARD_INPUT = "-"
 """The name of standard input among the inputs of a command."""
+
+DEFAULT_DEVICE_COLUMN = "device"
+"""The column of devices in wide tables unless another one is chosen. A table need not have it."""
 
 
 def open_source(
@@ -55,6 +57,8 @@ def open_source(
     field_names: FieldNames | None = None,
     record_column: str = DEFAULT_RECORD_COLUMN,
     time_column: str | None = None,
+    device_column: str = DEFAULT_DEVICE_COLUMN,
+    table_options: TableOptions | None = None,
     batch_events: int = 8192,
     max_message_bytes: int = 1_048_576,
     window_assigner: WindowAssigner | None = None,
@@ -62,10 +66,11 @@ def open_source(
     """Return a source of the events in Parquet, CSV and JSON lines files, or on standard input.
 
     The files are read one after the other. All tables are opened and checked before the function returns. A table is
-    wide (a row is a record, a column is a feature) or long (a row is one reading).
+    wide (a row is a record, a column is a feature) or long (a row is one reading). If records are time windows, each
+    cell of a wide table with a column of times is a reading of the device in this row, or in this file.
 
     Args:
-        inputs: Paths of files and folders, or "-" alone for JSON lines on standard input.
+        inputs: Paths of files and folders, patterns, or "-" alone for JSON lines on standard input.
         schema: The features of the model.
         layout: The layout of all tables, "wide" or "long". None chooses it for each table by its column names.
         order: The order of the readings within a record: "arrival" for that of the input, "schema" for that of the
@@ -77,6 +82,9 @@ def open_source(
         record_column: The column of record ids of wide tables. In a table without it, the number of the row is the
             record id ("0", "1", …), or the name of the file and the number ("file:0") if there are several files.
         time_column: The time column of wide tables. None selects the first column with timestamps.
+        device_column: The column of devices of wide tables, if records are time windows. In a table without it, the
+            name of the file is the device.
+        table_options: How tables are read: dialect of CSV files and zone of times. None for the defaults.
         batch_events: Approximate number of events that one poll returns.
         max_message_bytes: Maximum length of a line; the codec rejects a longer one as too large.
         window_assigner: If records are time windows of a device's readings, it assigns readings to windows. It needs
@@ -93,6 +101,7 @@ def open_source(
         field_names or FieldNames(),
         record_column,
         time_column,
+        device_column,
         batch_events,
         max_message_bytes,
         window_assigner,
@@ -110,23 +119,27 @@ def open_source(
         return StandardInput(max_message_bytes=max_message_bytes, batch_events=batch_events)
     files = find_files(inputs)
     prefix_by_file = make_record_prefixes(files)
+    table_by_file = _open_tables(files, options, table_options or TableOptions())
     wide_tables: list[_WideTable] = []
-    long_tables: list[_LongTable] = []
+    long_tables: list[_LongTable | _WindowedTable] = []
     line_files: list[Path] = []
     payload_iterators: list[Iterator[Payload]] = []  # in the order of the files
     for path in files:
-        if path.suffix.lower() in JSON_LINES:
+        table = table_by_file.get(path)
+        if table is None:
             line_files.append(path)
             payload_iterators.append(_iterate_messages(path, options))
             continue
-        table = Table.open(path)
         id_column, feature_column, value_column = options.list_required_columns(table)[:3]
-        if table.choose_layout(layout, id_column, feature_column, value_column) == "wide":
-            wide_tables.append(_WideTable.check(table, prefix_by_file[path], options))
-            payload_iterators.append(wide_tables[-1].iterate_rows())
-        else:
+        if table.choose_layout(layout, id_column, feature_column, value_column) == "long":
             long_tables.append(_LongTable.check(table, options))
             payload_iterators.append(long_tables[-1].iterate_rows())
+        elif window_time := options.choose_window_time(table):
+            long_tables.append(_WindowedTable.check(table, window_time, options))
+            payload_iterators.append(long_tables[-1].iterate_rows())
+        else:
+            wide_tables.append(_WideTable.check(table, prefix_by_file[path], options))
+            payload_iterators.append(wide_tables[-1].iterate_rows())
     if order != "arrival":
         if window_assigner is not None and (long_tables or line_files):
             raise ConfigError(
@@ -134,11 +147,46 @@ def open_source(
                 "windows in order of arrival; use --order arrival"
             )
         payload_iterators = _reorder_payloads(wide_tables, long_tables, line_files, options)
-    tables: list[_WideTable | _LongTable] = [*wide_tables, *long_tables]
-    row_counts = [table.table.num_rows for table in tables if table.table.num_rows is not None]
+    log_dialects(table_by_file.values())
+    tables: list[_WideTable | _LongTable | _WindowedTable] = [*wide_tables, *long_tables]
+    row_counts = [table.num_rows for table in tables if table.num_rows is not None]
     num_rows = sum(row_counts) if len(row_counts) == len(files) else None
     ignored_columns = dict.fromkeys(name for table in tables for name in table.ignored_columns)
     return FileSource(chain.from_iterable(payload_iterators), num_rows, tuple(ignored_columns))
+
+
+def _open_tables(files: Sequence[Path], options: _ReadOptions, table_options: TableOptions) -> dict[Path, Table]:
+    """Open the tables among the input files.
+
+    Args:
+        files: All input files.
+        options: How the rows are converted to events.
+        table_options: How tables are read.
+
+    Returns:
+        The table of each file that is not JSON lines.
+
+    Raises:
+        InputError: A table cannot be read.
+    """
+    paths = [path for path in files if not has_ending(path, JSON_LINES)]
+    kept_columns = table_options.kept_columns | options.list_chosen_columns()
+    tables = Table.open_all(paths, replace(table_options, kept_columns=kept_columns))
+    return dict(zip(paths, tables, strict=True))
+
+
+def log_dialects(tables: Iterable[Table]) -> None:
+    """Log how CSV files are read: one entry for all files that are read alike.
+
+    Args:
+        tables: The tables, of any format.
+    """
+    names_by_dialect: dict[str, list[str]] = {}
+    for table in tables:
+        if table.dialect is not None:
+            names_by_dialect.setdefault(table.dialect.describe(), []).append(table.name)
+    for description, names in names_by_dialect.items():
+        log.get_logger("files").info("csv_dialect", files=join_names(names), dialect=description)
 
 
 class FileSource:
@@ -253,9 +301,30 @@ class _ReadOptions:
     field_names: FieldNames
     record_column: str
     time_column: str | None
+    device_column: str
     batch_events: int
     max_message_bytes: int
     window_assigner: WindowAssigner | None
+
+    def list_chosen_columns(self) -> frozenset[str]:
+        """Return the columns that the model or an option names."""
+        names = self.field_names
+        chosen = {names.record, names.device, names.feature, names.value, names.label, names.time}
+        chosen |= {self.record_column, self.device_column, *self.schema.names, *self.schema.sensor_names}
+        return frozenset(chosen if self.time_column is None else {*chosen, self.time_column})
+
+    def choose_window_time(self, table: Table) -> str | None:
+        """Return the time column of a wide table whose cells are readings of devices, which windows make records of.
+
+        None if the rows of the table are records: if records are no windows, a column names the record, or there are no
+        times.
+
+        Args:
+            table: The table.
+        """
+        if self.window_assigner is None or self.record_column in table.schema.names:
+            return None
+        return self.time_column or table.choose_time_column(self.schema.sensor_names, has_windows=True)
 
     def list_required_columns(self, table: Table) -> tuple[str, ...]:
         """Return the columns that a table must have to be a long table (a row is one reading).
@@ -268,6 +337,10 @@ class _ReadOptions:
             possibly of the time column.
         """
         return self.field_names.required_columns(table.schema.names, self.window_assigner is not None)
+
+    def get_sensor(self, name: str) -> Feature:
+        """Return the first feature of a sensor; all of its features have the same kind and labels."""
+        return self.schema.features[self.schema.slot_layout_by_sensor[name][0]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,39 +382,40 @@ class _WideTable:
         columns, code_by_name = table.schema.names, options.schema.code_by_name
         feature_columns = [column for column in columns if column in code_by_name]
         if not feature_columns:
-            raise InputError(
-                f"{table.path}: no column is a feature of the model (the columns are {table.format_column_names()}, "
-                f"the features are {join_names(options.schema.names)}); choose another model or another table"
-            )
+            raise _make_no_feature_error(table, options.schema.names)
         table.check_columns(options.time_column, options.record_column)
-        other_columns = [column for column in columns if column not in code_by_name]
-        timestamp_columns = [name for name in other_columns if pa.types.is_timestamp(table.schema.field(name).type)]
-        time_column = options.time_column or next(iter(timestamp_columns), None)
+        table.check_number_columns(
+            [name for name in feature_columns if not options.schema.features[code_by_name[name]].labels]
+        )
+        time_column = options.time_column or table.choose_time_column(feature_columns)
         # The default record column is optional; a column that the user chose was checked above.
-        record_column = options.record_column if options.record_column in other_columns else None
-        ignored_columns = [column for column in other_columns if column not in (record_column, time_column)]
+        has_record_column = options.record_column in columns and options.record_column not in code_by_name
+        record_column = options.record_column if has_record_column else None
+        used_columns = (*feature_columns, record_column, time_column)
+        ignored_columns = [column for column in columns if column not in used_columns]
         return _WideTable(table, id_prefix, feature_columns, record_column, time_column, ignored_columns, options)
+
+    @property
+    def num_rows(self) -> int | None:
+        """Number of rows that `iterate_rows` yields, None if it is not known."""
+        return self.table.num_rows
 
     def iterate_rows(self) -> Iterator[WideRows]:
         """Yield the rows of the table in batches of about `options.batch_events` events; each cell is one event."""
         schema = self.options.schema
-        # The types replace those that are inferred for a CSV file.
-        types = {
-            name: choose_csv_type(self.table, schema.features[schema.code_by_name[name]])
-            for name in self.feature_columns
-        }
+        forms = {name: _choose_form(schema.features[schema.code_by_name[name]]) for name in self.feature_columns}
         columns = [*self.feature_columns]
         if self.record_column is not None:
             columns.append(self.record_column)
-            types[self.record_column] = pa.string()
+            forms[self.record_column] = "text"
         if self.time_column is not None:
             columns.append(self.time_column)
-        types |= _choose_timestamp_type(self.table, self.time_column)
+            forms[self.time_column] = "time"
         first_row = 0
         batch_size = max(1, self.options.batch_events // len(schema))  # rows; each has an event per feature
-        for batch in self.table.iterate_batches(columns, batch_size, types):
+        for batch in self.table.iterate_batches(columns, batch_size, forms):
             record_ids = self._make_record_ids(batch, first_row)
-            yield WideRows(str(self.table.path), batch, record_ids, first_row, self.time_column)
+            yield WideRows(self.table.name, batch, record_ids, first_row, self.time_column)
             first_row += batch.num_rows
 
     def _make_record_ids(self, batch: pa.RecordBatch, first_row: int) -> list[str]:
@@ -354,7 +428,7 @@ class _WideTable:
             first_row: Number of the first of these rows in the table.
         """
         if self.record_column is not None:
-            description = f"{self.table.path}: column {self.record_column!r}"
+            description = f"{self.table.name}: column {self.record_column!r}"
             record_ids = convert_ids(batch.column(self.record_column), description)
             return [str(record_id) for record_id in to_python_values(record_ids.fill_null(""))]
         row_numbers = range(first_row, first_row + batch.num_rows)
@@ -391,19 +465,17 @@ class _LongTable:
             InputError: A required column is missing, or feature names are not text.
         """
         names, columns = options.field_names, table.schema.names
-        is_parquet = table.path.suffix.lower() in PARQUET
         for name in options.list_required_columns(table):
             if name not in columns:
                 raise InputError(
-                    f"{table.path}: there is no column {name!r}, which a long table (each row is one reading) needs; "
+                    f"{table.name}: there is no column {name!r}, which a long table (each row is one reading) needs; "
                     f"rename a column to {name!r}, or use --layout wide if each row is a record"
                 )
-            column_type = table.schema.field(name).type
-            # The feature column of a CSV file is read as text, whatever type Arrow has inferred.
-            if name == names.feature and is_parquet and not is_text(column_type):
+            # The cells of a CSV file are text, whatever type the schema guesses.
+            if name == names.feature and not table.is_text_column(name):
                 raise InputError(
-                    f"{table.path}: column {name!r} has the type {column_type}, but feature names are text; convert "
-                    "the column to text"
+                    f"{table.name}: column {name!r} has the type {table.schema.field(name).type}, but feature names "
+                    "are text; convert the column to text"
                 )
         # A device identifies the record only if records are time windows.
         id_columns = (names.record,) if options.window_assigner is None else (names.record, names.device)
@@ -412,40 +484,122 @@ class _LongTable:
         ignored_columns = [name for name in columns if name not in used_columns]
         return _LongTable(table, used_columns, ignored_columns, options)
 
+    @property
+    def num_rows(self) -> int | None:
+        """Number of rows that `iterate_rows` yields, None if it is not known."""
+        return self.table.num_rows
+
     def iterate_rows(self) -> Iterator[LongRows]:
         """Yield the rows of the table in batches of at most `options.batch_events` rows."""
         names = self.options.field_names
-        # The values of a CSV file are read as text, so that a bad value rejects only its own row and labels such as
-        # "007" are not changed.
-        text_columns = (names.record, names.device, names.feature, names.value, names.label)
-        types = dict.fromkeys((name for name in text_columns if name in self.columns), pa.string())
-        if names.time in self.columns:
-            types |= _choose_timestamp_type(self.table, names.time)
+        # Values are not converted to numbers here, so that labels such as "007" are not changed.
+        forms: dict[str, CellForm] = dict.fromkeys(
+            (names.record, names.device, names.feature, names.value, names.label), "text"
+        )
+        forms |= {names.value: "mixed", names.time: "time"}
+        forms = {name: form for name, form in forms.items() if name in self.columns}
         first_row = 0
-        for batch in self.table.iterate_batches(self.columns, self.options.batch_events, types):
-            yield LongRows(str(self.table.path), batch, first_row)
+        batches = self.table.iterate_batches(self.columns, self.options.batch_events, forms, refuse_local_times=True)
+        for batch in batches:
+            yield LongRows(self.table.name, batch, first_row)
             first_row += batch.num_rows
 
 
-def _choose_timestamp_type(table: Table, time_column: str | None) -> dict[str, pa.DataType]:
-    """Return the type as which to read the time column of a CSV file: timestamps in microseconds.
+@dataclass(frozen=True, slots=True)
+class _WindowedTable:
+    """A wide table whose cells are readings of devices, which are assigned to time windows. Its columns were checked.
 
-    If the first block of the file has only whole seconds, Arrow would infer seconds, and fail at the first fraction.
+    Attributes:
+        table: The file.
+        feature_columns: Names of the columns that are sensors of the model, in the order of the file.
+        time_column: Name of the column of times.
+        device_column: Name of the column of devices. None if the name of the file is the device.
+        ignored_columns: Names of all other columns.
+        options: How to read the table.
+    """
+
+    table: Table
+    feature_columns: list[str]
+    time_column: str
+    device_column: str | None
+    ignored_columns: list[str]
+    options: _ReadOptions
+
+    @staticmethod
+    def check(table: Table, time_column: str, options: _ReadOptions) -> _WindowedTable:
+        """Return a `_WindowedTable` for a table, after choosing the columns of sensors and devices.
+
+        Args:
+            table: The table.
+            time_column: Name of the column of times.
+            options: How to read the table.
+
+        Raises:
+            InputError: No column is a sensor of the model, or a column that the user chose does not exist.
+        """
+        columns, sensors = table.schema.names, options.schema.slot_layout_by_sensor
+        feature_columns = [column for column in columns if column in sensors]
+        if not feature_columns:
+            raise _make_no_feature_error(table, options.schema.sensor_names)
+        is_default = options.device_column == DEFAULT_DEVICE_COLUMN
+        table.check_columns(time_column, device=None if is_default else options.device_column)
+        table.check_number_columns([name for name in feature_columns if not options.get_sensor(name).labels])
+        device_column = options.device_column if options.device_column in columns else None
+        used_columns = (*feature_columns, time_column, device_column)
+        ignored_columns = [column for column in columns if column not in used_columns]
+        return _WindowedTable(table, feature_columns, time_column, device_column, ignored_columns, options)
+
+    @property
+    def num_rows(self) -> None:
+        """None, because it is not known how many readings the rows of the table have."""
+
+    def iterate_rows(self) -> Iterator[LongRows]:
+        """Yield the readings of the table in batches of at most `options.batch_events` readings."""
+        names = self.options.field_names
+        forms = {name: _choose_form(self.options.get_sensor(name)) for name in self.feature_columns}
+        forms[self.time_column] = "time"
+        columns = [*self.feature_columns, self.time_column]
+        if self.device_column is not None and self.device_column not in columns:
+            columns.append(self.device_column)
+            forms[self.device_column] = "text"
+        label_columns = {name for name in self.feature_columns if self.options.get_sensor(name).labels}
+        long_names = [names.device, names.feature, names.value, names.label, names.time, ROW_NUMBER_COLUMN]
+        batch_size = max(1, self.options.batch_events // len(self.feature_columns))  # rows of the wide table
+        first_row = 0
+        for batch in self.table.iterate_batches(columns, batch_size, forms, refuse_local_times=True):
+            if self.device_column is None:
+                devices = self.table.stem
+            else:
+                description = f"{self.table.name}: column {self.device_column!r}"
+                devices = convert_ids(batch.column(self.device_column), description)
+            readings = unpivot_rows(batch, self.feature_columns, label_columns, self.time_column, devices, first_row)
+            yield LongRows(self.table.name, readings.rename_columns(long_names), first_row)
+            first_row += batch.num_rows
+
+
+def _choose_form(feature: Feature) -> CellForm:
+    """Return what the cells of a feature are to be, in a table that holds them as text."""
+    return "text" if feature.kind == "discrete" else "number"
+
+
+def _make_no_feature_error(table: Table, features: Sequence[str]) -> InputError:
+    """Return the error for a table without any column that is a feature of the model.
 
     Args:
         table: The table.
-        time_column: Name of the column of times, or None if there is none.
-
-    Returns:
-        A mapping from the name of the column to its type. It is empty if the column does not hold timestamps.
+        features: The names of the model's features.
     """
-    if time_column is None or not pa.types.is_timestamp(table.schema.field(time_column).type):
-        return {}
-    return {time_column: pa.timestamp("us", table.schema.field(time_column).type.tz)}
+    return InputError(
+        f"{table.name}: no column is a feature of the model (the columns are {table.format_column_names()}, "
+        f"the features are {join_names(features)}); choose another model or another table"
+    )
 
 
 def _reorder_payloads(
-    wide_tables: list[_WideTable], long_tables: list[_LongTable], line_files: list[Path], options: _ReadOptions
+    wide_tables: list[_WideTable],
+    long_tables: list[_LongTable | _WindowedTable],
+    line_files: list[Path],
+    options: _ReadOptions,
 ) -> list[Iterator[Payload]]:
     """Return iterators over the contents of all files, in which the readings of each record are in `options.order`.
 
@@ -490,13 +644,15 @@ def make_record_prefixes(files: Sequence[Path]) -> dict[Path, str | None]:
         raise InputError(f"{duplicate}: the input names this file twice; name every file once")
     if len(files) == 1:
         return {files[0]: None}
-    prefix_by_file: dict[Path, str | None] = {path: path.stem for path in files}
+    prefix_by_file: dict[Path, str | None] = {path: get_stem(path) for path in files}
     if len(set(prefix_by_file.values())) == len(files):
         return prefix_by_file
     # Two files have the same name without ending, so the folders are needed to distinguish them.
     shared_folder = os.path.commonpath([path.resolve().parent for path in files])
     relative_paths = {path: path.resolve().relative_to(shared_folder) for path in files}
-    prefix_by_file = {path: relative.with_suffix("").as_posix() for path, relative in relative_paths.items()}
+    prefix_by_file = {
+        path: (relative.parent / get_stem(relative)).as_posix() for path, relative in relative_paths.items()
+    }
     if len(set(prefix_by_file.values())) < len(files):
         prefix_by_file = {path: relative.as_posix() for path, relative in relative_paths.items()}
     return prefix_by_file

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -18,28 +18,31 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
-from connectors.files.sources import make_record_prefixes
-from connectors.files.tables import (
-    DEFAULT_RECORD_COLUMN,
-    JSON_LINES,
-    Layout,
-    Table,
-    find_files,
-    map_read_errors,
-    read_lines,
-)
+from connectors.files.lines import read_lines
+from connectors.files.sources import log_dialects, make_record_prefixes
 from deformer_stream.codec.columns import (
     convert_ids,
     convert_times_of_day,
+    is_numeric,
     is_scalar,
+    is_text,
     is_time_of_day,
-    parse_number,
     parse_times,
 )
+from deformer_stream.codec.number_texts import parse_number
 from deformer_stream.codec.timestamps import parse_rfc3339, seconds_to_micros
 from deformer_stream.codec.validation import RejectionError, is_json_id, is_json_number
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.tables.discovery import JSON_LINES, find_files, has_ending
+from deformer_stream.tables.table import (
+    DEFAULT_RECORD_COLUMN,
+    CellForm,
+    Layout,
+    Table,
+    TableOptions,
+    map_read_errors,
+)
 
 OutgoingEvent = tuple[bytes, bytes, int]
 """Key (the id of the record or the device in UTF-8), message (JSON), and event time in microseconds since 1970, or
@@ -70,6 +73,7 @@ def iterate_events(
     exclude: Sequence[str] = (),
     features: Sequence[str] | None = None,
     prefix: str = "",
+    table_options: TableOptions | None = None,
 ) -> Iterator[OutgoingEvent]:
     """Return the readings of tables as events of one reading each, in the order of their times.
 
@@ -94,6 +98,7 @@ def iterate_events(
         exclude: Columns of wide tables, or features of long tables, that are not sent.
         features: The only features that are sent, or None for all.
         prefix: Text that is put before each record id or device.
+        table_options: How tables are read: dialect of CSV files and zone of times. None for the defaults.
 
     Raises:
         InputError: A file is missing or unreadable, or a table lacks a column. Problems with rows are raised by the
@@ -103,14 +108,23 @@ def iterate_events(
     if shuffle_within < 0 or not isfinite(shuffle_within):
         raise InputError(f"--shuffle-within {shuffle_within}: the maximum delay must be finite and at least 0 seconds")
     files = find_files(inputs)
+    paths = [path for path in files if not has_ending(path, JSON_LINES)]
+    table_options = table_options or TableOptions()
+    chosen_columns = {record_column, *(features or ()), *([] if time_column is None else [time_column])}
+    kept_columns = table_options.kept_columns | chosen_columns
+    tables = Table.open_all(paths, replace(table_options, kept_columns=kept_columns))
+    table_by_file = dict(zip(paths, tables, strict=True))
     if exclude:
-        _check_excluded(exclude, files, layout)
+        _check_excluded(exclude, files, table_by_file, layout)
+    log_dialects(tables)
     selection = _FeatureSelection(frozenset(exclude), None if features is None else frozenset(features))
     max_delay, rng = round(shuffle_within * 1e6), np.random.default_rng(seed)
-    return _iterate_delayed(files, max_delay, rng, layout, record_column, time_column, selection, prefix)
+    return _iterate_delayed(files, table_by_file, max_delay, rng, layout, record_column, time_column, selection, prefix)
 
 
-def _check_excluded(exclude: Sequence[str], files: Sequence[Path], layout: Layout | None) -> None:
+def _check_excluded(
+    exclude: Sequence[str], files: Sequence[Path], table_by_file: Mapping[Path, Table], layout: Layout | None
+) -> None:
     """Check that each excluded column exists in at least one table.
 
     The check is skipped if an input is JSON lines or a long table (a row is one reading), because their features are
@@ -119,14 +133,15 @@ def _check_excluded(exclude: Sequence[str], files: Sequence[Path], layout: Layou
     Args:
         exclude: Names of the excluded columns.
         files: All input files.
+        table_by_file: The table of each file that is not JSON lines.
         layout: The layout of all tables, or None to choose it for each table.
 
     Raises:
         ConfigError: No table has a column of this name.
     """
-    if any(path.suffix.lower() in JSON_LINES for path in files):
+    tables = table_by_file.values()
+    if len(tables) < len(files):  # there are JSON lines
         return
-    tables = [Table.open(path) for path in files]
     if any(table.choose_layout(layout, _choose_id_column(table)) == "long" for table in tables):
         return
     columns = {name for table in tables for name in table.schema.names}
@@ -150,6 +165,7 @@ def _choose_id_column(table: Table) -> str:
 
 def _iterate_delayed(
     files: Sequence[Path],
+    table_by_file: Mapping[Path, Table],
     max_delay: int,
     rng: np.random.Generator,
     layout: Layout | None,
@@ -166,6 +182,7 @@ def _iterate_delayed(
 
     Args:
         files: The files, in the order in which they are read.
+        table_by_file: The table of each file that is not JSON lines.
         max_delay: Maximum delay of a reading in microseconds.
         rng: The generator of the delays.
         layout: The layout of all tables, or None to choose it for each table by its column names.
@@ -181,12 +198,12 @@ def _iterate_delayed(
     num_events = 0
     default_times = itertools.count(0, 1_000_000)  # one second per row, for tables without times
     for path in files:
-        if path.suffix.lower() in JSON_LINES:
+        table = table_by_file.get(path)
+        if table is None:
             # Lines are not delayed, so the events before them are sent first.
             yield from (_encode_event(*heapq.heappop(delayed)) for _ in range(len(delayed)))
             yield from _iterate_json_lines(path)
             continue
-        table = Table.open(path)
         id_field = _choose_id_column(table)
         if table.choose_layout(layout, id_field) == "long":
             rows = _iterate_long_rows(table, id_field, time_column, selection, default_times)
@@ -263,8 +280,7 @@ def _iterate_wide_rows(
     table.check_columns(time_column, record_column)
     id_column = record_column if record_column in columns else None
     type_by_column = dict(zip(columns, table.schema.types, strict=True))
-    timestamp_columns = [name for name in columns if pa.types.is_timestamp(type_by_column[name])]
-    time_column = time_column or next(iter(timestamp_columns), None)
+    time_column = time_column or table.choose_time_column()
     feature_columns = [
         name
         for name in columns
@@ -274,21 +290,19 @@ def _iterate_wide_rows(
     ]
     if not feature_columns:
         raise InputError(
-            f"{table.path}: there is no column to send as a feature (the columns are {table.format_column_names()}); "
+            f"{table.name}: there is no column to send as a feature (the columns are {table.format_column_names()}); "
             "check --exclude and --model"
         )
     first_row, last_time = 0, 0
     read_columns = [*feature_columns, *(name for name in (id_column, time_column) if name is not None)]
-    for batch in table.iterate_batches(read_columns, ROWS_PER_BATCH, _read_as_text(id_column)):
+    forms = _choose_forms(id_column, time_column)
+    for batch in table.iterate_batches(read_columns, ROWS_PER_BATCH, forms):
         row_numbers = range(first_row, first_row + batch.num_rows)
         ids = [str(row) if id_prefix is None else f"{id_prefix}:{row}" for row in row_numbers]
         if id_column is not None:
             ids = _get_ids(table, batch, id_column)
         times = _get_times(table, batch, time_column, first_row, default_times)
-        cells_by_column = [
-            [_to_json_value(value) for value in convert_times_of_day(batch.column(name)).to_pylist()]
-            for name in feature_columns
-        ]
+        cells_by_column = [_list_cells(table, batch.column(name), name) for name in feature_columns]
         for i in range(batch.num_rows):
             # A row without a time has the time of the row before.
             last_time = times[i] if times[i] != NO_TIME else last_time
@@ -326,7 +340,7 @@ def _iterate_long_rows(
     for name in (id_column, "feature", "value"):
         if name not in columns:
             raise InputError(
-                f"{table.path}: there is no column {name!r}, which a long table (each row is one reading) needs; "
+                f"{table.name}: there is no column {name!r}, which a long table (each row is one reading) needs; "
                 f"rename a column to {name!r}, or use --layout wide if each row is a record"
             )
     table.check_columns(time_column)
@@ -334,7 +348,10 @@ def _iterate_long_rows(
     known_columns = (id_column, "feature", "value", "label", time_column)
     read_columns = [name for name in known_columns if name is not None and name in columns]
     first_row, last_time = 0, 0
-    for batch in table.iterate_batches(read_columns, ROWS_PER_BATCH, _read_as_text(id_column)):
+    forms = _choose_forms(id_column, time_column) | {"value": "mixed"}
+    if "label" in read_columns:
+        forms["label"] = "text"
+    for batch in table.iterate_batches(read_columns, ROWS_PER_BATCH, forms, refuse_local_times=True):
         times = _get_times(table, batch, time_column, first_row, default_times)
         cells = convert_times_of_day(batch.column("value")).to_pylist()
         values = [_convert_number_text(_to_json_value(cell)) for cell in cells]
@@ -367,10 +384,10 @@ def _get_times(
     """
     if time_column is None:
         return list(itertools.islice(default_times, batch.num_rows))
-    times, error_by_row = parse_times(batch.column(time_column), f"{table.path}: column {time_column!r}")
+    times, error_by_row = parse_times(batch.column(time_column), f"{table.name}: column {time_column!r}")
     for row, error in error_by_row.items():  # the first error is raised
         raise InputError(
-            f"{table.path}: row {first_row + row}, column {time_column!r}, holds no valid time ({error.detail}); "
+            f"{table.name}: row {first_row + row}, column {time_column!r}, holds no valid time ({error.detail}); "
             "correct this cell"
         )
     return [int(time) for time in times]
@@ -387,19 +404,35 @@ def _get_ids(table: Table, batch: pa.RecordBatch, column: str) -> list[str]:
     Raises:
         InputError: A row has none.
     """
-    ids = convert_ids(batch.column(column), f"{table.path}: column {column!r}")
+    ids = convert_ids(batch.column(column), f"{table.name}: column {column!r}")
     if ids.null_count:
-        raise InputError(f"{table.path}: column {column!r} has a null; give every row the id of a record or device")
+        raise InputError(f"{table.name}: column {column!r} has a null; give every row the id of a record or device")
     return [str(row_id) for row_id in ids.to_pylist()]
 
 
-def _read_as_text(column: str | None) -> dict[str, pa.DataType]:
-    """Return a mapping from the id column to the type text, so that Arrow does not read 007 in a CSV file as 7.
+def _choose_forms(id_column: str | None, time_column: str | None) -> dict[str, CellForm]:
+    """Return what the cells of the columns of ids and times are to be, if the table holds them as text.
 
     Args:
-        column: Name of the column of ids, or None if there is none; the mapping is then empty.
+        id_column: The column of record ids or devices, or None if there is none. The id 007 must not become 7.
+        time_column: The column of times, or None if there is none.
     """
-    return {} if column is None else {column: pa.string()}
+    forms: dict[str, CellForm] = {} if id_column is None else {id_column: "text"}
+    return forms if time_column is None else forms | {time_column: "time"}
+
+
+def _list_cells(table: Table, column: pa.Array, name: str) -> list[Any]:
+    """Return the cells of a column of a wide table as values that JSON can express, None for null, NaN or infinite.
+
+    Args:
+        table: The table.
+        column: The cells.
+        name: Name of the column.
+    """
+    cells = [_to_json_value(value) for value in convert_times_of_day(column).to_pylist()]
+    # In a column of numbers with a bad cell, the numbers of the batch are text as well.
+    holds_numbers = is_numeric(table.schema.field(name).type) and is_text(column.type)
+    return [_convert_number_text(cell) for cell in cells] if holds_numbers else cells
 
 
 def _to_json_value(value: Any) -> Any:

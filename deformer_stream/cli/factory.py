@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 MAX_LISTED_GROUPS = 8
 """Largest number of calibration groups that a warning names."""
 
+DEFAULT_DRIFT_ODDS = 1000.0
+"""Odds at which drift is reported if the option `--drift` is not set."""
+
 MIN_READINGS_LIMIT = 4096
 """Smallest limit of the readings in a message. The limit is larger if the model has more features than this."""
 
@@ -254,6 +257,7 @@ def open_inputs(
         The codec that decodes the events, and the source that reads them.
     """
     from connectors.files import open_source
+    from deformer_stream.tables.table import TableOptions
 
     source = open_source(
         list(inputs),
@@ -264,6 +268,8 @@ def open_inputs(
         field_names=get_field_names(settings),
         record_column=settings.record_column,
         time_column=settings.time_column,
+        device_column=settings.device_column,
+        table_options=TableOptions.from_settings(settings),
         max_message_bytes=settings.max_message_bytes,
         window_assigner=make_window_assigner(loaded.schema, settings),
     )
@@ -282,10 +288,4 @@ def choose_order_of_rows(loaded: Artifact, settings: InputSettings) -> Order:
         loaded: The model with its calibration.
         settings: Options of the command. `--order` has precedence.
     """
-    if settings.order is not None:
-        return settings.order
-    calibrated_order = loaded.calibration.arrival_order
-    if calibrated_order == "random":
-        return "random"
-    # Any other order is treated as "arrival"; for the readings of a row, that is the order of the columns.
-    return "schema" if calibrated_order == "schema" else "arrival"
+    return loaded.calibration.row_order if settings.order is None else settings.order

@@ -43,9 +43,9 @@ def build_produce() -> click.Command:
 
         INPUT is a Parquet or CSV table, a JSON lines file, or a folder of such files.
         """
-        from connectors.files import check_no_overwrite
         from deformer_stream import log
         from deformer_stream.progress import Progress
+        from deformer_stream.tables.discovery import check_no_overwrite
 
         settings = load_settings(ProduceSettings, flags, config, "produce")
         log.configure(is_debugging())
@@ -77,6 +77,7 @@ def _read_events(inputs: Sequence[str], settings: ProduceSettings) -> Iterable[t
     """
     from connectors.files import iterate_events
     from deformer_stream import model_store
+    from deformer_stream.tables.table import TableOptions
 
     features = None
     if settings.model is not None:
@@ -93,6 +94,7 @@ def _read_events(inputs: Sequence[str], settings: ProduceSettings) -> Iterable[t
         exclude=[name.strip() for name in settings.exclude.split(",") if name.strip()],
         features=features,
         prefix=settings.record_prefix,
+        table_options=TableOptions.from_settings(settings),
     )
 
 
@@ -174,18 +176,25 @@ def build_impute() -> click.Command:
         (--draws). INPUT is a Parquet or CSV table in which each row is a record.
         """
         interrupt_on_termination()
-        from connectors.files import imputation
-        from deformer_stream import log, model_store
-        from deformer_stream.progress import Progress
+        from deformer_stream import log
+        from deformer_stream.tables.discovery import find_files
 
         settings = load_settings(ImputeSettings, flags, config, "impute")
         log.configure(is_debugging())
+        find_files([table])  # reports a wrong path at once, before the imports below, which take seconds
+        from connectors.files import imputation
+        from deformer_stream import model_store
+        from deformer_stream.progress import Progress
+        from deformer_stream.tables.table import TableOptions
+
         model = model_store.read(settings.model, settings.device).model
         with Progress("impute", None, "rows") as progress:
             options = imputation.ImputeOptions(
                 settings.interval, settings.estimate, settings.quantiles or (), settings.draws, settings.seed
             )
-            num_filled = imputation.impute_table(table, settings.output, model, options, progress.advance)
+            num_filled = imputation.impute_table(
+                table, settings.output, model, options, progress.advance, TableOptions.from_settings(settings)
+            )
         times = f" ({settings.draws} times each)" if settings.draws else ""
         click.echo(
             f"{num_filled} missing values filled in {progress.num_done} rows{times}; the table was written to "

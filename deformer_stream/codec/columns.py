@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from deformer_stream.codec.number_texts import parse_number, parse_number_texts
 from deformer_stream.codec.timestamps import (
     MAX_SECOND,
     MIN_SECOND,
@@ -226,44 +227,48 @@ def parse_numbers(column: pa.Array, feature: Feature) -> tuple[NDArray[np.float6
         feature: The feature, for its period and for its name in error messages.
 
     Returns:
-        (N,) values, NaN for null. A dictionary by row index: the error of a cell that is not a finite number.
+        (N,) values, NaN for null and for texts that stand for "no value", such as "No Data". A dictionary by row index:
+        the error of a cell that is not a finite number.
     """
     name = feature.sensor_name
     if pa.types.is_null(column.type):
         return np.full(len(column), np.nan), {}
     if is_numeric(column.type):
         values = to_float64(column)
-        bad_rows = np.flatnonzero(~np.isfinite(values) & ~_is_null(column)).tolist()
-        return values, {row: not_finite_error(name, values[row]) for row in bad_rows}
-    indices, distinct_values = encode_distinct(column)
-    # The number and the error of each distinct value; the last ones are those of null.
-    numbers = [nan] * (len(distinct_values) + 1)
-    errors: list[RejectionError | None] = [None] * (len(distinct_values) + 1)
-    for index, value in enumerate(distinct_values):
-        # The value is a text or a boolean, as numeric columns were converted above. A boolean is an error.
-        number = None if isinstance(value, bool) else parse_number(value)
-        if number is None and feature.period == SECONDS_PER_DAY and isinstance(value, str):
-            number = parse_time_of_day(value)
-        if number is None:
-            value_description = "a boolean" if isinstance(value, bool) else f"the text {quote(value, 20)}"
-            detail = f"feature {quote(name)}: the value is {value_description}; a number is expected"
-            errors[index] = RejectionError(RejectionReason.WRONG_TYPE, detail)
-        elif not isfinite(number):
-            errors[index] = not_finite_error(name, number)
-        else:
-            numbers[index] = number
-    return np.array(numbers)[indices], spread_errors(indices, errors)
+        infinite_rows = np.flatnonzero(~np.isfinite(values) & ~_is_null(column))
+        return values, {row: not_finite_error(name, values[row]) for row in infinite_rows.tolist()}
+    if not is_text(column.type):  # booleans
+        is_bad = ~_is_null(column)
+        values = np.full(len(column), np.nan)
+        error = RejectionError(RejectionReason.WRONG_TYPE, _describe_wrong_type(name, "a boolean"))
+        return values, dict.fromkeys(np.flatnonzero(is_bad).tolist(), error)
+    values, is_bad = parse_number_texts(decode_dictionary(column))
+    infinite_rows = np.flatnonzero(np.isinf(values))
+    errors_by_row = {row: not_finite_error(name, values[row]) for row in infinite_rows.tolist()}
+    if is_bad.any():
+        bad_rows = np.flatnonzero(is_bad)
+        indices, texts = encode_distinct(column.take(pa.array(bad_rows)))
+        is_clock = feature.period == SECONDS_PER_DAY
+        numbers = [parse_time_of_day(text) if is_clock else None for text in texts]
+        errors = [
+            RejectionError(RejectionReason.WRONG_TYPE, _describe_wrong_type(name, f"the text {quote(text, 20)}"))
+            if number is None
+            else None
+            for text, number in zip(texts, numbers, strict=True)
+        ]
+        values[bad_rows] = np.array([nan if number is None else number for number in numbers])[indices]
+        errors_by_row |= {int(bad_rows[i]): error for i, error in spread_errors(indices, errors).items()}
+    return values, errors_by_row
 
 
-def parse_number(text: str) -> float | None:
-    """Return the number that a text spells, possibly NaN or infinite; None for other text.
+def _describe_wrong_type(name: str, value_description: str) -> str:
+    """Return the message of a cell that holds no number, where one is expected.
 
-    Digit groups (`1_000`) count as other text, although Python accepts them.
+    Args:
+        name: The feature name.
+        value_description: What the cell holds, such as "a boolean".
     """
-    try:
-        return None if "_" in text else float(text)
-    except ValueError:
-        return None
+    return f"feature {quote(name)}: the value is {value_description}; a number is expected"
 
 
 def encode_distinct(column: pa.Array) -> tuple[NDArray[np.int64], list[Any]]:

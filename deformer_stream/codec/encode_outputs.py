@@ -154,9 +154,10 @@ def get_position(data: Payload, message_index: int) -> tuple[str, int, int]:
         case Messages():
             return data.topic, int(data.partitions[message_index]), int(data.offsets[message_index])
         case LongRows() if ROW_NUMBER_COLUMN in data.table.schema.names:
-            # The rows were reordered, so two columns hold the original position of each row.
+            # The rows were reordered or made of other rows, so columns hold the original position of each row.
             row_number = data.table.column(ROW_NUMBER_COLUMN)[message_index].as_py()
-            file = data.table.column(ROW_FILE_COLUMN)[message_index].as_py()
+            has_files = ROW_FILE_COLUMN in data.table.schema.names
+            file = data.table.column(ROW_FILE_COLUMN)[message_index].as_py() if has_files else data.origin
             return file, 0, row_number
         case _:
             return data.origin, 0, data.first_row + message_index

@@ -18,19 +18,23 @@ from numpy.typing import NDArray
 Decimal = Literal[".", ","]
 """The character between the whole number and its fraction."""
 
-NO_VALUE_TEXTS = frozenset(
-    ["", "na", "n/a", "<na>", "nan", "nat", "null", "none", "nil", "missing"]
-    + ["no data", "nodata", "no value", "bad input", "pt created"]
-)
+# fmt: off
+NO_VALUE_TEXTS = frozenset({
+    "", "na", "n/a", "<na>", "nan", "nat", "null", "none", "nil", "missing", "no data", "nodata", "no value",
+    "bad input", "pt created"
+})
+# fmt: on
 """Texts in lower case that stand for "no value" in a column of numbers. Historians write some of them."""
 
-BAD_VALUE_TEXTS = frozenset(
-    ["bad", "bad quality", "bad value", "uncertain", "questionable", "i/o timeout", "timeout", "comm fail"]
-    + ["comm error", "not connect", "not connected", "offline", "scan off", "intf shut", "shutdown", "configure"]
-    + ["calc failed", "calc off", "out of serv", "over range", "under range", "overflow", "error", "err", "fault"]
-    + ["failed", "invalid", "invalid data", "unknown", "stale", "substituted", "-", "--", "---", "?", "*", "***"]
-    + ["#n/a", "#value!", "#ref!", "#div/0!", "#num!", "#name?"]
-)
+# fmt: off
+BAD_VALUE_TEXTS = frozenset({
+    "bad", "bad quality", "bad value", "uncertain", "questionable", "i/o timeout", "timeout", "comm fail",
+    "comm error", "not connect", "not connected", "offline", "scan off", "intf shut", "shutdown", "configure",
+    "calc failed", "calc off", "out of serv", "over range", "under range", "overflow", "error", "err", "fault",
+    "failed", "invalid", "invalid data", "unknown", "stale", "substituted", "-", "--", "---", "?", "*", "***",
+    "#n/a", "#value!", "#ref!", "#div/0!", "#num!", "#name?"
+})
+# fmt: on
 """Texts in lower case that historians and spreadsheets write in place of a value that they could not obtain.
 
 They are bad cells, unlike `NO_VALUE_TEXTS`. The list serves only to recognise that a column is meant to hold numbers.

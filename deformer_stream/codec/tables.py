@@ -48,7 +48,9 @@ from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Schema
 
 ROW_NUMBER_COLUMN, ROW_FILE_COLUMN = "__row__", "__file__"
-"""Columns that hold each row's original row number and file, in a table in long layout whose rows were reordered."""
+"""Columns that hold each row's original row number and file, in a table in long layout whose rows were reordered.
+
+Rows that were made of the cells of a wide table have the row number only."""
 
 ErrorsByRow = dict[int, RejectionError]
 """By row number within a poll, the error for which the row is rejected."""
@@ -187,8 +189,8 @@ class WideDecoder:
 
         Returns:
             Two results. First (N,) raw values of a continuous feature or label codes of a discrete one: NaN if not
-            observed, infinite if rejected. Second a dictionary by row index, which is empty for a continuous feature.
-            It contains the text of each label that did not occur in training, and the error of each rejected label.
+            observed, infinite if rejected. Second a dictionary by row index: the text of each label that did not occur
+            in training, and the error of each cell that was rejected because of its type.
 
         Raises:
             InputError: If the column's type does not fit the feature.
@@ -196,12 +198,17 @@ class WideDecoder:
         feature = self._schema.features[code]
         if feature.kind == "continuous":
             column = convert_times_of_day(column)
-            if not is_numeric(column.type):
+            if is_numeric(column.type):
+                return to_float64(column), {}
+            if not is_text(column.type):
                 raise InputError(
                     f"{data.origin}: column {feature.name!r} has the type {column.type}, but the model expects "
                     "numbers; convert the column, or train on tables with this column type"
                 )
-            return to_float64(column), {}
+            numbers, error_by_row = parse_numbers(column, feature)
+            numbers[list(error_by_row)] = np.inf  # these cells are rejected, and the others of their rows are not
+            issues: dict[int, str | RejectionError] = {**error_by_row}
+            return numbers, issues
         if not is_scalar(column.type):
             raise InputError(
                 f"{data.origin}: column {feature.name!r} has the type {column.type}, which cannot be read as labels; "
@@ -281,7 +288,7 @@ class WideDecoder:
                 cells are infinite.
             codes: (N, F) the feature codes of these values.
             issues_by_code: By feature code and then by row index: the text of an unseen label (one that did not occur
-                in training), or the error of a rejected label.
+                in training), or the error of a cell that was rejected because of its type.
 
         Returns:
             One rejection per row and reason.
@@ -292,7 +299,7 @@ class WideDecoder:
                 continue
             code = int(codes[row, position])
             error = issues_by_code.get(code, {}).get(row)
-            if not isinstance(error, RejectionError):  # not a rejected label, so a number that is infinite
+            if not isinstance(error, RejectionError):  # the cell is a number that is infinite
                 error = not_finite_error(self._schema.names[code], values[row, position])
             rejections.append(Rejection(row, error.reason, error.detail))
         return Rejection.merge_by_message(rejections)

@@ -46,6 +46,7 @@ from deformer_stream.settings.loading import (
     load_settings,
 )
 from deformer_stream.settings.option_groups import OptionGroups
+from deformer_stream.settings.tables import TableSettings, WindowedTableSettings
 
 __all__ = [
     "SETTINGS_BY_COMMAND",
@@ -69,9 +70,11 @@ __all__ = [
     "SettingsType",
     "Share",
     "Size",
+    "TableSettings",
     "Timeout",
     "Units",
     "WindowWidth",
+    "WindowedTableSettings",
     "add_options",
     "explain_error",
     "find_value",

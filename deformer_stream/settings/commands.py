@@ -27,6 +27,7 @@ from deformer_stream.settings.base import (
     to_flag,
 )
 from deformer_stream.settings.option_groups import PRODUCE_GROUPS, TABLE_GROUPS, OptionGroups
+from deformer_stream.settings.tables import TableSettings, WindowedTableSettings
 
 
 class _ModelSettings(Settings):
@@ -255,10 +256,11 @@ class ConsumeSettings(_AlertSettings, _KafkaSettings):
         None,
         description="Topic for rejected events. Default: the name of the topic of events, followed by -dead-letter.",
     )
-    drift: Odds | None = Field(
+    drift: Odds | Literal["off"] | None = Field(
         None,
         description="Report drift if the odds that a partition's records differ from the calibration records reach "
-        "this value, such as 1000 for 1000 to 1. The notice is sent with the alerts. Default: no drift detection.",
+        "this value, such as 1000 for 1000 to 1. The notice is logged and sent with the alerts. off reports nothing. "
+        "Default: 1000 to 1, and the notice is only logged.",
     )
     alerts: str = Field(
         "-", description='File to which alerts are appended as JSON lines. - is standard output, "" writes none.'
@@ -338,7 +340,7 @@ class ConsumeSettings(_AlertSettings, _KafkaSettings):
         return self
 
 
-class InputSettings(ScoringSettings):
+class InputSettings(WindowedTableSettings, ScoringSettings):
     """The options of every command that scores files: how their rows are converted into events."""
 
     layout: Layout | None = Field(
@@ -370,10 +372,11 @@ class ReplaySettings(InputSettings, _AlertSettings):
 
     output: Path | None = Field(None, description="Parquet file for scores, one row per accepted event.")
     records: Path | None = Field(None, description="Parquet file for scores of complete records, one row per record.")
-    drift: Odds | None = Field(
+    drift: Odds | Literal["off"] | None = Field(
         None,
         description="Report drift if the odds that a partition's records differ from the calibration records reach "
-        "this value, such as 1000 for 1000 to 1. The notice is sent with the alerts. Default: no drift detection.",
+        "this value, such as 1000 for 1000 to 1. The notice is logged and sent with the alerts. off reports nothing. "
+        "Default: 1000 to 1, and the notice is only logged.",
     )
     alerts: str = Field("", description="File for alerts as JSON lines. - is standard output.")
     explain: Path | None = Field(
@@ -413,9 +416,15 @@ class CalibrateSettings(InputSettings):
         "Share of the records with the largest scores to leave out, if the input may contain up to this share of "
         "anomalies. If it contains none, up to this share of normal records alerts in addition to alpha.",
     )
+    seen_records: Literal["refuse", "drop", "allow"] = Field(
+        "refuse",
+        description="What to do if training or the calibration in force has used more of the records than happens by "
+        "chance. refuse ends with an error, drop leaves these records out, and allow uses them, which voids the "
+        "guarantee of the false-alarm rate.",
+    )
 
 
-class ProduceSettings(_KafkaSettings):
+class ProduceSettings(TableSettings, _KafkaSettings):
     """The options of `deformer-stream produce`."""
 
     option_groups: ClassVar[OptionGroups] = PRODUCE_GROUPS
@@ -464,7 +473,7 @@ class ProduceSettings(_KafkaSettings):
         return _require_exactly_one(self, "topic", "output")
 
 
-class ImputeSettings(_ModelSettings):
+class ImputeSettings(TableSettings, _ModelSettings):
     """The options of `deformer-stream impute`."""
 
     option_groups: ClassVar[OptionGroups] = TABLE_GROUPS

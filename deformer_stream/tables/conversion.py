@@ -252,6 +252,12 @@ def infer_type(column: pa.Array, decimal: Decimal | None) -> pa.DataType:
     return pa.timestamp("us") if parse_local_time(first_text) is not None else UTC_MICROSECONDS
 
 
+def are_times(column: pa.Array) -> bool:
+    """Return whether the texts of a column are times, with or without a zone; a column without any text is none."""
+    texts = column.drop_null()
+    return bool(len(texts)) and is_time_text(str(texts[0])) and not is_text(convert_times(texts, None).type)
+
+
 def holds_numbers(texts: pa.Array, values: NDArray[np.float64], is_bad: NDArray[np.bool_]) -> bool:
     """Return whether a column of N texts is meant to hold numbers, although some cells may be bad.
 
@@ -278,7 +284,7 @@ def are_bad_value_texts(texts: pa.Array) -> bool:
 def decode_texts(column: pa.Array) -> pa.Array:
     """Return a column of texts as `pa.string()`, whatever its encoding."""
     if pa.types.is_dictionary(column.type):
-        column = column.dictionarydecode_texts()
+        column = column.dictionary_decode()
     return column if pa.types.is_string(column.type) else column.cast(pa.string())
 
 

@@ -44,6 +44,12 @@ def has_ending(path: str | Path, endings: Collection[str]) -> bool:
     return Path(path).name.lower().endswith(tuple(endings))
 
 
+def get_stem(path: str | Path) -> str:
+    """Return the name of a file without its folder and its ending; `.csv.gz` is one ending."""
+    name = Path(path).name
+    return Path(name[: -len(".gz")] if has_ending(name, (".csv.gz", ".tsv.gz")) else name).stem
+
+
 def find_files(inputs: Sequence[str | Path], endings: Collection[str] = PARQUET + CSV + JSON_LINES) -> list[Path]:
     """Return the input files: folders and patterns among the inputs are replaced by the data files that they denote.
 

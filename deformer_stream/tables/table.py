@@ -1,7 +1,7 @@
 """A table with a schema that yields batches of rows: a Parquet file, a CSV file, or a table in memory.
 
-All differences between the formats end here. Cells that a file holds as text are converted to numbers and times when
-they are read, by one conversion for all formats (`deformer_stream.tables.conversion`). All cells of a CSV file are text.
+All differences between the formats end here. Cells that a file holds as text, as a CSV file does, are converted to
+numbers and times when they are read, by one conversion for all formats (`deformer_stream.tables.conversion`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,9 +23,10 @@ import pyarrow.parquet as pq
 from deformer_stream.codec.columns import is_text
 from deformer_stream.codec.number_texts import Decimal, guess_decimal, parse_number_texts, standardize_number_texts
 from deformer_stream.errors import InputError
+from deformer_stream.settings.tables import TableSettings
 from deformer_stream.tables import conversion
 from deformer_stream.tables.csv_dialect import CsvDialect, CsvOptions, guess_dialect, read_sample
-from deformer_stream.tables.discovery import CSV, has_ending
+from deformer_stream.tables.discovery import CSV, get_stem, has_ending
 from deformer_stream.tables.partitions import Value, choose_partition_type, convert_partition, read_partitions
 
 Layout = Literal["wide", "long"]
@@ -59,6 +60,19 @@ class TableOptions:
     csv: CsvOptions = field(default_factory=CsvOptions)
     timezone: str | None = None
     kept_columns: frozenset[str] = frozenset()
+
+    @staticmethod
+    def from_settings(settings: TableSettings, kept_columns: Iterable[str] = ()) -> TableOptions:
+        """Return the options that the user has set.
+
+        Args:
+            settings: Options of a command that reads tables.
+            kept_columns: See the attribute.
+        """
+        csv = CsvOptions(
+            settings.delimiter, settings.decimal, settings.encoding, has_header=False if settings.no_header else None
+        )
+        return TableOptions(csv, settings.timezone, frozenset(kept_columns))
 
 
 BLOCK_BYTES = 1 << 20
@@ -288,8 +302,7 @@ class Table:
     @property
     def stem(self) -> str:
         """The file's name without its folder and ending: the device of a table without a column of devices."""
-        name = Path(self.name).name
-        return name[: -len(".gz")].rpartition(".")[0] if name.lower().endswith(".gz") else Path(name).stem
+        return get_stem(self.name)
 
     def describe_dialect(self) -> str | None:
         """Return how a CSV file is read, "pumps.csv: delimiter ';', decimal comma, …"; None for other formats."""
@@ -341,14 +354,23 @@ class Table:
         has_long_columns = {record, feature, value} <= set(self.schema.names)
         return "long" if has_long_columns else "wide"
 
-    def choose_time_column(self, other_than: Collection[str] = ()) -> str | None:
-        """Return the first column of timestamps, None if there is none.
+    def choose_time_column(self, other_than: Collection[str] = (), has_windows: bool = False) -> str | None:
+        """Return the column of times: the first one of timestamps, None if there is none.
 
         Args:
             other_than: Columns that are not considered, such as features.
+            has_windows: Whether records are windows of time, so that there must be a time. Then a column called `time`
+                has precedence, and texts that are times count as well.
         """
-        types = zip(self.schema.names, self.schema.types, strict=True)
-        return next((name for name, kind in types if pa.types.is_timestamp(kind) and name not in other_than), None)
+        names = [name for name in self.schema.names if name not in other_than]
+        if has_windows and "time" in names:
+            return "time"
+        timestamps = [name for name in names if pa.types.is_timestamp(self.schema.field(name).type)]
+        if timestamps or not has_windows:
+            return next(iter(timestamps), None)
+        text_columns = [name for name in names if self.dialect is None and self.is_text_column(name)]
+        samples = self._read_sample(text_columns)
+        return next((name for name, column in samples.items() if conversion.are_times(column)), None)
 
     def is_text_column(self, name: str) -> bool:
         """Return whether the table holds a column as text: each column of a CSV file that is not part of the path."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
+
+from deformer_stream.codec.columns import convert_times_of_day, decode_dictionary, format_labels, is_numeric, to_float64
+from deformer_stream.codec.tables import ROW_NUMBER_COLUMN
 
 DEVICE, FEATURE, VALUE, LABEL, TIME = "device", "feature", "value", "label", "time"
 """Names of the columns of the long rows."""
-ROW = "__row__"
-"""The column with the number of the row of the wide table from which a reading came."""
 
 
 def unpivot_rows(
@@ -30,14 +33,60 @@ def unpivot_rows(
 
     Args:
         batch: N rows of the wide table.
-        feature_columns: The columns that hold readings.
+        feature_columns: The F columns that hold readings.
         label_columns: Those of them whose readings are labels.
         time_column: The column with the time of a row, of any type.
         devices: The N devices of the rows, or the device of all rows.
         first_row: Number of the first row within its table.
 
     Returns:
-        Rows with the columns `device`, `feature`, `value` (float64, or text if a cell holds a text that spells no
-        number), `label` (text), `time` (of the type of the time column), and `__row__` (number of the row).
+        One row per reading, with the columns `device`, `feature`, `value` (float64, or text if a cell holds a text that
+        spells no number; null for labels), `label` (text), `time` (of the type of the time column), and the number of
+        the row of the wide table (`ROW_NUMBER_COLUMN`).
     """
-    raise NotImplementedError
+    num_rows, num_columns = batch.num_rows, len(feature_columns)
+    labels = [
+        format_labels(batch.column(name)) if name in label_columns else pa.nulls(num_rows, pa.string())
+        for name in feature_columns
+    ]
+    values = [
+        pa.nulls(num_rows, pa.float64()) if name in label_columns else _convert_values(batch.column(name))
+        for name in feature_columns
+    ]
+    if any(not pa.types.is_floating(column.type) for column in values):  # a cell of this batch spells no number
+        values = [column.cast(pa.string()) for column in values]
+    is_present = np.empty((num_rows, num_columns), bool)
+    for i in range(num_columns):
+        is_present[:, i] = _is_valid(values[i]) | _is_valid(labels[i])
+    rows, columns = np.nonzero(is_present)  # row by row
+    # The cells of all columns, one column after the other.
+    cell_indexes = pa.array(columns * num_rows + rows)
+    row_indexes = pa.array(rows)
+    return pa.RecordBatch.from_arrays(
+        [
+            pa.repeat(devices, len(rows)) if isinstance(devices, str) else devices.take(row_indexes),
+            pa.DictionaryArray.from_arrays(pa.array(columns.astype(np.int32)), pa.array(feature_columns, pa.string())),
+            pa.concat_arrays(values).take(cell_indexes),
+            pa.concat_arrays(labels).take(cell_indexes),
+            batch.column(time_column).take(row_indexes),
+            pa.array(rows + first_row),
+        ],
+        [DEVICE, FEATURE, VALUE, LABEL, TIME, ROW_NUMBER_COLUMN],
+    )
+
+
+def _convert_values(column: pa.Array) -> pa.Array:
+    """Return a column of numbers as float64 with null for NaN, and a column of texts unchanged.
+
+    Times of day become seconds since midnight.
+    """
+    column = convert_times_of_day(column)
+    if not is_numeric(column.type):
+        return decode_dictionary(column).cast(pa.string())
+    values = to_float64(column)
+    return pa.array(values, mask=np.isnan(values))
+
+
+def _is_valid(column: pa.Array) -> NDArray[np.bool_]:
+    """Return for each of the N cells of a column whether it is not null, as an array (N,)."""
+    return np.asarray(column.is_valid().to_numpy(zero_copy_only=False))

@@ -287,7 +287,6 @@ def test_rejected_labels_of_wide_tables() -> None:
 @pytest.mark.parametrize(
     ("columns", "expected_text"),
     [
-        ({"Pressure": ["high"]}, "column 'Pressure' has the type string, but the model expects numbers"),
         ({"Pressure": [True]}, "column 'Pressure' has the type bool"),
         ({"state": [[1]]}, "column 'state' has the type list"),
         ({"Pressure": [1.0], "when": ["noon"], "time": "when"}, "the time in column 'when' of row 7 is not valid"),
@@ -297,6 +296,21 @@ def test_wide_column_of_wrong_type_raises_input_error(columns: dict[str, Any], e
     with pytest.raises(InputError, match=r"pumps\.parquet") as caught:
         decode_wide(first=7, **columns)
     assert expected_text in str(caught.value)
+
+
+def test_texts_in_a_wide_column_of_numbers_are_read_and_bad_ones_are_rejected_one_by_one() -> None:
+    texts = ["1.5", "I/O Timeout", " 2e-1 ", "No Data", None, "1 234.5", "inf"]
+    batch, rejections = decode_wide(Pressure=texts, state=["on"] * len(texts))
+    pressures = batch.values[batch.features == SCHEMA.code_by_name["Pressure"]].tolist()
+    assert pressures == pytest.approx([1.5, 0.2, math.nan, math.nan, 1234.5], nan_ok=True)
+    assert [(r.message_index, r.reason) for r in rejections] == [
+        (1, RejectionReason.WRONG_TYPE),
+        (6, RejectionReason.NOT_FINITE),
+    ]
+    assert "'I/O Timeout'" in rejections[0].detail
+    assert (batch.features == SCHEMA.code_by_name["state"]).sum() == len(
+        texts
+    )  # the other readings of the rows are accepted
 
 
 def test_an_empty_wide_table_has_no_events() -> None:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from connectors.files.tables import Table
+from deformer_stream.tables.table import Table
 from trainer.tables import open_tables
 
 COLUMNS = [f"f{i}" for i in range(8)]

@@ -11,8 +11,9 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 
-from connectors.files import AlertLines, LinesSink, RecordsParquet, ScoresParquet, check_no_overwrite, sinks
+from connectors.files import AlertLines, LinesSink, RecordsParquet, ScoresParquet, sinks
 from deformer_stream.errors import ConfigError, Unavailable
+from deformer_stream.tables.discovery import check_no_overwrite
 from tests.contracts.effects import SCHEMA, make_effects
 
 

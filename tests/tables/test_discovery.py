@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deformer_stream.errors import InputError
-from deformer_stream.input_files import list_data_files
+from deformer_stream.tables.discovery import list_data_files
 
 SUFFIXES = (".parquet", ".json")
 

@@ -1,0 +1,58 @@
+"""Read files of JSON lines as lists of lines, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from deformer_stream.tables.table import map_read_errors
+
+BLOCK_BYTES = 1 << 20
+"""Bytes of text that are read at a time."""
+
+
+def read_lines(path: Path, max_line_bytes: int) -> Iterator[list[bytes]]:
+    """Read a file in blocks, and for each block yield the list of the lines that end in it, without their line ends.
+
+    Args:
+        path: The file.
+        max_line_bytes: Longest line that is returned complete. Of a longer line, only the first `max_line_bytes + 1`
+            bytes are returned, so that the decoder rejects it as too large.
+
+    Raises:
+        InputError: The file cannot be read.
+    """
+    splitter = LineSplitter(max_line_bytes)
+    with map_read_errors(path), path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            yield splitter.feed(block)
+    yield splitter.finish()
+
+
+class LineSplitter:
+    """A converter from blocks of bytes to lines, in bounded memory.
+
+    Blank lines are returned as well, so that lines can be numbered. Of a line that is too long, only the first
+    `max_line_bytes + 1` bytes are kept. They are enough for the decoder to reject the line as too large.
+
+    Args:
+        max_line_bytes: Maximum length of a line that is returned complete.
+    """
+
+    def __init__(self, max_line_bytes: int) -> None:
+        self._max_line_bytes = max_line_bytes
+        self._unfinished_line = b""
+
+    def feed(self, block: bytes) -> list[bytes]:
+        """Return the lines that end in this block of bytes, without their line ends."""
+        *complete_lines, beginning = block.split(b"\n")  # the last part is the beginning of a line that ends later
+        if complete_lines:
+            complete_lines[0] = self._unfinished_line + complete_lines[0]
+            self._unfinished_line = b""
+        self._unfinished_line = (self._unfinished_line + beginning)[: self._max_line_bytes + 1]
+        return [line[: self._max_line_bytes + 1] for line in complete_lines]
+
+    def finish(self) -> list[bytes]:
+        """Return the last line, as a list of one element, if the input did not end with a line end; otherwise []."""
+        last_line, self._unfinished_line = self._unfinished_line, b""
+        return [last_line] if last_line else []
