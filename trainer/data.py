@@ -1,6 +1,6 @@
-"""Prepare a training table: convert Parquet files to a matrix of normalised values and split its records.
+"""Prepare a training table: convert tables to a matrix of normalised values and split its records.
 
-The files are read three times, one batch at a time. The first pass counts the records. The second collects the
+The tables are read three times, one batch at a time. The first pass counts the records. The second collects the
 statistics from which the kind of each feature (measurement or label) is inferred. It uses training records only, so
 that validation and calibration records stay unseen. The third writes the normalised values to a memory-mapped matrix,
 so tables may be larger than memory.
@@ -12,7 +12,7 @@ import enum
 import hashlib
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,24 @@ from numpy.typing import DTypeLike, NDArray
 from deformer_stream.calibration.conformal import TiePolicy
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError, map_write_errors
-from deformer_stream.model.schema import Feature, FeatureKind, Schema, format_label
+from deformer_stream.model.schema import Feature, FeatureKind, Schema
 from deformer_stream.model.time_slots import collapse_time_slots, expand_time_slots
 from deformer_stream.model.windows import Window, format_duration
+from deformer_stream.tables.table import TableOptions
 from trainer.feature_kinds import ColumnStatistics, ExcludedColumn, check_old_feature, infer_feature
 from trainer.reading_time import MIN_SAMPLED_RECORDS, ReadingMonitor, ReadingTooSlow
 from trainer.tables import (
-    DEVICE,
     FEATURE,
     RECORD,
-    TIME,
     VALUE,
     FeatureReadings,
     InputTables,
     Layout,
+    TableSource,
     classify_type,
     encode_labels,
     index_records,
+    normalize_number_text,
     open_tables,
     parse_numbers,
 )
@@ -94,6 +95,9 @@ class DataOptions:
             unchanged. None to train a new model.
         ties: "arrival" if readings of one record with the same time are scored one after the other in their logged
             order, "hold" if they are scored together.
+        time_column: The column with the time of readings or records. None to find it (see `open_tables`).
+        device_column: The column with the device of readings, for windows. None to find it.
+        reading: How tables are read: the dialect of CSV files, and the zone of times without one.
         units: Units of features, which replace those in the metadata of the columns.
     """
 
@@ -112,6 +116,14 @@ class DataOptions:
     base: Schema | None = None
     ties: TiePolicy = "arrival"
     units: Mapping[str, str] = field(default_factory=dict)
+    time_column: str | None = None
+    device_column: str | None = None
+    reading: TableOptions = field(default_factory=TableOptions)
+
+    @property
+    def named_columns(self) -> frozenset[str]:
+        """The columns that the user has named to be features."""
+        return frozenset((*self.discrete, *self.continuous, *self.context, *dict(self.cycle)))
 
 
 @dataclass(frozen=True)
@@ -185,12 +197,12 @@ class PreparedTable:
 
 
 def prepare_table(
-    paths: Sequence[Path], options: DataOptions, folder: Path, monitor: ReadingMonitor | None = None
+    sources: Sequence[TableSource], options: DataOptions, folder: Path, monitor: ReadingMonitor | None = None
 ) -> PreparedTable:
-    """Read Parquet files, infer the features, split the records, and write the matrix of normalised values.
+    """Read tables, infer the features, split the records, and write the matrix of normalised values.
 
     Args:
-        paths: Parquet files and folders of Parquet files.
+        sources: Files, folders and patterns of files, and tables in memory.
         options: How to read them.
         folder: An existing folder, in which the files of the matrix are created.
         monitor: Reports the progress, and limits the time for reading. If all records take longer, a random sample of
@@ -202,7 +214,7 @@ def prepare_table(
         Unavailable: The disk has no space for the matrix.
     """
     window, once = _choose_window(options)
-    tables = open_tables(paths, options.layout, options.label, options.normal, window)
+    tables = _open_tables(sources, options, window)
     tables.monitor = monitor or ReadingMonitor()
     excluded_by_name = _choose_columns(tables, options)
     tables.monitor.start_pass("counting the records")
@@ -238,6 +250,20 @@ def prepare_table(
         ties=options.ties,
         num_input_records=num_input_records,
         time_span=tables.time_span,
+    )
+
+
+def _open_tables(sources: Sequence[TableSource], options: DataOptions, window: Window | None) -> InputTables:
+    """Open the tables as the options say, and keep the index of a data frame if an option names it."""
+    return open_tables(
+        sources,
+        options.layout,
+        options.label,
+        options.normal,
+        window,
+        time_column=options.time_column,
+        device_column=options.device_column,
+        options=replace(options.reading, kept_columns=options.reading.kept_columns | options.named_columns),
     )
 
 
@@ -342,35 +368,39 @@ def _choose_columns(tables: InputTables, options: DataOptions) -> list[ExcludedC
         InputError: No column is left that could be a feature.
     """
     column_names = tables.schema.names
-    if options.ties == "hold" and (tables.layout == "wide" or TIME not in column_names):
+    has_readings = tables.layout == "long" or tables.window is not None
+    if options.ties == "hold" and not (has_readings and tables.time_column):
         raise ConfigError(
             "--ties hold cannot be used, because the table does not contain the time of each reading; "
             "give a long table with a column named time"
         )
+    index_columns = [ExcludedColumn(name, "index of the data frame") for name in tables.index_columns]
     if tables.layout == "long":
-        tables.time_column = TIME if TIME in column_names else None
-        owner_column = RECORD if tables.window is None else DEVICE
+        owner_column = RECORD if tables.window is None else tables.device_column
         used_columns = (owner_column, FEATURE, VALUE, tables.time_column, tables.label_column)
         unused_columns = [name for name in column_names if name not in used_columns]
-        return [ExcludedColumn(name, "not a column of the long layout") for name in unused_columns]
-    cyclic_columns = tuple(name for name, _ in options.cycle)
+        return [*(ExcludedColumn(name, "not a column of the long layout") for name in unused_columns), *index_columns]
     columns_by_option = {"exclude": options.exclude, "context": options.context, "discrete": options.discrete}
-    columns_by_option |= {"continuous": options.continuous, "cycle": cyclic_columns}
+    columns_by_option |= {"continuous": options.continuous, "cycle": tuple(dict(options.cycle))}
     for option, columns in columns_by_option.items():
         for column in columns:
-            if column not in column_names:
+            if column not in column_names and column not in tables.index_columns:
                 raise ConfigError(
-                    f"--{option} {column}: {tables.files[0]} has no such column; "
+                    f"--{option} {column}: {tables.tables[0].name} has no such column; "
                     f"give one of its columns: {_list_names(column_names)}"
                 )
     excluded = []
     for name in column_names:
         form = classify_type(tables.schema.field(name).type)
-        has_chosen_kind = name in (*options.discrete, *options.continuous, *cyclic_columns)
+        has_chosen_kind = name in (*options.discrete, *options.continuous, *dict(options.cycle))
         if name in options.exclude:
             excluded.append(ExcludedColumn(name, "excluded by --exclude"))
         elif name == tables.label_column:
             excluded.append(ExcludedColumn(name, f"the label; rows where it is {tables.normal_label} are used"))
+        elif name == tables.device_column:
+            excluded.append(ExcludedColumn(name, "the device"))
+        elif name == tables.time_column:
+            excluded.append(ExcludedColumn(name, f"the {'reading' if has_readings else 'record'}'s time"))
         elif name == RECORD:
             excluded.append(ExcludedColumn(name, "the record's id"))
         elif form == "time" and tables.time_column is None and not has_chosen_kind:
@@ -383,7 +413,7 @@ def _choose_columns(tables: InputTables, options: DataOptions) -> list[ExcludedC
             f"{tables.description}: none of the columns ({_list_names(column_names)}) can be a feature; "
             "name fewer columns in --exclude, or add columns to the table"
         )
-    return excluded
+    return [*excluded, *index_columns]
 
 
 def _list_names(names: Sequence[str]) -> str:
@@ -586,8 +616,8 @@ def encode_table(
         are the positions of the readings in their record's order of arrival, −1 if missing. They are None for a wide
         table.
     """
-    if tables.layout == "long":
-        return _encode_long_table(tables, schema, folder, ties)
+    if tables.layout == "long" or tables.window is not None:
+        return _encode_readings_table(tables, schema, folder, ties)
     values = create_array_file(folder / "values.npy", np.float32, (tables.num_records, len(schema)))
     _fill_in_chunks(values, np.nan)
     for readings in tables.iterate_readings():
@@ -598,7 +628,7 @@ def encode_table(
     return values, None
 
 
-def _encode_long_table(
+def _encode_readings_table(
     tables: InputTables, schema: Schema, folder: Path, ties: TiePolicy
 ) -> tuple[NDArray[np.float32], NDArray[np.int16]]:
     """Write the matrices of values and arrival ranks of a long table, whose rows are readings.
@@ -685,21 +715,13 @@ def encode_readings(schema: Schema, feature_code: int, readings: FeatureReadings
     codes: list[float] = []  # the feature's code of each distinct label
     for label in labels:
         # "1.0" is the label "1", unless it is a label itself.
-        code = code_by_label.get(label, code_by_label.get(_normalize_number_text(label)))
+        code = code_by_label.get(label, code_by_label.get(normalize_number_text(label)))
         if code is None and label in ("inf", "-inf"):  # an infinite number, which is treated as missing
             codes.append(np.nan)
         else:
             codes.append(unseen_code if code is None else code)
     # A missing value has the index −1, which selects the last element.
     return np.array([*codes, np.nan])[label_indexes].astype(np.float32)
-
-
-def _normalize_number_text(text: str) -> str:
-    """Return the text of a number in the spelling of numeric labels, such as "1" for "1.0"; other text unchanged."""
-    try:
-        return format_label(float(text))
-    except ValueError:
-        return text
 
 
 def _rank_arrivals(

@@ -1,32 +1,35 @@
-"""Read training tables from Parquet files, one batch of rows at a time.
+"""Read training tables, one batch of rows at a time: Parquet and CSV files, and Arrow tables in memory.
 
 Tables have one of two layouts. In the wide layout a row is a record and a column is a feature. In the long layout a row
-is one reading, with columns for the record, the feature, the value and perhaps the time. Both layouts are converted to
-the same sequence of `FeatureReadings`, so that other modules need not distinguish them. Only one batch is in memory at
-a time. For the long layout, the ids of the records and the record number of each reading are in memory as well.
+is one reading, with columns for the record, the feature, the value and perhaps the time. If records are windows of
+time, a row of a wide table holds readings of one device at one time, and it is read like the same readings in a long
+table. All layouts are converted to the same sequence of `FeatureReadings`, so that other modules need not distinguish
+them. Only one batch is in memory at a time. For the long layout and for windows, the ids of the records and the record
+number of each row are in memory as well.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from deformer_stream.codec import columns
 from deformer_stream.codec.columns import convert_times_of_day, is_time_of_day
+from deformer_stream.codec.number_texts import parse_number_texts
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import format_label
 from deformer_stream.model.windows import Window, floor_to_window
-from deformer_stream.tables.discovery import list_data_files
+from deformer_stream.tables.discovery import CSV, PARQUET, find_files
+from deformer_stream.tables.table import CellForm, Table, TableOptions
 from trainer.identifiers import OrderStatistics
 from trainer.reading_time import ReadingMonitor
 
@@ -34,7 +37,7 @@ Layout = Literal["wide", "long"]
 """wide: a row is a record. long: a row is one reading of one feature of a record."""
 
 ValueForm = Literal["number", "boolean", "text", "clock", "time", "other"]
-"""What the values of a column are, according to its Parquet type.
+"""What the values of a column are, according to its Arrow type.
 
 "clock" is a time of day, which is converted to seconds since midnight. "time" is a date or a timestamp. Columns of form
 "other", such as lists, cannot be features.
@@ -46,11 +49,11 @@ RECORD, FEATURE, VALUE, TIME, DEVICE = "record", "feature", "value", "time", "de
 BATCH_CELLS = 4_000_000
 """Approximate number of values (rows times columns) of a batch, so that wide tables need no more memory."""
 
+TableSource = Path | Table
+"""A training table: a file, a folder or a quoted pattern of files, or a table in memory."""
+
 MAX_LISTED_LABELS = 50
 """Largest number of distinct labels of one batch that are counted for an error message."""
-
-_NUMBER_PATTERN = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:nan|inf|infinity)$"
-"""Regular expression of a text that represents a number."""
 
 _LEADING_ZERO_PATTERN = r"^\s*[+-]?0[0-9]+\s*$"
 """Regular expression of an integer with leading zeros, such as "007". It is a code or an id and not a measurement."""
@@ -68,11 +71,11 @@ class FeatureReadings:
         feature_name: The feature's name.
         rows: (M,) number (from 0) of the record to which each reading belongs. It is the record's row in the training
             matrix.
-        values: M values in the type of the Parquet column.
-        times: (M,) times in microseconds since 1970, `NO_TIME` if unknown. None for the wide layout.
-        event_indexes: (M,) position of each reading in the input, over all files. None for the wide layout.
+        values: M values in the type of the column.
+        times: (M,) times in microseconds since 1970, `NO_TIME` if unknown. None if a row is a record.
+        event_indexes: (M,) position of each reading in the input, over all files. None if a row is a record.
         time_slots: (M,) index of the time slot (equal part of the record's window of time) of each reading. 0 if
-            records are not windows. None for the wide layout.
+            records are not windows. None if a row is a record.
         file_index: The number of the file that contains the readings, from 0.
     """
 
@@ -87,22 +90,26 @@ class FeatureReadings:
 
 @dataclass
 class InputTables:
-    """The Parquet files of a training run, how to read them, and which of their records are normal.
+    """The tables of a training run, how to read them, and which of their records are normal.
 
     Attributes:
-        files: The files, in the order in which they are read.
-        schema: The Arrow schema of the first file. The other files have the same columns.
-        layout: "wide" if a row is a record, "long" if it is a reading.
+        tables: The files and the tables in memory, in the order in which they are read.
+        schema: The Arrow schema of the first table. The other tables have the same columns.
+        layout: "wide" if a column is a feature, "long" if a row is a reading. A row of a wide table is a record or,
+            with a window, holds readings of a device at one time.
         label_column: The column that distinguishes normal records from others. None if all records are normal.
         normal_label: The value of `label_column` in normal records.
         window: The window of time: all readings of a device in one window are a record. None if a column names the
             record of each reading, or if a row is a record.
         feature_columns: The columns that may be features (wide layout only).
-        time_column: The column with the time of the record (wide) or of the reading (long). None if there is none.
+        time_column: The column with the time of the record (wide) or of the readings. None if there is none.
+        device_column: The column with the device whose readings a row holds. None if records are not windows, or if
+            the device is the name of the table without its ending.
         num_records: Number of normal records. `index_records` sets it.
         skipped_by_reason: By reason as text, the number of records or readings that were left out.
-        row_by_event: (E,) for each of the E readings of a long table, the number (from 0) of its record among the
-            normal records; −1 if the reading is left out. None for a wide table and before `index_records` is called.
+        row_by_event: (E,) for each of the E rows of a long table, or of a table whose records are windows, the number
+            (from 0) of its record among the normal records; −1 if the row is left out. None if a row is a record, and
+            before `index_records` is called.
         time_order: How the times of the normal records (wide) or of their readings (long) change in the order of the
             input. `iterate_readings` sets it anew. It is empty if there is no time column.
         row_by_record: (N,) for each of the N normal records of a wide table, its number among the records of a random
@@ -110,9 +117,10 @@ class InputTables:
         time_span: The first and the last time of a normal record or reading, in microseconds since 1970. None if there
             are no times. It is set while the readings are iterated.
         monitor: Counts the rows that are read, and stops a pass that takes too long.
+        max_rows: Largest number of rows that are read. None to read all rows.
     """
 
-    files: list[Path]
+    tables: list[Table]
     schema: pa.Schema
     layout: Layout
     label_column: str | None
@@ -120,6 +128,7 @@ class InputTables:
     window: Window | None = None
     feature_columns: list[str] = field(default_factory=list)
     time_column: str | None = None
+    device_column: str | None = None
     num_records: int = 0
     skipped_by_reason: dict[str, int] = field(default_factory=dict)
     row_by_event: NDArray[np.int64] | None = None
@@ -127,27 +136,35 @@ class InputTables:
     row_by_record: NDArray[np.int64] | None = None
     time_span: tuple[int, int] | None = None
     monitor: ReadingMonitor = field(default_factory=ReadingMonitor)
+    max_rows: int | None = None
 
     @property
     def description(self) -> str:
         """The first file and, if there are more, their number, for messages that concern all of them."""
-        num_others = len(self.files) - 1
+        num_others = len(self.tables) - 1
         others = {0: "", 1: " and 1 other file"}.get(num_others, f" and {num_others} other files")
-        return f"{self.files[0]}{others}"
+        return f"{self.tables[0].name}{others}"
+
+    @property
+    def has_unpivoted_rows(self) -> bool:
+        """Whether a row holds readings of a device at one time: a wide table whose records are windows of time."""
+        return self.layout == "wide" and self.window is not None
+
+    @property
+    def index_columns(self) -> tuple[str, ...]:
+        """The columns of any table that are left out because they are the index of a data frame."""
+        return tuple(dict.fromkeys(name for table in self.tables for name in table.index_columns))
 
     @property
     def units(self) -> dict[str, str]:
-        """The units of columns by name, from the metadata of the columns in the first file."""
-        unit_by_name = {}
-        for column in self.schema:
-            metadata = column.metadata or {}
-            if unit := (metadata.get(b"unit") or metadata.get(b"units") or b"").decode("utf-8", "replace").strip():
-                unit_by_name[column.name] = unit
-        return unit_by_name
+        """The units of columns by name, as the tables state them; the first table that states one counts."""
+        return {name: unit for table in reversed(self.tables) for name, unit in table.units.items()}
 
     def iterate_readings(self) -> Iterator[FeatureReadings]:
         """Yield the readings of all normal records, batch by batch in the order of the input, grouped by feature."""
         self.time_order = OrderStatistics()
+        if self.has_unpivoted_rows:
+            return _iterate_unpivoted_readings(self)
         return _iterate_wide_readings(self) if self.layout == "wide" else _iterate_long_readings(self)
 
     def sample_records(self, num_records: int, seed: int) -> None:
@@ -168,9 +185,15 @@ class InputTables:
         self.skipped_by_reason["records, because of --max-time"] = self.num_records - num_records
         self.num_records = num_records
 
-    def extend_time_span(self, times: NDArray[np.int64]) -> None:
-        """Extend `time_span` so that it contains the given times in microseconds since 1970, except `NO_TIME`."""
+    def note_times(self, times: NDArray[np.int64], file_index: int) -> None:
+        """Extend `time_span` and `time_order` by the times of the next rows.
+
+        Args:
+            times: Times in microseconds since 1970 in the order of the input. `NO_TIME` is ignored.
+            file_index: The number of the table that contains the rows, from 0.
+        """
         known = times[times != NO_TIME]
+        self.time_order.add(known.astype(np.float64), file_index)
         if len(known):
             first, last = int(known.min()), int(known.max())
             if self.time_span is not None:
@@ -201,60 +224,58 @@ def classify_type(arrow_type: pa.DataType) -> ValueForm:
     return "other"
 
 
-def find_files(tables: Sequence[Path]) -> list[Path]:
-    """Return the given files, and for each folder the `*.parquet` files in it and its subfolders, sorted by path.
-
-    Files and folders whose name begins with a dot or an underscore are ignored inside a folder.
-
-    Raises:
-        InputError: A path does not exist, a folder contains no Parquet file, or a folder is a Delta Lake or Iceberg
-            table that may contain outdated files.
-    """
-    files: list[Path] = []
-    for path in tables:
-        if path.is_dir():
-            in_folder = list_data_files(path, (".parquet",))
-            if not in_folder:
-                raise InputError(f"{path}: the folder contains no *.parquet file; give another folder or the files")
-            files.extend(in_folder)
-        elif path.is_file():
-            files.append(path)
-        else:
-            raise InputError(f"{path}: no such file or folder; check the path")
-    return files
-
-
 def open_tables(
-    tables: Sequence[Path],
+    sources: Sequence[TableSource],
     layout: Layout | None,
     label_column: str | None,
     normal_label: str | None,
     window: Window | None = None,
+    *,
+    time_column: str | None = None,
+    device_column: str | None = None,
+    options: TableOptions | None = None,
 ) -> InputTables:
-    """Find the Parquet files of a training run, and check that their columns fit each other and the options.
+    """Find the tables of a training run, and check that their columns fit each other and the options.
 
-    Only the metadata of the files is read.
+    Only the metadata of Parquet files and the beginning of CSV files are read.
 
     Args:
-        tables: Parquet files and folders of Parquet files.
-        layout: "wide" if a row is a record, "long" if it is a reading. None to infer it from the column names.
+        sources: Files, folders and patterns of files, and tables in memory.
+        layout: "wide" if a column is a feature, "long" if a row is a reading. None to infer it from the column names.
         label_column: The column that distinguishes normal records from others (`--label`).
         normal_label: The value of that column in normal records (`--normal`).
         window: The window of time (`--window`): all readings of a device in one window are a record. None if the input
             contains record ids, or if a row is a record.
+        time_column: The column with the time (`--time-column`). None for `time` or, in a wide table, the first column
+            of dates or timestamps.
+        device_column: The column with the device (`--device-column`). None for `device` if there is such a column.
+        options: How tables are read. None for the defaults.
 
     Returns:
-        The files, the layout and the options. The records are not counted yet (see `index_records`).
+        The tables, the layout and the options. The records are not counted yet (see `index_records`).
 
     Raises:
-        InputError: A file is unreadable or lacks a column, or the files have different columns.
+        InputError: A table is unreadable or lacks a column, or the tables have different columns.
         ConfigError: An option does not fit the columns.
     """
-    files = find_files(tables)
-    schema = _read_schema(files[0])
-    for path in files[1:]:
-        _check_same_columns(schema, _read_schema(path), files[0], path)
-    layout = _check_layout(files[0], schema.names, layout, window)
+    options = options or TableOptions()
+    named = {name for name in (label_column, time_column, device_column) if name is not None}
+    options = replace(options, kept_columns=options.kept_columns | named)
+    tables = _open_sources(sources, options)
+    first = tables[0]
+    for table in tables[1:]:
+        _check_same_columns(first, table)
+    for option, column in (
+        ("--time-column", time_column),
+        ("--device-column", device_column),
+        ("--label", label_column),
+    ):
+        if column is not None and column not in first.schema.names:
+            raise ConfigError(
+                f"{option} {column}: {first.name} has no such column; "
+                f"give one of its columns: {', '.join(first.schema.names)}"
+            )
+    layout = _check_layout(first, layout, window, time_column, device_column)
     if (label_column is None) != (normal_label is None):
         missing, meaning = (
             ("--normal", f"the value of the column {label_column!r} in normal rows")
@@ -262,21 +283,53 @@ def open_tables(
             else ("--label", f"the name of the column that contains {normal_label!r} in normal rows")
         )
         raise ConfigError(f"--label and --normal belong together, but {missing} is missing; set it to {meaning}")
-    if label_column is not None and label_column not in schema.names:
-        raise ConfigError(
-            f"--label {label_column}: {files[0]} has no such column; give one of its columns: {', '.join(schema.names)}"
-        )
-    return InputTables(files, schema, layout, label_column, normal_label, window)
+    input_tables = InputTables(
+        tables, first.schema, layout, label_column, normal_label, window, time_column=time_column
+    )
+    if layout == "long" or window is not None:
+        input_tables.time_column = time_column or _find_time_column(first.schema, is_long=layout == "long")
+    if window is not None and (device_column is not None or DEVICE in first.schema.names):
+        input_tables.device_column = device_column or DEVICE
+    return input_tables
 
 
-def _check_layout(path: Path, column_names: list[str], layout: Layout | None, window: Window | None) -> Layout:
+def _open_sources(sources: Sequence[TableSource], options: TableOptions) -> list[Table]:
+    """Open files, folders and patterns of files; tables in memory are used as they are.
+
+    Raises:
+        InputError: A file does not exist or cannot be read.
+    """
+    tables: list[Table] = []
+    paths = [source for source in sources if not isinstance(source, Table)]
+    opened = iter(Table.open_all(find_files(paths, PARQUET + CSV), options) if paths else [])
+    tables.extend(opened)
+    tables.extend(source for source in sources if isinstance(source, Table))
+    return tables
+
+
+def _find_time_column(schema: pa.Schema, is_long: bool) -> str | None:
+    """Return the column with the time of readings if no option names it; None if there is none.
+
+    Args:
+        schema: The columns.
+        is_long: Whether a row is a reading, whose time is in the column `time` only.
+    """
+    if TIME in schema.names or is_long:
+        return TIME if TIME in schema.names else None
+    return next((column.name for column in schema if classify_type(column.type) == "time"), None)
+
+
+def _check_layout(
+    table: Table, layout: Layout | None, window: Window | None, time_column: str | None, device_column: str | None
+) -> Layout:
     """Infer the layout of a table if it is None, and check that the columns fit the layout and the window.
 
     Args:
-        path: The file, for error messages.
-        column_names: The columns of the file.
-        layout: "wide" if a row is a record, "long" if it is a reading, or None.
+        table: The first table.
+        layout: "wide" if a column is a feature, "long" if a row is a reading, or None.
         window: The windows of time that are the records (`--window`). None if the option is not given.
+        time_column: The column that `--time-column` names, or None.
+        device_column: The column that `--device-column` names, or None.
 
     Returns:
         The layout. It is "long" if the table has all columns of the long layout and the user has not chosen "wide".
@@ -285,106 +338,155 @@ def _check_layout(path: Path, column_names: list[str], layout: Layout | None, wi
         InputError: A column of the long layout is missing.
         ConfigError: The option `--window` is missing or does not fit the columns.
     """
+    column_names = table.schema.names
     # The columns of the long layout. A table with all of them is long by default.
-    required = (RECORD, FEATURE, VALUE) if window is None else (DEVICE, FEATURE, VALUE, TIME)
+    device, time = device_column or DEVICE, time_column or TIME
+    required = (RECORD, FEATURE, VALUE) if window is None else (device, FEATURE, VALUE, time)
     missing = [column for column in required if column not in column_names]
     if layout is None:
         # A table of readings of devices has no records unless --window makes them.
-        if window is None and {DEVICE, FEATURE, VALUE, TIME} <= set(column_names) and missing:
+        if window is None and {device, FEATURE, VALUE, time} <= set(column_names) and missing:
             raise ConfigError(
-                f"{path}: the rows seem to be readings of devices, but no column {RECORD!r} says to which records "
-                "they belong; add --window, such as 60s, to make records of them, or --layout wide if each row is a "
-                "record"
+                f"{table.name}: the rows seem to be readings of devices, but no column {RECORD!r} says to which "
+                "records they belong; add --window, such as 60s, to make records of them, or --layout wide if each row "
+                "is a record"
             )
         layout = "wide" if missing else "long"
-    if window is not None and (layout == "wide" or RECORD in column_names):
-        conflict = f"its column {RECORD!r} already defines them" if layout == "long" else "its rows are records already"
+    if window is not None and RECORD in column_names:
         raise ConfigError(
-            f"--window cannot make records from {path}, because {conflict}; remove --window, or give a table whose "
-            f"columns are {', '.join(required)}"
+            f"--window cannot make records from {table.name}, because its column {RECORD!r} already defines them; "
+            f"remove --window, or give a table without this column"
         )
     if layout == "long" and missing:
         column_list = f"{', '.join(required[:-1])} and {required[-1]}"
         raise InputError(
-            f"{path}: column {missing[0]!r} is missing, but the long layout needs the columns {column_list}; "
+            f"{table.name}: column {missing[0]!r} is missing, but the long layout needs the columns {column_list}; "
             "add or rename the column"
+        )
+    has_time = time_column is not None or _find_time_column(table.schema, is_long=False) is not None
+    if layout == "wide" and window is not None and not has_time:
+        raise ConfigError(
+            f"--window needs the time of each row, but no column of {table.name} contains dates or timestamps; "
+            f"name the column with the time in --time-column: {', '.join(column_names)}"
         )
     return layout
 
 
-def _read_schema(path: Path) -> pa.Schema:
-    """Return the Arrow schema of a Parquet file; raise InputError if it is unreadable or repeats a column name."""
-    try:
-        schema = pq.read_schema(path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise InputError(
-            f"{path}: the file is not a readable Parquet file ({_first_line(error)}); convert or remove it"
-        ) from error
-    if len(set(schema.names)) < len(schema.names):
-        repeated = next(name for name in schema.names if schema.names.count(name) > 1)
-        raise InputError(f"{path}: two columns are called {repeated!r}; rename one of them")
-    return schema
+def _check_same_columns(first: Table, other: Table) -> None:
+    """Check that two tables have columns of the same names with the same form of values, such as numbers or texts.
 
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error's message, for use inside another message.
-
-    A full stop at its end is removed. If the error has no message, the name of its type is returned.
-    """
-    return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-
-
-def _check_same_columns(first: pa.Schema, other: pa.Schema, first_path: Path, other_path: Path) -> None:
-    """Check that two files have columns of the same names with the same form of values, such as numbers or texts.
-
-    A column without any value in one of the files fits every form.
+    A column without any value in one of the tables fits every form. A CSV file states no types. Its columns of numbers
+    and texts therefore fit each other, because numbers are recognised in texts.
 
     Raises:
-        InputError: A column is missing in one of the files, or its values have different forms.
+        InputError: A column is missing in one of the tables, or its values have different forms.
     """
-    for name in first.names:
-        if name not in other.names:
+    for name in first.schema.names:
+        if name not in other.schema.names:
             raise InputError(
-                f"{other_path}: column {name!r} is missing, but {first_path} has it; "
+                f"{other.name}: column {name!r} is missing, but {first.name} has it; "
                 "train on files with the same columns"
             )
-        first_type, other_type = first.field(name).type, other.field(name).type
+        first_type, other_type = first.schema.field(name).type, other.schema.field(name).type
+        forms = {classify_type(first_type), classify_type(other_type)}
         is_empty = pa.types.is_null(first_type) or pa.types.is_null(other_type)
-        if classify_type(first_type) != classify_type(other_type) and not is_empty:
+        has_untyped_numbers = forms == {"number", "text"} and not (first.dialect is None and other.dialect is None)
+        if len(forms) > 1 and not is_empty and not has_untyped_numbers:
             raise InputError(
-                f"{other_path}: column {name!r} is of type {other_type}, but in {first_path} it is {first_type}; "
+                f"{other.name}: column {name!r} is of type {other_type}, but in {first.name} it is {first_type}; "
                 "convert the column of one file to the type of the other"
             )
-    for name in other.names:
-        if name not in first.names:
+    for name in other.schema.names:
+        if name not in first.schema.names:
             raise InputError(
-                f"{other_path}: column {name!r} does not exist in {first_path}; train on files with the same columns"
+                f"{other.name}: column {name!r} does not exist in {first.name}; train on files with the same columns"
             )
 
 
-def _iterate_batches(tables: InputTables, column_names: list[str]) -> Iterator[tuple[Path, pa.RecordBatch]]:
-    """Read some columns of all files, batch by batch in the order of the input.
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A batch of rows of one table.
 
-    Yields:
-        The path of the file, and a batch of its rows with the columns in the order of `column_names`.
+    Attributes:
+        batch: The rows.
+        table: The table that contains them.
+        file_index: The number of the table, from 0.
+        first_row: The number of the first row in its table, from 0.
+        first_index: The number of the first row in the input, over all tables.
+    """
+
+    batch: pa.RecordBatch
+    table: Table
+    file_index: int
+    first_row: int
+    first_index: int
+
+    def describe_column(self, name: str) -> str:
+        """Return the name of the table and of a column, for messages."""
+        return f"{self.table.name}: column {name!r}"
+
+
+def _iterate_batches(tables: InputTables, column_names: Sequence[str]) -> Iterator[_Rows]:
+    """Read some columns of all tables, batch by batch in the order of the input, at most `tables.max_rows` rows.
 
     Raises:
-        InputError: A file cannot be read to its end.
+        InputError: A table cannot be read to its end.
+        ReadingTooSlow: The pass would take too long.
     """
     # The more columns, the fewer rows in a batch, so that a batch of a wide table needs no more memory.
     batch_rows = int(np.clip(BATCH_CELLS // max(len(column_names), 1), 1024, 65_536))
-    for path in tables.files:
-        try:
-            # With pre_buffer, all data that was read would stay in memory until the file is closed.
-            with pq.ParquetFile(path, pre_buffer=False) as file:
-                for batch in file.iter_batches(batch_rows, columns=column_names):
-                    tables.monitor.begin_batch()
-                    yield path, batch
-                    tables.monitor.end_batch(len(batch))
-        except (pa.ArrowInvalid, OSError) as error:
-            raise InputError(
-                f"{path}: the file cannot be read to its end ({_first_line(error)}); restore it from its source"
-            ) from error
+    num_rows = 0
+    for file_index, table in enumerate(tables.tables):
+        first_row = 0
+        forms = {name: form for name in column_names if (form := _choose_form(tables, table, name)) is not None}
+        for batch in table.iterate_batches(column_names, batch_rows, forms):
+            if tables.max_rows is not None:
+                batch = batch.slice(0, tables.max_rows - num_rows)
+            tables.monitor.begin_batch()
+            yield _Rows(_unify_columns(tables, batch), table, file_index, first_row, num_rows)
+            tables.monitor.end_batch(len(batch))
+            first_row += len(batch)
+            num_rows += len(batch)
+            if num_rows == tables.max_rows:
+                return
+
+
+def _choose_form(tables: InputTables, table: Table, name: str) -> CellForm | None:
+    """Return how the texts of a column are read (see `CellForm`). None to read the column as its type says."""
+    if name == tables.time_column:
+        # If the times of readings matter, each text must state its zone, unless the user has set one. `parse_times`
+        # refuses others.
+        has_readings = tables.layout == "long" or tables.window is not None
+        is_zone_needed = has_readings and table.options.timezone is None
+        is_number = classify_type(table.schema.field(name).type) == "number"
+        return "text" if is_zone_needed and not is_number else "time"
+    if name == tables.label_column:
+        return None
+    if name in (RECORD, FEATURE, tables.device_column) and tables.layout == "long":
+        return "text"
+    if name == tables.device_column:
+        return "text"
+    is_text = table.is_text_column(name)
+    # Whether the texts of a column are numbers is decided when all of them have been seen.
+    return "mixed" if is_text and classify_type(table.schema.field(name).type) in ("number", "text") else None
+
+
+def _unify_columns(tables: InputTables, batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch in which columns that are texts in another table are texts as well.
+
+    Otherwise the values of one column could be numbers in one batch and labels in another.
+    """
+    for index, name in enumerate(batch.schema.names):
+        if name in (tables.label_column, tables.time_column) or classify_type(batch.column(index).type) != "number":
+            continue
+        if any(table.is_text_column(name) for table in tables.tables) and not pa.types.is_null(
+            batch.column(index).type
+        ):
+            label_indexes, labels = encode_labels(batch.column(index))
+            indexes = pa.array(label_indexes, mask=label_indexes < 0)
+            texts = pa.array(labels, pa.string()).take(indexes)
+            batch = batch.set_column(index, name, texts)
+    return batch
 
 
 def match_normal_label(values: pa.Array, normal_label: str) -> NDArray[np.bool_]:
@@ -399,14 +501,20 @@ def match_normal_label(values: pa.Array, normal_label: str) -> NDArray[np.bool_]
     Returns:
         (N,) bool, False for null.
     """
-    spellings = {normal_label}
-    with contextlib.suppress(ValueError):  # the normal label need not be a number
-        spellings.add(format_label(float(normal_label)))  # the spelling that `encode_labels` returns
+    spelling = normalize_number_text(normal_label)
     label_indexes, labels = encode_labels(values)
     # The index of a null is −1, which selects the last element.
-    is_normal_label = np.array([label in spellings for label in labels] + [False])
+    is_normal_label = np.array([normalize_number_text(label) == spelling for label in labels] + [False])
     is_normal: NDArray[np.bool_] = is_normal_label[label_indexes]
     return is_normal
+
+
+def normalize_number_text(text: str) -> str:
+    """Return the text of a number in the spelling of numeric labels, such as "1" for "1.0"; other text unchanged."""
+    try:
+        return format_label(float(text))
+    except ValueError:
+        return text
 
 
 def encode_labels(values: pa.Array) -> tuple[NDArray[np.int64], list[str]]:
@@ -471,7 +579,7 @@ def parse_times(values: pa.Array, where: str, first_row: int = 0) -> NDArray[np.
         row = min(error_by_row)
         raise InputError(
             f"{where}, row {first_row + row}: the time cannot be parsed ({error_by_row[row]}); "
-            "write times with a zone, such as 2020-03-09T10:34:33Z, or as timestamps or epoch seconds"
+            "write times with a zone, such as 2020-03-09T10:34:33Z, or set their zone with --timezone"
         )
     return times
 
@@ -485,14 +593,26 @@ def index_records(tables: InputTables) -> None:
     Raises:
         InputError: No record has the normal label, or a time of a long table is malformed.
     """
-    tables.monitor.num_rows = sum(pq.read_metadata(path).num_rows for path in tables.files)
-    if tables.layout == "long":
-        _index_long_records(tables)
+    num_rows = _count_rows(tables)
+    tables.monitor.num_rows = num_rows or 0
+    if tables.layout == "long" or tables.window is not None:
+        _index_readings(tables)
     elif tables.label_column is None:  # every row is a normal record
-        tables.num_records = tables.monitor.num_rows
+        if num_rows is None:
+            num_rows = sum(len(rows.batch) for rows in _iterate_batches(tables, tables.schema.names[:1]))
+        tables.num_records = tables.monitor.num_rows = num_rows
     else:
         # `open_tables` has checked that there is a normal label if there is a label column.
         _count_normal_rows(tables, tables.label_column, tables.normal_label or "")
+
+
+def _count_rows(tables: InputTables) -> int | None:
+    """Return the number of rows that will be read; None if it is not known, because there are CSV files."""
+    counts = [table.num_rows for table in tables.tables]
+    if any(count is None for count in counts):
+        return None
+    num_rows = sum(count for count in counts if count is not None)
+    return num_rows if tables.max_rows is None else min(num_rows, tables.max_rows)
 
 
 def _count_normal_rows(tables: InputTables, label_column: str, normal_label: str) -> None:
@@ -508,12 +628,13 @@ def _count_normal_rows(tables: InputTables, label_column: str, normal_label: str
     """
     num_rows = 0
     count_by_label: dict[str, int] = {}
-    for _, batch in _iterate_batches(tables, [label_column]):
-        values = batch.column(0)
-        num_rows += len(batch)
+    for rows in _iterate_batches(tables, [label_column]):
+        values = rows.batch.column(0)
+        num_rows += len(values)
         tables.num_records += int(match_normal_label(values, normal_label).sum())
         for label, count in _count_labels(values):
             count_by_label[label] = count_by_label.get(label, 0) + count
+    tables.monitor.num_rows = num_rows
     tables.skipped_by_reason["rows that are not normal"] = num_rows - tables.num_records
     if not tables.num_records:
         first_labels = list(count_by_label.items())[:10]
@@ -531,34 +652,39 @@ def _count_labels(values: pa.Array) -> list[tuple[str, int]]:
     return [(label, int((label_indexes == index).sum())) for index, label in enumerate(first_labels)]
 
 
-def _index_long_records(tables: InputTables) -> None:
-    """Find the normal records of a long table and store the record number of each reading in `tables.row_by_event`.
+def _index_readings(tables: InputTables) -> None:
+    """Find the normal records of readings, and store the record number of each row in `tables.row_by_event`.
 
-    Normal records are numbered from 0 in the order of their first readings. A record is normal if each of its readings
-    has the normal label. The number is −1 for readings of other records, and for readings that have no record or no
-    feature. The counts in `tables.num_records` and `tables.skipped_by_reason` are also set.
+    A row is a reading (long layout), or holds the readings of a device at one time (wide layout with windows). Normal
+    records are numbered from 0 in the order of their first readings. A record is normal if each of its rows has the
+    normal label. The number is −1 for rows of other records, and for rows that have no record or no reading. The
+    counts in `tables.num_records` and `tables.skipped_by_reason` are also set.
 
     Raises:
         InputError: No record is normal, or a time is malformed.
     """
     number_by_key: dict[RecordKey, int] = {}
     is_normal: list[bool] = []  # by record number
-    numbers_by_batch: list[NDArray[np.int64]] = []  # for each batch the record number of each reading
-    num_unusable, first_row, current_path = 0, 0, None
-    column_names = [FEATURE, *([RECORD] if tables.window is None else [DEVICE, TIME])]
-    for path, batch in _iterate_batches(tables, column_names + ([tables.label_column] if tables.label_column else [])):
-        first_row = first_row if path == current_path else 0
-        current_path = path
-        # Readings without a feature are left out first, so that a record that has no others does not count.
-        has_feature = batch.column(FEATURE).is_valid()
-        named, is_named = batch.filter(has_feature), has_feature.to_numpy(zero_copy_only=False)
+    numbers_by_batch: list[NDArray[np.int64]] = []  # for each batch the record number of each row
+    num_unusable = 0
+    owner_columns = [RECORD] if tables.window is None else [tables.device_column, tables.time_column]
+    value_columns = tables.feature_columns if tables.layout == "wide" else [FEATURE]
+    column_names = [*value_columns, *(name for name in owner_columns if name), tables.label_column]
+    for rows in _iterate_batches(tables, [name for name in column_names if name]):
+        batch = rows.batch
+        # Rows without a reading are left out first, so that a record that has no others does not count.
+        has_reading = np.zeros(len(batch), bool)
+        for name in value_columns:
+            has_reading |= _is_present(batch.column(name))
         numbers = np.full(len(batch), -1)
         if tables.window is None:
-            numbers[is_named] = _number_named_records(named, number_by_key)
+            numbers[has_reading] = _number_named_records(batch.filter(pa.array(has_reading)), number_by_key)
         else:
-            times = parse_times(batch.column(TIME), f"{path}: column {TIME!r}", first_row)
-            numbers[is_named] = _number_windows(named, times[is_named], number_by_key, tables.window)
-        num_unusable += int((numbers < 0).sum())
+            times = _parse_row_times(tables, rows)[has_reading]
+            devices = _get_devices(tables, rows).filter(pa.array(has_reading))
+            numbers[has_reading] = _number_windows(devices, times, number_by_key, tables.window)
+        # In the wide layout, an empty row is no error: no sensor has reported.
+        num_unusable += int((numbers < 0).sum() if tables.layout == "long" else (numbers[has_reading] < 0).sum())
         is_normal.extend([True] * (len(number_by_key) - len(is_normal)))
         if tables.label_column is not None and tables.normal_label is not None:
             has_normal_label = match_normal_label(batch.column(tables.label_column), tables.normal_label)
@@ -566,16 +692,17 @@ def _index_long_records(tables: InputTables) -> None:
                 if number >= 0:
                     is_normal[number] = False
         numbers_by_batch.append(numbers)
-        first_row += len(batch)
     is_normal_record = np.array(is_normal, bool)
-    # Number the normal records without gaps. The number −1 of an unusable reading selects the last element, −1.
+    # Number the normal records without gaps. The number −1 of an unusable row selects the last element, −1.
     row_by_number = np.append(np.where(is_normal_record, np.cumsum(is_normal_record) - 1, -1), -1)
     has_batches = bool(numbers_by_batch)
     tables.row_by_event = row_by_number[np.concatenate(numbers_by_batch)] if has_batches else np.empty(0, np.int64)
+    tables.monitor.num_rows = len(tables.row_by_event)
     tables.num_records = int(is_normal_record.sum())
     if num_unusable:
         owner = "record" if tables.window is None else "device, time"
-        tables.skipped_by_reason[f"events without {owner} or feature"] = num_unusable
+        kind = "rows without device or time" if tables.layout == "wide" else f"events without {owner} or feature"
+        tables.skipped_by_reason[kind] = num_unusable
     if not is_normal_record.all():
         tables.skipped_by_reason["records that are not normal"] = int((~is_normal_record).sum())
     if len(is_normal_record) and not is_normal_record.any():
@@ -583,6 +710,33 @@ def _index_long_records(tables: InputTables) -> None:
             f"no record of {tables.description} has {tables.label_column} = {tables.normal_label} in all of its rows; "
             "give another value to --normal"
         )
+
+
+def _is_present(values: pa.Array) -> NDArray[np.bool_]:
+    """Return for each of N values whether it is neither null nor NaN."""
+    is_present: NDArray[np.bool_] = values.is_valid().to_numpy(zero_copy_only=False)
+    if pa.types.is_floating(values.type):
+        is_present = is_present & ~np.isnan(values.to_numpy(zero_copy_only=False))
+    return is_present
+
+
+def _get_devices(tables: InputTables, rows: _Rows) -> pa.Array:
+    """Return the device of each row, or the name of the table without its ending if there is no column of devices."""
+    if tables.device_column is None:
+        return pa.repeat(rows.table.stem, len(rows.batch))
+    return rows.batch.column(tables.device_column)
+
+
+def _parse_row_times(tables: InputTables, rows: _Rows) -> NDArray[np.int64]:
+    """Return the time of each row in microseconds since 1970, `NO_TIME` if it is unknown.
+
+    Raises:
+        InputError: A time is malformed.
+    """
+    if tables.time_column is None:
+        return np.full(len(rows.batch), NO_TIME)
+    where = rows.describe_column(tables.time_column)
+    return parse_times(rows.batch.column(tables.time_column), where, rows.first_row)
 
 
 def _number_named_records(batch: pa.RecordBatch, number_by_key: dict[RecordKey, int]) -> NDArray[np.int64]:
@@ -607,12 +761,12 @@ def _number_named_records(batch: pa.RecordBatch, number_by_key: dict[RecordKey, 
 
 
 def _number_windows(
-    batch: pa.RecordBatch, times: NDArray[np.int64], number_by_key: dict[RecordKey, int], window: Window
+    devices: pa.Array, times: NDArray[np.int64], number_by_key: dict[RecordKey, int], window: Window
 ) -> NDArray[np.int64]:
     """Return the record number of each of N readings if all readings of a device in one window of time are a record.
 
     Args:
-        batch: N readings with a column `device`.
+        devices: The N devices of the readings, null if unknown.
         times: (N,) times in microseconds since 1970, `NO_TIME` if unknown.
         number_by_key: Record numbers by device and start of the window (microseconds since 1970), of all batches so
             far. New windows get the next free numbers and are added to it.
@@ -621,8 +775,8 @@ def _number_windows(
     Returns:
         (N,) record numbers from 0, −1 if the reading has no device or no time.
     """
-    encoded = batch.column(DEVICE).cast(pa.string()).dictionary_encode()
-    devices = encoded.dictionary.to_pylist()  # the distinct devices of this batch; a code is an index into them
+    encoded = devices.cast(pa.string()).dictionary_encode()
+    names = encoded.dictionary.to_pylist()  # the distinct devices of this batch; a code is an index into them
     device_codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
     usable_indexes = np.flatnonzero((device_codes >= 0) & (times != NO_TIME))
     window_starts = floor_to_window(times[usable_indexes], window.width)
@@ -633,7 +787,7 @@ def _number_windows(
     for i in np.argsort(first_indexes).tolist():  # new windows are numbered in the order of their first readings
         device_code, window_start = keys[first_indexes[i]].tolist()
         # `setdefault` returns the number of a known window, and adds a new one with the number of windows so far.
-        number_by_unique_key[i] = number_by_key.setdefault((devices[device_code], window_start), len(number_by_key))
+        number_by_unique_key[i] = number_by_key.setdefault((names[device_code], window_start), len(number_by_key))
     numbers = np.full(len(times), -1)
     # NumPy 2.0 returns these indexes with two dimensions, other versions with one.
     numbers[usable_indexes] = number_by_unique_key[unique_key_indexes.reshape(-1)]
@@ -645,24 +799,71 @@ def _iterate_wide_readings(tables: InputTables) -> Iterator[FeatureReadings]:
 
     The normal rows are numbered from 0 over all files.
     """
-    first_row = 0  # number of normal rows in the batches so far
+    first_record = 0  # number of normal rows in the batches so far
     column_names = tables.feature_columns + [name for name in (tables.label_column, tables.time_column) if name]
-    for path, batch in _iterate_batches(tables, column_names):
+    for rows in _iterate_batches(tables, column_names):
+        batch = rows.batch
         if tables.label_column is not None and tables.normal_label is not None:
             is_normal = match_normal_label(batch.column(tables.label_column), tables.normal_label)
             batch = batch.filter(pa.array(is_normal))
-        rows = np.arange(first_row, first_row + len(batch), dtype=np.int64)
-        first_row += len(batch)
-        file_index = tables.files.index(path)
+        records = np.arange(first_record, first_record + len(batch), dtype=np.int64)
+        first_record += len(batch)
         if tables.time_column:
-            times = batch.column(tables.time_column).drop_null().cast(pa.int64())
-            tables.time_order.add(times.to_numpy(zero_copy_only=False).astype(np.float64), file_index)
-            tables.extend_time_span(parse_times(batch.column(tables.time_column), f"{path}: {tables.time_column!r}"))
+            # The time of a record is not used for training, so a malformed one is ignored.
+            times, _ = columns.parse_times(batch.column(tables.time_column), rows.describe_column(tables.time_column))
+            tables.note_times(times, rows.file_index)
         if tables.row_by_record is not None:  # only a sample of the records is used
-            rows = tables.row_by_record[rows]
-            batch, rows = batch.filter(pa.array(rows >= 0)), rows[rows >= 0]
+            records = tables.row_by_record[records]
+            batch, records = batch.filter(pa.array(records >= 0)), records[records >= 0]
         for name in tables.feature_columns:
-            yield FeatureReadings(name, rows, batch.column(name), file_index=file_index)
+            yield FeatureReadings(name, records, batch.column(name), file_index=rows.file_index)
+
+
+def _get_records(tables: InputTables, rows: _Rows) -> NDArray[np.int64]:
+    """Return the record number of each row of a batch, −1 if the row is left out.
+
+    Raises:
+        ValueError: `index_records` has not been called before.
+    """
+    if tables.row_by_event is None:
+        raise ValueError("the records must be numbered before their readings are read: call index_records first")
+    return tables.row_by_event[rows.first_index : rows.first_index + len(rows.batch)]
+
+
+def _iterate_unpivoted_readings(tables: InputTables) -> Iterator[FeatureReadings]:
+    """Yield the readings of normal records in each batch of a wide table whose records are windows of time.
+
+    They are the readings that a long table would contain, row by row and in a row in the order of the columns: cells
+    without a value are left out. Features that appear first are yielded first, as in a long table.
+
+    Raises:
+        ValueError: `index_records` has not been called before.
+        InputError: A time is malformed.
+    """
+    owner_columns = [name for name in (tables.device_column, tables.time_column) if name]
+    num_columns = len(tables.feature_columns)
+    for rows in _iterate_batches(tables, [*tables.feature_columns, *owner_columns]):
+        records = _get_records(tables, rows)
+        times = _parse_row_times(tables, rows)
+        tables.note_times(times[records >= 0], rows.file_index)
+        time_slots = np.zeros_like(times) if tables.window is None else tables.window.time_slot_index(times)
+        readings_by_first_event: dict[int, FeatureReadings] = {}
+        for column_index, name in enumerate(tables.feature_columns):
+            values = rows.batch.column(name)
+            selected = np.flatnonzero(_is_present(values) & (records >= 0))
+            event_indexes = (rows.first_index + selected) * num_columns + column_index
+            if len(selected):
+                readings_by_first_event[int(event_indexes[0])] = FeatureReadings(
+                    name,
+                    records[selected],
+                    values.take(pa.array(selected)),
+                    times[selected],
+                    event_indexes,
+                    time_slots[selected],
+                    rows.file_index,
+                )
+        for first_event in sorted(readings_by_first_event):
+            yield readings_by_first_event[first_event]
 
 
 def _iterate_long_readings(tables: InputTables) -> Iterator[FeatureReadings]:
@@ -674,28 +875,15 @@ def _iterate_long_readings(tables: InputTables) -> Iterator[FeatureReadings]:
         ValueError: `index_records` has not been called before.
         InputError: A time is malformed.
     """
-    if tables.row_by_event is None:
-        raise ValueError("the records of a long table must be numbered before its readings: call index_records first")
-    num_events, first_row, current_path = 0, 0, None
     column_names = [FEATURE, VALUE] + ([tables.time_column] if tables.time_column else [])
-    for path, batch in _iterate_batches(tables, column_names):
-        first_row = first_row if path == current_path else 0  # row in the file of the first reading of this batch
-        current_path = path
-        event_indexes = np.arange(num_events, num_events + len(batch), dtype=np.int64)
-        rows = tables.row_by_event[event_indexes]
-        times = np.full(len(batch), NO_TIME)
-        if tables.time_column:
-            where = f"{path}: column {tables.time_column!r}"
-            times = parse_times(batch.column(tables.time_column), where, first_row)
-            used_times = times[(rows >= 0) & (times != NO_TIME)].astype(np.float64)
-            tables.time_order.add(used_times, tables.files.index(path))
-            tables.extend_time_span(times[rows >= 0])
+    for rows in _iterate_batches(tables, column_names):
+        batch, records, times = rows.batch, _get_records(tables, rows), _parse_row_times(tables, rows)
+        tables.note_times(times[records >= 0], rows.file_index)
+        event_indexes = np.arange(rows.first_index, rows.first_index + len(batch), dtype=np.int64)
         time_slots = np.zeros_like(times) if tables.window is None else tables.window.time_slot_index(times)
-        num_events += len(batch)
-        first_row += len(batch)
         encoded = batch.column(FEATURE).cast(pa.string()).dictionary_encode()
         feature_codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-        feature_codes[rows < 0] = -1  # leave out readings of records that are not normal
+        feature_codes[records < 0] = -1  # leave out readings of records that are not normal
         # Sort the readings by feature. Those of feature k are then order[bounds[k]] to order[bounds[k + 1] - 1].
         order = np.argsort(feature_codes, kind="stable")
         bounds = np.searchsorted(feature_codes[order], np.arange(len(encoded.dictionary) + 1))
@@ -704,12 +892,12 @@ def _iterate_long_readings(tables: InputTables) -> Iterator[FeatureReadings]:
             if len(selected):
                 yield FeatureReadings(
                     name,
-                    rows[selected],
+                    records[selected],
                     batch.column(VALUE).take(pa.array(selected)),
                     times[selected],
                     event_indexes[selected],
                     time_slots[selected],
-                    tables.files.index(path),
+                    rows.file_index,
                 )
 
 
@@ -720,18 +908,14 @@ def parse_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.boo
         values: N numbers, texts that may represent numbers, or times of day (converted to seconds since midnight).
 
     Returns:
-        (numbers, is_other_text), both of shape (N,). A number is NaN if the value is null or does not represent a
-        number. `is_other_text` is True for texts that do not represent a number.
+        (numbers, is_other_text), both of shape (N,). A number is NaN if the value is null, stands for "no value" such
+        as "N/A", or does not represent a number. `is_other_text` is True for texts that do not represent a number.
     """
     if classify_type(values.type) != "text":
         return _convert_to_floats(values), np.zeros(len(values), bool)
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
-    text = pc.utf8_trim_whitespace(values.cast(pa.string()))
-    is_number = pc.match_substring_regex(text, _NUMBER_PATTERN)
-    is_other_text = pc.invert(is_number).fill_null(False).to_numpy(zero_copy_only=False)
-    number_text = pc.if_else(is_number, pc.replace_substring_regex(text, r"^\+", ""), None)  # Arrow accepts no plus
-    return _convert_to_floats(number_text), is_other_text
+    return parse_number_texts(values.cast(pa.string()))
 
 
 def has_leading_zeros(values: pa.Array) -> NDArray[np.bool_]:

@@ -79,7 +79,6 @@ def test_repeated_and_unassignable_readings_are_counted(tmp_path: Path) -> None:
     ("columns", "options", "words"),
     [
         ({"record": "r"}, {}, "its column 'record' already defines them"),
-        ({}, {"layout": "wide"}, "its rows are records already"),
         ({}, {"window": None, "once": ()}, "add --window, such as 60s, to make records of them"),
         (
             {},
@@ -96,12 +95,11 @@ def test_tables_that_cannot_be_cut_into_windows_are_rejected(
         prepared(tmp_path, [event | columns for event in draw_event_series(40, seed=0)], **options)
 
 
-def test_wide_table_cannot_be_cut_into_windows(tmp_path: Path) -> None:
-    rows = [{"device": "d", "time": float(i), "flow": 1.0} for i in range(30)]
-    with pytest.raises(ConfigError, match=r"its rows are records already; .* columns are device, feature, value, time"):
-        prepared(tmp_path, rows)
+def test_long_layout_and_window_need_their_columns(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="column 'time' is missing"):
         prepared(tmp_path, [{"device": "d", "feature": "flow", "value": 1.0}] * 30, layout="long")
+    with pytest.raises(ConfigError, match="no column of .* contains dates or timestamps; name the column .*--time-col"):
+        prepared(tmp_path, [{"device": "d", "flow": 1.0}] * 30)
 
 
 def test_adaptation_requires_the_windows_of_the_old_model(tmp_path: Path) -> None:
