@@ -9,12 +9,17 @@ import numpy as np
 
 from deformer_stream import model_store
 from deformer_stream.calibration.recalibrate import Recalibration
+from deformer_stream.calibration.seen_records import SeenRecords
 from deformer_stream.model_store import Artifact
 from deformer_stream.report import charts, pages
 
 
 def write_recalibrated_model(
-    recalibration: Recalibration, loaded: Artifact, directory: Path, alphas: Sequence[float]
+    recalibration: Recalibration,
+    loaded: Artifact,
+    directory: Path,
+    alphas: Sequence[float],
+    seen_records: SeenRecords,
 ) -> str:
     """Write a model directory with the new calibration, and return the fingerprint of the model in it.
 
@@ -26,6 +31,7 @@ def write_recalibrated_model(
         loaded: The model with its old calibration.
         directory: The model directory to write. It may be the directory of the old model, which is then replaced.
         alphas: False-alarm rates whose thresholds the report shows.
+        seen_records: Fingerprints of the records of the training and of the new calibration.
     """
     new = recalibration.new
     # What the manifest of the new model states about the calibration; the keys are part of the file format.
@@ -46,7 +52,7 @@ def write_recalibrated_model(
     # "Calibration report" is the title of a new page, if there is no training report to append to.
     report = pages.append_blocks(training_report, "Calibration report", *section)
     training = loaded.manifest["training"] | {"recalibrated": note}
-    return model_store.write(directory, loaded.model, new, training, report)
+    return model_store.write(directory, loaded.model, new, training, report, seen_records)
 
 
 def _render_section(recalibration: Recalibration, old_fingerprint: str, alphas: Sequence[float]) -> list[str]:

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -83,8 +84,9 @@ def build_consume() -> click.Command:
         settings = load_settings(ConsumeSettings, flags, config, "consume")
         log.configure(is_debugging())
         logger = log.get_logger("consume")
-        # Without --drift, drift is tracked but not reported.
-        loaded, engine = factory.load_engine(settings, settings.drift or math.inf)
+        # With --drift off, drift is tracked for its metric, but not reported.
+        drift_odds = math.inf if settings.drift == "off" else settings.drift or factory.DEFAULT_DRIFT_ODDS
+        loaded, engine = factory.load_engine(settings, drift_odds)
         codec = factory.make_codec(loaded, settings, order="arrival")
         metrics = Metrics()
 
@@ -120,6 +122,7 @@ def build_consume() -> click.Command:
                 make_codec,
                 # The terminal shows each alert once: as a line of `TerminalAlerts`.
                 log_alerts=not (_is_terminal(settings.alerts) and sys.stderr.isatty()),
+                send_drift_notices=settings.drift is not None,
             )
             # Garbage collection of the loaded modules and the model would only delay alerts.
             with process.frozen_gc():
@@ -304,16 +307,15 @@ def build_replay() -> click.Command:
         settings = load_settings(ReplaySettings, flags, config, "replay")
         log.configure(is_debugging())
         stop = stop_on_signals()  # before the imports below, because these take seconds
-        from connectors.files import check_no_overwrite
-
-        check_no_overwrite(inputs, settings.get_output_by_flag())
-        loaded, engine = factory.load_engine(settings, settings.drift)
+        factory.check_paths(inputs, settings.model, settings.get_output_by_flag())
+        drift_odds = None if settings.drift == "off" else settings.drift or factory.DEFAULT_DRIFT_ODDS
+        loaded, engine = factory.load_engine(settings, drift_odds)
         codec, source = factory.open_inputs(inputs, loaded, settings)
         with ExitStack() as cleanup:
             sinks = _open_replay_sinks(settings, loaded.schema, cleanup)
             if source.ignored_columns:  # columns of the tables that are not features of the model
                 log.get_logger("replay").info("columns_ignored", columns=list(source.ignored_columns))
-            totals = _run_on_files("replay", source, codec, engine, sinks, stop)
+            totals = _run_on_files("replay", source, codec, engine, sinks, stop, settings.drift is not None)
             # Closing a sink completes its output file. After an error, `cleanup` calls `discard` of each sink instead.
             for connector in (*sinks, source):
                 connector.close()
@@ -360,6 +362,7 @@ def _run_on_files(
     engine: Engine,
     sinks: Sequence[Sink],
     stop: threading.Event,
+    send_drift_notices: bool = False,
 ) -> Totals:
     """Process input files from the beginning to the end, and return the numbers of events, records and alerts.
 
@@ -372,6 +375,7 @@ def _run_on_files(
         engine: Scores the events.
         sinks: Receive the results.
         stop: An event that a signal handler sets; the run then ends early.
+        send_drift_notices: Whether sinks receive notices that records no longer resemble the calibration records.
     """
     from deformer_stream.progress import Progress
     from deformer_stream.runtime.metrics import Metrics
@@ -380,7 +384,16 @@ def _run_on_files(
 
     with Progress(title, source.num_rows, "rows") as progress:
         pipeline = Pipeline(
-            source, codec, engine, sinks, EventClock(), Metrics(), is_finite=True, report_progress=progress.advance
+            source,
+            codec,
+            engine,
+            sinks,
+            EventClock(),
+            Metrics(),
+            is_finite=True,
+            report_progress=progress.advance,
+            log_alert_share=False,  # the last line of `replay` says it
+            send_drift_notices=send_drift_notices,
         )
         return pipeline.run(stop)
 
@@ -398,6 +411,7 @@ def _summarize_replay(totals: Totals, alphas: Sequence[float], is_interrupted: b
         f"{totals.events} events accepted, {totals.rejected.total()} refused{f' ({reasons})' if reasons else ''}, "
         f"{totals.closed} records, {totals.alerts} alerts at alpha {factory.format_alphas(alphas)}"
         + (", interrupted" if is_interrupted else "")
+        + (f"; {totals.alert_share.describe()}" if totals.alert_share else "")
     )
 
 
@@ -412,13 +426,14 @@ def build_calibrate() -> click.Command:
     def calibrate(inputs: tuple[str, ...], config: Path | None, **flags: Any) -> int:
         """Calibrate a model again on normal records, without training.
 
-        INPUT is a table or log as for the command replay. Its records must be normal, and must not have been used for
-        training.
+        INPUT is a table or log as for the command replay. Its records must be normal, and new: records that
+        training or the calibration in force has used are refused, unless --seen-records says otherwise.
         """
         from deformer_stream import log, model_store
         from deformer_stream.calibration.recalibrate import CalibrationStatistics, recalibrate
         from deformer_stream.cli.config_report import align_columns
         from deformer_stream.cli.recalibration_report import write_recalibrated_model
+        from deformer_stream.cli.seen_records import replace_calibration_records, select_new_records
         from deformer_stream.runtime.calibration_sink import MaxStatisticSink
 
         settings = load_settings(CalibrateSettings, flags, config, "calibrate")
@@ -427,25 +442,31 @@ def build_calibrate() -> click.Command:
         model_store.check_output_directory(target)
         stop = stop_on_signals()
         loaded = model_store.read(settings.model, settings.device, settings.compiled == "auto")
+        seen_records = model_store.read_seen_records(loaded.directory, loaded.manifest)
         engine = factory.make_engine(loaded, settings, alphas=(), record_timeout=settings.record_timeout)
         codec, source = factory.open_inputs(inputs, loaded, settings)
-        sink = MaxStatisticSink()
+        sink = MaxStatisticSink(loaded.schema)
         totals = _run_on_files("calibrate", source, codec, engine, [sink], stop)
         source.close()
         if stop.is_set():
             click.echo("the calibration was interrupted, so no model was written", err=True)
             return INTERRUPTED_EXIT_CODE
+        data_fingerprint = loaded.manifest["training"].get("fingerprint", "unknown")
+        is_used, note = select_new_records(seen_records, sink.fingerprints, settings.seen_records, data_fingerprint)
+        record_ids = list(compress(sink.record_ids, is_used))
         statistics = CalibrationStatistics(
-            max_statistics=sink.max_statistics,
-            record_ids=sink.record_ids,
-            mean_neg_log_p_by_feature=sink.average_neg_log_p_by_feature(loaded.model),
+            max_statistics=sink.max_statistics[is_used],
+            record_ids=record_ids,
+            mean_neg_log_p_by_feature=sink.average_neg_log_p_by_feature(loaded.model, record_ids)
+            or loaded.calibration.mean_neg_log_p_by_feature,  # of all records with kept readings, none is used
             arrival_order=sink.find_arrival_order(factory.choose_order_of_rows(loaded, settings), settings.order),
             tie_policy=settings.ties or loaded.calibration.tie_policy,
         )
         recalibration = recalibrate(
             loaded.calibration, statistics, settings.alpha, settings.group_by, settings.trim, settings.seed
         )
-        fingerprint = write_recalibrated_model(recalibration, loaded, target, settings.alpha)
+        seen_records = replace_calibration_records(seen_records, sink.fingerprints[is_used])
+        fingerprint = write_recalibrated_model(recalibration, loaded, target, settings.alpha, seen_records)
         click.echo(align_columns([("alpha", "before", "now", "in reach?"), *recalibration.format_rows(settings.alpha)]))
         for sentence in recalibration.describe_groups():
             click.echo(sentence)
@@ -455,7 +476,7 @@ def build_calibrate() -> click.Command:
         refused = f" ({totals.rejected.total()} readings were refused)" if totals.rejected else ""
         click.echo(
             f"calibrated on {recalibration.num_records} records in {statistics.arrival_order} order{ties}{refused}; "
-            f"the model was written to {target} (fingerprint {fingerprint})",
+            f"the model was written to {target} (fingerprint {fingerprint})" + (f"; {note}" if note else ""),
             err=True,
         )
         return 0

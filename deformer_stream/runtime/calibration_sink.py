@@ -5,14 +5,18 @@ A calibration holds the scores of normal records, to which the scores of new rec
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.drift import average_neg_log_p_by_feature
+from deformer_stream.calibration.seen_records import RecordHasher
 from deformer_stream.codec.payloads import Payload, WideRows
 from deformer_stream.engine.events import Effects
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
+from deformer_stream.model.schema import Schema
 
 NUM_RECORDS_WITH_READINGS = 2_000
 """Number of records whose readings are kept to compute the mean negative log p-value of each feature."""
@@ -30,11 +34,19 @@ class MaxStatisticSink:
         has_ordered_readings: Whether the input had other readings, which have an order of arrival.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, schema: Schema) -> None:
+        """Create a sink without records.
+
+        Args:
+            schema: The features of the model, whose names enter the fingerprints of the records.
+        """
         self.record_ids: list[str] = []
         self.has_wide_rows = self.has_ordered_readings = False
         self._max_statistics: list[NDArray[np.float64]] = []
         self._readings_by_record: dict[str, list[tuple[int, float]]] = {}  # feature code and raw value
+        self._hasher = RecordHasher(schema)
+        self._hash_sum_by_open_record: dict[str, int] = {}
+        self._fingerprints: list[int] = []
 
     @property
     def max_statistics(self) -> NDArray[np.float64]:
@@ -43,6 +55,11 @@ class MaxStatisticSink:
         It is the largest prefix statistic (anomaly score of the record after its first k readings).
         """
         return np.concatenate([np.empty(0), *self._max_statistics])
+
+    @property
+    def fingerprints(self) -> NDArray[np.uint64]:
+        """The fingerprint of each of the N records of `record_ids`, (N,): a hash of its readings (`RecordHasher`)."""
+        return np.array(self._fingerprints, np.uint64)
 
     def write(self, effects: Effects, data: Payload | None) -> None:
         """Collect the final scores of the records that one turn of the pipeline's loop closed.
@@ -59,39 +76,46 @@ class MaxStatisticSink:
         self._keep_readings(effects)
         closed = effects.closed
         indices = np.flatnonzero(closed.num_readings > 0)  # a record without readings has no score
-        self.record_ids += [closed.record_ids[i] for i in indices.tolist()]
+        closed_ids = [closed.record_ids[i] for i in indices.tolist()]
+        self.record_ids += closed_ids
+        self._fingerprints += [self._hash_sum_by_open_record.pop(record_id, 0) for record_id in closed_ids]
         self._max_statistics.append(closed.score[indices])  # the score is the largest prefix statistic
 
     def _keep_readings(self, effects: Effects) -> None:
         """Keep the scored readings of the first `NUM_RECORDS_WITH_READINGS` records, for statistics of each feature.
 
-        More readings are not needed.
+        More readings are not needed. Of all records, add the hashes of the readings to their fingerprints.
 
         Args:
             effects: The results of one turn of the pipeline's loop.
         """
         batch, event_indices = effects.batch, effects.scored.event_indices
         record_ids = [batch.record_ids[event_index] for event_index in event_indices.tolist()]
-        codes, values = batch.features[event_indices].tolist(), batch.values[event_indices].tolist()
-        for record_id, code, value in zip(record_ids, codes, values, strict=True):
+        codes, values = batch.features[event_indices], batch.values[event_indices]
+        hash_sums = self._hash_sum_by_open_record
+        for record_id, reading_hash in zip(record_ids, self._hasher.hash_readings(codes, values).tolist(), strict=True):
+            hash_sums[record_id] = (hash_sums.get(record_id, 0) + reading_hash) % 2**64
+        for record_id, code, value in zip(record_ids, codes.tolist(), values.tolist(), strict=True):
             if record_id in self._readings_by_record or len(self._readings_by_record) < NUM_RECORDS_WITH_READINGS:
                 self._readings_by_record.setdefault(record_id, []).append((code, value))
 
-    def average_neg_log_p_by_feature(self, model: DEformer) -> dict[str, float]:
-        """Return the mean negative log p-value of the kept readings of each feature.
+    def average_neg_log_p_by_feature(self, model: DEformer, record_ids: Collection[str]) -> dict[str, float]:
+        """Return the mean negative log p-value of the kept readings of each feature, over some records.
 
         It is stored with the calibration, so that a later change of a feature can be detected.
 
         Args:
             model: The model that computes the p-value of a reading: the probability of a value that is at most as
                 likely as the observed one, given the other readings of its record.
+            record_ids: Ids of the records to use.
 
         Returns:
-            The mean of −ln p by feature name, in nats.
+            The mean of −ln p by feature name, in nats. Empty if no readings of these records were kept.
         """
         # For each record, the feature codes and the values of its readings as two arrays.
         records: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
-        for readings in self._readings_by_record.values():
+        chosen = set(record_ids)
+        for readings in (kept for record_id, kept in self._readings_by_record.items() if record_id in chosen):
             codes, values = zip(*readings, strict=True)
             records.append((np.array(codes, np.int64), np.array(values)))
         return average_neg_log_p_by_feature(model, records)

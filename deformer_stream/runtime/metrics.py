@@ -81,11 +81,23 @@ class Metrics:
             "snapshot_age_seconds", "Seconds since the partition's latest snapshot was committed.", ["partition"]
         )
         self.model = self._gauge("model_info", "Always 1; the label identifies the model in use.", ["fingerprint"])
-        self.drift = self._gauge(
-            "drift_martingale",
-            "Base-10 logarithm of the evidence that the partition's records differ from the calibration records; 2 is "
-            "odds of 100 to 1.",
-            ["partition"],
+        # The second name is that of earlier releases, which dashboards and alert rules may use.
+        self.drift, self.drift_by_old_name = (
+            self._gauge(
+                name,
+                "Base-10 logarithm of the evidence that the partition's records differ from the calibration records; 2 "
+                "is odds of 100 to 1.",
+                ["partition"],
+            )
+            for name in ("drift_log10_martingale", "drift_martingale")
+        )
+        self.alert_share = self._gauge(
+            "alert_share", "Share of the latest closed records that have alerted at this alpha.", ["alpha"]
+        )
+        self.alert_share_bound = self._gauge(
+            "alert_share_bound",
+            "Largest share of these records that may alert by chance; more means that the calibration does not fit.",
+            ["alpha"],
         )
         # Create the series of all reasons with the value 0, so that the first rejection is visible as an increase.
         for reason in RejectionReason:
@@ -164,11 +176,22 @@ class Metrics:
             log10_evidence: By partition, the base-10 logarithm of the evidence that its records differ from the
                 calibration records.
         """
-        for partition in self._partitions_with_drift - set(log10_evidence):
-            self.drift.remove(str(partition))
+        for gauge in (self.drift, self.drift_by_old_name):
+            for partition in self._partitions_with_drift - set(log10_evidence):
+                gauge.remove(str(partition))
+            for partition, evidence in log10_evidence.items():
+                gauge.labels(str(partition)).set(evidence)
         self._partitions_with_drift = set(log10_evidence)
-        for partition, evidence in log10_evidence.items():
-            self.drift.labels(str(partition)).set(evidence)
+
+    def set_alert_shares(self, shares: Mapping[float, tuple[float, float]]) -> None:
+        """Set the share of records that alerted and the largest share that chance explains.
+
+        Args:
+            shares: Both shares, from 0 to 1, by alpha.
+        """
+        for alpha, (share, bound) in shares.items():
+            self.alert_share.labels(f"{alpha:g}").set(share)
+            self.alert_share_bound.labels(f"{alpha:g}").set(bound)
 
     def set_misrouted(self, num_records: int) -> None:
         """Set the total number of records that were found in two partitions since the start.

@@ -38,6 +38,7 @@ from deformer_stream.engine.engine import Engine, OpenRecordPolicy
 from deformer_stream.engine.events import Effects, EventBatch, Rejection
 from deformer_stream.errors import ConfigError
 from deformer_stream.model_store import Artifact
+from deformer_stream.runtime.alert_share import AlertShareMonitor, AlertShareReport
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.ports import (
     AsyncCommitSource,
@@ -53,6 +54,8 @@ from deformer_stream.runtime.timing import CommitSchedule
 
 SUMMARY_SECONDS = 60.0
 """How often the totals are logged."""
+ALERT_SHARE_SECONDS = 3600.0
+"""Shortest time between two log lines that too many records have alerted."""
 BEHIND_MESSAGES = 8192
 """The pipeline is behind (throughput then has priority over latency) if more messages than this are not yet read. It is
 about the number of messages that one poll returns."""
@@ -67,12 +70,14 @@ class Totals:
         alerts: Number of alerts.
         closed: Number of closed records.
         rejected: Number of rejected readings by reason.
+        alert_share: Set at the end of finite input if more records have alerted than the false-alarm rate explains.
     """
 
     events: int = 0
     alerts: int = 0
     closed: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
+    alert_share: AlertShareReport | None = None
 
     def add(self, effects: Effects) -> None:
         """Add the effects (results) of one batch of events to the totals."""
@@ -109,6 +114,10 @@ class Pipeline:
         report_progress: Called after each poll that returned data, with the number of messages.
         log_alerts: Whether each alert of a live stream is logged. A command that prints alerts on the terminal of the
             log need not log them, too.
+        log_alert_share: Whether it is logged that more records have alerted than the false-alarm rate explains. A
+            command that prints `Totals.alert_share` need not log it.
+        send_drift_notices: Whether drift notices (records no longer resemble those of the calibration) are passed to
+            the sinks. They are logged in any case.
         totals: The number of events, alerts and records that the run has processed.
         recovery: Restores partitions from saved state, and collects the state to save with each commit.
     """
@@ -128,16 +137,21 @@ class Pipeline:
     make_codec: Callable[[Artifact], Codec] | None = None
     report_progress: Callable[[int], None] | None = None
     log_alerts: bool = True
+    log_alert_share: bool = True
+    send_drift_notices: bool = True
     totals: Totals = field(default_factory=Totals)
     recovery: Recovery = field(init=False)
     _partitioned_source: PartitionedSource | None = field(init=False)
     _async_source: AsyncCommitSource | None = field(init=False)
     _commit_schedule: CommitSchedule = field(init=False)
     _last_summary: float = field(init=False)
+    _alert_share: AlertShareMonitor = field(init=False)
+    _last_alert_share_log: float | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.recovery = Recovery(self.engine, self.metrics, self.snapshot_interval)
         self._commit_schedule = CommitSchedule(self.commit_interval)
+        self._alert_share = self._make_alert_share_monitor()
         self._partitioned_source = self.source if isinstance(self.source, PartitionedSource) else None
         self._async_source = self.source if isinstance(self.source, AsyncCommitSource) else None
         self._last_summary = time.monotonic()
@@ -166,6 +180,7 @@ class Pipeline:
             effects = self.engine.finish()  # closes all open records
             self._write(effects, data=None)
             self._report(effects, scoring_seconds=0.0)
+            self._summarize_alert_share()
         self._commit(is_final=True)
         return self.totals
 
@@ -206,8 +221,9 @@ class Pipeline:
             effects: The results of one call of the engine (scores, alerts, closed records).
             data: The messages or table rows that the effects refer to, or None if there are none.
         """
+        sent = effects if self.send_drift_notices else replace(effects, drift_notices=[])
         for sink in self.sinks:
-            sink.write(effects, data)
+            sink.write(sent, data)
         self.recovery.record_effects(effects)
 
     def _commit_if_due(self, effects: Effects) -> None:
@@ -219,7 +235,8 @@ class Pipeline:
                 topic see a message only when its transaction is committed.
         """
         # Without partitions, such as for a file, an alert is visible before the commit.
-        is_urgent = self._partitioned_source is not None and bool(effects.alerts or effects.drift_notices)
+        has_messages = effects.alerts or (effects.drift_notices and self.send_drift_notices)
+        is_urgent = self._partitioned_source is not None and bool(has_messages)
         if self._commit_schedule.is_due(is_urgent, self._is_behind):
             self._commit()
         if self._async_source is not None:
@@ -326,6 +343,7 @@ class Pipeline:
         # labels, or handles equal event times differently.
         policy = self.engine.change_model(artifact.model, artifact.calibration, artifact.fingerprint, self.open_records)
         self.codec = codec
+        self._alert_share = self._make_alert_share_monitor()  # the share was that of the old calibration
         # With new snapshots, a restart does not process messages again that the old model has scored.
         self.recovery.request_snapshots()
         self.metrics.set_model(artifact.fingerprint)
@@ -366,6 +384,7 @@ class Pipeline:
         metrics.rebuilds.inc(engine.pop_cache_rebuilds())
         metrics.late_ties.inc(engine.pop_late_tie_groups())
         metrics.set_drift(engine.measure_drift())
+        self._report_alert_share(effects)
         self._report_unscorable()
         self._report_misrouted()
         # A source without partitions, such as a file, is ready at once.
@@ -398,6 +417,34 @@ class Pipeline:
                 log10_martingale=round(notice.log10_wealth, 2),
                 features=[shift.feature for shift in notice.shifted_features],
             )
+
+    def _make_alert_share_monitor(self) -> AlertShareMonitor:
+        """Return a new monitor of the share of records that alert, for the model in use."""
+        engine = self.engine
+        return AlertShareMonitor(engine.alphas.tolist(), engine.current_version.calibration, engine.schema)
+
+    def _report_alert_share(self, effects: Effects) -> None:
+        """Count the closed records that have alerted, and log if they are more than the false-alarm rate explains.
+
+        Args:
+            effects: The effects of one batch of events.
+        """
+        for report in self._alert_share.add(effects):
+            self._log_alert_share(report)
+        self.metrics.set_alert_shares(self._alert_share.get_shares())
+
+    def _summarize_alert_share(self) -> None:
+        """Compare the share of all records of finite input that have alerted with the false-alarm rate."""
+        self.totals.alert_share = self._alert_share.summarize()
+        if self.totals.alert_share is not None and self._last_alert_share_log is None:
+            self._log_alert_share(self.totals.alert_share)
+
+    def _log_alert_share(self, report: AlertShareReport) -> None:
+        """Log that too many records have alerted, at most once in `ALERT_SHARE_SECONDS`."""
+        now, last = time.monotonic(), self._last_alert_share_log
+        if self.log_alert_share and (last is None or now - last >= ALERT_SHARE_SECONDS):
+            self._last_alert_share_log = now
+            log.get_logger("runtime").warning("alert_share_exceeded", **report.to_log_fields())
 
     def _report_unscorable(self) -> None:
         """Log and count readings whose score was not finite: the model is damaged or its precision is too low."""

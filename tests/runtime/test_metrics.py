@@ -54,6 +54,9 @@ NAMES = {
     "snapshot_age_seconds": "gauge",
     "model_info": "gauge",
     "drift_martingale": "gauge",
+    "drift_log10_martingale": "gauge",
+    "alert_share": "gauge",
+    "alert_share_bound": "gauge",
 }
 LABELS = {
     "events_rejected_total": {"reason"},
@@ -63,6 +66,9 @@ LABELS = {
     "snapshot_age_seconds": {"partition"},
     "model_info": {"fingerprint"},
     "drift_martingale": {"partition"},
+    "drift_log10_martingale": {"partition"},
+    "alert_share": {"alpha"},
+    "alert_share_bound": {"alpha"},
 }
 
 
@@ -119,6 +125,7 @@ def test_metric_names_and_labels_are_those_of_the_contract(port: int) -> None:
     measures.set_snapshot(0, 100)
     measures.model.labels("abc").set(1)
     measures.set_drift({0: -0.5})
+    measures.set_alert_shares({0.01: (0.77, 0.02)})
     with serve(port, measures):
         status, text = request(port, "/metrics")
     assert status == 200
@@ -133,13 +140,21 @@ def test_metric_names_and_labels_are_those_of_the_contract(port: int) -> None:
     assert "_created" not in text
 
 
-def test_drift_series_of_revoked_partitions_are_removed() -> None:
+@pytest.mark.parametrize("name", ["drift_log10_martingale", "drift_martingale"])
+def test_drift_series_of_revoked_partitions_are_removed(name: str) -> None:
     measures = metrics.Metrics()
     measures.set_drift({0: -0.5, 3: 4.25})
-    assert get_value(measures, "drift_martingale", partition="3") == 4.25
+    assert get_value(measures, name, partition="3") == 4.25
     measures.set_drift({0: 1.0})
-    assert get_value(measures, "drift_martingale", partition="0") == 1.0
-    assert get_value(measures, "drift_martingale", partition="3") is None
+    assert get_value(measures, name, partition="0") == 1.0
+    assert get_value(measures, name, partition="3") is None
+
+
+def test_alert_shares_have_a_series_for_each_alpha() -> None:
+    measures = metrics.Metrics()
+    measures.set_alert_shares({0.05: (0.04, 0.09), 0.001: (0.5, 0.002)})
+    assert get_value(measures, "alert_share", alpha="0.001") == 0.5
+    assert get_value(measures, "alert_share_bound", alpha="0.05") == 0.09
 
 
 def test_observed_effects_are_counted() -> None:

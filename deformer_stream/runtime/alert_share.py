@@ -1,0 +1,292 @@
+"""Comparison of the share of records that alerted with the false-alarm rate that was promised.
+
+At most a share alpha of normal records alerts. If far more records alert, something is wrong that no single alert
+shows: a row number was trained on as a feature, the records come from another machine, or the calibration is old.
+
+The number of closed records that have alerted is compared with the distribution of the number of false alarms
+(`calibration.false_alarms`). A live stream is checked in blocks of records, each with a fresh count. There is one block
+of 64 records, then two of 128, four of 256 and so on; from 8,192 records on, blocks do not grow further. The 2^J blocks
+of the J-th size share the probability `ERROR_RATE` / ((J + 1)(J + 2)) of a wrong report. Over all blocks these
+probabilities sum to `ERROR_RATE`, so without a cause a stream is ever reported with at most this probability.
+
+Nothing is stored in snapshots: after a restart the counts begin anew.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.false_alarms import bound_false_alarms
+from deformer_stream.engine.events import Alert, CloseReason, Effects
+from deformer_stream.model.schema import Feature, Schema
+
+ERROR_RATE = 1e-3
+"""Probability that a run is ever reported although only a share alpha of its records alerts, for each alpha."""
+
+FIRST_BLOCK, LARGEST_BLOCK = 64, 8192
+"""Number of records of the first block and of the largest blocks."""
+
+MAIN_SHARE = 0.5
+"""Share of the alerts in which a feature must be blamed first, to be named as the cause."""
+
+MIN_RISES, RISING_SHARE, OUTSIDE_SHARE = 8, 0.9, 0.5
+"""Values rise if at least this share of at least this many differences is positive. They are outside of the range of
+training if at least this share of them is."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlertShareReport:
+    """A number of alerts that chance does not explain, with what is known about the cause.
+
+    Attributes:
+        alpha: The false-alarm rate, which is the share of records that may alert.
+        num_records: Number of closed records.
+        num_alerted: How many of them have alerted at this alpha.
+        bound: The largest number that chance explains.
+        main_feature: The feature that is blamed first in most alerts; None if there is none, or if alerts are not
+            explained.
+        main_share: Share of the explained alerts in which it is blamed first.
+        is_rising: Whether the blamed values of this feature rise from alert to alert, as those of a counter do.
+        is_outside: Whether most of these values are outside of the range of the training records.
+        is_explained: Whether the alerts name readings at all.
+    """
+
+    alpha: float
+    num_records: int
+    num_alerted: int
+    bound: int
+    main_feature: str | None
+    main_share: float
+    is_rising: bool
+    is_outside: bool
+    is_explained: bool
+
+    @property
+    def share(self) -> float:
+        """Share of the records that have alerted, from 0 to 1."""
+        return self.num_alerted / self.num_records
+
+    def describe(self) -> str:
+        """Return one line for the user: the shares, what is blamed, and questions that lead to the cause."""
+        clauses = [
+            f"{_format_share(self.share)} of records alerted, {_format_share(self.alpha)} is allowed",
+            f"{self.num_alerted:,} of {self.num_records:,}, where chance explains at most {self.bound:,}",
+        ]
+        return f"{clauses[0]} ({clauses[1]}); {self._describe_cause()}"
+
+    def _describe_cause(self) -> str:
+        """Return what is blamed for the alerts, and questions that lead to the cause."""
+        other_machine = "is this another machine than the one calibrated on?"
+        faulty = "or are that many records faulty?"
+        if self.main_feature is None:
+            blamed = "no single feature is blamed: " if self.is_explained else ""
+            return f"{blamed}{other_machine} do readings arrive in another order? {faulty}"
+        seen = [
+            *(["rise in time"] if self.is_rising else []),
+            *(["are outside the range of training"] if self.is_outside else []),
+        ]
+        values = f", where its values {' and '.join(seen)}" if seen else ""
+        blamed = f"`{self.main_feature}` is blamed first in {_format_share(self.main_share)} of the alerts{values}:"
+        counter = ["is this column a counter? (then train with --exclude)"] if self.is_rising else []
+        return " ".join([blamed, *counter, other_machine, faulty])
+
+    def to_log_fields(self) -> dict[str, Any]:
+        """Return the report as a dictionary, whose keys become the keys of a log line."""
+        return {
+            "alpha": self.alpha,
+            "share": round(self.share, 4),
+            "records": self.num_records,
+            "alerted": self.num_alerted,
+            "bound": self.bound,
+            "feature": self.main_feature,
+            "message": self.describe(),
+        }
+
+
+def _format_share(share: float) -> str:
+    """Return a share as a percentage with two significant digits, such as "77%" or "0.1%"."""
+    return f"{float(f'{100 * share:.2g}'):g}%"
+
+
+@dataclass(slots=True)
+class _BlameCounts:
+    """How often each sensor was blamed first, and how its values behaved.
+
+    Attributes:
+        num_first: By sensor, the number of alerts whose first contribution is a reading of it.
+        num_outside: By sensor, how many of these readings were outside the range of training.
+        num_rises: By sensor, how often such a reading was larger than the one of the alert before.
+        last_value: By sensor, the last such reading.
+    """
+
+    num_first: Counter[str] = field(default_factory=Counter)
+    num_outside: Counter[str] = field(default_factory=Counter)
+    num_rises: Counter[str] = field(default_factory=Counter)
+    last_value: dict[str, float] = field(default_factory=dict)
+
+    def add(self, sensor: str, value: float | str | None, is_outside: bool) -> None:
+        """Count one alert whose first contribution is a reading of a sensor."""
+        self.num_first[sensor] += 1
+        self.num_outside[sensor] += is_outside
+        if isinstance(value, int | float):
+            self.num_rises[sensor] += sensor in self.last_value and value > self.last_value[sensor]
+            self.last_value[sensor] = value
+
+
+class _Counts:
+    """The number of closed records, how many have alerted at each alpha, and what was blamed."""
+
+    def __init__(self, alphas: Sequence[float]) -> None:
+        self.num_records = 0
+        self.num_alerted_by_alpha = dict.fromkeys(alphas, 0)
+        self.blame = _BlameCounts()
+
+    def add(self, p_values: NDArray[np.float64]) -> None:
+        """Add closed records with these final p-values, (R,). A record has alerted if its p-value is at most alpha."""
+        self.num_records += len(p_values)
+        for alpha in self.num_alerted_by_alpha:
+            self.num_alerted_by_alpha[alpha] += int(np.count_nonzero(p_values <= alpha))
+
+    def report(self, alpha: float, bound: int) -> AlertShareReport:
+        """Return these counts as a report about one alpha, with the largest number of alerts that chance explains."""
+        blame = self.blame
+        ((main, num_first),) = blame.num_first.most_common(1) or (("", 0),)
+        num_explained = blame.num_first.total()
+        is_main = num_explained > 0 and num_first >= MAIN_SHARE * num_explained
+        num_differences = num_first - 1
+        return AlertShareReport(
+            alpha=alpha,
+            num_records=self.num_records,
+            num_alerted=self.num_alerted_by_alpha[alpha],
+            bound=bound,
+            main_feature=main if is_main else None,
+            main_share=num_first / num_explained if is_main else 0.0,
+            is_rising=num_differences >= MIN_RISES and blame.num_rises[main] >= RISING_SHARE * num_differences,
+            is_outside=is_main and blame.num_outside[main] >= OUTSIDE_SHARE * num_first,
+            is_explained=num_explained > 0,
+        )
+
+
+class AlertShareMonitor:
+    """A monitor of the share of closed records that alerted. It decides what is reported, and logs nothing itself."""
+
+    def __init__(self, alphas: Iterable[float], calibration: Calibration, schema: Schema) -> None:
+        """Create a monitor that has not received any record.
+
+        Args:
+            alphas: The false-alarm rates.
+            calibration: The calibration of the model, whose number of records determines how far chance can go.
+            schema: The features of the model with the ranges of their training values.
+        """
+        groups = calibration.calibration_by_group.values()
+        self._num_calibration_records = min(len(part.scores) for part in (calibration, *groups))
+        self._is_grouped = bool(groups)
+        self._feature_by_name: dict[str, Feature] = dict(zip(schema.names, schema.features, strict=True))
+        self._alphas = sorted(map(float, alphas), reverse=True)
+        self._run = _Counts(self._alphas)
+        self._num_blocks = 0
+        self._start_block()
+        self._latest: dict[float, tuple[float, float]] = {}
+
+    def add(self, effects: Effects) -> list[AlertShareReport]:
+        """Add the closed records and the alerts of one batch, and return what must be reported now.
+
+        Within a block, an alpha is reported at most once: at once when more records have alerted than chance explains
+        for the whole block.
+
+        Args:
+            effects: The results of the engine for the batch.
+        """
+        reports: list[AlertShareReport] = []
+        if not self._alphas:
+            return reports
+        for alert in effects.alerts:
+            if alert.severity == 1 and alert.contributions:
+                self._count_blame(alert)
+        closed = effects.closed
+        # Records of revoked partitions are continued, and counted, by another consumer.
+        if not len(closed) or CloseReason.REVOKED in closed.reasons:
+            return reports
+        p_values = closed.p_value[closed.num_readings > 0]
+        self._run.add(p_values)
+        while len(p_values):
+            num_missing = self._block_size - self._block.num_records
+            self._block.add(p_values[:num_missing])
+            p_values = p_values[num_missing:]
+            reports += self._check_block()
+        return reports
+
+    def _count_blame(self, alert: Alert) -> None:
+        """Count the most suspicious reading of an alert."""
+        first = alert.contributions[0]
+        feature = self._feature_by_name.get(first.feature)  # None for an alert of the model before
+        if feature is not None:
+            for counts in (self._run, self._block):
+                counts.blame.add(feature.sensor_name, first.value, _is_outside(feature, first.value))
+
+    def _check_block(self) -> list[AlertShareReport]:
+        """Return the alphas at which the present block must be reported now, and start the next block if it is full."""
+        block, size = self._block, self._block_size
+        is_full = block.num_records == size
+        reports = []
+        for alpha, num_alerted in block.num_alerted_by_alpha.items():
+            bound = self._bound_by_alpha[alpha]
+            is_exceeded = num_alerted > bound
+            if is_exceeded and alpha not in self._reported_alphas:
+                self._reported_alphas.add(alpha)
+                reports.append(block.report(alpha, bound))
+            if is_exceeded or is_full:
+                self._latest[alpha] = num_alerted / block.num_records, bound / size
+        if is_full:
+            self._num_blocks += 1
+            self._start_block()
+        return reports
+
+    def _start_block(self) -> None:
+        """Start a block of records with fresh counts."""
+        doubling = (self._num_blocks + 1).bit_length() - 1  # the J of the module's description
+        error_rate = ERROR_RATE / ((doubling + 1) * (doubling + 2) * 2**doubling)
+        self._block = _Counts(self._alphas)
+        self._block_size = min(FIRST_BLOCK * 2**doubling, LARGEST_BLOCK)
+        self._bound_by_alpha = {alpha: self._bound(alpha, self._block_size, error_rate) for alpha in self._alphas}
+        self._reported_alphas: set[float] = set()
+
+    def _bound(self, alpha: float, num_records: int, error_rate: float) -> int:
+        """Return the largest number of alerts among so many records that chance explains at this error rate."""
+        confidence = 1.0 - max(error_rate, 1e-12)
+        return bound_false_alarms(alpha, self._num_calibration_records, num_records, confidence, self._is_grouped)
+
+    def get_shares(self) -> Mapping[float, tuple[float, float]]:
+        """Return, by alpha, the share of records that alerted and the largest share that chance explains.
+
+        They are those of the last complete block, or of the present block if it is reported already. The mapping is
+        empty before the first of these.
+        """
+        return self._latest
+
+    def summarize(self) -> AlertShareReport | None:
+        """Return a report about all records so far at the largest alpha that is exceeded; None if none is.
+
+        Use it once, at the end of the input: the error rate is that of a single check.
+        """
+        for alpha, num_alerted in self._run.num_alerted_by_alpha.items():
+            bound = self._bound(alpha, self._run.num_records, ERROR_RATE)
+            if num_alerted > bound:
+                return self._run.report(alpha, bound)
+        return None
+
+
+def _is_outside(feature: Feature, value: float | str | None) -> bool:
+    """Return whether a value of a feature is outside the range, or not among the labels, of the training records."""
+    if feature.kind == "discrete":
+        return value not in feature.labels
+    if not isinstance(value, int | float) or feature.low is None or feature.high is None:
+        return False
+    return not feature.low <= value <= feature.high
