@@ -21,6 +21,17 @@ from trainer.fit import TrainingResult
 MAX_LISTED_LABELS = 6
 """Largest number of labels of a feature that are listed in the table of features."""
 
+MAIN_ALPHA = 0.01
+"""The alpha (false-alarm rate) for which the report first states how many false alerts to expect."""
+
+MICROS_PER_DAY = 86_400_000_000
+
+NATS = (
+    "−ln p says how improbable a reading is, in nats (the unit of natural logarithms): one nat more means a "
+    "probability that is 2.7 times smaller."
+)
+"""The explanation of the unit of likelihoods."""
+
 MAX_BARS = 60
 """Largest number of features in the chart of held-out likelihoods. Thousands of bars would be unreadable and slow."""
 
@@ -34,6 +45,9 @@ def render(
 ) -> str:
     """Return the training report as an HTML document.
 
+    It begins with what an operator needs: warnings, and the number of false alerts to expect. The quality of the
+    density follows.
+
     Args:
         data: The prepared training table.
         fitted: The result of the training loop, with the history of the losses.
@@ -41,29 +55,210 @@ def render(
         held_out: Likelihood of records that were not used for training.
         training: The entry `training` of the model's manifest: how, when and on how many records it was trained.
     """
-    num_rows_by_part = training["rows"]  # the parts are "train", "validation" and "calibration"
-    # Context features only help to predict the others. They add nothing to the likelihood, so they are not counted.
-    num_scored_features = int((~data.schema.is_context).sum())
+    warnings = [warning["message"] for warning in training.get("warnings", ())]
     return pages.render_page(
         "Training report",
-        pages.render_key_figures(
-            {
-                "held-out −ln p of a record": f"{held_out.mean_nll:.2f} nats",
-                "per feature": f"{held_out.mean_nll / num_scored_features:.3f} nats",
-                "features": f"{len(data.schema)}",
-                "records trained on": f"{num_rows_by_part['train']:,}",
-                "records calibrated on": f"{len(calibration.scores):,}",
-                "smallest p-value": pages.format_number(calibration.min_p_value, 2),
-                "time": f"{training['seconds']:,.0f} s on {training['device']}",
-            }
-        ),
-        *_render_learning_curves(fitted),
-        *_render_feature_likelihoods(data, held_out),
-        *_render_calibration(calibration),
+        *([pages.render_warnings(warnings)] if warnings else []),
+        pages.render_key_figures(_choose_key_figures(data, calibration, training)),
+        *_render_alerts(data, calibration),
         *_render_features(data),
+        *_render_feature_likelihoods(data, held_out),
+        *_render_learning_curves(fitted),
         *_render_row_counts(data, training),
-        lead="How the model was trained, how well it predicts records that it has not seen, and when it raises alerts.",
+        lead="How many false alerts to expect, what the model has learned, and on which data.",
     )
+
+
+def estimate_records_per_day(data: PreparedTable) -> float | None:
+    """Return how many records a day the training table has, or None if it has no times or only one.
+
+    The rate is an estimate for the stream that the model will score. Records that are not normal are not counted.
+    """
+    if data.time_span is None:
+        return None
+    first, last = data.time_span
+    num_records = data.num_input_records or len(data.values)
+    # There are N − 1 intervals between N records.
+    return (num_records - 1) * MICROS_PER_DAY / (last - first) if last > first else None
+
+
+def describe_false_alerts(records_per_day: float | None, alpha: float) -> str:
+    """Return the largest number of false alerts to expect at an alpha, such as "at most 864 a day".
+
+    Args:
+        records_per_day: The rate of normal records. If it is None, the number is for 1,000 records.
+        alpha: The false-alarm rate: at most this share of normal records raises an alert.
+    """
+    if records_per_day is None:
+        return f"at most {pages.format_number(1000 * alpha)} per 1,000 records"
+    per_day = records_per_day * alpha
+    if per_day >= 1:
+        return f"at most {pages.format_number(per_day)} a day"
+    return f"at most 1 in {pages.format_number(1 / per_day, 2)} days"
+
+
+def _choose_main_alpha(calibration: Calibration) -> float | None:
+    """Return the alpha for which the report states the false alerts first: 1% if it is in reach.
+
+    Otherwise it is the smallest default alpha in reach. None if no default alpha is in reach.
+    """
+    unreachable = calibration.find_unreachable_alphas(DEFAULT_ALPHAS)
+    reachable = [alpha for alpha in DEFAULT_ALPHAS if alpha not in unreachable]
+    return MAIN_ALPHA if MAIN_ALPHA in reachable else min(reachable, default=None)
+
+
+def _choose_key_figures(data: PreparedTable, calibration: Calibration, training: dict[str, Any]) -> dict[str, str]:
+    """Return the most important numbers of the report: the text of each number by its description."""
+    records_per_day = estimate_records_per_day(data)
+    alpha = _choose_main_alpha(calibration)
+    figures = {}
+    if alpha is not None:
+        figures[f"false alerts to expect at α = {_format_alpha(alpha)}"] = describe_false_alerts(records_per_day, alpha)
+    if records_per_day is not None:
+        figures["records a day in the training table"] = pages.format_number(records_per_day)
+    figures |= {
+        "smallest α in reach": _format_alpha(calibration.min_p_value),
+        "features": f"{len(data.schema)}",
+        "records trained on": f"{training['rows']['train']:,}",
+        "records calibrated on": f"{len(calibration.scores):,}",
+        "time of the training": f"{training['seconds']:,.0f} s on {training['device']}",
+    }
+    return figures
+
+
+def _format_alpha(alpha: float) -> str:
+    """Return an alpha (false-alarm rate) as a percentage with two significant digits, such as "1%" or "0.13%"."""
+    return f"{pages.format_number(100 * alpha, 2)}%"
+
+
+def _render_feature_likelihoods(data: PreparedTable, held_out: HeldOutLikelihood) -> list[str]:
+    """Return the HTML blocks of the section that shows how well each feature is predicted, the worst feature first."""
+    nll = held_out.nll_by_feature  # indexed by the code of the feature, which is its index in the schema
+    # Features that were never scored have NaN. They are moved to the end, and removed in the next line.
+    codes_worst_first = np.argsort(-np.nan_to_num(nll, nan=-np.inf))
+    scored_codes = [code for code in codes_worst_first if np.isfinite(nll[code])]
+    codes = scored_codes[:MAX_BARS]
+    is_truncated = len(scored_codes) > MAX_BARS
+    selection = f" The {MAX_BARS} worst of {len(scored_codes):,} features are shown." if is_truncated else ""
+    # Context features only help to predict the others. They add nothing to the likelihood, so they are not counted.
+    num_scored_features = int((~data.schema.is_context).sum())
+    # The figure 1.42 in the text is the entropy of a normal distribution with standard deviation 1, ln(2πe) / 2 nats.
+    return [
+        pages.render_heading("What is predictable"),
+        pages.render_paragraph(
+            f"{NATS} The chart shows its mean for each feature given the earlier readings of the record, over "
+            f"{len(held_out.nll_by_record):,} held-out records in {held_out.num_orders} random orders each. For a "
+            f"whole record the mean is {pages.format_number(held_out.mean_nll)} nats, and for a feature "
+            f"{pages.format_number(held_out.mean_nll / num_scored_features)} nats. Smaller is better."
+        ),
+        pages.render_paragraph(
+            "For numbers, p is a density in units of the feature's standard deviation. A normally distributed feature "
+            "that the other features do not help to predict has 1.42, and precise predictions have negative values. "
+            f"For labels, p is a probability, and 0 means that labels are predicted with certainty.{selection}"
+        ),
+        charts.draw_bars(
+            [data.schema.names[code] for code in codes],
+            [float(nll[code]) for code in codes],
+            "Held-out −ln p per feature",
+            "nats",
+        ),
+    ]
+
+
+def _render_alerts(data: PreparedTable, calibration: Calibration) -> list[str]:
+    """Return the HTML blocks of the section that shows how many false alerts each default alpha raises, and when.
+
+    Alpha is the guaranteed largest share of normal records that raise an alert. The anomaly score is called the
+    statistic of a record.
+    """
+    records_per_day = estimate_records_per_day(data)
+    # The threshold of a small alpha is infinite if there are too few calibration records for any alert at it.
+    threshold_by_alpha = {alpha: calibration.compute_threshold(alpha) for alpha in DEFAULT_ALPHAS}
+    marks = {f"α = {_format_alpha(alpha)}": value for alpha, value in threshold_by_alpha.items() if np.isfinite(value)}
+    ties = ", with readings of the same time scored together" if calibration.tie_policy == "hold" else ""
+    rows = [
+        [
+            _format_alpha(alpha),
+            describe_false_alerts(records_per_day, alpha) if np.isfinite(threshold) else "—",
+            f"{threshold:.2f}" if np.isfinite(threshold) else "—",
+            calibration.describe_reachability(alpha),
+        ]
+        for alpha, threshold in threshold_by_alpha.items()
+    ]
+    return [
+        pages.render_heading("False alerts to expect"),
+        pages.render_paragraph(_explain_false_alerts(records_per_day, calibration)),
+        pages.render_table(["α", "false alerts", "score that alerts", "in reach?"], rows),
+        pages.render_paragraph(
+            "Each record has an anomaly score, which is computed after each reading. A record raises an alert when its "
+            "score exceeds the threshold of the chosen α. The histogram shows the largest score of each of "
+            f"{len(calibration.scores):,} normal records that were not used for training, in "
+            f"{calibration.arrival_order} order{ties}."
+        ),
+        charts.draw_histogram(calibration.scores, "Largest score of normal records", "score, nats", vertical=marks),
+    ]
+
+
+def _explain_false_alerts(records_per_day: float | None, calibration: Calibration) -> str:
+    """Return the paragraph that states the number of false alerts to expect, and on what it depends."""
+    alpha = _choose_main_alpha(calibration)
+    if alpha is None:
+        expectation = "There are too few calibration records for an alert at any of these α. "
+    elif records_per_day is None:
+        expectation = (
+            f"At α = {_format_alpha(alpha)} expect {describe_false_alerts(None, alpha)} while everything is normal. "
+        )
+    else:
+        expectation = (
+            f"At α = {_format_alpha(alpha)} and today's rate of {pages.format_number(records_per_day)} records a day "
+            f"expect {describe_false_alerts(records_per_day, alpha)} while everything is normal. The rate is that of "
+            "the normal records in the training table, from the first to the last time. "
+        )
+    return (
+        f"{expectation}At most a share α of normal records like those of the training table ever raises an alert, "
+        "whether the model is good or bad. More false alerts are possible if the order of arrival changes, if the data "
+        "drift, or if records depend on each other (such as consecutive seconds of one machine)."
+    )
+
+
+def describe_feature(feature: Feature) -> tuple[str, str, str]:
+    """Describe a feature in words for a table.
+
+    Returns:
+        (kind, values, resolution), three texts. `kind` is such as "continuous context"; a context feature is only an
+        input of predictions and is never scored. `values` describes the training data: mean ± standard deviation and
+        range with the unit, or the labels. `resolution` is the smallest step between readings in raw units, empty if
+        unknown.
+    """
+    kind = feature.kind + (" context" if feature.context else "")
+    kind += f", a cycle of {feature.period:g}" if feature.period is not None else ""
+    if feature.kind == "discrete":
+        num_labels = len(feature.labels)
+        labels = ", ".join(feature.labels[:MAX_LISTED_LABELS])
+        return kind, labels + (f", … ({num_labels})" if num_labels > MAX_LISTED_LABELS else ""), ""
+    values = f"{feature.location:.5g} ± {feature.scale:.3g}"
+    if feature.low is not None:
+        values += f" in [{feature.low:.5g}, {feature.high:.5g}]"
+    if feature.unit is not None:
+        values += f" {feature.unit}"
+    return kind, values, f"{feature.quantum:g}" if feature.quantum is not None else ""
+
+
+def _render_features(data: PreparedTable) -> Sequence[str]:
+    """Return the HTML blocks of the section with the table of features and the columns that are not features."""
+    # A sensor with one feature for each time slot of a window gets a single row.
+    rows = [
+        [feature.name, *describe_feature(feature), feature.reason, data.missing_by_feature.get(feature.name, 0)]
+        for feature in collapse_time_slots(data.schema).features
+    ]
+    header = ["feature", "kind", "values in training", "resolution", "reason for this kind", "missing"]
+    blocks = [pages.render_heading("Features"), pages.render_table(header, rows)]
+    if description := describe_records(data.schema):  # empty unless records are windows of time
+        blocks.append(pages.render_paragraph(description))
+    if data.excluded_columns:
+        excluded = [[column.name, column.reason] for column in data.excluded_columns]
+        blocks.append(pages.render_table(["left out", "reason"], excluded))
+    return blocks
 
 
 def _render_learning_curves(fitted: TrainingResult) -> list[str]:
@@ -93,109 +288,15 @@ def _render_learning_curves(fitted: TrainingResult) -> list[str]:
     ]
 
 
-def _render_feature_likelihoods(data: PreparedTable, held_out: HeldOutLikelihood) -> list[str]:
-    """Return the HTML blocks of the section that shows how well each feature is predicted, the worst feature first."""
-    nll = held_out.nll_by_feature  # indexed by the code of the feature, which is its index in the schema
-    # Features that were never scored have NaN. They are moved to the end, and removed in the next line.
-    codes_worst_first = np.argsort(-np.nan_to_num(nll, nan=-np.inf))
-    scored_codes = [code for code in codes_worst_first if np.isfinite(nll[code])]
-    codes = scored_codes[:MAX_BARS]
-    is_truncated = len(scored_codes) > MAX_BARS
-    selection = f" The {MAX_BARS} worst of {len(scored_codes):,} features are shown." if is_truncated else ""
-    # The figure 1.42 in the text is the entropy of a normal distribution with standard deviation 1, ln(2πe) / 2 nats.
-    return [
-        pages.render_heading("What is predictable"),
-        pages.render_paragraph(
-            "Mean −ln p of each feature given the earlier readings of the record. It is the mean over "
-            f"{len(held_out.nll_by_record):,} held-out records in {held_out.num_orders} random orders each. Smaller is "
-            "better. For numbers, p is a density in units of the feature's standard deviation. A normally distributed "
-            "feature that the other features do not help to predict has 1.42, and precise predictions have negative "
-            f"values. For labels, p is a probability, and 0 means that labels are predicted with certainty.{selection}"
-        ),
-        charts.draw_bars(
-            [data.schema.names[code] for code in codes],
-            [float(nll[code]) for code in codes],
-            "Held-out −ln p per feature",
-            "nats",
-        ),
-    ]
-
-
-def _render_calibration(calibration: Calibration) -> list[str]:
-    """Return the HTML blocks of the section that shows at which anomaly score each default alpha raises alerts.
-
-    Alpha is the guaranteed largest share of normal records that raise an alert. The anomaly score is called the
-    statistic of a record.
-    """
-    # The threshold of a small alpha is infinite if there are too few calibration records for any alert at it.
-    threshold_by_alpha = {alpha: calibration.compute_threshold(alpha) for alpha in DEFAULT_ALPHAS}
-    marks = {f"α = {alpha:g}": value for alpha, value in threshold_by_alpha.items() if np.isfinite(value)}
-    ties = ", with readings of the same time scored together" if calibration.tie_policy == "hold" else ""
-    rows = [
-        [
-            pages.format_percent(alpha),
-            f"{threshold:.2f}" if np.isfinite(threshold) else "—",
-            calibration.describe_reachability(alpha),
-        ]
-        for alpha, threshold in threshold_by_alpha.items()
-    ]
-    return [
-        pages.render_heading("When it raises alerts"),
-        pages.render_paragraph(
-            "The statistic of a record is its anomaly score, which is computed after each reading. The histogram shows "
-            f"its largest value in each of {len(calibration.scores):,} normal records that were not used for training, "
-            f"in {calibration.arrival_order} order{ties}. A record raises an alert when its statistic exceeds the "
-            "threshold of the chosen α. At most a share α of normal records like these ever raises an alert, whether "
-            "the model is good or bad. The guarantee becomes weaker if the order of arrival changes, if the data "
-            "drift, or if records depend on each other (such as consecutive seconds of one machine)."
-        ),
-        charts.draw_histogram(
-            calibration.scores, "Largest statistic of normal records", "statistic, nats", vertical=marks
-        ),
-        pages.render_table(["α, largest share of normal records alerted", "statistic that alerts", "in reach?"], rows),
-    ]
-
-
-def describe_feature(feature: Feature) -> tuple[str, str, str]:
-    """Describe a feature in words for a table.
-
-    Returns:
-        (kind, values, resolution), three texts. `kind` is such as "continuous context"; a context feature is only an
-        input of predictions and is never scored. `values` describes the training data: mean ± standard deviation and
-        range, or the labels. `resolution` is the smallest step between readings in raw units, empty if unknown.
-    """
-    kind = feature.kind + (" context" if feature.context else "")
-    kind += f", a cycle of {feature.period:g}" if feature.period is not None else ""
-    if feature.kind == "discrete":
-        num_labels = len(feature.labels)
-        labels = ", ".join(feature.labels[:MAX_LISTED_LABELS])
-        return kind, labels + (f", … ({num_labels})" if num_labels > MAX_LISTED_LABELS else ""), ""
-    values = f"{feature.location:.5g} ± {feature.scale:.3g}"
-    if feature.low is not None:
-        values += f" in [{feature.low:.5g}, {feature.high:.5g}]"
-    return kind, values, f"{feature.quantum:g}" if feature.quantum is not None else ""
-
-
-def _render_features(data: PreparedTable) -> Sequence[str]:
-    """Return the HTML blocks of the section with the table of features and the columns that are not features."""
-    # A sensor with one feature for each time slot of a window gets a single row.
-    rows = [
-        [feature.name, *describe_feature(feature), feature.reason, data.missing_by_feature.get(feature.name, 0)]
-        for feature in collapse_time_slots(data.schema).features
-    ]
-    header = ["feature", "kind", "values in training", "resolution", "reason for this kind", "missing"]
-    blocks = [pages.render_heading("Features"), pages.render_table(header, rows)]
-    if description := describe_records(data.schema):  # empty unless records are windows of time
-        blocks.append(pages.render_paragraph(description))
-    if data.excluded_columns:
-        excluded = [[column.name, column.reason] for column in data.excluded_columns]
-        blocks.append(pages.render_table(["left out", "reason"], excluded))
-    return blocks
-
-
 def _render_row_counts(data: PreparedTable, training: dict[str, Any]) -> list[str]:
     """Return the HTML blocks of the section with the numbers of records used, and of readings and rows left out."""
-    rows = [[f"records for {part}", count] for part, count in training["rows"].items()]
+    used = training.get("records_used", {})  # under a time limit, fewer records than available are used
+    rows = [[f"records for {part}", used.get(part, count)] for part, count in training["rows"].items()]
+    rows += [
+        [f"records for {part}, not used because of the time limit", count - used[part]]
+        for part, count in training["rows"].items()
+        if used.get(part, count) < count
+    ]
     rows += [
         [f"infinite readings of {name}, treated as missing", count] for name, count in data.infinite_by_feature.items()
     ]

@@ -110,6 +110,15 @@ def render_paragraph(words: str) -> Markup:
     return render_part("paragraph", words)
 
 
+def render_warnings(messages: Sequence[str]) -> Markup:
+    """Return a part that shows warnings in a frame, one sentence each, as a part of a page.
+
+    Args:
+        messages: The warnings. There is at least one.
+    """
+    return render_part("warnings", list(messages))
+
+
 def render_key_figures(value_by_name: Mapping[str, str]) -> Markup:
     """Return a part that shows the most important numbers of a page in large type, one card for each number.
 
@@ -120,7 +129,10 @@ def render_key_figures(value_by_name: Mapping[str, str]) -> Markup:
 
 
 def render_table(header: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> Markup:
-    """Return a table, which can be scrolled horizontally if the screen is too narrow.
+    """Return a table for wide and narrow screens.
+
+    On a narrow screen, each row of a table with more than four columns becomes a list of its cells, each with the title
+    of its column. A table with fewer columns can be scrolled horizontally.
 
     A column is aligned to the right if every cell is a number, or a text that looks like one, such as "3.5 kW" or "–".
 

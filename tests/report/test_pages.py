@@ -25,7 +25,9 @@ def page_of(words: str) -> str:
         pages.render_heading(words),
         pages.render_paragraph(words),
         pages.render_key_figures({words: words}),
+        pages.render_warnings([words, words]),
         pages.render_table([words, "n"], [[words, 1], [words, 2.5]], caption=words),
+        pages.render_table([words, "b", "c", "d", words], [[words, 1, 2, 3, words]]),
         charts.draw_lines(
             {words: (xs, ys), "b": (xs, xs)}, words, words, words, horizontal={words: 1.0}, vertical={words: 2.0}
         ),
@@ -108,6 +110,22 @@ def test_tables_align_numbers_to_the_right() -> None:
     assert '<td class="number">1,234</td>' in document or '<td class="number">1,235</td>' in document
     with pytest.raises(ValueError, match="2 cells"):
         pages.render_table(["a", "b"], [["only one"]])
+
+
+def test_cells_of_wide_tables_name_their_column_for_narrow_screens() -> None:
+    wide = pages.render_table(["a", "b", "c", "d", "e <"], [["v", "w", "x", "y", "z"]])
+    titles = [attributes.get("data-title") for tag, attributes in read_html(wide).tags if tag == "td"]
+    assert titles == ["a", "b", "c", "d", "e <"]
+    narrow = pages.render_table(["a", "b"], [["v", "w"]])
+    assert "data-title" not in narrow
+
+
+def test_warnings_are_listed_in_a_frame() -> None:
+    page = pages.render_page("title", pages.render_warnings(["too few records", "too few steps"]))
+    texts = read_html(page).texts
+    assert "Warnings" in texts
+    assert [text for text in texts if text.startswith("too")] == ["too few records", "too few steps"]
+    assert "Warning" in read_html(pages.render_warnings(["one"])).texts
 
 
 def test_blocks_are_appended_to_a_page() -> None:
