@@ -25,7 +25,6 @@ from connectors.files.sinks import (
 from connectors.files.sources import FileSource, StandardInput, open_source
 from connectors.files.table_events import iterate_events
 from connectors.files.terminal import TerminalAlerts
-from deformer_stream.tables.discovery import check_no_overwrite
 
 __all__ = [
     "AlertLines",
@@ -37,7 +36,6 @@ __all__ = [
     "ScoresParquet",
     "StandardInput",
     "TerminalAlerts",
-    "check_no_overwrite",
     "iterate_events",
     "open_source",
 ]

@@ -5,7 +5,8 @@ Heavy packages are imported inside the functions, so that `--help` is printed wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,6 +27,33 @@ DEFAULT_DRIFT_ODDS = 1000.0
 
 MIN_READINGS_LIMIT = 4096
 """Smallest limit of the readings in a message. The limit is larger if the model has more features than this."""
+
+
+def check_paths(
+    inputs: Sequence[str | Path], model: Path | None, outputs: Mapping[str, str | Path | None] | None = None
+) -> None:
+    """Check that the input files and the model directory exist, before heavy packages are imported.
+
+    So a wrong path is reported at once. The contents of files are checked later.
+
+    Args:
+        inputs: Files, folders and patterns; `-` is standard input.
+        model: The model directory, None if the command needs none.
+        outputs: The path of each output file by its flag, such as `--records`. It must not be an input.
+
+    Raises:
+        InputError: An input does not exist.
+        ArtifactError: The model directory does not exist or is not one.
+        ConfigError: An output file is also an input or another output.
+    """
+    from deformer_stream.errors import ArtifactError
+    from deformer_stream.tables.discovery import check_no_overwrite
+
+    check_no_overwrite(inputs, outputs or {})
+    if model is not None and not (model / "manifest.json").exists():
+        raise ArtifactError(
+            f"{model / 'manifest.json'} is missing: give the directory that deformer-train wrote with --out"
+        )
 
 
 def load_engine(settings: ConsumeSettings | ReplaySettings, drift_odds: float | None = None) -> tuple[Artifact, Engine]:

@@ -74,6 +74,10 @@ def build_consume() -> click.Command:
         process.reserve_core()
         process.shorten_switch_interval()
         process.limit_malloc_arenas()
+        settings = load_settings(ConsumeSettings, flags, config, "consume")
+        is_file = _find_kafka_topic(settings)[1] is None
+        factory.check_paths([str(settings.source)] if is_file else [], settings.model)
+        # These imports take seconds.
         from deformer_stream import log
         from deformer_stream.runtime.http_server import start_http_server
         from deformer_stream.runtime.metrics import Metrics
@@ -81,7 +85,6 @@ def build_consume() -> click.Command:
         from deformer_stream.runtime.reload import ModelReloader
         from deformer_stream.runtime.timing import WallClock
 
-        settings = load_settings(ConsumeSettings, flags, config, "consume")
         log.configure(is_debugging())
         logger = log.get_logger("consume")
         # With --drift off, drift is tracked for its metric, but not reported.
@@ -153,7 +156,8 @@ def _connect(
     Raises:
         ConfigError: The options contradict each other.
     """
-    from connectors.files import AlertLines, TerminalAlerts, check_no_overwrite, open_source
+    from connectors.files import AlertLines, TerminalAlerts, open_source
+    from deformer_stream.tables.discovery import check_no_overwrite
 
     source: EventSource
     sinks: list[Sink] = []
@@ -302,12 +306,12 @@ def build_replay() -> click.Command:
 
         INPUT is a Parquet, CSV or JSON lines file, a folder of such files, or - for JSON lines on standard input.
         """
+        settings = load_settings(ReplaySettings, flags, config, "replay")
+        factory.check_paths(inputs, settings.model, settings.get_output_by_flag())
+        stop = stop_on_signals()  # before the imports below, because these take seconds
         from deformer_stream import log
 
-        settings = load_settings(ReplaySettings, flags, config, "replay")
         log.configure(is_debugging())
-        stop = stop_on_signals()  # before the imports below, because these take seconds
-        factory.check_paths(inputs, settings.model, settings.get_output_by_flag())
         drift_odds = None if settings.drift == "off" else settings.drift or factory.DEFAULT_DRIFT_ODDS
         loaded, engine = factory.load_engine(settings, drift_odds)
         codec, source = factory.open_inputs(inputs, loaded, settings)
@@ -429,6 +433,9 @@ def build_calibrate() -> click.Command:
         INPUT is a table or log as for the command replay. Its records must be normal, and new: records that
         training or the calibration in force has used are refused, unless --seen-records says otherwise.
         """
+        settings = load_settings(CalibrateSettings, flags, config, "calibrate")
+        factory.check_paths(inputs, settings.model)
+        # These imports take seconds.
         from deformer_stream import log, model_store
         from deformer_stream.calibration.recalibrate import CalibrationStatistics, recalibrate
         from deformer_stream.cli.config_report import align_columns
@@ -436,7 +443,6 @@ def build_calibrate() -> click.Command:
         from deformer_stream.cli.seen_records import replace_calibration_records, select_new_records
         from deformer_stream.runtime.calibration_sink import MaxStatisticSink
 
-        settings = load_settings(CalibrateSettings, flags, config, "calibrate")
         log.configure(is_debugging())
         target = settings.out or settings.model
         model_store.check_output_directory(target)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
+from deformer_stream.cli.factory import check_paths
 from deformer_stream.cli_utils import (
     HELP,
     INTERRUPTED_EXIT_CODE,
@@ -43,14 +44,13 @@ def build_produce() -> click.Command:
 
         INPUT is a Parquet or CSV table, a JSON lines file, or a folder of such files.
         """
+        settings = load_settings(ProduceSettings, flags, config, "produce")
+        check_paths(inputs, settings.model, {"--output": settings.output})
         from deformer_stream import log
         from deformer_stream.progress import Progress
-        from deformer_stream.tables.discovery import check_no_overwrite
 
-        settings = load_settings(ProduceSettings, flags, config, "produce")
         log.configure(is_debugging())
         stop = stop_on_signals()
-        check_no_overwrite(inputs, {"--output": settings.output})
         # A signal sets `stop`; then no further event is read, and the events so far are sent completely.
         events = itertools.takewhile(lambda _: not stop.is_set(), _read_events(inputs, settings))
         with Progress("produce", None, "events") as progress:
@@ -176,17 +176,15 @@ def build_impute() -> click.Command:
         (--draws). INPUT is a Parquet or CSV table in which each row is a record.
         """
         interrupt_on_termination()
-        from deformer_stream import log
-        from deformer_stream.tables.discovery import find_files
-
         settings = load_settings(ImputeSettings, flags, config, "impute")
-        log.configure(is_debugging())
-        find_files([table])  # reports a wrong path at once, before the imports below, which take seconds
+        check_paths([table], settings.model)
+        # These imports take seconds.
         from connectors.files import imputation
-        from deformer_stream import model_store
+        from deformer_stream import log, model_store
         from deformer_stream.progress import Progress
         from deformer_stream.tables.table import TableOptions
 
+        log.configure(is_debugging())
         model = model_store.read(settings.model, settings.device).model
         with Progress("impute", None, "rows") as progress:
             options = imputation.ImputeOptions(
