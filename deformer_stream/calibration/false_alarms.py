@@ -13,6 +13,9 @@ import math
 
 import torch
 
+DEFAULT_CONFIDENCE = 0.99
+"""Probability that the number of false alarms is at most the bound that reports state."""
+
 _GRID_POINTS = 65_536
 """Largest number of points at which probabilities are computed; between them they are bounded from above."""
 
@@ -22,7 +25,7 @@ def bound_false_alarms(
     alpha: float,
     num_calibration_records: int,
     num_records: int,
-    confidence: float,
+    confidence: float = DEFAULT_CONFIDENCE,
     is_grouped: bool = False,
 ) -> int:
     """Return an upper bound of the number of false alarms among normal records, which holds with this confidence.

@@ -11,12 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.calibration.false_alarms import bound_false_alarms
 from deformer_stream.demo.simulate import FEATURES, MEANING_BY_FAULT, SENSORS
 from deformer_stream.engine.events import Alert, Contribution
 from deformer_stream.report import charts, pages
-
-CONFIDENCE = 0.99
-"""Probability that the number of false alarms is at most the bound that the report states."""
 
 MIN_SUSPICIOUS_NATS = 3.0
 """Negative log p-value of a reading, in nats, from which it is named in the explanation of an alert as a second or
@@ -107,43 +105,6 @@ def explain_alert(alert: Alert) -> list[str]:
     return [format_contribution(contribution) for contribution in (*most_suspicious, *others)]
 
 
-def bound_false_alarms(
-    alpha: float, num_calibration_records: int, num_records: int, confidence: float = CONFIDENCE
-) -> int:
-    """Return an upper bound of the number of false alarms, which holds with probability `confidence`.
-
-    Each new record is compared with the same n calibration records (normal records). It raises an alert if it is one of
-    the k = ⌊α(n + 1)⌋ most anomalous of these n + 1 records. The calibration records are random, so the probability of
-    a false alarm is random as well: it has the distribution Beta(k, n + 1 − k). Therefore the number of false alarms
-    among m normal records is beta-binomial (Vovk 2012; Bates et al., arXiv 2104.08279). The bound is the quantile of
-    this distribution at `confidence`.
-
-    Args:
-        alpha: False-alarm rate, the α of the formula.
-        num_calibration_records: The n of the formula.
-        num_records: Number of normal records in the stream, the m of the formula.
-        confidence: Probability with which the bound holds.
-    """
-    n, m = num_calibration_records, num_records
-    k = math.floor(alpha * (n + 1) + 1e-9)  # the small term compensates rounding errors of the product
-    if k < 1:  # no rank is extreme enough for an alert
-        return 0
-    b = n + 1 - k  # the second parameter of the beta distribution
-    lgamma = math.lgamma
-    # Log probability of x false alarms: ln C(m, x) + ln B(x + k, m − x + b) − ln B(k, b).
-    # C is the binomial coefficient: C(m, x) = Γ(m + 1) / (Γ(x + 1) Γ(m − x + 1)).
-    # B is the beta function: B(u, w) = Γ(u) Γ(w) / Γ(u + w). Here k + b = n + 1.
-    # `constant` has the terms without x.
-    constant = lgamma(m + 1) + lgamma(n + 1) - lgamma(k) - lgamma(b) - lgamma(m + n + 1)
-    log_probabilities = [
-        constant - lgamma(x + 1) - lgamma(m - x + 1) + lgamma(x + k) + lgamma(m - x + b) for x in range(m + 1)
-    ]
-    cumulative_probabilities = np.cumsum(np.exp(log_probabilities))
-    # The first x whose cumulative probability is at least `confidence`. If rounding errors keep all of them below it,
-    # the bound is m.
-    return min(int(np.searchsorted(cumulative_probabilities, confidence)), m)
-
-
 class Detection(NamedTuple):
     """How many records with one kind of fault were detected, and how early.
 
@@ -168,7 +129,7 @@ class Summary:
         num_calibration_records: Number of calibration records (normal records with which new ones are compared).
         num_normal: Number of normal records.
         num_false_alarms: Number of normal records that raised an alert.
-        max_false_alarms: Upper bound of the number of false alarms that holds with probability `CONFIDENCE`.
+        max_false_alarms: Upper bound of the number of false alarms that holds with the usual confidence.
         num_faulty: Number of faulty records.
         num_detected: Number of faulty records that raised an alert.
         num_early: Number of faulty records that raised an alert before their last reading arrived.

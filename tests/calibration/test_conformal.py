@@ -20,10 +20,10 @@ from deformer_stream.calibration.conformal import (
     advance_prefix_state,
     trim_largest,
 )
+from deformer_stream.calibration.false_alarms import bound_false_alarms
 from deformer_stream.calibration.torch_scoring import compute_centered_nll
 from deformer_stream.model.deformer import ModelConfig
 from deformer_stream.model.schema import Feature, Schema
-from tests.beta_binomial import compute_beta_binomial_upper
 from tests.engine.random_models import draw_records, make_model, normalise_values
 
 Floats = NDArray[np.float64]
@@ -143,10 +143,10 @@ def test_each_group_keeps_alpha_only_with_its_own_calibration(alpha: float) -> N
         record_ids = [f"{name}/{i}" for i in range(num_records)]
         by_group = int((calibration.compute_p_values(score, lambda ids=record_ids: ids) <= alpha).sum())
         pooled = int((calibration.compute_p_values(score, lambda: ["no group"] * num_records) <= alpha).sum())
-        low = compute_beta_binomial_upper(999, num_records, alpha, 0.005)
-        assert low <= by_group <= compute_beta_binomial_upper(999, num_records, alpha, 0.995)
+        low = bound_false_alarms(alpha, 999, num_records, 0.005)
+        assert low <= by_group <= bound_false_alarms(alpha, 999, num_records, 0.995)
         if name == "hot":
-            assert pooled > compute_beta_binomial_upper(2 * 999, num_records, alpha, 0.999), (
+            assert pooled > bound_false_alarms(alpha, 2 * 999, num_records, 0.999), (
                 "the noisier group is not over alpha"
             )
         else:
@@ -238,7 +238,7 @@ def test_false_alarms_of_a_wrong_model_stay_within_alpha() -> None:
 
     calibration = Calibration.from_statistics(draw_statistics(num_calibration), "arrival")
     num_alerts = int((calibration.compute_pooled_p_values(draw_statistics(num_records)) <= alpha).sum())
-    assert num_alerts <= compute_beta_binomial_upper(num_calibration, num_records, alpha, 0.99)
+    assert num_alerts <= bound_false_alarms(alpha, num_calibration, num_records, 0.99)
     assert num_alerts > 0
 
 

@@ -20,6 +20,7 @@ import torch
 import deformer_stream
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.false_alarms import bound_false_alarms
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.engine import Engine, Limits
@@ -28,7 +29,6 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.ports import RestoredPartition
 from deformer_stream.runtime.recovery import Recovery
-from tests.beta_binomial import compute_beta_binomial_upper
 from tests.engine.random_models import make_model
 from tests.engine.restarts import assert_same_snapshot
 from tests.models import CONFIG, SCHEMA, draw_rows, make_small_model
@@ -278,4 +278,4 @@ def test_false_alarm_rate_stays_within_alpha(tmp_path: Path) -> None:
         model, Calibration.from_statistics(scores, "arrival", tie_policy="hold"), "m", alpha, Limits(), effort="off"
     )
     num_alerts = sum(len(effects.alerts) for effects in run(engine, lambda i: i >= num_calibration))
-    assert 0 < num_alerts <= compute_beta_binomial_upper(num_calibration, num_records, alpha, 0.999)
+    assert 0 < num_alerts <= bound_false_alarms(alpha, num_calibration, num_records, 0.999)

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.false_alarms import bound_false_alarms
 from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine, Limits, OpenRecordPolicy
 from deformer_stream.engine.events import Alert, CloseReason, Effects, EventBatch
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
-from tests.beta_binomial import compute_beta_binomial_upper
 from tests.engine.random_models import draw_records, make_model, normalise_values
 from tests.engine.restarts import (
     ALPHA,
@@ -340,7 +340,7 @@ def test_rescored_records_alert_with_at_most_twice_alpha(policy: OpenRecordPolic
     alerts = [alert for batch in (first, second, third) for alert in engine.handle(batch, 0).alerts]
     engine.change_model(*calibrated_model(3, num_calibration), "model-1", policy)
     alerts += engine.handle(last, 0).alerts
-    bound = compute_beta_binomial_upper(num_calibration, num_records, alpha, 0.999)
+    bound = bound_false_alarms(alpha, num_calibration, num_records, 0.999)
     for fingerprint in ("model-0", "model-1"):
         num_alerts = sum(alert.model == fingerprint for alert in alerts)
         assert num_alerts <= bound
@@ -348,4 +348,4 @@ def test_rescored_records_alert_with_at_most_twice_alpha(policy: OpenRecordPolic
     if policy == "finish":
         assert num_alerted <= bound
     else:
-        assert bound < num_alerted <= compute_beta_binomial_upper(num_calibration, num_records, 2 * alpha, 0.999)
+        assert bound < num_alerted <= bound_false_alarms(2 * alpha, num_calibration, num_records, 0.999)

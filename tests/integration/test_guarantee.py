@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.false_alarms import bound_false_alarms
 from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.codec import Codec
 from deformer_stream.demo.simulate import FEATURES, Order, SimulatedFleet, simulate
@@ -27,7 +28,6 @@ from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.timing import EventClock
 from deformer_stream.testing import MemorySink, MemorySource
-from tests.beta_binomial import compute_beta_binomial_upper
 
 ALPHA = 0.01
 NUM_CALIBRATION, NUM_HELD_OUT = 5_000, 10_000
@@ -73,7 +73,7 @@ def test_false_alarm_rate_is_at_most_alpha(model_dir: Path, order: Order) -> Non
     totals = Pipeline(source, Codec(loaded.schema), engine, [sink], EventClock(), Metrics(), is_finite=True).run(
         threading.Event()
     )
-    bound = compute_beta_binomial_upper(NUM_CALIBRATION, NUM_HELD_OUT, ALPHA, 0.99)
+    bound = bound_false_alarms(ALPHA, NUM_CALIBRATION, NUM_HELD_OUT, 0.99)
     print(f"{order}: {totals.alerts} of {totals.closed} normal records alerted at alpha {ALPHA}, bound {bound}")
     assert totals.closed == NUM_HELD_OUT
     assert not totals.rejected
