@@ -22,6 +22,9 @@ PROGRESS_SECONDS = 5.0
 MIN_MEASURED_SECONDS = 0.05
 """A time measurement is accepted if it took at least this many seconds. Shorter ones are repeated with more records."""
 
+MAX_WARM_UP_SECONDS = 2.0
+"""If the first call of a measured function takes longer than this, it is itself the measurement."""
+
 MAX_MEASURED_RECORDS = 64
 """Largest number of records that are processed to measure the seconds per record."""
 
@@ -44,6 +47,7 @@ class TimeBudget:
         spent: Seconds that were used before this object was created, such as those of an interrupted run that is
             continued, or of importing modules.
         started: Value of the clock when this object was created.
+        seconds_by_phase: Seconds that each phase of the job took, by its name. `mark_phase` adds to it.
     """
 
     limit: float | None = None
@@ -51,6 +55,8 @@ class TimeBudget:
     reserve: float = 0.0
     spent: float = 0.0
     started: float = field(init=False)
+    seconds_by_phase: dict[str, float] = field(default_factory=dict, init=False)
+    _marked_at: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         self.started = self.clock()
@@ -65,9 +71,11 @@ class TimeBudget:
         """Seconds until the limit, at least 0; infinite without a limit."""
         return float("inf") if self.limit is None else max(0.0, self.limit - self.elapsed)
 
-    def is_share_used(self, share: float) -> bool:
-        """Return whether more than `share` (0 to 1) of the time limit has elapsed; False without a limit."""
-        return self.limit is not None and self.elapsed > share * self.limit
+    def mark_phase(self, name: str) -> None:
+        """Add the seconds since the last call, or since the start of the command, to those of a phase of the job."""
+        elapsed = self.elapsed
+        self.seconds_by_phase[name] = round(self.seconds_by_phase.get(name, 0.0) + elapsed - self._marked_at, 2)
+        self._marked_at = elapsed
 
     def compute_training_progress(self) -> float:
         """Return the elapsed time as a share of the time after which training must end; 0 without a limit.
@@ -271,7 +279,11 @@ def measure_seconds_per_record(
         warm_up: Whether to call `process` once before it is measured, because the first call may load libraries.
     """
     if warm_up:
+        started = clock()
         process(1)
+        seconds = clock() - started
+        if seconds > MAX_WARM_UP_SECONDS:  # the record is so expensive that it is not processed again
+            return seconds
     num_records, max_records = 1, min(MAX_MEASURED_RECORDS, num_available)
     while True:
         started = clock()

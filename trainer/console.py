@@ -1,4 +1,4 @@
-"""The output of `deformer-train` on the terminal: the table of features, the progress, and the final summary."""
+"""The output of `deformer-train` on the terminal: the progress and the final summary."""
 
 from __future__ import annotations
 
@@ -9,49 +9,17 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from deformer_stream import log
 from deformer_stream.calibration.conformal import DEFAULT_ALPHAS
-from deformer_stream.model.time_slots import collapse_time_slots, describe_records
-from trainer.data import PreparedTable
+from trainer.feature_table import print_features as print_features
 from trainer.fit import TrainingStatus
 from trainer.job import TrainingOutput
-from trainer.report import describe_feature
 
 SECONDS_BETWEEN_LINES = 5.0
 """Seconds between two log lines about the progress if standard error is not a terminal."""
 
-TABLE_WIDTH = 160
-"""Characters in a line of the table of features if standard output is not a terminal. Long names fit into it."""
-
 LOG = log.get_logger("train")
-
-
-def print_features(data: PreparedTable) -> None:
-    """Print to standard output which columns became features, which were left out, and why."""
-    console = Console() if sys.stdout.isatty() else Console(width=TABLE_WIDTH)
-    # All texts are printed with markup=False, because a name such as "flow[1]" would be read as a style of `rich`.
-    table = Table("feature", "kind", "values in training", "resolution", "reason", "missing", box=None, pad_edge=False)
-    # A sensor with one feature for each time slot of a window gets a single line.
-    for feature in collapse_time_slots(data.schema).features:
-        kind, values, resolution = describe_feature(feature)
-        num_missing = data.missing_by_feature.get(feature.name, 0)
-        missing = str(num_missing) if num_missing else ""
-        table.add_row(feature.name, kind, values, resolution, feature.reason, missing)
-    for column in data.excluded_columns:
-        table.add_row(column.name, "left out", "", "", column.reason, "")
-    console.print(table, markup=False)
-    if description := describe_records(data.schema):  # empty unless records are windows of time
-        console.print(description, markup=False)
-    for name, count in data.infinite_by_feature.items():
-        console.print(f"{name}: {count} infinite readings are treated as missing", markup=False)
-    for name, (count, example) in data.texts_by_feature.items():
-        console.print(
-            f"{name}: {count:,} texts that are no numbers, such as {example!r}, count as missing", markup=False
-        )
-    for reason, count in data.skipped_by_reason.items():
-        console.print(f"left out: {count} {reason}", markup=False)
 
 
 def _round(nats: float) -> float | None:
@@ -119,7 +87,7 @@ def print_line(line: str) -> None:
 
 
 def _describe_model(result: TrainingOutput) -> str:
-    """Return one line about the model, such as "4 layers of 128, no Gaussian prior; ranks records by the density".
+    """Return one line, such as "4 layers of 128 (preset small), no Gaussian prior; ranks records by the density".
 
     It contains the number of layers and their width, and the size of the Gaussian prior (mixture of Gaussians fitted
     before training). Complete records are ranked from normal to anomalous by the density. If the model has exemplars
@@ -129,16 +97,26 @@ def _describe_model(result: TrainingOutput) -> str:
     plural = "" if config.gaussians == 1 else "s"
     prior = f"prior of {config.gaussians} Gaussian{plural}" if config.gaussians else "no Gaussian prior"
     exemplars = f"{config.exemplars} exemplars and " if config.exemplars else ""
-    return f"{config.layers} layers of {config.d_model}, {prior}; ranks records by {exemplars}the density"
+    preset = result.summary["preset"]["name"]
+    return (
+        f"{config.layers} layers of {config.d_model} (preset {preset}), {prior}; "
+        f"ranks records by {exemplars}the density"
+    )
 
 
 def format_summary(result: TrainingOutput) -> str:
-    """Return the lines that are printed after training: quality of the model, its directory, and the next command."""
+    """Return the lines that are printed after training: quality of the model, its directory, and the next command.
+
+    The warnings, which were printed before, are repeated at the end, because they may have scrolled away.
+    """
     calibration, held_out = result.calibration, result.held_out
-    num_records_by_part = result.summary["rows"]  # the parts are "train", "validation" and "calibration"
-    num_used = result.summary["records_used"]["calibration"]  # fewer than available under a time limit
-    num_available = num_records_by_part["calibration"]
-    calibration_count = f"{num_used}" if num_used >= num_available else f"{num_used} of {num_available}"
+    num_used, num_available = result.summary["records_used"], result.summary["records_available"]
+
+    def describe_count(part: str) -> str:
+        """Return how many records a part used, and how many it has if these are more."""
+        used, available = num_used[part], num_available[part]
+        return f"{used}" if used >= available else f"{used} of {available}"
+
     # Context features only help to predict the others. They add nothing to the likelihood, so they are not counted.
     num_scored_features = int((~result.data.schema.is_context).sum())
     # Alpha is the false-alarm rate. A record raises an alert if its p-value is at most alpha. The smallest p-value is
@@ -151,14 +129,14 @@ def format_summary(result: TrainingOutput) -> str:
     )
     return "\n".join(
         [
-            f"records      {num_records_by_part['train']} trained on, "
-            f"{num_records_by_part['validation']} for validation, "
-            f"{calibration_count} for calibration ({calibration.arrival_order} order)",
+            f"records      {describe_count('train')} trained on, {describe_count('validation')} for validation, "
+            f"{describe_count('calibration')} for calibration ({calibration.arrival_order} order)",
             f"model        {_describe_model(result)}",
             f"held out     {held_out.mean_nll:.3f} nats a record, "
             f"{held_out.mean_nll / num_scored_features:.3f} a feature, from {len(held_out.nll_by_record)} records "
             f"({result.training_result.steps} steps, {result.summary['seconds']:.0f} s)",
             f"p-values     smallest {calibration.min_p_value:.2g}: {reachability}",
+            *(f"warning      {warning['message']}" for warning in result.summary["warnings"]),
             f"written      {result.directory} ({result.fingerprint}), report {result.directory / 'report.html'}",
             f"next         deformer-stream replay TABLE --model {result.directory} --records records.parquet",
         ]

@@ -14,21 +14,30 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from deformer_stream.calibration.conformal import TiePolicy
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError, map_write_errors
 from deformer_stream.model.schema import Feature, FeatureKind, Schema
 from deformer_stream.model.time_slots import collapse_time_slots, expand_time_slots
 from deformer_stream.model.windows import Window, format_duration
+from deformer_stream.tables.csv_dialect import CsvOptions
 from deformer_stream.tables.table import TableOptions
 from trainer.feature_kinds import ColumnStatistics, ExcludedColumn, check_old_feature, infer_feature
-from trainer.reading_time import MIN_SAMPLED_RECORDS, ReadingMonitor, ReadingTooSlow
+from trainer.reading_time import MAX_SAMPLE_SHARE, MIN_SAMPLED_RECORDS, ReadingMonitor, ReadingTooSlow
+from trainer.settings import TrainConfig, parse_periods, split_names
+from trainer.slot_values import (
+    ReadingIntervals,
+    SlotAggregator,
+    SlotCounts,
+    describe_repeated_readings,
+    suggest_num_slots,
+)
 from trainer.tables import (
+    DEVICE,
     FEATURE,
     RECORD,
     VALUE,
@@ -43,6 +52,9 @@ from trainer.tables import (
     open_tables,
     parse_numbers,
 )
+
+if TYPE_CHECKING:  # the module imports PyTorch, which a dry run does not need
+    from deformer_stream.calibration.conformal import TiePolicy
 
 
 class Split(enum.IntEnum):
@@ -65,6 +77,9 @@ VALIDATION_SHARE = 0.1
 
 MIN_RECORDS = 20
 """Smallest number of normal records that a training table must have."""
+
+MAX_SLOTS = 1000
+"""Largest number of time slots of a window (`--slots`)."""
 
 MAX_FEATURES = 4096
 """Largest number of features of a record. The time to score a record grows with the square of their number."""
@@ -151,6 +166,8 @@ class PreparedTable:
             if it is not known.
         time_span: The first and the last time in the normal records, in microseconds since 1970. None if the input has
             no times.
+        warnings: Warnings about the input, each a constant code for programs and a sentence for people.
+        notes: Lines for people on how the input was read, such as the dialect of a CSV file.
     """
 
     schema: Schema
@@ -168,6 +185,8 @@ class PreparedTable:
     ties: TiePolicy = "arrival"
     num_input_records: int = 0
     time_span: tuple[int, int] | None = None
+    warnings: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
 
     def select_rows(self, part: Split) -> NDArray[np.int64]:
         """Return the row numbers of the records in one part of the split, such as `Split.TRAIN`, ascending."""
@@ -197,7 +216,11 @@ class PreparedTable:
 
 
 def prepare_table(
-    sources: Sequence[TableSource], options: DataOptions, folder: Path, monitor: ReadingMonitor | None = None
+    sources: Sequence[TableSource],
+    options: DataOptions,
+    folder: Path,
+    monitor: ReadingMonitor | None = None,
+    max_rows: int | None = None,
 ) -> PreparedTable:
     """Read tables, infer the features, split the records, and write the matrix of normalised values.
 
@@ -207,6 +230,7 @@ def prepare_table(
         folder: An existing folder, in which the files of the matrix are created.
         monitor: Reports the progress, and limits the time for reading. If all records take longer, a random sample of
             them is used. By default the time is not limited, and no progress is reported.
+        max_rows: Largest number of rows of the input that are read. None to read all rows.
 
     Raises:
         InputError: A file cannot be used.
@@ -215,7 +239,7 @@ def prepare_table(
     """
     window, once = _choose_window(options)
     tables = _open_tables(sources, options, window)
-    tables.monitor = monitor or ReadingMonitor()
+    tables.monitor, tables.max_rows = monitor or ReadingMonitor(), max_rows
     excluded_by_name = _choose_columns(tables, options)
     tables.monitor.start_pass("counting the records")
     index_records(tables)  # first pass over the input: numbers the records
@@ -229,7 +253,8 @@ def prepare_table(
     schema, excluded_by_values = choose_kinds(list(statistics.values()), options, tables.time_order.only_rises)
     schema = repeat_by_time_slot(schema, window, once).with_units({**tables.units, **options.units})
     tables.monitor.start_pass("converting the records")
-    values, arrival_ranks = encode_table(tables, schema, folder, options.ties)  # third pass
+    slot_counts = SlotCounts()
+    values, arrival_ranks = encode_table(tables, schema, folder, options.ties, slot_counts)  # third pass
     # Statistics of the columns that became features. The names in the input are those of sensors.
     feature_statistics = {name: column for name, column in statistics.items() if name in schema.sensor_names}
     return PreparedTable(
@@ -250,6 +275,67 @@ def prepare_table(
         ties=options.ties,
         num_input_records=num_input_records,
         time_span=tables.time_span,
+        warnings=tuple(_check_slots(tables, schema, once, slot_counts)),
+        notes=tuple(_describe_reading(tables)),
+    )
+
+
+def _check_slots(
+    tables: InputTables, schema: Schema, once: Collection[str], counts: SlotCounts
+) -> list[tuple[str, str]]:
+    """Return a warning if many readings are left out because their time slot has an earlier one of their sensor."""
+    if schema.window is None or schema.window.per_slot != "first":
+        return []
+    max_slots = min(MAX_SLOTS, MAX_FEATURES // len(schema.sensor_names))
+    num_slots = suggest_num_slots(schema.window, tables.interval_by_sensor, once, max_slots)
+    message = describe_repeated_readings(counts, schema.window, num_slots)
+    return [] if message is None else [("repeated_readings", message)]
+
+
+def _describe_reading(tables: InputTables) -> list[str]:
+    """Return the dialect of each CSV file; only of the first one if all have the same, with their number."""
+    texts = [text for table in tables.tables if (text := table.describe_dialect()) is not None]
+    dialects = {table.dialect.describe() for table in tables.tables if table.dialect is not None}
+    if len(dialects) == 1 and len(texts) > 1:
+        return [f"{texts[0]} (and {len(texts) - 1} more files)"]
+    return texts
+
+
+def create_data_options(settings: TrainConfig, base: Schema | None = None) -> DataOptions:
+    """Return the options for reading the training tables, converted from the options of the command line.
+
+    Args:
+        settings: All options of `deformer-train`.
+        base: The schema of the model that is adapted (`--init-from`), or None. Its features are kept.
+    """
+    window = None
+    if settings.window is not None:  # in seconds
+        window = Window(round(settings.window * 1e6), settings.slots or 1, settings.per_slot)
+    return DataOptions(
+        layout=settings.layout,
+        label=settings.label,
+        normal=settings.normal,
+        exclude=split_names(settings.exclude),
+        context=split_names(settings.context),
+        discrete=split_names(settings.discrete),
+        continuous=split_names(settings.continuous),
+        cycle=parse_periods(settings.cycle),
+        # With --folds, the calibration records of the first model are one fold.
+        calibration_share=1 / settings.folds if settings.folds else settings.calibration_share,
+        seed=settings.seed,
+        window=window,
+        once=split_names(settings.once),
+        base=base,
+        ties=settings.ties,
+        units=settings.units,
+        time_column=settings.time_column,
+        device_column=None if settings.device_column == DEVICE else settings.device_column,
+        reading=TableOptions(
+            csv=CsvOptions(
+                settings.delimiter, settings.decimal, settings.encoding, False if settings.no_header else None
+            ),
+            timezone=settings.timezone,
+        ),
     )
 
 
@@ -289,7 +375,7 @@ def _collect_within_time(
         return split, collect_statistics(tables, split, options.exclude)
     except ReadingTooSlow as stop:
         num_records = max(MIN_SAMPLED_RECORDS, int(stop.share * tables.num_records))
-    if num_records < tables.num_records:
+    if num_records <= MAX_SAMPLE_SHARE * tables.num_records:
         monitor.on_message(f"used {num_records:,} of {tables.num_records:,} records, because of --max-time")
         tables.sample_records(num_records, options.seed)
     split = assign_split(tables.num_records, options.calibration_share, options.seed)
@@ -441,6 +527,8 @@ def collect_statistics(
         if name in excluded_features:
             continue
         column = statistics.setdefault(name, ColumnStatistics(name))
+        if tables.window is not None and readings.times is not None:
+            tables.interval_by_sensor.setdefault(name, ReadingIntervals()).add(readings.rows, readings.times)
         is_training = split[readings.rows] == Split.TRAIN
         column.add(readings.values, readings.rows, is_training, readings.file_index)
     return statistics
@@ -536,6 +624,7 @@ def _choose_window(options: DataOptions) -> tuple[Window | None, frozenset[str]]
         else:
             old_records = f"windows of {format_duration(base.window.width)}"
             old_records += f" in {base.window.slots} slots" if base.window.slots > 1 else ""
+            old_records += f" with --per-slot {base.window.per_slot}" if base.window.per_slot != "first" else ""
         raise ConfigError(
             "--window and --slots do not fit the old model (--init-from), whose records are "
             f"{old_records}; leave --window and --slots out"
@@ -600,7 +689,11 @@ def create_array_file(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> n
 
 
 def encode_table(
-    tables: InputTables, schema: Schema, folder: Path, ties: TiePolicy = "arrival"
+    tables: InputTables,
+    schema: Schema,
+    folder: Path,
+    ties: TiePolicy = "arrival",
+    slot_counts: SlotCounts | None = None,
 ) -> tuple[NDArray[np.float32], NDArray[np.int16] | None]:
     """Write the matrix of normalised values to disk. This is the third pass over the input.
 
@@ -610,14 +703,15 @@ def encode_table(
         folder: An existing folder, in which the files of the matrices are created.
         ties: "arrival" if readings of one record with the same time get different arrival ranks, "hold" if they get the
             same rank.
+        slot_counts: The numbers of readings and of repeated ones are added to it.
 
     Returns:
         (values, ranks), both of shape (N, F). `values` are normalised numbers or label codes, NaN if missing. `ranks`
-        are the positions of the readings in their record's order of arrival, −1 if missing. They are None for a wide
-        table.
+        are the positions of the readings in their record's order of arrival, −1 if missing. They are None if a row of
+        the table is a record.
     """
     if tables.layout == "long" or tables.window is not None:
-        return _encode_readings_table(tables, schema, folder, ties)
+        return _encode_readings_table(tables, schema, folder, ties, slot_counts or SlotCounts())
     values = create_array_file(folder / "values.npy", np.float32, (tables.num_records, len(schema)))
     _fill_in_chunks(values, np.nan)
     for readings in tables.iterate_readings():
@@ -629,12 +723,13 @@ def encode_table(
 
 
 def _encode_readings_table(
-    tables: InputTables, schema: Schema, folder: Path, ties: TiePolicy
+    tables: InputTables, schema: Schema, folder: Path, ties: TiePolicy, slot_counts: SlotCounts
 ) -> tuple[NDArray[np.float32], NDArray[np.int16]]:
-    """Write the matrices of values and arrival ranks of a long table, whose rows are readings.
+    """Write the matrices of values and arrival ranks of a table whose rows are not records.
 
-    If a record has several readings of one feature, the first one in the input is used, as in a stream. The number of
-    the others is stored in `tables.skipped_by_reason`.
+    If a record has several readings of one feature, the first one in the input is used, as in a stream, or they are
+    combined as `Window.per_slot` says. The number of readings that are left out is stored in
+    `tables.skipped_by_reason`.
 
     Args:
         tables: The input with N records, which `index_records` has numbered.
@@ -642,6 +737,7 @@ def _encode_readings_table(
         folder: An existing folder, in which the files of the matrices are created.
         ties: "arrival" if readings of one record with the same time get different arrival ranks, "hold" if they get the
             same rank.
+        slot_counts: The numbers of readings and of repeated ones are added to it.
 
     Returns:
         (values, ranks), both of shape (N, F). `values` are normalised numbers or label codes, NaN if missing. `ranks`
@@ -653,17 +749,35 @@ def _encode_readings_table(
     # Temporary matrices from which the arrival ranks are computed: position in the input, and event time.
     event_indexes = create_array_file(folder / "events.npy", np.int64, shape)
     times = create_array_file(folder / "times.npy", np.int64, shape)
+    temporary_files = [folder / "events.npy", folder / "times.npy"]
     _fill_in_chunks(values, np.nan)
     _fill_in_chunks(event_indexes, -1)  # −1: there is no reading yet
+    aggregator = None
+    if any(rule != "first" for rule in schema.per_slot_by_sensor.values()):
+        numbers = create_array_file(folder / "slot_numbers.npy", np.float64, shape)
+        counts = create_array_file(folder / "slot_counts.npy", np.int32, shape)
+        temporary_files += [folder / "slot_numbers.npy", folder / "slot_counts.npy"]
+        aggregator = SlotAggregator(schema, values, event_indexes, times, numbers, counts)
     num_repeated = 0
     for readings in tables.iterate_readings():
         is_feature = readings.feature_name in schema.slot_layout_by_sensor
-        # A long table has event indexes and time slots; they are checked for the type checker only.
+        # These readings have event indexes and time slots; they are checked for the type checker only.
         if not is_feature or readings.event_indexes is None or readings.time_slots is None:
             continue
         # The code (matrix column) of a sensor's feature for time slot k is first_code + k * code_step.
         first_code, code_step = schema.slot_layout_by_sensor[readings.feature_name]
         feature_codes = first_code + code_step * readings.time_slots
+        # All features of a sensor are normalised alike, so the first one is used to encode the readings.
+        encoded = encode_readings(schema, first_code, readings)
+        slot_counts.num_readings += len(encoded)
+        rule = schema.per_slot_by_sensor[readings.feature_name]
+        if rule != "first" and aggregator is not None and readings.times is not None:
+            is_continuous = schema.features[first_code].kind == "continuous"
+            raw = parse_numbers(readings.values)[0] if is_continuous else np.full(len(encoded), np.nan)
+            slot_counts.num_repeated += aggregator.add(
+                rule, readings.rows, feature_codes, raw, encoded, readings.event_indexes, readings.times
+            )
+            continue
         # Keep the first reading of each matrix element in this batch, unless an earlier batch has set the element.
         flat_indexes = readings.rows * num_features + feature_codes
         _, first_indexes = np.unique(flat_indexes, return_index=True)
@@ -671,16 +785,18 @@ def _encode_readings_table(
         kept = first_indexes[is_element_empty]  # indexes of the readings that are kept
         num_repeated += len(readings.rows) - len(kept)
         rows, feature_codes = readings.rows[kept], feature_codes[kept]
-        # All features of a sensor are normalised alike, so the first one is used to encode the readings.
-        values[rows, feature_codes] = encode_readings(schema, first_code, readings)[kept]
+        values[rows, feature_codes] = encoded[kept]
         event_indexes[rows, feature_codes] = readings.event_indexes[kept]
         if readings.times is not None:
             times[rows, feature_codes] = readings.times[kept]
+    slot_counts.num_repeated += num_repeated
     if num_repeated:
         tables.skipped_by_reason["repeated events (record and feature)"] = num_repeated
+    if aggregator is not None:
+        aggregator.finish(CHUNK_ROWS)
     arrival_ranks = _rank_arrivals(values, event_indexes, times, folder, ties)
-    for name in ("events.npy", "times.npy"):
-        (folder / name).unlink()
+    for path in temporary_files:
+        path.unlink()
     values.flush()
     return values, arrival_ranks
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream.model.deformer import DEformer
-from trainer.data import PreparedTable
+from trainer.data import PreparedTable, Split
 from trainer.sampling import (
     Noise,
     create_generator,
@@ -52,6 +52,91 @@ class HeldOutLikelihood:
         return float(self.nll_by_record.mean())
 
 
+MAX_REFERENCE_ROWS = 20_000
+"""Largest number of training records from which the distributions of independent columns are estimated."""
+
+MAX_BINS, MIN_READINGS_PER_BIN = 50, 20
+"""Largest number of bins of a column's histogram, and the number of readings that a bin should have at least."""
+
+MIN_BIN_WIDTH = 0.02
+"""Smallest width of a bin in normalised units, which is that of the noise in training (`Recipe.smoothing`)."""
+
+WIDE_SHARE, WIDE_SCALE = 0.05, 3.0
+"""Share and standard deviation of a normal distribution that is mixed with each histogram.
+
+It gives readings outside the histogram a density.
+"""
+
+
+def compute_independent_nll(
+    data: PreparedTable, rows: NDArray[np.int64], num_bins: int = MAX_BINS
+) -> NDArray[np.float64]:
+    """Return −ln p of records if each column has the distribution of its training values, independently of the others.
+
+    A model that predicts held-out records no better has not learned how the features depend on each other. The
+    distribution of a measurement is a histogram whose bins have equal numbers of training readings. As in
+    `evaluate_held_out`, readings of a sensor with a limited resolution get uniform noise.
+
+    Args:
+        data: The prepared table.
+        rows: (N,) row numbers of the records.
+        num_bins: Largest number of bins of a histogram.
+
+    Returns:
+        (N,) −ln p in nats, summed over the readings of features that are scored.
+    """
+    noise = Noise.from_schema(data.schema)
+    train_rows = data.select_rows(Split.TRAIN)
+    if len(train_rows) > MAX_REFERENCE_ROWS:
+        train_rows = np.sort(np.random.default_rng(HELD_OUT_SEED).choice(train_rows, MAX_REFERENCE_ROWS, replace=False))
+    references, _ = noise.apply(read_rows(data, train_rows)[0], create_generator(HELD_OUT_SEED, 0))
+    values, _ = noise.apply(read_rows(data, rows)[0], create_generator(HELD_OUT_SEED, 1))
+    nll = np.zeros(len(rows))
+    for code in np.flatnonzero(~data.schema.is_context):
+        x, reference = values[:, code].double().numpy(), references[:, code].double().numpy()
+        x_is_known, reference = ~np.isnan(x), reference[~np.isnan(reference)]
+        if data.schema.is_discrete[code]:
+            num_labels = int(data.schema.label_counts[code]) + 1  # an unseen label is one more
+            counts = np.bincount(reference.astype(np.int64), minlength=num_labels) + 0.5
+            log_p = np.log(counts / counts.sum())[x[x_is_known].astype(np.int64)]
+        else:
+            log_p = _compute_histogram_log_density(reference, x[x_is_known], num_bins)
+        nll[x_is_known] -= log_p
+    return nll
+
+
+def _compute_histogram_log_density(
+    reference: NDArray[np.float64], x: NDArray[np.float64], num_bins: int
+) -> NDArray[np.float64]:
+    """Return the log-density of M readings under a histogram of R reference readings, mixed with a wide normal one.
+
+    Args:
+        reference: (R,) readings from which the histogram is made.
+        x: (M,) readings.
+        num_bins: Largest number of bins.
+    """
+    wide_density = np.exp(-0.5 * (x / WIDE_SCALE) ** 2) / (WIDE_SCALE * np.sqrt(2 * np.pi))
+    if not len(reference):
+        return np.asarray(np.log(np.maximum(wide_density, 1e-300)))
+    num_bins = int(np.clip(len(reference) // MIN_READINGS_PER_BIN, 1, num_bins))
+    edges = np.unique(np.quantile(reference, np.linspace(0.0, 1.0, num_bins + 1)))
+    # Bins that are too narrow are joined with the next one, so that repeated readings have no extreme density.
+    wide_enough = [edges[0]]
+    for edge in edges[1:]:
+        if edge - wide_enough[-1] >= MIN_BIN_WIDTH:
+            wide_enough.append(edge)
+    if wide_enough[-1] < edges[-1] or len(wide_enough) == 1:
+        wide_enough.append(max(edges[-1], wide_enough[-1] + MIN_BIN_WIDTH))
+    edges = np.array(wide_enough)
+    counts, _ = np.histogram(reference, edges)
+    densities = np.concatenate([[0.0], counts / len(reference) / np.diff(edges), [0.0]])
+    # Index 0 is for readings below the histogram, the last index for those above it.
+    bin_indexes = np.searchsorted(edges, x, side="right")
+    bin_indexes[x == edges[-1]] = len(edges) - 1  # the last edge belongs to the last bin
+    density = (1.0 - WIDE_SHARE) * densities[bin_indexes] + WIDE_SHARE * wide_density
+    return np.asarray(np.log(np.maximum(density, 1e-300)))
+
+
 def evaluate_held_out(
     model: DEformer,
     data: PreparedTable,
@@ -77,8 +162,8 @@ def evaluate_held_out(
         arrival_share: Share (0 to 1) of the orders that are the logged order of arrival, if the table has one. The
             other orders are random.
         batch_size: Number of records that are scored together.
-        should_continue: Called before each order except the first one, with the number of passes that are done. A pass
-            is one record in one order. If it returns False, the result covers only the orders that are done.
+        should_continue: Called before each batch with the number of passes that are done. A pass is one record in one
+            order. If it returns False, the result covers only the orders that are done, but at least the first one.
 
     Returns:
         The means of −ln p of each record and of each feature, in nats.
@@ -94,10 +179,13 @@ def evaluate_held_out(
     num_done = 0
     with torch.inference_mode():
         for order_index in range(num_orders):
-            if order_index and not should_continue(order_index * len(rows)):
-                break
+            nll_before, sum_before, count_before = nll_by_record.copy(), nll_sum_by_feature, count_by_feature
+            is_stopped = False
             generator = create_generator(seed, HELD_OUT_SEED, order_index)
             for start in range(0, len(rows), batch_size):
+                is_stopped = not should_continue(order_index * len(rows) + start) and order_index > 0
+                if is_stopped:
+                    break
                 batch = slice(start, start + batch_size)
                 values, arrival_ranks = read_rows(data, rows[batch])
                 values, _ = noise.apply(values, generator)
@@ -111,8 +199,12 @@ def evaluate_held_out(
                 # Padding has the feature code −1, which must not be used as an index.
                 is_counted = (features >= 0) & is_scored_feature[features.clamp(min=0)]
                 feature_codes = features[is_counted].numpy()
-                nll_sum_by_feature -= np.bincount(feature_codes, log_p[is_counted].numpy(), num_features)
-                count_by_feature += np.bincount(feature_codes, minlength=num_features)
+                nll_sum = np.bincount(feature_codes, log_p[is_counted].numpy(), num_features)
+                nll_sum_by_feature = nll_sum_by_feature - nll_sum
+                count_by_feature = count_by_feature + np.bincount(feature_codes, minlength=num_features)
+            if is_stopped:  # the readings of an incomplete order do not count
+                nll_by_record, nll_sum_by_feature, count_by_feature = nll_before, sum_before, count_before
+                break
             num_done = order_index + 1
     model.train(was_training)
     if num_done < num_orders:  # the sums were divided by `num_orders`

@@ -146,6 +146,15 @@ class TrainingResult:
         epochs: Number of passes over the training records, perhaps fractional.
         stopped_early: Whether training stopped before the end of its schedule, because the validation loss no longer
             improved.
+        best_step: The step after which the averaged weights had the smallest validation loss, 0 for the initial
+            weights. The model has the weights of this step.
+        best_validation: The smallest validation loss: mean −ln p of a record, in nats.
+        initial_validation: The validation loss of the initial weights, which predict what the Gaussian prior or the old
+            model (`--init-from`) predicts.
+        planned_steps: Number of steps of the complete schedule.
+        num_train_records: Number of different training records that the steps used.
+        num_validation_records: Number of records of each validation.
+        step_seconds: Mean seconds of a training step, 0 if it was not measured.
     """
 
     model: DEformer
@@ -153,6 +162,13 @@ class TrainingResult:
     steps: int
     epochs: float
     stopped_early: bool
+    best_step: int
+    best_validation: float
+    initial_validation: float
+    planned_steps: int
+    num_train_records: int
+    num_validation_records: int
+    step_seconds: float
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: the run was stopped by a signal and can be continued
@@ -215,6 +231,8 @@ class TrainingRun:
         self.step = 0  # number of steps that are done
         self.validations_since_best = 0  # number of validations without improvement
         self.best_validation = math.inf  # smallest validation loss, in nats
+        self.best_step = 0  # the step of the smallest validation loss, 0 for the initial weights
+        self.initial_validation = math.nan  # validation loss of the initial weights
         self.history: list[dict[str, float]] = []
         self.next_validation_progress = 1.0 / EVALUATIONS
         self.losses: list[float] = []  # mean −ln p of a record in each step since the last validation
@@ -255,13 +273,14 @@ class TrainingRun:
             self._reserve_time(measure_costs(self.averaged_model), self.budget.limit)
         saved_at = self.budget.elapsed
         is_exhausted = self.validations_since_best >= self.recipe.patience
-        step_seconds = 0.0
+        step_seconds, num_steps_before, seconds_of_steps = 0.0, self.step, 0.0
         self.model.train()
         with _deterministic_algorithms(self.model.device):
             while not self.step or not (is_exhausted or self.progress >= 1.0 or self._is_too_late(step_seconds)):
                 step_started = self.budget.elapsed
                 self._train_step()
                 step_seconds = self.budget.elapsed - step_started
+                seconds_of_steps += step_seconds
                 if self._is_validation_due():
                     self._validate_and_record()
                     is_exhausted = self.validations_since_best >= self.recipe.patience
@@ -280,7 +299,20 @@ class TrainingRun:
                 parameter.copy_(self.best_weights[name])
         stopped_early = is_exhausted and self.progress < 1.0
         num_epochs = self.step / self.steps_per_epoch
-        return TrainingResult(self.averaged_model, self.history, self.step, num_epochs, stopped_early)
+        return TrainingResult(
+            self.averaged_model,
+            self.history,
+            self.step,
+            num_epochs,
+            stopped_early,
+            self.best_step,
+            self.best_validation,
+            self.initial_validation,
+            self.steps,
+            num_train_records=min(len(self.train_rows), self.step * self.batch_size),
+            num_validation_records=len(self.validation_rows),
+            step_seconds=seconds_of_steps / max(self.step - num_steps_before, 1),
+        )
 
     def _is_too_late(self, step_seconds: float) -> bool:
         """Return whether the time for training is too short for another step.
@@ -461,7 +493,7 @@ class TrainingRun:
         """Validate the averaged weights, keep them if they are the best so far, and add a row to the history."""
         started = self.budget.clock()
         if math.isinf(self.best_validation):  # this is the first validation
-            self.best_validation = self._validate_initial_weights()
+            self.best_validation = self.initial_validation = self._validate_initial_weights()
         nll = self._validate()
         self._validated_at = self.budget.clock()
         self._validation_seconds = self._validated_at - started
@@ -469,7 +501,7 @@ class TrainingRun:
         self.next_validation_progress = (math.floor(self.progress * EVALUATIONS + 1e-9) + 1) / EVALUATIONS
         self.validations_since_best += 1
         if nll < self.best_validation:
-            self.best_validation, self.validations_since_best = nll, 0
+            self.best_validation, self.best_step, self.validations_since_best = nll, self.step, 0
             self.best_weights = {name: p.clone() for name, p in self.averaged_model.named_parameters()}
         self.history.append(
             {
@@ -537,6 +569,8 @@ class TrainingRun:
             "steps": self.steps,
             "since_best": self.validations_since_best,
             "best_validation": self.best_validation,
+            "best_step": self.best_step,
+            "initial_validation": self.initial_validation,
             "history": self.history,
             "next_mark": self.next_validation_progress,
             "losses": self.losses,
@@ -566,6 +600,7 @@ class TrainingRun:
                 )
         self.step, self.validations_since_best = state["step"], state["since_best"]
         self.best_validation, self.history = state["best_validation"], state["history"]
+        self.best_step, self.initial_validation = state["best_step"], state["initial_validation"]
         self.next_validation_progress, self.losses = state["next_mark"], state["losses"]
         self.budget.spent += state["elapsed"]
         self.budget.reserve, self.has_measured_costs = state["reserve"], state["measured"]

@@ -190,7 +190,11 @@ class CrossFittedPriors:
 
 
 def fit_priors(
-    data: PreparedTable, max_components: int, seed: int, is_time_short: Callable[[], bool] = lambda: False
+    data: PreparedTable,
+    max_components: int,
+    seed: int,
+    is_time_short: Callable[[], bool] = lambda: False,
+    max_rows: int = MAX_ROWS,
 ) -> CrossFittedPriors | None:
     """Fit a mixture of Gaussians to the continuous features of the training records, except cyclic ones.
 
@@ -203,6 +207,7 @@ def fit_priors(
         seed: Seed of folds, noise and imputed readings.
         is_time_short: Called before a larger number of Gaussians is tried. If it returns True, the best mixture so far
             is used.
+        max_rows: Largest number of training records to which the mixture is fitted.
 
     Returns:
         The prior and its variants. The records are divided at random into `NUM_FOLDS` folds, and each variant is fitted
@@ -213,8 +218,8 @@ def fit_priors(
     rng = np.random.default_rng([seed, FIT_SEED])
     fold_by_row = rng.integers(0, NUM_FOLDS, len(data.split))
     rows = data.select_rows(Split.TRAIN)
-    if len(rows) > MAX_ROWS:
-        rows = np.sort(rng.choice(rows, MAX_ROWS, replace=False))
+    if len(rows) > max_rows:
+        rows = np.sort(rng.choice(rows, max_rows, replace=False))
     if max_components < 1 or not 0 < len(linear_codes) <= MAX_FEATURES:
         return None
     values, _ = read_rows(data, rows)

@@ -20,17 +20,15 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from deformer_stream import model_store
-from deformer_stream.calibration.conformal import DEFAULT_ALPHAS, MAX_CALIBRATION_RECORDS, Calibration
+from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS, Calibration
 from deformer_stream.calibration.seen_records import RecordSet, find_seen_records
 from deformer_stream.calibration.torch_scoring import RecordScores
 from deformer_stream.errors import ConfigError
-from deformer_stream.model.deformer import DEformer, ModelConfig
-from deformer_stream.model.windows import Window
-from trainer import checkpoint, finetune, gaussian_prior
+from deformer_stream.model.deformer import DEformer
+from trainer import checkpoint
 from trainer.budget import (
     Costs,
     Phase,
@@ -39,7 +37,6 @@ from trainer.budget import (
     TimeBudget,
     choose_batch_size,
     compute_min_counts,
-    measure_seconds_per_record,
     plan_record_counts,
 )
 from trainer.calibrate import BATCH_SIZE as CALIBRATION_BATCH_SIZE
@@ -47,57 +44,44 @@ from trainer.calibrate import (
     Order,
     build_calibration,
     choose_order,
-    compute_statistics,
     sample_rows,
     score_calibration_records,
     split_folds,
 )
-from trainer.data import DataOptions, PreparedTable, Split, prepare_table
+from trainer.data import PreparedTable, Split, create_data_options, prepare_table
 from trainer.distributed import Ranks
 from trainer.evaluate import BATCH_SIZE as EVALUATION_BATCH_SIZE
-from trainer.evaluate import HeldOutLikelihood, evaluate_held_out
-from trainer.exemplars import MAX_REFERENCE_RECORDS, add_ranking, measure_distance_seconds
-from trainer.fit import (
-    MIN_VALIDATION_ROWS,
-    SINGLE_PROCESS,
-    VALIDATION_ORDERS,
-    Recipe,
-    TrainingResult,
-    TrainingRun,
-    TrainingStatus,
+from trainer.evaluate import HeldOutLikelihood, compute_independent_nll, evaluate_held_out
+from trainer.exemplars import MAX_REFERENCE_RECORDS, add_ranking
+from trainer.fit import SINGLE_PROCESS, Recipe, TrainingResult, TrainingStatus
+from trainer.outliers import choose_num_references, drop_outliers
+from trainer.planning import (
+    HELD_OUT_ORDERS,
+    HELD_OUT_ROWS,
+    PlannedRun,
+    RunPlanner,
+    compute_reserve,
+    count_all_records,
+    estimate_least_seconds,
 )
-from trainer.gaussian_prior import CrossFittedPriors
-from trainer.outliers import drop_outliers
-from trainer.recipes import SHAPE_HYPERPARAMETERS, choose_exemplars, choose_gaussians, choose_recipe, model_config
-from trainer.settings import TrainConfig, parse_periods, split_names
+from trainer.reading_time import ReadingMonitor
+from trainer.recipes import SHAPE_HYPERPARAMETERS, choose_exemplars
+from trainer.settings import TrainConfig
+from trainer.tables import TableSource
+from trainer.training_warnings import (
+    TrainingWarning,
+    WarningList,
+    check_best_step,
+    check_calibration,
+    check_independence,
+    check_steps,
+)
 
-HELD_OUT_ROWS, HELD_OUT_ORDERS = 2000, 4
-"""Largest number of records of the held-out figures, and the number of orders in which each is scored."""
+READING_SHARE = 0.2
+"""Share of a time limit that the statistics and the conversion of the table may take. A sample is used otherwise."""
 
-AFTER_SHARE = 0.4
-"""Share of a time limit that is reserved for calibration, ranking and held-out figures together.
-
-More is reserved only if the smallest possible numbers of records take longer.
-"""
-
-PRIOR_SHARE = 0.15
-"""Share of a time limit after which no larger number of Gaussians is tried for the Gaussian prior."""
-
-MIN_STEPS = 20
-"""Number of training steps that a time limit should allow.
-
-The batch size is reduced until this number of steps fits into the limit. If training ends with fewer steps, a message
-tells the user.
-"""
-
-SAFETY_FACTOR = 1.1
-"""Factor by which measured costs are multiplied, because measurements on a few records are too low."""
-
-FIXED_SECONDS, FIXED_SECONDS_PER_FEATURE = 2.0, 0.002
-"""Estimated seconds to render the report, write the model directory and end the process.
-
-The second number is added for each feature.
-"""
+OUTLIER_SHARE = 0.1
+"""Share of a time limit that the search for suspected anomalies (`--contamination`) may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,22 +147,8 @@ class StopSignals:
         signal.signal(number, self._handler_before_by_signal[number])
 
 
-@dataclass(frozen=True, slots=True)
-class _PlannedRun:
-    """A training run that is ready to start.
-
-    Attributes:
-        run: The training run.
-        costs: Measured costs of the phases after training: calibration, ranking and held-out figures. None without a
-            time limit.
-    """
-
-    run: TrainingRun
-    costs: PhaseCosts | None
-
-
 def train(
-    tables: Sequence[Path],
+    tables: Sequence[TableSource],
     settings: TrainConfig,
     *,
     on_prepared: Callable[[PreparedTable], None] = lambda data: None,
@@ -210,41 +180,61 @@ def train(
     from trainer.report import render
 
     budget = budget or TimeBudget(settings.max_time)
+    warnings = WarningList(on_message)
     with _lock_working_folder(settings.out) as folder:
         planned = _prepare_run(tables, settings, folder, budget, ranks, on_prepared, on_message)
         run, data = planned.run, planned.run.data
+        warnings.add(*(TrainingWarning(code, message) for code, message in data.warnings))
         order = choose_order(settings.order, data)
         earlier_records = _read_earlier_records(settings)  # before the training, because the directory may be damaged
         result = _train_model(planned, should_stop, on_status)
+        budget.mark_phase("training")
         if ranks.world_size > 1:
             # The other processes have finished, so their shared clock (a collective operation) can no longer be read.
             budget.clock = run.budget.clock = time.monotonic
-        if result.steps < MIN_STEPS and budget.limit is not None:
-            on_message(
-                f"--max-time left next to no time to train (steps: {result.steps}): "
-                "the model may be poor; allow more time"
-            )
+        warnings.add(*check_steps(result, budget.limit))
+        has_prior, has_old_model = run.priors is not None, settings.init_from is not None
+        warnings.add(*check_best_step(result, has_prior, has_old_model))
         final_phases = _FinalPhases(settings, budget, planned.costs, on_message)
-        scores = final_phases.score_calibration_records(result.model, data, order, settings.seed)
+        part = run.budget if settings.folds else None  # with --folds, each model has a part of the time
+        scores = final_phases.score_calibration_records(result.model, data, order, settings.seed, part)
+        budget.mark_phase("calibration")
         # Cross-conformal calibration: the records of each further fold are scored by a model trained without them.
         fold_tables = split_folds(data, settings.folds, settings.seed) if settings.folds else ()
         for number, fold_data in enumerate(fold_tables, 2):
             on_message(f"fold {number} of {settings.folds}")
-            fold_run = _create_fold_run(fold_data, settings, number, folder, budget, final_phases)
-            fold_model = _train_model(fold_run, should_stop).model
-            scores += final_phases.score_calibration_records(fold_model, fold_data, order, settings.seed + number)
+            fold_run = _plan_fold(fold_data, settings, planned, number, folder, budget, final_phases)
+            fold_model = _train_model(fold_run, should_stop, on_status).model
+            fold_seed = settings.seed + number
+            part = fold_run.run.budget
+            scores += final_phases.score_calibration_records(fold_model, fold_data, order, fold_seed, part)
+            budget.mark_phase("folds")
         calibration = build_calibration(scores, data.schema, order, settings.contamination, data.ties)
         model = final_phases.add_ranking(result.model, data)
+        budget.mark_phase("ranking")
         held_out = final_phases.evaluate_held_out(model, data)
-        final_phases.warn_if_unreachable(calibration, data)
+        budget.mark_phase("held-out figures")
+        warnings.add(*_check_results(settings, data, held_out, final_phases.held_out_rows, calibration, budget.limit))
         on_message("writing the report and the model directory")
         summary = _summarize_training(settings, data, run.recipe, result, held_out, budget, str(model.device))
+        summary["preset"] = {"name": planned.settings.preset, "reason": planned.preset_reason}
         summary["records_used"] = {
-            "calibration": len(scores.statistics),
+            "train": result.num_train_records,
+            "validation": result.num_validation_records,
+            "prior": planned.num_prior_records,
+            "calibration": len(calibration.scores),
+            "calibration_trimmed": len(scores.statistics) - len(calibration.scores),
             "exemplars": model.config.exemplars,
             "ranking": final_phases.num_ranking_records,
             "held_out": len(held_out.nll_by_record),
         }
+        summary["records_available"] = {
+            "train": len(run.train_rows),
+            "validation": len(data.select_rows(Split.VALIDATION)),
+            "calibration": count_calibration_records(data, settings.folds),
+            "table": data.num_input_records,
+        }
+        summary["warnings"] = [warning.to_json() for warning in warnings.warnings]
         page = render(data, result, calibration, held_out, summary)
         seen_records = find_seen_records(
             data.schema,
@@ -259,7 +249,11 @@ def train(
 
 
 def run_worker_rank(
-    tables: Sequence[Path], settings: TrainConfig, should_stop: Callable[[], bool], budget: TimeBudget, ranks: Ranks
+    tables: Sequence[TableSource],
+    settings: TrainConfig,
+    should_stop: Callable[[], bool],
+    budget: TimeBudget,
+    ranks: Ranks,
 ) -> None:
     """Run the training loop in a process that is not the first: compute gradients of a part of each batch.
 
@@ -296,6 +290,7 @@ class _FinalPhases:
 
     Attributes:
         num_ranking_records: Number of records from which the typical values of normal records were computed.
+        held_out_rows: Row numbers of the records of the held-out figures.
     """
 
     def __init__(
@@ -303,8 +298,11 @@ class _FinalPhases:
     ) -> None:
         self.settings, self.budget, self.costs, self.on_message = settings, budget, costs, on_message
         self.num_ranking_records = 0
+        self.held_out_rows: NDArray[np.int64] = np.empty(0, np.int64)
 
-    def score_calibration_records(self, model: DEformer, data: PreparedTable, order: Order, seed: int) -> RecordScores:
+    def score_calibration_records(
+        self, model: DEformer, data: PreparedTable, order: Order, seed: int, part: TimeBudget | None = None
+    ) -> RecordScores:
         """Score as many calibration records as the time permits, at most `MAX_CALIBRATION_RECORDS`.
 
         Args:
@@ -313,6 +311,8 @@ class _FinalPhases:
             order: The arrival-order distribution from which the order of each record's readings is drawn: "arrival"
                 (the logged order), "random" or "schema" (the order of the features).
             seed: Seed of the choice of records and of random orders.
+            part: The part of the time limit for this model, if several models are trained (`--folds`). The other phases
+                are not part of it.
         """
         rows = data.select_rows(Split.CALIBRATION)
         if self.costs is None:  # there is no time limit
@@ -320,11 +320,17 @@ class _FinalPhases:
             phase = self._start_phase("calibrating", len(rows), min_records=0, later_seconds=0.0)
             return score_calibration_records(model, data, rows, order, seed, should_continue=phase.should_continue)
         maximum = count_all_records(data)
+        if part is not None:
+            maximum = replace(maximum, ranking=0, held_out_passes=0)
         minimum = compute_min_counts(maximum)
-        num_records = self._plan(maximum).calibration
-        rows = _shuffle(rows, seed)[:num_records]
         # Time is kept for ranking and held-out figures, which follow, with their smallest numbers of records.
         later_seconds = replace(minimum, calibration=0).estimate_seconds(self.costs)
+        if part is None:
+            num_records = self._plan(maximum).calibration
+        else:
+            num_records = plan_record_counts(self.costs, part.remaining, maximum).calibration
+            later_seconds = max(0.0, self.budget.remaining - self.costs.fixed - part.remaining)
+        rows = _shuffle(rows, seed)[:num_records]
         phase = self._start_phase("calibrating", num_records, minimum.calibration, later_seconds, maximum.calibration)
         batch_size = choose_batch_size(self.costs.calibration, CALIBRATION_BATCH_SIZE)
         return score_calibration_records(model, data, rows, order, seed, batch_size, phase.should_continue)
@@ -363,8 +369,9 @@ class _FinalPhases:
         rows, seed = data.select_rows(Split.CALIBRATION), self.settings.seed
         order_seed = seed + 1  # for other random orders than in validation
         if self.costs is None:  # there is no time limit
-            sampled = sample_rows(rows, seed, HELD_OUT_ROWS)
+            sampled = self.held_out_rows = sample_rows(rows, seed, HELD_OUT_ROWS)
             phase = self._start_phase("held-out figures", len(sampled), min_records=0, later_seconds=0.0)
+            phase.num_records *= HELD_OUT_ORDERS
             return evaluate_held_out(
                 model, data, sampled, HELD_OUT_ORDERS, order_seed, should_continue=phase.should_continue
             )
@@ -379,25 +386,12 @@ class _FinalPhases:
         phase = self._start_phase(
             "held-out figures", num_records, min_records=0, later_seconds=0.0, num_available=num_available
         )
+        phase.num_records *= num_orders  # its progress counts each record once in each order
         batch_size = choose_batch_size(self.costs.held_out, EVALUATION_BATCH_SIZE)
-        sampled = sample_rows(rows, seed, num_records)
+        sampled = self.held_out_rows = sample_rows(rows, seed, num_records)
         return evaluate_held_out(
             model, data, sampled, num_orders, order_seed, batch_size=batch_size, should_continue=phase.should_continue
         )
-
-    def warn_if_unreachable(self, calibration: Calibration, data: PreparedTable) -> None:
-        """Send a message for each false-alarm rate in `DEFAULT_ALPHAS` at which the time limit makes alerts impossible.
-
-        An alert rule with false-alarm rate alpha needs about 1 / alpha calibration records. If the table itself has
-        fewer than that, there is no message for this alpha.
-        """
-        num_available = len(data.select_rows(Split.CALIBRATION))
-        for alpha, num_needed in calibration.find_unreachable_alphas(DEFAULT_ALPHAS).items():
-            if self.costs is not None and num_needed <= num_available:
-                self.on_message(
-                    f"alerts with alpha {alpha:g} need {num_needed:,} calibration records; --max-time left time for "
-                    f"{len(calibration.scores):,} of {num_available:,} records: allow more time"
-                )
 
     def _plan(self, maximum: RecordCounts) -> RecordCounts:
         """Return how many records the phases after training can use in the time that is left.
@@ -434,17 +428,44 @@ class _FinalPhases:
         return Phase(name, num_records, min_records, deadline, clock, self.on_message)
 
 
-def count_all_records(data: PreparedTable) -> RecordCounts:
-    """Return the numbers of records that the phases after training use if the time limit leaves enough time.
+def count_calibration_records(data: PreparedTable, num_folds: int | None) -> int:
+    """Return how many records of a table can be used for calibration.
 
-    The phases are calibration, ranking and held-out figures. All of them score calibration records.
+    Args:
+        data: The prepared table.
+        num_folds: The value of `--folds`, with which all records are used. None if only the records of
+            `Split.CALIBRATION` are used.
     """
-    num_calibration = int((data.split == Split.CALIBRATION).sum())
-    return RecordCounts(
-        calibration=min(num_calibration, MAX_CALIBRATION_RECORDS),
-        ranking=min(num_calibration, MAX_REFERENCE_RECORDS),
-        held_out_passes=min(num_calibration, HELD_OUT_ROWS) * HELD_OUT_ORDERS,  # a pass is one record in one order
-    )
+    part = data.split != Split.LEFT_OUT if num_folds else data.split == Split.CALIBRATION
+    return min(int(part.sum()), MAX_CALIBRATION_RECORDS * (num_folds or 1))
+
+
+def _check_results(
+    settings: TrainConfig,
+    data: PreparedTable,
+    held_out: HeldOutLikelihood,
+    held_out_rows: NDArray[np.int64],
+    calibration: Calibration,
+    limit: float | None,
+) -> list[TrainingWarning]:
+    """Return the warnings about held-out figures and calibration.
+
+    Args:
+        settings: All options of `deformer-train`.
+        data: The prepared table.
+        held_out: The likelihood of held-out records.
+        held_out_rows: The row numbers of these records.
+        calibration: The calibration of the alert rule.
+        limit: The time limit in seconds, or None.
+    """
+    num_scored = int((~data.schema.is_context).sum())
+    independent_nll = compute_independent_nll(data, held_out_rows)
+    num_available = count_calibration_records(data, settings.folds)
+    num_records = int((data.split != Split.LEFT_OUT).sum())
+    return [
+        *check_independence(held_out.nll_by_record, independent_nll, num_scored),
+        *check_calibration(calibration, num_available, num_records, limit, settings.folds),
+    ]
 
 
 def _shuffle(rows: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
@@ -453,7 +474,7 @@ def _shuffle(rows: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
 
 
 def _train_model(
-    planned: _PlannedRun,
+    planned: PlannedRun,
     should_stop: Callable[[], bool],
     on_status: Callable[[TrainingStatus], None] = lambda status: None,
 ) -> TrainingResult:
@@ -479,39 +500,21 @@ def _train_model(
         """
         if planned.costs is None or planned.run.budget.limit is None:  # there is no time limit
             return Costs(after=0.0, record=0.0)
-        after = _compute_reserve(planned.costs, planned.run.data, planned.run.budget.limit)
+        after = compute_reserve(planned.costs, planned.maximum, planned.run.budget.limit)
         return Costs(after, record=planned.costs.held_out)  # validation computes the same likelihoods
 
     return planned.run.run(should_stop, on_status, compute_costs)
 
 
-def _compute_reserve(costs: PhaseCosts, data: PreparedTable, limit: float) -> float:
-    """Return the seconds to reserve for the phases after training: calibration, ranking and held-out figures.
-
-    The result is the time of the phases with all records, but at most `AFTER_SHARE` of the time limit, and at least the
-    time of the phases with the smallest numbers of records.
-
-    Args:
-        costs: Measured costs of the phases.
-        data: The prepared table.
-        limit: The time limit in seconds.
-    """
-    maximum = count_all_records(data)
-    max_seconds = maximum.estimate_seconds(costs)
-    min_seconds = compute_min_counts(maximum).estimate_seconds(costs)
-    allowed_seconds = AFTER_SHARE * limit - costs.fixed  # fixed: report, model files, end of the process
-    return costs.fixed + max(min(max_seconds, allowed_seconds), min_seconds)
-
-
 def _prepare_run(
-    tables: Sequence[Path],
+    tables: Sequence[TableSource],
     settings: TrainConfig,
     folder: Path,
     budget: TimeBudget,
     ranks: Ranks,
     on_prepared: Callable[[PreparedTable], None] = lambda data: None,
     on_message: Callable[[str], None] = lambda line: None,
-) -> _PlannedRun:
+) -> PlannedRun:
     """Prepare the table and create the training run. With `--resume`, restore it from the checkpoint if there is one.
 
     Args:
@@ -530,15 +533,43 @@ def _prepare_run(
     Raises:
         DeformerError: A file or an option cannot be used.
     """
+    budget.mark_phase("start")
+    start_seconds = budget.elapsed
+    least_seconds = estimate_least_seconds(start_seconds)
+    is_rushed = budget.limit is not None and budget.limit < least_seconds
+    if is_rushed:
+        on_message(
+            f"--max-time {budget.limit:g}s is too short: this machine needs at least about {least_seconds:.0f} s for "
+            "any table at present; training for one step and finishing as early as possible"
+        )
     checkpoint_folder = _get_working_folder(settings.out)
     state = _load_previous_run(checkpoint_folder, settings)  # None if no interrupted run is to be continued
+    previous = state["identity"] if state is not None else {}
     old_model = _read_old_model(settings)  # None without --init-from
-    data = prepare_table(tables, _create_data_options(settings, old_model), folder)
-    data = drop_outliers(data, settings.contamination, settings.seed)
+    reading_seconds = math.inf if budget.limit is None else READING_SHARE * budget.remaining
+    monitor = ReadingMonitor(reading_seconds, budget.clock, on_message, max_records=previous.get("records"))
+    old_schema = old_model.schema if old_model is not None else None
+    data = prepare_table(tables, create_data_options(settings, old_schema), folder, monitor)
+    budget.mark_phase("reading")
+    data, num_references = _leave_out_outliers(data, settings, budget, previous.get("references"), on_message)
+    budget.mark_phase("contamination")
     on_prepared(data)
     choose_order(settings.order, data)  # raises before training if the order is impossible
     first_budget = budget.create_equal_part(settings.folds or 1)  # with --folds, several models share the time
-    planned = _create_run(data, settings, checkpoint_folder, first_budget, old_model, state, ranks, on_message)
+    planner = RunPlanner(
+        settings,
+        checkpoint_folder,
+        first_budget,
+        start_seconds,
+        is_rushed,
+        state,
+        ranks,
+        on_message,
+        {"references": num_references},
+    )
+    planned = planner.plan(data, old_model)
+    if first_budget is not budget:
+        budget.mark_phase("planning")
     if state is not None:
         planned.run.restore(state)
         on_message(f"continuing at step {planned.run.step} of {planned.run.steps}")
@@ -547,168 +578,47 @@ def _prepare_run(
     return planned
 
 
-def _create_run(
+def _leave_out_outliers(
     data: PreparedTable,
     settings: TrainConfig,
-    folder: Path,
     budget: TimeBudget,
-    old_model: DEformer | None,
-    state: dict[str, Any] | None = None,
-    ranks: Ranks = SINGLE_PROCESS,
-    on_message: Callable[[str], None] = lambda line: None,
-) -> _PlannedRun:
-    """Create the model, its Gaussian prior (mixture fitted before training) and the training run.
-
-    Under a time limit, the costs of the phases after training are measured, and the batch is reduced if necessary.
+    num_references: int | None,
+    on_message: Callable[[str], None],
+) -> tuple[PreparedTable, int]:
+    """Leave suspected anomalies out of training (`--contamination`), within `OUTLIER_SHARE` of the time limit.
 
     Args:
         data: The prepared table.
         settings: All options of `deformer-train`.
-        folder: An existing folder for checkpoints.
-        budget: The time that training may take.
-        old_model: The model that is adapted (`--init-from`). None to train a new model.
-        state: JSON state of the interrupted run that is continued. None to start from the beginning.
-        ranks: The processes that train together.
-        on_message: Called with a line of text for the user.
+        budget: The time that the job may take.
+        num_references: Number of records to which each record is compared in the interrupted run that is continued.
+            None to choose it from the time.
+        on_message: Called with a line of text about the progress.
 
     Returns:
-        The run, with the measured costs of the phases after training. The state is not restored yet.
+        The table without the suspected anomalies, and the number of records to which each record was compared; 0 if
+        there was nothing to compare.
     """
-    device = ranks.choose_device(model_store.resolve_device(settings.device))
-    recipe = choose_recipe(settings, int((data.split == Split.TRAIN).sum()))
-    torch.manual_seed(settings.seed)
-    if old_model is None:
-        model, priors = _create_model(data, settings, budget, state)
-    else:
-        model, priors = _adapt_model(old_model, data, settings.seed)
-    if priors is not None:
-        model.gaussians = priors.full
-        priors.by_fold.to(device)
-    model = model.to(device)
-
-    def create_run(recipe: Recipe) -> TrainingRun:
-        """Return the training run with the given hyperparameters."""
-        identity = _describe_identity(settings, data, model.config, recipe) | {"processes": ranks.world_size}
-        return TrainingRun(data, model, recipe, settings.seed, folder, budget, identity, priors, ranks)
-
-    run = create_run(recipe)
-    if budget.limit is None:
-        return _PlannedRun(run, None)
-    costs = _measure_phase_costs(run.averaged_model, data, settings, budget.clock)
-    # An interrupted run is continued with its own batch.
-    batch = state["identity"]["batch"] if state is not None else _choose_affordable_batch(run, costs, on_message)
-    if batch != recipe.batch:
-        run = create_run(replace(recipe, batch=batch))
-    return _PlannedRun(run, costs)
+    if not settings.contamination:
+        return data, 0
+    if num_references is None:
+        seconds = OUTLIER_SHARE * budget.remaining  # infinite without a limit
+        num_references = choose_num_references(data, seconds, budget.clock)
+    phase = Phase("finding suspected anomalies", len(data.split), clock=budget.clock, on_message=on_message)
+    data = drop_outliers(data, settings.contamination, settings.seed, num_references, phase.should_continue)
+    return data, num_references
 
 
-def _create_model(
-    data: PreparedTable, settings: TrainConfig, budget: TimeBudget, state: dict[str, Any] | None
-) -> tuple[DEformer, CrossFittedPriors | None]:
-    """Fit the Gaussian prior (a mixture of Gaussians) to the table, and create a model with new weights.
-
-    The prior is fitted with more and more Gaussians, as long as they improve it and there is time.
-
-    Args:
-        data: The prepared table.
-        settings: All options of `deformer-train`.
-        budget: The time limit of the run. Fitting the prior may use the share `PRIOR_SHARE` of it.
-        state: JSON state of the interrupted run that is continued. None to start from the beginning.
-
-    Returns:
-        (model, priors). `priors` contains the prior and its variants that are used in training. It is None if the model
-        has no prior.
-    """
-    # A run that is continued must get the same prior again, so its number of Gaussians must not depend on the time.
-    max_gaussians = choose_gaussians(settings) if state is None else state["identity"]["gaussians"]
-
-    def is_time_short() -> bool:
-        """Return whether to stop adding Gaussians to the prior, because the time for fitting it is used up."""
-        return state is None and budget.is_share_used(PRIOR_SHARE)
-
-    priors = gaussian_prior.fit_priors(data, max_gaussians, settings.seed, is_time_short)
-    config = model_config(settings, data.schema.has_repeating_sensors)
-    num_gaussians = priors.num_components if priors else 0
-    return DEformer(data.schema, replace(config, gaussians=num_gaussians)), priors
-
-
-def _measure_phase_costs(
-    model: DEformer, data: PreparedTable, settings: TrainConfig, clock: Callable[[], float]
-) -> PhaseCosts:
-    """Measure on a few records how long calibration, ranking and held-out figures take.
-
-    Args:
-        model: The model before training, which takes as long as the trained one.
-        data: The prepared table.
-        settings: All options of `deformer-train`.
-        clock: A function that returns the current time in seconds.
-
-    Returns:
-        The seconds per record of each phase, increased by a safety factor.
-    """
-    rows = data.select_rows(Split.CALIBRATION)
-    order = choose_order(settings.order, data)
-    calibration_seconds = measure_seconds_per_record(
-        lambda num_records: compute_statistics(model, data, rows[:num_records], order, seed=0), clock, len(rows)
-    )
-    held_out_seconds = measure_seconds_per_record(
-        lambda num_records: evaluate_held_out(model, data, rows[:num_records], num_orders=1, seed=0), clock, len(rows)
-    )
-    ranking_seconds = measure_distance_seconds(model, data, choose_exemplars(settings), settings.seed, clock)
-    return PhaseCosts(
-        calibration=SAFETY_FACTOR * calibration_seconds,
-        ranking=SAFETY_FACTOR * ranking_seconds,
-        held_out=SAFETY_FACTOR * held_out_seconds,
-        fixed=FIXED_SECONDS + FIXED_SECONDS_PER_FEATURE * len(data.schema),
-    )
-
-
-def _choose_affordable_batch(run: TrainingRun, costs: PhaseCosts, on_message: Callable[[str], None]) -> int:
-    """Return the number of records per batch with which the time limit allows at least `MIN_STEPS` training steps.
-
-    It is the batch of the recipe or a smaller power of two. If the batch is reduced, or if the limit is too short even
-    for one step with one record, a message is sent.
-
-    Args:
-        run: The training run with the batch of its recipe.
-        costs: Measured costs of the phases after training.
-        on_message: Called with a line of text for the user.
-    """
-    budget, recipe = run.budget, run.recipe
-    limit = budget.limit or math.inf
-    seconds_per_record = measure_seconds_per_record(
-        run.measure_step_seconds, budget.clock, min(recipe.batch, len(run.train_rows)), warm_up=False
-    )
-    # There are at least two validations: of the initial weights and of the trained ones.
-    validation_seconds = 2 * MIN_VALIDATION_ROWS * VALIDATION_ORDERS * costs.held_out
-    min_final_seconds = compute_min_counts(count_all_records(run.data)).estimate_seconds(costs) + costs.fixed
-    # The shortest training is one step with one record in each of its batches.
-    min_limit = budget.elapsed + seconds_per_record * recipe.accumulate + validation_seconds + min_final_seconds
-    if min_limit > limit:
-        on_message(
-            f"--max-time {limit:g}s is too short for this table on this machine, which needs at least about "
-            f"{min_limit:.0f} s; training for one step and finishing as early as possible"
-        )
-        return 1
-    training_seconds = budget.remaining - _compute_reserve(costs, run.data, limit) - validation_seconds
-    # Number of records in each batch if MIN_STEPS steps of `accumulate` batches take all of this time.
-    num_affordable = training_seconds / (MIN_STEPS * recipe.accumulate * max(seconds_per_record, 1e-9))
-    if num_affordable >= recipe.batch:
-        return recipe.batch
-    batch = 1 << int(math.log2(max(num_affordable, 1.0)))  # the largest power of two that is affordable
-    on_message(f"the batch is reduced from {recipe.batch} to {batch} records, so that --max-time allows enough steps")
-    return batch
-
-
-def _create_fold_run(
+def _plan_fold(
     fold_data: PreparedTable,
     settings: TrainConfig,
+    first: PlannedRun,
     number: int,
     folder: Path,
     budget: TimeBudget,
     final_phases: _FinalPhases,
-) -> _PlannedRun:
-    """Create the training run of one further model for cross-conformal calibration (`--folds`).
+) -> PlannedRun:
+    """Plan the training run of one further model for cross-conformal calibration (`--folds`).
 
     In cross-conformal calibration, one model is trained for each fold of the records, without the fold. The first model
     is trained by the main run. The runs of the others cannot be resumed.
@@ -716,13 +626,11 @@ def _create_fold_run(
     Args:
         fold_data: The table, with the fold as its calibration records.
         settings: All options of `deformer-train`.
+        first: The run of the first model, whose preset, batch and costs are used.
         number: Number of the model, from 2 to `settings.folds`.
         folder: The working folder of the job.
         budget: The time that the job may take. The models that remain share it equally.
         final_phases: The phases after training, for which time is reserved.
-
-    Returns:
-        The run, with the measured costs of the phases after training.
     """
     fold_folder = folder / f"fold-{number}"
     fold_folder.mkdir(exist_ok=True)
@@ -735,7 +643,7 @@ def _create_fold_run(
     fold_budget = budget.create_equal_part(num_remaining, final_seconds)
     # Another seed gives each model its own random numbers.
     fold_settings = settings.model_copy(update={"seed": settings.seed + number})
-    return _create_run(fold_data, fold_settings, fold_folder, fold_budget, _read_old_model(settings))
+    return RunPlanner(fold_settings, fold_folder, fold_budget).plan_fold(fold_data, _read_old_model(settings), first)
 
 
 @contextmanager
@@ -797,36 +705,6 @@ def _load_previous_run(folder: Path, settings: TrainConfig) -> dict[str, Any] | 
     return state
 
 
-def _create_data_options(settings: TrainConfig, old_model: DEformer | None) -> DataOptions:
-    """Return the options for reading the training tables, converted from the options of the command line.
-
-    Args:
-        settings: All options of `deformer-train`.
-        old_model: The model that is adapted (`--init-from`), or None. Its features are kept.
-    """
-    window = None
-    if settings.window is not None:
-        window = Window(round(settings.window * 1e6), settings.slots or 1)  # seconds to microseconds
-    return DataOptions(
-        layout=settings.layout,
-        label=settings.label,
-        normal=settings.normal,
-        exclude=split_names(settings.exclude),
-        context=split_names(settings.context),
-        discrete=split_names(settings.discrete),
-        continuous=split_names(settings.continuous),
-        cycle=parse_periods(settings.cycle),
-        # With --folds, the calibration records of the first model are one fold.
-        calibration_share=1 / settings.folds if settings.folds else settings.calibration_share,
-        seed=settings.seed,
-        window=window,
-        once=split_names(settings.once),
-        base=old_model.schema if old_model is not None else None,
-        ties=settings.ties,
-        units=settings.units,
-    )
-
-
 def _read_old_model(settings: TrainConfig) -> DEformer | None:
     """Read the model that is adapted to the tables (`--init-from`).
 
@@ -845,51 +723,6 @@ def _read_old_model(settings: TrainConfig) -> DEformer | None:
                 f"determines it; remove the setting {name}"
             )
     return model_store.read(settings.init_from).model.train()
-
-
-def _adapt_model(old_model: DEformer, data: PreparedTable, seed: int) -> tuple[DEformer, CrossFittedPriors | None]:
-    """Create a model from the weights of an old model, and adapt the old Gaussian prior to the table (`--init-from`).
-
-    Args:
-        old_model: The model that is adapted.
-        data: The prepared table, whose schema begins with the features of the old model.
-        seed: Seed of folds, noise and imputed readings.
-
-    Returns:
-        (model, priors). The model has additional weights for new features. `priors` are the adapted prior (mixture of
-        Gaussians) and its variants that are used in training, None if the old model has no prior.
-    """
-    priors = None
-    if old_model.gaussians is not None:
-        priors = finetune.adapt_priors(old_model.gaussians, data, len(old_model.schema), seed)
-    model = finetune.extend_model(old_model, data.schema)
-    model.ranking = old_model.ranking  # `add_ranking` keeps the old exemplars and adds those of this table
-    return model, priors
-
-
-def _describe_identity(
-    settings: TrainConfig, data: PreparedTable, config: ModelConfig, recipe: Recipe
-) -> dict[str, Any]:
-    """Return what must be unchanged when an interrupted run is continued: data, seed, hyperparameters and old model.
-
-    The keys are names for an error message. The values are as JSON would return them, so that they can be compared with
-    those of a checkpoint.
-
-    Args:
-        settings: All options of `deformer-train`.
-        data: The prepared table.
-        config: Hyperparameters of the network.
-        recipe: Hyperparameters of training.
-    """
-    old_fingerprint = None
-    if settings.init_from is not None:
-        old_fingerprint = model_store.read_manifest(settings.init_from)["fingerprint"]
-    identity = {"the model of --init-from": old_fingerprint, "the data's fingerprint": data.fingerprint}
-    identity |= {"seed": settings.seed, "max_time": settings.max_time}  # a time limit changes the schedule
-    hyperparameters = asdict(config) | asdict(recipe)
-    return identity | {  # JSON has lists, but no tuples
-        name: list(value) if isinstance(value, tuple) else value for name, value in hyperparameters.items()
-    }
 
 
 def _read_earlier_records(settings: TrainConfig) -> tuple[RecordSet, ...]:

@@ -17,8 +17,11 @@ PROGRESS_SECONDS = 5.0
 DECISION_SHARE = 0.1
 """Share of the time for reading after which a pass is stopped if it would take too long."""
 
-MIN_SAMPLED_RECORDS = 5000
+MIN_SAMPLED_RECORDS = 20_000
 """Smallest number of records of a random sample. Smaller tables are read completely, even if that takes too long."""
+
+MAX_SAMPLE_SHARE = 0.7
+"""Largest share of the records that is worth a sample. It would save too little time if it were larger."""
 
 
 class ReadingTooSlow(Exception):  # noqa: N818 - not an error: the pass is repeated with fewer records

@@ -16,13 +16,33 @@ from deformer_stream.model.deformer import PRESETS, ModelConfig
 from trainer import finetune
 from trainer.exemplars import MAX_EXEMPLARS
 from trainer.fit import Recipe
-from trainer.settings import TrainConfig
+from trainer.settings import Preset, TrainConfig
+
+AUTO_PRESETS: tuple[Preset, Preset] = ("small", "tiny")
+"""The presets between which `--preset auto` chooses: the default, and the one for short time limits."""
+
+MIN_USEFUL_STEPS = 300
+"""Number of training steps from which a larger network is worth its time, and below which a warning is given.
+
+Measured in docs/experiments/18-steps-that-matter.md.
+"""
 
 SHAPE_HYPERPARAMETERS = {f.name for f in fields(ModelConfig)} - {"gaussians", "exemplars"}
 """Names of the hyperparameters that determine the shape of the network.
 
 The numbers of Gaussians and exemplars (stored training records) are not among them, because they depend on the table.
 """
+
+
+def resolve_preset(settings: TrainConfig) -> str:
+    """Return the name of the preset (a named size of the model); that of the larger candidate for "auto"."""
+    return AUTO_PRESETS[0] if settings.preset == "auto" else settings.preset
+
+
+def has_own_size(settings: TrainConfig) -> bool:
+    """Return whether the user or the model of `--init-from` determines the size of the network, and not the preset."""
+    is_shaped = any(getattr(settings, name, None) is not None for name in SHAPE_HYPERPARAMETERS)
+    return is_shaped or settings.init_from is not None
 
 
 def model_config(settings: TrainConfig, has_repeating_sensors: bool = False) -> ModelConfig:
@@ -45,7 +65,7 @@ def model_config(settings: TrainConfig, has_repeating_sensors: bool = False) -> 
         # A feature is then identified by a learned embedding (the sensor) and by coordinates (the time slot).
         user_values["identity"] = "both"
     try:
-        return replace(PRESETS[settings.preset], **_drop_none(user_values))
+        return replace(PRESETS[resolve_preset(settings)], **_drop_none(user_values))
     except ValueError as error:
         raise ConfigError(
             f"the model cannot be built, because its hyperparameters contradict each other: {error}; "
@@ -91,7 +111,7 @@ def choose_gaussians(settings: TrainConfig) -> int:
     """
     if settings.gaussians is not None:
         return settings.gaussians
-    return _TRAINING_PRESETS[settings.preset].max_gaussians
+    return _TRAINING_PRESETS[resolve_preset(settings)].max_gaussians
 
 
 def choose_recipe(settings: TrainConfig, num_rows: int) -> Recipe:
@@ -105,7 +125,7 @@ def choose_recipe(settings: TrainConfig, num_rows: int) -> Recipe:
         settings: All options of `deformer-train`.
         num_rows: Number of training records.
     """
-    preset = _TRAINING_PRESETS[settings.preset]
+    preset = _TRAINING_PRESETS[resolve_preset(settings)]
     batch = settings.batch
     if batch is None:
         # About num_rows / RECORDS_PER_BATCH records, rounded to a power of two.

@@ -18,9 +18,9 @@ from deformer_stream.settings import (
     Duration,
     MinorityShare,
     OptionGroups,
-    Settings,
     Share,
     Units,
+    WindowedTableSettings,
     WindowWidth,
     text_default,
 )
@@ -102,7 +102,7 @@ OPTION_GROUPS: OptionGroups = {
 """The headings under which `--help` lists the options, each with the names of its settings fields."""
 
 
-class TrainSettings(Settings):
+class TrainSettings(WindowedTableSettings):
     """The command-line flags of `deformer-train`. The description of each field is its text in `--help`."""
 
     option_groups: ClassVar[OptionGroups] = OPTION_GROUPS
@@ -114,6 +114,11 @@ class TrainSettings(Settings):
         None,
         description="Layout of the tables. wide: a row is a record. long: a row is a reading, with columns record, "
         "feature, value and perhaps time. By default the layout is inferred from the columns.",
+    )
+    time_column: str | None = Field(
+        None,
+        description="Column with the time of a reading or a row. Default: the column time or, in wide tables, the "
+        "first column of timestamps.",
     )
     label: str | None = Field(
         None,
@@ -151,7 +156,8 @@ class TrainSettings(Settings):
     window: WindowWidth | None = Field(
         None,
         description="Length of a time window, such as 60s. All readings of a device in one window are a record. The "
-        "table must be long, with columns device, feature, value, time.",
+        "table is long, with columns device, feature, value, time, or has a column for each sensor and one for the "
+        "time.",
     )
     slots: int | None = Field(
         None,
@@ -160,13 +166,19 @@ class TrainSettings(Settings):
         description="Number of equal time slots into which each --window is divided. A feature may report once in each "
         "time slot. By default it may report once in a window.",
     )
+    per_slot: Literal["first", "last", "mean", "min", "max"] = Field(
+        "first",
+        description="Which value counts if a sensor has several readings in a time slot (without --slots: in a "
+        "window). last, mean, min and max are known only when the time slot is over, so alerts come later.",
+    )
     once: Names = Field(
         "",
         description="Features that report only once in a window, although --slots divides it, separated by commas.",
     )
     preset: Preset = Field(
-        "small",
-        description="Size of the model. 'paper' is the large model of the DEformer paper and needs a GPU.",
+        "auto",
+        description="Size of the model. 'auto' is 'small', or 'tiny' if --max-time leaves too few training steps for "
+        "'small'. 'paper' is the large model of the DEformer paper and needs a GPU.",
     )
     epochs: int | None = Field(
         None,
@@ -182,6 +194,11 @@ class TrainSettings(Settings):
     device: Device = Field("auto", description="Device to train on. 'auto' uses a GPU if there is one.")
     seed: int = Field(
         0, ge=0, description="Seed of all random choices: split of the records, orders, noise and initial weights."
+    )
+    dry_run: bool = Field(
+        False,
+        description="Only show which features would be learnt, and why, from the first rows of the tables. Nothing is "
+        "written, and --out is not needed.",
     )
     resume: bool = Field(
         False, description="Continue an interrupted run of --out. If there is none, start from the beginning."
@@ -229,15 +246,27 @@ class TrainSettings(Settings):
         "other, in the order of the table. hold: together, because their order has no meaning.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _supply_output(cls, values: Any) -> Any:
+        """Supply a value for --out, which a dry run does not need."""
+        if isinstance(values, dict) and values.get("dry_run") and values.get("out") is None:
+            return values | {"out": Path("model")}
+        return values
+
     @model_validator(mode="after")
     def _check_window_options(self) -> Self:
-        """Check that options without effect are not set: --slots without --window, and --once without --slots.
+        """Check that no option is without effect: --slots or --per-slot without --window, or --once without --slots.
 
         Raises:
             ValueError: An option is set without the other option that it needs.
         """
         if self.slots is not None and self.window is None:
             raise ValueError("--slots needs --window, because it divides the window; add --window, such as 60s")
+        if self.per_slot != "first" and self.window is None:
+            raise ValueError(
+                "--per-slot needs --window, because it combines readings of one window; add --window, such as 60s"
+            )
         has_time_slots = self.slots is not None and self.slots > 1
         if self.once and not has_time_slots:
             raise ValueError(

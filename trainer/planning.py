@@ -1,0 +1,492 @@
+"""Plan a training run: fit the Gaussian prior, choose the preset and the batch, and measure costs under a time limit.
+
+Training is the only phase of a job that can be made as short as needed. Under a time limit (`--max-time`), this module
+therefore measures what a training step and the phases after training cost on this table and this machine. From these
+costs follow the size of the network (`--preset auto`), the batch, and the time that is reserved for the other phases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deformer_stream import model_store
+from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS
+from deformer_stream.model.deformer import DEformer, ModelConfig
+from trainer import finetune, gaussian_prior
+from trainer.budget import (
+    PROGRESS_SECONDS,
+    PhaseCosts,
+    RecordCounts,
+    TimeBudget,
+    compute_min_counts,
+    measure_seconds_per_record,
+)
+from trainer.calibrate import choose_order, compute_statistics
+from trainer.data import PreparedTable, Split
+from trainer.distributed import Ranks
+from trainer.evaluate import evaluate_held_out
+from trainer.exemplars import MAX_REFERENCE_RECORDS, measure_distance_seconds
+from trainer.fit import MIN_VALIDATION_ROWS, SINGLE_PROCESS, VALIDATION_ORDERS, TrainingRun
+from trainer.gaussian_prior import CrossFittedPriors
+from trainer.recipes import (
+    AUTO_PRESETS,
+    MIN_USEFUL_STEPS,
+    choose_exemplars,
+    choose_gaussians,
+    choose_recipe,
+    has_own_size,
+    model_config,
+    resolve_preset,
+)
+from trainer.settings import TrainConfig
+from trainer.training_warnings import MIN_STEPS
+
+HELD_OUT_ROWS, HELD_OUT_ORDERS = 2000, 4
+"""Largest number of records of the held-out figures, and the number of orders in which each is scored."""
+
+AFTER_SHARE = 0.4
+"""Share of a time limit that is reserved for calibration, ranking and held-out figures together.
+
+More is reserved only if the smallest possible numbers of records take longer.
+"""
+
+PRIOR_SHARE = 0.15
+"""Share of the remaining time that fitting the Gaussian prior may take."""
+
+PROBE_RECORDS = 500
+"""Number of records to which the Gaussian prior is fitted to measure how long it takes."""
+
+TRAINING_SHARE = 0.55
+"""Share of the remaining time that training gets, as far as it is known before the phases are measured."""
+
+SAFETY_FACTOR = 1.1
+"""Factor by which measured costs are multiplied, because measurements on a few records are too low."""
+
+MIN_FIXED_SECONDS, FIXED_SHARE_OF_START, FIXED_SECONDS_PER_FEATURE = 1.5, 0.7, 0.002
+"""Estimated seconds to render the report, write the model directory and end the process.
+
+Most of this time is imports. It is therefore estimated from the time that the start of the command took, which shows
+how fast the machine is at present. The last number is added for each feature.
+"""
+
+LEAST_SHARE_OF_START, MIN_LEAST_SECONDS = 1.3, 1.5
+"""The smallest possible job takes this many times as long as the start of the command, in addition to the start, but at
+least this many seconds. It trains for one step and uses the smallest numbers of records.
+"""
+
+ASSUMED_SECONDS_PER_RECORD = 0.01
+"""Cost of a record in the phases after training that is assumed if there is no time to measure it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """A training run that is ready to start.
+
+    Attributes:
+        run: The training run.
+        settings: All options, with the preset that was chosen in place of "auto".
+        preset_reason: Why this preset was chosen, as text for the user.
+        costs: Measured costs of the phases after training: calibration, ranking and held-out figures. None without a
+            time limit.
+        maximum: The numbers of records that these phases use if there is enough time.
+        num_prior_records: Number of records to which the Gaussian prior was fitted, 0 if there is none.
+    """
+
+    run: TrainingRun
+    settings: TrainConfig
+    preset_reason: str
+    costs: PhaseCosts | None
+    maximum: RecordCounts
+    num_prior_records: int
+
+
+@dataclass(frozen=True, slots=True)
+class FittedPrior:
+    """The Gaussian prior of a training run.
+
+    Attributes:
+        priors: The prior and its variants that are used in training. None if the model has no prior.
+        max_records: Largest number of records to which it was fitted. It is stored in the checkpoint, because a
+            continued run must get the same prior again.
+    """
+
+    priors: CrossFittedPriors | None
+    max_records: int
+
+
+def estimate_least_seconds(start_seconds: float) -> float:
+    """Return about how long the smallest possible job takes on this machine, including the start of the command.
+
+    Args:
+        start_seconds: Seconds that the start of the command took: of the process, and of importing modules.
+    """
+    return start_seconds + max(MIN_LEAST_SECONDS, LEAST_SHARE_OF_START * start_seconds)
+
+
+def count_all_records(data: PreparedTable) -> RecordCounts:
+    """Return the numbers of records that the phases after training use if the time limit leaves enough time.
+
+    The phases are calibration, ranking and held-out figures. All of them score calibration records.
+    """
+    num_calibration = int((data.split == Split.CALIBRATION).sum())
+    return RecordCounts(
+        calibration=min(num_calibration, MAX_CALIBRATION_RECORDS),
+        ranking=min(num_calibration, MAX_REFERENCE_RECORDS),
+        held_out_passes=min(num_calibration, HELD_OUT_ROWS) * HELD_OUT_ORDERS,  # a pass is one record in one order
+    )
+
+
+def compute_reserve(costs: PhaseCosts, maximum: RecordCounts, limit: float) -> float:
+    """Return the seconds to reserve for the phases after training: calibration, ranking and held-out figures.
+
+    The result is the time of the phases with all records, but at most `AFTER_SHARE` of the time limit, and at least the
+    time of the phases with the smallest numbers of records.
+
+    Args:
+        costs: Measured costs of the phases.
+        maximum: The numbers of records that the phases use if there is enough time.
+        limit: The time limit in seconds.
+    """
+    max_seconds = maximum.estimate_seconds(costs)
+    min_seconds = compute_min_counts(maximum).estimate_seconds(costs)
+    allowed_seconds = AFTER_SHARE * limit - costs.fixed  # fixed: report, model files, end of the process
+    return costs.fixed + max(min(max_seconds, allowed_seconds), min_seconds)
+
+
+class RunPlanner:
+    """Creates training runs that fit into a time limit.
+
+    Args:
+        settings: All options of `deformer-train`.
+        folder: An existing folder for checkpoints.
+        budget: The time that the run may take.
+        start_seconds: Seconds that the start of the command took.
+        is_rushed: Whether the time limit is too short for any job. Nothing is measured then, and the run is as short as
+            possible.
+        state: JSON state of the interrupted run that is continued. None to start from the beginning.
+        ranks: The processes that train together.
+        on_message: Called with a line of text for the user.
+        data_identity: Values by name that must be unchanged when the run is continued, in addition to the
+            hyperparameters and the table.
+    """
+
+    def __init__(
+        self,
+        settings: TrainConfig,
+        folder: Path,
+        budget: TimeBudget,
+        start_seconds: float = 0.0,
+        is_rushed: bool = False,
+        state: dict[str, Any] | None = None,
+        ranks: Ranks = SINGLE_PROCESS,
+        on_message: Callable[[str], None] = lambda line: None,
+        data_identity: dict[str, Any] | None = None,
+    ) -> None:
+        self.settings, self.folder, self.budget, self.start_seconds = settings, folder, budget, start_seconds
+        self.is_rushed, self.state, self.ranks, self.on_message = is_rushed, state, ranks, on_message
+        self.data_identity = data_identity or {}
+
+    def plan(self, data: PreparedTable, old_model: DEformer | None) -> PlannedRun:
+        """Create the model, its Gaussian prior (mixture fitted before training) and the training run.
+
+        Under a time limit, the costs of the phases after training are measured, a preset is chosen, and the batch is
+        reduced if necessary.
+
+        Args:
+            data: The prepared table.
+            old_model: The model that is adapted (`--init-from`). None to train a new model.
+
+        Returns:
+            The run. The state of an interrupted run is not restored yet.
+        """
+        prior = self._fit_prior(data, old_model)
+        self.budget.mark_phase("prior")
+        run, settings, reason, step_costs = self._choose_preset(data, old_model, prior)
+        maximum = count_all_records(data)
+        num_train = len(run.train_rows)
+        num_prior_records = min(num_train, prior.max_records) if prior.priors is not None else 0
+        if self.budget.limit is None:
+            return PlannedRun(run, settings, reason, None, maximum, num_prior_records)
+        costs = self._measure_phase_costs(run.averaged_model, data)
+        if self.state is not None:  # an interrupted run is continued with its own batch
+            batch = self.state["identity"]["batch"]
+        elif self.is_rushed:
+            batch = min(run.recipe.batch, MIN_STEPS)
+        else:
+            batch = self._choose_batch(run, step_costs, costs, maximum)
+        if batch != run.recipe.batch:
+            run = self._create_run(data, old_model, prior, settings, batch)
+        self.budget.mark_phase("planning")
+        return PlannedRun(run, settings, reason, costs, maximum, num_prior_records)
+
+    def plan_fold(self, data: PreparedTable, old_model: DEformer | None, first: PlannedRun) -> PlannedRun:
+        """Create a further model and its run for cross-conformal calibration (`--folds`).
+
+        Preset, batch and costs are those of the first model, so nothing is measured again.
+
+        Args:
+            data: The table with another split.
+            old_model: The model that is adapted (`--init-from`). None to train a new model.
+            first: The run of the first model.
+        """
+        prior = self._fit_prior(data, old_model, first.run.identity["prior_records"])
+        settings = self.settings.model_copy(update={"preset": first.settings.preset})
+        run = self._create_run(data, old_model, prior, settings, first.run.recipe.batch)
+        # Ranking, held-out figures and the report follow the last model and are not part of a fold's time.
+        costs = None if first.costs is None else replace(first.costs, fixed=0.0)
+        maximum = replace(count_all_records(data), ranking=0, held_out_passes=0)
+        return PlannedRun(run, settings, first.preset_reason, costs, maximum, first.num_prior_records)
+
+    def _create_run(
+        self,
+        data: PreparedTable,
+        old_model: DEformer | None,
+        prior: FittedPrior,
+        settings: TrainConfig,
+        batch: int | None = None,
+    ) -> TrainingRun:
+        """Create a model with new weights, or with those of the old model, and the run that trains it.
+
+        Args:
+            data: The prepared table.
+            old_model: The model that is adapted (`--init-from`). None for new weights.
+            prior: The fitted Gaussian prior.
+            settings: All options, with a preset that is not "auto".
+            batch: Number of records in a batch. None for that of the recipe.
+        """
+        torch.manual_seed(settings.seed)  # the initial weights depend on the seed alone
+        if old_model is None:
+            config = model_config(settings, data.schema.has_repeating_sensors)
+            num_gaussians = prior.priors.num_components if prior.priors else 0
+            model = DEformer(data.schema, replace(config, gaussians=num_gaussians))
+        else:
+            model = finetune.extend_model(old_model, data.schema)
+            model.ranking = old_model.ranking  # `add_ranking` keeps the old exemplars and adds those of this table
+        device = self.ranks.choose_device(model_store.resolve_device(settings.device))
+        if prior.priors is not None:
+            model.gaussians = prior.priors.full
+            prior.priors.by_fold.to(device)
+        model = model.to(device)
+        recipe = choose_recipe(settings, int((data.split == Split.TRAIN).sum()))
+        recipe = recipe if batch is None else replace(recipe, batch=batch)
+        identity = _describe_identity(settings, data, model.config) | asdict(recipe)
+        identity |= {"processes": self.ranks.world_size, "prior_records": prior.max_records} | self.data_identity
+        # JSON has lists, but no tuples. The values must be as JSON returns them, to be compared with a checkpoint.
+        identity = {name: list(value) if isinstance(value, tuple) else value for name, value in identity.items()}
+        return TrainingRun(
+            data, model, recipe, settings.seed, self.folder, self.budget, identity, prior.priors, self.ranks
+        )
+
+    def _fit_prior(
+        self, data: PreparedTable, old_model: DEformer | None, max_records: int | None = None
+    ) -> FittedPrior:
+        """Fit the Gaussian prior to the table, or adapt that of the old model (`--init-from`).
+
+        The prior is fitted with more and more Gaussians, as long as they improve it and there is time. Under a time
+        limit, it is first fitted to a few records, to measure for how many records there is time.
+
+        Args:
+            data: The prepared table.
+            old_model: The model that is adapted, or None.
+            max_records: Largest number of records to which the prior is fitted, if it is known already.
+        """
+        seed = self.settings.seed
+        if old_model is not None:
+            if old_model.gaussians is None:
+                return FittedPrior(None, 0)
+            num_old_features = len(old_model.schema)
+            priors = finetune.adapt_priors(old_model.gaussians, data, num_old_features, seed)
+            return FittedPrior(priors, gaussian_prior.MAX_ROWS)
+        max_gaussians, deadline = choose_gaussians(self.settings), math.inf
+        if self.state is not None:
+            # A run that is continued must get the same prior again, so it must not depend on the time.
+            max_gaussians = self.state["identity"]["gaussians"]
+            max_records = self.state["identity"]["prior_records"]
+        elif self.budget.limit is not None:
+            started = self.budget.elapsed
+            deadline = started + PRIOR_SHARE * self.budget.remaining
+            num_records = int((data.split == Split.TRAIN).sum())
+            if max_records is None and num_records > PROBE_RECORDS:
+                probe = gaussian_prior.fit_priors(data, max_gaussians, seed, lambda: True, PROBE_RECORDS)
+                probe_seconds = self.budget.elapsed - started
+                # Half of the time is for one Gaussian, and the other half for more of them.
+                num_affordable = PROBE_RECORDS * 0.5 * (deadline - self.budget.elapsed) / max(probe_seconds, 1e-9)
+                max_records = int(min(gaussian_prior.MAX_ROWS, num_affordable))
+                if max_records < 2 * PROBE_RECORDS:
+                    return FittedPrior(probe, PROBE_RECORDS)
+        max_records = max_records or gaussian_prior.MAX_ROWS
+        previous = self.budget.elapsed
+        last_message_at = previous
+
+        def is_time_short() -> bool:
+            """Return whether a larger number of Gaussians probably takes longer than the prior may take."""
+            nonlocal previous, last_message_at
+            now = self.budget.elapsed
+            last_seconds, previous = now - previous, now
+            if now - last_message_at > PROGRESS_SECONDS:
+                last_message_at = now
+                self.on_message("fitting the Gaussian prior with more Gaussians")
+            return now + 1.5 * last_seconds > deadline
+
+        return FittedPrior(
+            gaussian_prior.fit_priors(data, max_gaussians, seed, is_time_short, max_records), max_records
+        )
+
+    def _choose_preset(
+        self, data: PreparedTable, old_model: DEformer | None, prior: FittedPrior
+    ) -> tuple[TrainingRun, TrainConfig, str, float]:
+        """Create the run with the preset that suits the table and the time.
+
+        With `--preset auto`, it is the larger one of `AUTO_PRESETS` if the time limit leaves at least
+        `MIN_USEFUL_STEPS` training steps for it, otherwise the smaller one.
+
+        Args:
+            data: The prepared table.
+            old_model: The model that is adapted, or None.
+            prior: The fitted Gaussian prior.
+
+        Returns:
+            (run, settings, reason, seconds). The settings have the chosen preset. The reason is a text for the user.
+            `seconds` are those of a training step for each record of its batch, 0 if they were not measured.
+        """
+        is_limited = self.budget.limit is not None
+        if self.state is not None and "preset" in self.state["identity"]:
+            settings = self._set_preset(self.state["identity"]["preset"])
+            run = self._create_run(data, old_model, prior, settings)
+            return run, settings, "that of the interrupted run", 0.0
+        is_open = self.settings.preset == "auto" and is_limited and not has_own_size(self.settings)
+        if not is_open:
+            settings = self._set_preset(resolve_preset(self.settings))
+            reason = "the default" if self.settings.preset == "auto" else "chosen by --preset"
+            run = self._create_run(data, old_model, prior, settings)
+            seconds = self._measure_step(run) if is_limited and not self.is_rushed else 0.0
+            return run, settings, reason, seconds
+        large, small = AUTO_PRESETS
+        settings = self._set_preset(large)
+        if not self.is_rushed:
+            run = self._create_run(data, old_model, prior, settings)
+            seconds = self._measure_step(run)
+            num_steps = int(TRAINING_SHARE * self.budget.remaining / max(run.batch_size * seconds, 1e-9))
+            # Small tables have so short schedules that they need fewer steps.
+            if num_steps >= min(MIN_USEFUL_STEPS, run.steps):
+                return run, settings, "the time limit leaves enough training steps for it", seconds
+            reason = (
+                f"--max-time leaves time for about {num_steps} steps of preset {large}, which needs {MIN_USEFUL_STEPS}"
+            )
+        else:
+            reason = f"--max-time leaves no time to measure preset {large}"
+        self.on_message(f"preset {small}: {reason}")
+        settings = self._set_preset(small)
+        run = self._create_run(data, old_model, prior, settings)
+        return run, settings, reason, 0.0 if self.is_rushed else self._measure_step(run)
+
+    def _set_preset(self, preset: str) -> TrainConfig:
+        """Return the settings with another preset."""
+        return self.settings.model_copy(update={"preset": preset})
+
+    def _measure_step(self, run: TrainingRun) -> float:
+        """Return the measured seconds of a training step for each record of its batch."""
+        max_records = min(run.recipe.batch, len(run.train_rows))
+        return measure_seconds_per_record(run.measure_step_seconds, self.budget.clock, max_records)
+
+    def _measure_phase_costs(self, model: DEformer, data: PreparedTable) -> PhaseCosts:
+        """Measure on a few records how long calibration, ranking and held-out figures take.
+
+        Args:
+            model: The model before training, which takes as long as the trained one.
+            data: The prepared table.
+
+        Returns:
+            The seconds per record of each phase, increased by a safety factor.
+        """
+        fixed_seconds = max(MIN_FIXED_SECONDS, FIXED_SHARE_OF_START * self.start_seconds)
+        fixed_seconds += FIXED_SECONDS_PER_FEATURE * len(data.schema)
+        if self.is_rushed:
+            seconds = ASSUMED_SECONDS_PER_RECORD
+            return PhaseCosts(calibration=seconds, ranking=seconds, held_out=seconds, fixed=fixed_seconds)
+        settings, clock = self.settings, self.budget.clock
+        rows = data.select_rows(Split.CALIBRATION)
+        order = choose_order(settings.order, data)
+        calibration_seconds = measure_seconds_per_record(
+            lambda num_records: compute_statistics(model, data, rows[:num_records], order, seed=0), clock, len(rows)
+        )
+        held_out_seconds = measure_seconds_per_record(
+            lambda num_records: evaluate_held_out(model, data, rows[:num_records], num_orders=1, seed=0),
+            clock,
+            len(rows),
+        )
+        ranking_seconds = measure_distance_seconds(model, data, choose_exemplars(settings), settings.seed, clock)
+        return PhaseCosts(
+            calibration=SAFETY_FACTOR * calibration_seconds,
+            ranking=SAFETY_FACTOR * ranking_seconds,
+            held_out=SAFETY_FACTOR * held_out_seconds,
+            fixed=fixed_seconds,
+        )
+
+    def _choose_batch(
+        self, run: TrainingRun, seconds_per_record: float, costs: PhaseCosts, maximum: RecordCounts
+    ) -> int:
+        """Return the number of records per batch with which the time limit allows at least `MIN_STEPS` training steps.
+
+        It is the batch of the recipe or a smaller power of two. If the batch is reduced, or if the limit is too short
+        even for one step with one record, a message is sent.
+
+        Args:
+            run: The training run with the batch of its recipe.
+            seconds_per_record: Seconds of a training step for each record of its batch.
+            costs: Measured costs of the phases after training.
+            maximum: The numbers of records that these phases use if there is enough time.
+        """
+        budget, recipe = self.budget, run.recipe
+        limit = budget.limit or math.inf
+        # There are at least two validations: of the initial weights and of the trained ones.
+        validation_seconds = 2 * MIN_VALIDATION_ROWS * VALIDATION_ORDERS * costs.held_out
+        min_final_seconds = compute_min_counts(maximum).estimate_seconds(costs) + costs.fixed
+        # The shortest training is one step with one record in each of its batches.
+        min_limit = budget.elapsed + seconds_per_record * recipe.accumulate + validation_seconds + min_final_seconds
+        if min_limit > limit:
+            self.on_message(
+                f"--max-time {limit:g}s is too short for this table on this machine, which needs at least about "
+                f"{min_limit:.0f} s; training for one step and finishing as early as possible"
+            )
+            return 1
+        training_seconds = budget.remaining - compute_reserve(costs, maximum, limit) - validation_seconds
+        # Number of records in each batch if MIN_STEPS steps of `accumulate` batches take all of this time.
+        num_affordable = training_seconds / (MIN_STEPS * recipe.accumulate * max(seconds_per_record, 1e-9))
+        if num_affordable >= recipe.batch:
+            return recipe.batch
+        batch = 1 << int(math.log2(max(num_affordable, 1.0)))  # the largest power of two that is affordable
+        self.on_message(
+            f"the batch is reduced from {recipe.batch} to {batch} records, so that --max-time allows enough steps"
+        )
+        return batch
+
+
+def _describe_identity(settings: TrainConfig, data: PreparedTable, config: ModelConfig) -> dict[str, Any]:
+    """Return what must be unchanged when an interrupted run is continued: data, seed, hyperparameters and old model.
+
+    The keys are names for an error message.
+
+    Args:
+        settings: All options of `deformer-train`, with a preset that is not "auto".
+        data: The prepared table.
+        config: Hyperparameters of the network.
+    """
+    old_fingerprint = None
+    if settings.init_from is not None:
+        old_fingerprint = model_store.read_manifest(settings.init_from)["fingerprint"]
+    return {
+        "the model of --init-from": old_fingerprint,
+        "the data's fingerprint": data.fingerprint,
+        "records": len(data.split),  # fewer than those of the input if a time limit permitted only a sample
+        "seed": settings.seed,
+        "max_time": settings.max_time,  # a time limit changes the schedule
+        "preset": settings.preset,
+        **asdict(config),
+    }
