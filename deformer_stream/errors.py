@@ -81,6 +81,13 @@ class Unavailable(DeformerError):  # noqa: N818 - named after the condition that
     exit_code = 4
 
 
+class AlphaOutOfReachWarning(UserWarning):
+    """The warning that no record can raise an alert at a false-alarm rate, as the calibration has too few records.
+
+    The library issues it. The commands log the event `alpha_out_of_reach` instead.
+    """
+
+
 class InvariantViolated(DeformerError):  # noqa: N818 - named after the condition, as `Unavailable`
     """A contradiction inside the program, which is always a bug. Exit code 1.
 
