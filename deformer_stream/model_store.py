@@ -21,6 +21,7 @@ import math
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,26 @@ def write(
     # Build the model from the bytes, as `read` will, so that a model that cannot be read is not written.
     manifest = json.loads(rendered)
     _build_model(manifest, weights, directory)
+    contents = {WEIGHTS: weights, MANIFEST: rendered}
+    if seen is not None:
+        contents[SEEN_RECORDS] = seen[1]
+    write_files(directory, contents | {REPORT: report.encode("utf-8", "backslashreplace")})
+    return str(manifest["fingerprint"])
+
+
+def write_files(directory: Path, contents: Mapping[str, bytes]) -> None:
+    """Write the files of a model directory, as `write` does: under a temporary name, which is then replaced.
+
+    Args:
+        directory: The path of the model directory; missing parents are created. A model that it holds is replaced.
+        contents: The contents of the files by name, as `read_files` returns them.
+
+    Raises:
+        ConfigError: The directory cannot be created, or the path holds something other than a model.
+        Unavailable: Writing fails, for example because the disk is full.
+    """
+    directory = Path(directory).absolute()
+    check_output_directory(directory)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
@@ -167,17 +188,34 @@ def write(
     try:
         with map_write_errors(directory):
             temporary.chmod(0o755)  # mkdtemp allows only the owner to read
-            _write_and_sync(temporary / WEIGHTS, weights)
-            _write_and_sync(temporary / MANIFEST, rendered)
-            if seen is not None:
-                _write_and_sync(temporary / SEEN_RECORDS, seen[1])
-            _write_and_sync(temporary / REPORT, report.encode("utf-8", "backslashreplace"))
+            for name, content in contents.items():
+                _write_and_sync(temporary / name, content)
             _sync_directory(temporary)
             _replace_directory(temporary, directory)
     finally:
         if temporary.exists():
             shutil.rmtree(temporary)
-    return str(manifest["fingerprint"])
+
+
+def read_files(directory: Path) -> dict[str, bytes]:
+    """Return the contents of the files of a model directory by name, for a copy of the model.
+
+    The manifest is verified. The other files are verified when the copy is read.
+
+    Args:
+        directory: The model directory. Files that do not belong to a model are left out.
+
+    Raises:
+        ArtifactError: A file is missing or cannot be read, or the manifest was altered.
+    """
+    directory = Path(directory)
+    manifest = read_manifest(directory)
+    contents = {WEIGHTS: _read_at_most(directory / WEIGHTS, _get_weights_size(manifest, directory))}
+    contents[MANIFEST] = _read_at_most(directory / MANIFEST, MAX_MANIFEST_BYTES)
+    for name in (SEEN_RECORDS, REPORT):
+        if (directory / name).is_file():
+            contents[name] = (directory / name).read_bytes()
+    return contents
 
 
 def _create_manifest(

@@ -332,6 +332,18 @@ class Calibration:
                     "groups in the same way"
                 )
 
+    @property
+    def row_order(self) -> Literal["arrival", "schema", "random"]:
+        """The order in which the readings of a row of a wide table are scored: that of the calibration records.
+
+        Such readings have no order of arrival, and the false-alarm rate is guaranteed only for the order of the
+        calibration. "arrival" means the order of the columns.
+        """
+        if self.arrival_order == "random":
+            return "random"
+        # Any other order is treated as "arrival".
+        return "schema" if self.arrival_order == "schema" else "arrival"
+
     @staticmethod
     def from_statistics(
         statistics: Floats,

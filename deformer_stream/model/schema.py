@@ -40,6 +40,8 @@ MAX_PERIODS_PER_SCALE = 1e5
 The scale is the difference of raw values that is 1 in normalised units. If it spans more periods than this, single
 precision cannot distinguish positions on the cycle.
 """
+MAX_SHOWN_NAMES = 6
+"""Largest number of features that the text of a schema names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ class Feature:
         return {key: value for key, value in asdict(self).items() if key not in optional_keys or value is not None}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Schema:
     """The features of a record. The code of a feature is its index in `features`.
 
@@ -233,6 +235,12 @@ class Schema:
     def __len__(self) -> int:
         """Return the number of features."""
         return len(self.features)
+
+    def __repr__(self) -> str:
+        """Return the number of features and the names of the first ones."""
+        shown = ", ".join(self.names[:MAX_SHOWN_NAMES]) + (", …" if len(self) > MAX_SHOWN_NAMES else "")
+        window = "" if self.window is None else f"; window {self.window}"
+        return f"Schema({len(self)} feature{'s' * (len(self) != 1)}: {shown}{window})"
 
     @cached_property
     def code_by_name(self) -> dict[str, int]:
