@@ -11,15 +11,12 @@ from typing import Any
 import numpy as np
 
 from deformer_stream.calibration.conformal import DEFAULT_ALPHAS, Calibration
-from deformer_stream.model.schema import Feature
 from deformer_stream.model.time_slots import collapse_time_slots, describe_records
 from deformer_stream.report import charts, pages
 from trainer.data import PreparedTable
 from trainer.evaluate import HeldOutLikelihood
+from trainer.feature_table import describe_feature
 from trainer.fit import TrainingResult
-
-MAX_LISTED_LABELS = 6
-"""Largest number of labels of a feature that are listed in the table of features."""
 
 MAIN_ALPHA = 0.01
 """The alpha (false-alarm rate) for which the report first states how many false alerts to expect."""
@@ -113,22 +110,19 @@ def _choose_key_figures(data: PreparedTable, calibration: Calibration, training:
     alpha = _choose_main_alpha(calibration)
     figures = {}
     if alpha is not None:
-        figures[f"false alerts to expect at α = {_format_alpha(alpha)}"] = describe_false_alerts(records_per_day, alpha)
+        figures[f"false alerts to expect at α = {pages.format_alpha(alpha)}"] = describe_false_alerts(
+            records_per_day, alpha
+        )
     if records_per_day is not None:
         figures["records a day in the training table"] = pages.format_number(records_per_day)
     figures |= {
-        "smallest α in reach": _format_alpha(calibration.min_p_value),
+        "smallest α in reach": pages.format_alpha(calibration.min_p_value),
         "features": f"{len(data.schema)}",
         "records trained on": f"{training['rows']['train']:,}",
         "records calibrated on": f"{len(calibration.scores):,}",
         "time of the training": f"{training['seconds']:,.0f} s on {training['device']}",
     }
     return figures
-
-
-def _format_alpha(alpha: float) -> str:
-    """Return an alpha (false-alarm rate) as a percentage with two significant digits, such as "1%" or "0.13%"."""
-    return f"{pages.format_number(100 * alpha, 2)}%"
 
 
 def _render_feature_likelihoods(data: PreparedTable, held_out: HeldOutLikelihood) -> list[str]:
@@ -174,11 +168,13 @@ def _render_alerts(data: PreparedTable, calibration: Calibration) -> list[str]:
     records_per_day = estimate_records_per_day(data)
     # The threshold of a small alpha is infinite if there are too few calibration records for any alert at it.
     threshold_by_alpha = {alpha: calibration.compute_threshold(alpha) for alpha in DEFAULT_ALPHAS}
-    marks = {f"α = {_format_alpha(alpha)}": value for alpha, value in threshold_by_alpha.items() if np.isfinite(value)}
+    marks = {
+        f"α = {pages.format_alpha(alpha)}": value for alpha, value in threshold_by_alpha.items() if np.isfinite(value)
+    }
     ties = ", with readings of the same time scored together" if calibration.tie_policy == "hold" else ""
     rows = [
         [
-            _format_alpha(alpha),
+            pages.format_alpha(alpha),
             describe_false_alerts(records_per_day, alpha) if np.isfinite(threshold) else "—",
             f"{threshold:.2f}" if np.isfinite(threshold) else "—",
             calibration.describe_reachability(alpha),
@@ -206,12 +202,13 @@ def _explain_false_alerts(records_per_day: float | None, calibration: Calibratio
         expectation = "There are too few calibration records for an alert at any of these α. "
     elif records_per_day is None:
         expectation = (
-            f"At α = {_format_alpha(alpha)} expect {describe_false_alerts(None, alpha)} while everything is normal. "
+            f"At α = {pages.format_alpha(alpha)} expect {describe_false_alerts(None, alpha)} while everything is "
+            "normal. "
         )
     else:
         expectation = (
-            f"At α = {_format_alpha(alpha)} and today's rate of {pages.format_number(records_per_day)} records a day "
-            f"expect {describe_false_alerts(records_per_day, alpha)} while everything is normal. The rate is that of "
+            f"At α = {pages.format_alpha(alpha)} and today's rate of {pages.format_number(records_per_day)} records a "
+            f"day expect {describe_false_alerts(records_per_day, alpha)} while everything is normal. The rate is that of "
             "the normal records in the training table, from the first to the last time. "
         )
     return (
@@ -219,29 +216,6 @@ def _explain_false_alerts(records_per_day: float | None, calibration: Calibratio
         "whether the model is good or bad. More false alerts are possible if the order of arrival changes, if the data "
         "drift, or if records depend on each other (such as consecutive seconds of one machine)."
     )
-
-
-def describe_feature(feature: Feature) -> tuple[str, str, str]:
-    """Describe a feature in words for a table.
-
-    Returns:
-        (kind, values, resolution), three texts. `kind` is such as "continuous context"; a context feature is only an
-        input of predictions and is never scored. `values` describes the training data: mean ± standard deviation and
-        range with the unit, or the labels. `resolution` is the smallest step between readings in raw units, empty if
-        unknown.
-    """
-    kind = feature.kind + (" context" if feature.context else "")
-    kind += f", a cycle of {feature.period:g}" if feature.period is not None else ""
-    if feature.kind == "discrete":
-        num_labels = len(feature.labels)
-        labels = ", ".join(feature.labels[:MAX_LISTED_LABELS])
-        return kind, labels + (f", … ({num_labels})" if num_labels > MAX_LISTED_LABELS else ""), ""
-    values = f"{feature.location:.5g} ± {feature.scale:.3g}"
-    if feature.low is not None:
-        values += f" in [{feature.low:.5g}, {feature.high:.5g}]"
-    if feature.unit is not None:
-        values += f" {feature.unit}"
-    return kind, values, f"{feature.quantum:g}" if feature.quantum is not None else ""
 
 
 def _render_features(data: PreparedTable) -> Sequence[str]:

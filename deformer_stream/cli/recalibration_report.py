@@ -68,8 +68,8 @@ def _render_section(recalibration: Recalibration, old_fingerprint: str, alphas: 
     """
     new = recalibration.new
     ties = " (readings of one record with the same time scored together)" if new.tie_policy == "hold" else ""
-    threshold_by_name = {f"α = {alpha:g}": new.compute_threshold(alpha) for alpha in alphas}
-    header = ["α", "alert above (before)", "alert above (now)", "in reach?"]
+    threshold_by_name = {f"α = {pages.format_alpha(alpha)}": new.compute_threshold(alpha) for alpha in alphas}
+    header = ["α", "score that alerts (before)", "score that alerts (now)", "in reach?"]
     return [
         pages.render_heading("New calibration"),
         pages.render_paragraph(
@@ -79,8 +79,8 @@ def _render_section(recalibration: Recalibration, old_fingerprint: str, alphas: 
         ),
         charts.draw_histogram(
             new.scores,
-            "Largest statistic of normal records",
-            "statistic, nats",
+            "Largest score of normal records",
+            "score, nats",
             # A threshold is infinite if no score, or every score, raises an alert.
             vertical={name: threshold for name, threshold in threshold_by_name.items() if np.isfinite(threshold)},
         ),

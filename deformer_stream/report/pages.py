@@ -71,6 +71,11 @@ def format_percent(share: float, digits: int = 1) -> str:
     return f"{100 * share:.{digits}f}%".replace("-", "−") if math.isfinite(share) else "–"
 
 
+def format_alpha(alpha: float) -> str:
+    """Return a false-alarm rate as a percentage with two significant digits, such as "1%" or "0.13%"."""
+    return f"{format_number(100 * alpha, 2)}%"
+
+
 def render_page(title: str, *blocks: str, lead: str = "") -> str:
     """Return a complete HTML document that consists of a title and the given parts.
 

@@ -29,7 +29,12 @@ def page_of(words: str) -> str:
         pages.render_table([words, "n"], [[words, 1], [words, 2.5]], caption=words),
         pages.render_table([words, "b", "c", "d", words], [[words, 1, 2, 3, words]]),
         charts.draw_lines(
-            {words: (xs, ys), "b": (xs, xs)}, words, words, words, horizontal={words: 1.0}, vertical={words: 2.0}
+            {words: (xs, ys), words + " 2": (xs, xs)},
+            words,
+            words,
+            words,
+            horizontal={words: 1.0},
+            vertical={words: 2.0},
         ),
         charts.draw_bars([words, "b"], [1.0, -2.0], words, words, unit=words),
         charts.draw_histogram([1.0, 2.0, 2.0], words, words, x_unit=words, vertical={words: 1.5}),
@@ -102,6 +107,11 @@ def test_numbers_are_formatted_for_people() -> None:
     assert [pages.format_number(v) for v in (math.nan, math.inf, -math.inf)] == ["–", "∞", "−∞"]
     assert pages.format_percent(0.0123) == "1.2%"
     assert pages.format_percent(math.nan) == "–"
+
+
+@pytest.mark.parametrize(("alpha", "text"), [(0.01, "1%"), (0.05, "5%"), (0.001, "0.1%"), (1 / 801, "0.12%")])
+def test_alphas_are_percentages(alpha: float, text: str) -> None:
+    assert pages.format_alpha(alpha) == text
 
 
 def test_tables_align_numbers_to_the_right() -> None:
