@@ -465,7 +465,7 @@ class RejectedLines(LinesSink):
             data: The messages or rows of the batch, to which the rejections refer by index.
         """
         if data is not None:  # without messages there are no rejections
-            self.write_lines([encode_rejected(rejected, data) for rejected in effects.rejections])
+            self.write_lines([encode_rejected(rejected, data) for rejected in effects.dead_letters()])
 
 
 def _make_nullable(values: NDArray[np.float64], is_null: NDArray[np.bool_]) -> pa.Array:

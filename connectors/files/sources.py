@@ -477,6 +477,8 @@ class _LongTable:
                     f"{table.name}: column {name!r} has the type {table.schema.field(name).type}, but feature names "
                     "are text; convert the column to text"
                 )
+        if names.time in columns:
+            table.check_time_zone(names.time)
         # A device identifies the record only if records are time windows.
         id_columns = (names.record,) if options.window_assigner is None else (names.record, names.device)
         known_columns = (*id_columns, names.feature, names.value, names.label, names.time)
@@ -499,8 +501,7 @@ class _LongTable:
         forms |= {names.value: "mixed", names.time: "time"}
         forms = {name: form for name, form in forms.items() if name in self.columns}
         first_row = 0
-        batches = self.table.iterate_batches(self.columns, self.options.batch_events, forms, refuse_local_times=True)
-        for batch in batches:
+        for batch in self.table.iterate_batches(self.columns, self.options.batch_events, forms):
             yield LongRows(self.table.name, batch, first_row)
             first_row += batch.num_rows
 
@@ -543,6 +544,7 @@ class _WindowedTable:
             raise _make_no_feature_error(table, options.schema.sensor_names)
         is_default = options.device_column == DEFAULT_DEVICE_COLUMN
         table.check_columns(time_column, device=None if is_default else options.device_column)
+        table.check_time_zone(time_column)
         table.check_number_columns([name for name in feature_columns if not options.get_sensor(name).labels])
         device_column = options.device_column if options.device_column in columns else None
         used_columns = (*feature_columns, time_column, device_column)
@@ -566,7 +568,7 @@ class _WindowedTable:
         long_names = [names.device, names.feature, names.value, names.label, names.time, ROW_NUMBER_COLUMN]
         batch_size = max(1, self.options.batch_events // len(self.feature_columns))  # rows of the wide table
         first_row = 0
-        for batch in self.table.iterate_batches(columns, batch_size, forms, refuse_local_times=True):
+        for batch in self.table.iterate_batches(columns, batch_size, forms):
             if self.device_column is None:
                 devices = self.table.stem
             else:

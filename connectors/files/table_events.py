@@ -351,7 +351,9 @@ def _iterate_long_rows(
     forms = _choose_forms(id_column, time_column) | {"value": "mixed"}
     if "label" in read_columns:
         forms["label"] = "text"
-    for batch in table.iterate_batches(read_columns, ROWS_PER_BATCH, forms, refuse_local_times=True):
+    if time_column is not None:
+        table.check_time_zone(time_column)
+    for batch in table.iterate_batches(read_columns, ROWS_PER_BATCH, forms):
         times = _get_times(table, batch, time_column, first_row, default_times)
         cells = convert_times_of_day(batch.column("value")).to_pylist()
         values = [_convert_number_text(_to_json_value(cell)) for cell in cells]

@@ -52,7 +52,7 @@ class TableOptions:
         csv: The properties of CSV files that the user has set. `decimal` holds for numbers that a Parquet file holds as
             text, too.
         timezone: The zone of times that are written without one, such as "Europe/Berlin". None if the user has set
-            none: timestamps then count as UTC, and text times count as UTC or are refused (`Table.iterate_batches`).
+            none: timestamps then count as UTC, and text times count as UTC or are refused (`Table.check_time_zone`).
         kept_columns: Columns that are not left out although they are the index of a pandas data frame, because an
             option or the model names them.
     """
@@ -402,13 +402,32 @@ class Table:
                     "numbers; convert the column, or train on tables with this column type"
                 )
 
+    def check_time_zone(self, name: str) -> None:
+        """Check that the times of a column have a zone, if they are texts.
+
+        Without a zone they count as UTC (see `iterate_batches`), which matters if the times decide about windows or are
+        compared with other times.
+
+        Args:
+            name: A column of times.
+
+        Raises:
+            InputError: The first time of the column is a text without a zone, and the user has set none.
+        """
+        if self.options.timezone is not None or not self.is_text_column(name):
+            return
+        texts = self._read_sample([name]).get(name, pa.nulls(0, pa.string())).drop_null()
+        if conversion.has_local_texts(texts):
+            raise InputError(
+                f"{self.name}: the times in column {name!r}, such as {texts[0]}, have no time zone; add --timezone, "
+                "such as --timezone Europe/Berlin or --timezone UTC"
+            )
+
     def iterate_batches(
         self,
         columns: Sequence[str],
         max_rows: int,
         forms: Mapping[str, CellForm] | None = None,
-        *,
-        refuse_local_times: bool = False,
     ) -> Iterator[pa.RecordBatch]:
         """Yield the rows of the given columns in batches, in bounded memory.
 
@@ -417,25 +436,19 @@ class Table:
             max_rows: Maximum number of rows of a batch.
             forms: For columns that the table holds as text, what their cells are to be. The default is what `schema`
                 says; a text column of a Parquet file stays text. The type of a column may differ between batches.
-            refuse_local_times: Whether to raise an error if the first times of a column of form "time" are texts
-                without a zone and the user has set none. If False, such times count as UTC.
 
         Raises:
-            InputError: The file cannot be read to its end, or times without a zone are refused.
+            InputError: The file cannot be read to its end.
         """
         forms = forms or {}
         file_columns = [name for name in columns if name not in self.partition_values]
         with map_read_errors(self.name):
             converters = {name: self._choose_converter(name, forms.get(name)) for name in file_columns}
             decimals = self._guess_decimals([name for name, form in forms.items() if name in file_columns], forms)
-            unchecked = {name for name in file_columns if refuse_local_times and forms.get(name) == "time"}
             # A file without any column to read is read for its number of rows.
             for batch in self._rows.read(file_columns or self._choose_any_column(), max_rows):
                 arrays: dict[str, pa.Array] = {}
                 for name, column in zip(batch.schema.names, batch.columns, strict=True):
-                    if name in unchecked and column.null_count < len(column):
-                        self._check_zone(name, column)
-                        unchecked.remove(name)
                     converter = converters.get(name)
                     arrays[name] = column if converter is None else self._convert(column, converter, decimals.get(name))
                 for name in columns:
@@ -450,15 +463,6 @@ class Table:
     def _make_partition_column(self, name: str, num_rows: int) -> pa.Array:
         """Return a column of the path, which has the same value in each of `num_rows` rows."""
         return pa.repeat(pa.scalar(self.partition_values[name], self.schema.field(name).type), num_rows)
-
-    def _check_zone(self, name: str, column: pa.Array) -> None:
-        """Raise `InputError` if the first time of a column is a text without a zone and the user has set none."""
-        if self.options.timezone is None and conversion.has_local_texts(column):
-            example = column.drop_null()[0]
-            raise InputError(
-                f"{self.name}: the times in column {name!r}, such as {example}, have no time zone; add --timezone, "
-                "such as --timezone Europe/Berlin or --timezone UTC"
-            )
 
     def _choose_converter(self, name: str, form: CellForm | None) -> _Converter | None:
         """Return how the cells of a column are converted; None if they stay as they are.
