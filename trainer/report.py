@@ -207,9 +207,9 @@ def _explain_false_alerts(records_per_day: float | None, calibration: Calibratio
         )
     else:
         expectation = (
-            f"At α = {pages.format_alpha(alpha)} and today's rate of {pages.format_number(records_per_day)} records a "
-            f"day expect {describe_false_alerts(records_per_day, alpha)} while everything is normal. The rate is that of "
-            "the normal records in the training table, from the first to the last time. "
+            f"At α = {pages.format_alpha(alpha)} and today's rate of {pages.format_number(records_per_day)} records "
+            f"a day expect {describe_false_alerts(records_per_day, alpha)} while everything is normal. The rate is "
+            "that of the normal records in the training table, from the first to the last time. "
         )
     return (
         f"{expectation}At most a share α of normal records like those of the training table ever raises an alert, "
