@@ -98,7 +98,7 @@ class KafkaSink:
                 key, value = notice.record.encode(), encode_drift(notice)
                 self._delivery.put(OutgoingMessage(notice.partition, self.alerts_topic, key, value, []))
         if self.dead_letter_topic is not None and data is not None:
-            for rejected in effects.rejections:
+            for rejected in effects.dead_letters():
                 max_bytes = self._delivery.max_bytes_by_topic[self.dead_letter_topic]
                 self._delivery.put(_make_dead_letter(self.dead_letter_topic, rejected, data, max_bytes))
 

@@ -9,9 +9,11 @@ The body is an Arrow IPC stream with one row, in which every column is a list. A
 body is parsed only after its checksum is verified, and every invariant that the engine relies on is checked before a
 decoded value is returned.
 
-Format versions: version 3 is written if tie groups are in use (readings of one record with the same event time are
-scored together), otherwise version 2, which earlier releases can read. Version 1 is still read. It does not state at
-which alpha (false-alarm rate) a record raised its alert, so such a record raises no further alert.
+Format versions: the lowest version that holds the state is written, because earlier releases can read it. Version 4 is
+written if readings wait for the end of their time slot (a part of a window), or if windows are complete before they
+are over. Otherwise version 3 is written if tie groups are in use (readings of one record with the same event time are
+scored together), and version 2 if not. Version 1 is still read. It does not state at which alpha (false-alarm rate) a
+record raised its alert, so such a record raises no further alert.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from dataclasses import fields
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -29,12 +32,13 @@ from deformer_stream.calibration.drift import BET_EXPONENTS, MAX_WEALTH
 from deformer_stream.calibration.drift_state import DriftState
 from deformer_stream.engine.events import NO_ALERT, SUPPRESS_ALL, AlertState, Decisions
 from deformer_stream.engine.id_set import StringColumn
-from deformer_stream.engine.snapshot import Snapshot, TieGroups, Vocabulary
+from deformer_stream.engine.snapshot import CompleteWindows, Snapshot, TieGroups, Vocabulary, WaitingReadings
 from deformer_stream.errors import StateError
+from deformer_stream.model.windows import PerSlot
 from deformer_stream.ragged import ragged_indices
 
 MAGIC = b"deformer"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 HEADER = struct.Struct(">8scH32s")
 SNAPSHOT, DECISIONS = b"S", b"D"
 """The byte `kind` of the header, for the two kinds of saved state."""
@@ -104,7 +108,29 @@ _DECISION_COLUMNS = {
 _TIE_DECISION_COLUMNS = {"waited": _TEXT, "waited_at": pa.int32()}
 """The columns of tie timeouts. waited: a record id for each tie group that was scored because of a time-out. waited_at:
 the number of readings that this record had then."""
-_COLUMNS_ADDED_IN_VERSION = {2: {"alert_alpha", *_DRIFT_COLUMNS}, 3: {*_TIE_COLUMNS, *_TIE_DECISION_COLUMNS}}
+_SLOT_COLUMNS = {
+    "slot_rule": _TEXT,
+    "slot_record": pa.int32(),
+    "slot_feature": pa.int16(),
+    "slot_deadline": pa.int64(),
+    "slot_counts": pa.int32(),
+    "slot_value": pa.float64(),
+    "slot_time": pa.int64(),
+    "slot_unseen": pa.int32(),
+    "slot_text": _TEXT,
+}
+"""The columns of the readings that wait for the end of their time slot (`WaitingReadings`), in the order of its fields.
+slot_rule: one text, or none if no reading waits; then the other columns are empty as well."""
+_COMPLETE_COLUMNS = {"full_ids": _TEXT, "full_devices": _TEXT, "full_deadlines": pa.int64()}
+"""The columns of windows that are complete before they are over (`CompleteWindows`), in the order of its fields."""
+_COLUMNS_ADDED_IN_VERSION = {
+    2: {"alert_alpha", *_DRIFT_COLUMNS},
+    3: {*_TIE_COLUMNS, *_TIE_DECISION_COLUMNS},
+    4: {*_SLOT_COLUMNS, *_COMPLETE_COLUMNS},
+}
+
+_SNAPSHOT_TYPES = _SNAPSHOT_COLUMNS | _DRIFT_COLUMNS | _TIE_COLUMNS | _SLOT_COLUMNS | _COMPLETE_COLUMNS
+"""The type of each column of a snapshot in the newest format version."""
 
 _KIND_NAMES = {SNAPSHOT: "a snapshot", DECISIONS: "decisions"}
 # Columns with one floating-point number per record, updated with each reading; explained at `Snapshot`.
@@ -133,7 +159,9 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
             "held": snapshot.ties.num_pending,
             "instant": snapshot.ties.tie_time,
         }
-    return _encode(SNAPSHOT, columns, _SNAPSHOT_COLUMNS | _DRIFT_COLUMNS | _TIE_COLUMNS)
+    if snapshot.waiting is not None or snapshot.complete_windows is not None:
+        columns |= _windows_to_columns(snapshot.waiting, snapshot.complete_windows)
+    return _encode(SNAPSHOT, columns, _SNAPSHOT_TYPES)
 
 
 def decode_snapshot(data: bytes, description: str = "the saved snapshot") -> Snapshot:
@@ -233,17 +261,21 @@ def _decode_snapshot(data: bytes) -> Snapshot:
     Raises:
         _InvalidStateError: If the data is not valid.
     """
-    columns = _decode(SNAPSHOT, data, _SNAPSHOT_COLUMNS | _DRIFT_COLUMNS | _TIE_COLUMNS)
+    columns = _decode(SNAPSHOT, data, _SNAPSHOT_TYPES)
     # `alert_seq` is the position of the reading that raised the first alert of a record, −1 if it has not alerted.
     # Format version 1 does not state the alpha (false-alarm rate) of the alert. Such a record gets the alpha
     # `SUPPRESS_ALL`, with which it raises no further alert, so that none is repeated.
     columns.setdefault("alert_alpha", np.where(columns["alert_seq"] < 0, NO_ALERT, SUPPRESS_ALL))
     vocabulary = _decode_vocabulary(*(columns.pop(name) for name in _VOCABULARY_COLUMNS))
     drift = _pop_drift(columns)
-    ties = _pop_ties(columns) if "tied" in columns else None  # only format version 3 has tie groups
+    ties = _pop_ties(columns) if "tied" in columns else None  # format versions 1 and 2 have no tie groups
+    waiting, complete_windows = _pop_windows(columns) if "slot_rule" in columns else (None, None)
     columns["closed"] = StringColumn.from_strings(columns["closed"])
     models = tuple(columns.pop("models"))
-    snapshot = Snapshot(vocabulary, models, **columns, drift=drift, ties=ties)  # the rest have the names of fields
+    # The other columns have the names of fields.
+    snapshot = Snapshot(
+        vocabulary, models, **columns, drift=drift, ties=ties, waiting=waiting, complete_windows=complete_windows
+    )
     _check_snapshot(snapshot)
     return snapshot
 
@@ -287,6 +319,49 @@ def _pop_ties(columns: dict[str, Any]) -> TieGroups:
     is_tied, num_pending, tie_time = (columns.pop(name) for name in _TIE_COLUMNS)
     _require(bool((is_tied <= 1).all()), "the mark of a tied reading is neither 0 nor 1")
     return TieGroups(is_tied.astype(bool), num_pending, tie_time)
+
+
+def _windows_to_columns(waiting: WaitingReadings | None, complete: CompleteWindows | None) -> dict[str, Column]:
+    """Return the columns of readings that wait for the end of their time slot, and of complete windows.
+
+    Args:
+        waiting: The readings that wait, or None.
+        complete: The windows that are complete before they are over, or None.
+    """
+    columns: dict[str, Column] = {
+        name: [] if column_type == _TEXT else np.empty(0, column_type.to_pandas_dtype())
+        for name, column_type in (_SLOT_COLUMNS | _COMPLETE_COLUMNS).items()
+    }
+    if waiting is not None:
+        # The columns after the first one have the order of the other fields.
+        names = [field.name for field in fields(waiting)][1:]
+        columns["slot_rule"] = [waiting.rule]
+        columns |= {column: getattr(waiting, name) for column, name in zip([*_SLOT_COLUMNS][1:], names, strict=True)}
+    if complete is not None:
+        names = [field.name for field in fields(complete)]
+        columns |= {column: getattr(complete, name) for column, name in zip(_COMPLETE_COLUMNS, names, strict=True)}
+    return columns
+
+
+def _pop_windows(columns: dict[str, Any]) -> tuple[WaitingReadings | None, CompleteWindows | None]:
+    """Remove the columns of waiting readings and of complete windows, and return their content, None if it is empty.
+
+    Args:
+        columns: The columns of a snapshot by name. The columns `_SLOT_COLUMNS` and `_COMPLETE_COLUMNS` are removed.
+
+    Raises:
+        _InvalidStateError: If the columns contradict each other. `_check_snapshot` checks them with the other columns.
+    """
+    rules, *slot_columns = (columns.pop(name) for name in _SLOT_COLUMNS)
+    ids, devices, deadlines = (columns.pop(name) for name in _COMPLETE_COLUMNS)
+    _require(len(rules) <= 1 and set(rules) <= set(get_args(PerSlot)), "the rule of the time slots is unknown")
+    _require(bool(rules) or not any(map(len, slot_columns)), "the rule of the time slots is missing")
+    _require(
+        len(ids) == len(devices) == len(deadlines) == len(set(ids)),
+        "the columns of complete windows do not match, or a window occurs twice",
+    )
+    waiting = WaitingReadings(rules[0], *slot_columns) if rules else None
+    return waiting, CompleteWindows(ids, devices, deadlines) if ids else None
 
 
 def _decode_tie_timeouts(record_ids: list[str], num_readings: NDArray[np.int32]) -> dict[str, tuple[int, ...]]:
@@ -417,8 +492,8 @@ def _encode(kind: bytes, columns: Columns, types: Mapping[str, pa.DataType]) -> 
     with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
         writer.write_batch(batch)
     body: bytes = sink.getvalue().to_pybytes()
-    has_columns_of_version_3 = bool(_COLUMNS_ADDED_IN_VERSION[3] & columns.keys())
-    version = 3 if has_columns_of_version_3 else 2  # earlier releases can read version 2
+    # Earlier releases can read lower versions. Version 1 is not written any more.
+    version = max((added_in for added_in, names in _COLUMNS_ADDED_IN_VERSION.items() if names & columns.keys()))
     header: bytes = HEADER.pack(MAGIC, kind, version, hashlib.sha256(body).digest())
     return header + body
 
@@ -466,6 +541,9 @@ def _decode(kind: bytes, data: bytes, types: Mapping[str, pa.DataType]) -> dict[
     try:
         table = pa.ipc.open_stream(pa.py_buffer(body)).read_all()
         table.validate(full=True)
+        if version >= 4:  # since version 4, the columns of tie groups are missing if there are no tie groups
+            has_ties = all(name in table.schema.names for name in _TIE_COLUMNS)
+            types = {name: types[name] for name in types if has_ties or name not in _TIE_COLUMNS}
         expected_schema = pa.schema({name: pa.large_list(column_type) for name, column_type in types.items()})
         _require(table.schema.equals(expected_schema), "its columns are not those of its format version")
         _require(table.num_rows == 1, f"it has {table.num_rows} rows instead of one")
@@ -540,6 +618,8 @@ def _check_snapshot(snapshot: Snapshot) -> None:
     _require(bool(is_alert_consistent.all()), "only one of the position and the alpha of an alert is stated")
     if snapshot.ties is not None:
         _check_ties(snapshot, snapshot.ties)
+    if snapshot.waiting is not None:
+        _check_waiting(snapshot, snapshot.waiting)
 
     # An unseen label (one that did not occur in training) is stored with its record and with the position of its
     # reading in the record.
@@ -624,6 +704,41 @@ def _check_ties(snapshot: Snapshot, ties: TieGroups) -> None:
     has_pending = ties.num_pending > 0
     first_pending = (first_readings + snapshot.counts - ties.num_pending)[has_pending]
     _require(not is_tied[first_pending].any(), "a tie group is scored in part")
+
+
+def _check_waiting(snapshot: Snapshot, waiting: WaitingReadings) -> None:
+    """Check the readings of a snapshot that wait for the end of their time slot (a part of a window).
+
+    Raises:
+        _InvalidStateError: If they do not fit the records, or if a value is out of range.
+    """
+    num_waiting, num_features = len(waiting), len(snapshot.vocabulary)
+    columns = (waiting.feature, waiting.deadline, waiting.num_values, waiting.value, waiting.time)
+    _require(
+        num_waiting > 0 and all(len(column) == num_waiting for column in columns),
+        "the columns of waiting readings have different lengths",
+    )
+    is_in_window = bool(np.isin(waiting.record, snapshot.window_record).all())
+    _require(_is_within(waiting.record, len(snapshot)) and is_in_window, "a waiting reading belongs to no window")
+    _require(_is_within(waiting.feature, num_features), "a waiting reading belongs to no feature")
+    # The features that each record has, or that wait: a code of its own for each pair of a record and a feature.
+    record_of_reading, _ = snapshot.reading_positions()
+    record_of_absent_feature, _ = ragged_indices(snapshot.absent_counts)
+    records = np.concatenate([record_of_reading, record_of_absent_feature, waiting.record])
+    features = np.concatenate([snapshot.features, snapshot.absent, waiting.feature]).astype(np.int64)
+    pairs = records * num_features + features
+    _require(len(np.unique(pairs)) == len(pairs), "a record has a feature twice")
+    _require(bool((waiting.num_values >= 0).all()), "the number of combined readings is negative")
+    _require(bool(np.isfinite(waiting.value).all()), "a value is not finite")
+    num_labels = np.array([len(labels) for labels in snapshot.vocabulary.labels], np.int64)[waiting.feature]
+    is_discrete = np.array([kind == "discrete" for kind in snapshot.vocabulary.kinds], bool)[waiting.feature]
+    is_label_code = (waiting.value >= 0) & (waiting.value <= num_labels) & (waiting.value == np.floor(waiting.value))
+    _require(bool(is_label_code[is_discrete].all()), "the code of a label is out of range")
+    _require(
+        len(waiting.unseen) == len(waiting.unseen_text) == len(np.unique(waiting.unseen))
+        and _is_within(waiting.unseen, num_waiting),
+        "an unseen label belongs to no waiting reading",
+    )
 
 
 def _check_values(snapshot: Snapshot) -> None:

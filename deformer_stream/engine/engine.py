@@ -32,6 +32,7 @@ from deformer_stream.engine.events import (
 from deformer_stream.engine.explain import ExplanationEffort
 from deformer_stream.engine.records import MAX_CLOSED_IDS, AcceptedReadings, RecordTable
 from deformer_stream.engine.scoring import NO_ALPHAS, Cache, ModelVersion
+from deformer_stream.engine.slot_ingest import ingest_slots, release_slots
 from deformer_stream.engine.snapshot import Snapshot, Vocabulary, export_state, import_state
 from deformer_stream.engine.ties import decide_tie_groups
 from deformer_stream.errors import InvariantViolated
@@ -235,10 +236,12 @@ class Engine:
                     "Engine.handle was called while the state of the previous run was being restored for partition "
                     f"{partition}, but the methods must be called in the order {CALL_ORDER}: report this bug"
                 )
-        accepted, rejections = self._ingest(batch, now)
+        batch, accepted, rejections, num_combined = self._ingest(batch, now)
         # From now on, it is an error to restore or replay these partitions.
         self._live_partitions.update(self.records.partitions.keys() - set(restoring_partitions))
         ending, close_reasons = self._select_closing(accepted, now, restoring_partitions)
+        # Readings that wait for the end of their time slot are scored if their record ends before.
+        batch, accepted = release_slots(self.records, batch, accepted, ending, now)
         self._free_unneeded_pages(ending, now)
         to_score = accepted
         timed_out: list[int] = []
@@ -265,6 +268,7 @@ class Engine:
             drift_states,
             # A replay recognises a tie group that has timed out by the number of readings of its record.
             tie_timeouts=self.records.reading_counts(timed_out),
+            num_combined=num_combined,
         )
 
     def replay(self, batch: EventBatch, now: int) -> None:
@@ -290,7 +294,7 @@ class Engine:
             )
         self._replayed_partitions |= partitions
         # The previous run has reported the rejections already.
-        accepted, _ = self._ingest(batch, now)
+        batch, accepted, _, _ = self._ingest(batch, now)
         ending = list(accepted.close_reasons)
         to_score = accepted
         if self.records.holds_ties:
@@ -425,11 +429,14 @@ class Engine:
 
         Returns:
             What happens to the open records. It is "rescore" in spite of `open_records="finish"` if the features,
-            their labels, or the tie policy (how readings with the same event time are scored) of the new model differ.
+            their labels, the rules for several readings of a time slot, or the tie policy (how readings with the same
+            event time are scored) of the new model differ.
         """
         has_same_vocabulary = Vocabulary.from_schema(self.schema) == Vocabulary.from_schema(model.schema)
         has_same_ties = self._holds_ties(calibration) == self.records.holds_ties
-        can_finish = open_records == "finish" and has_same_vocabulary and has_same_ties
+        # How several readings of a time slot become one, by sensor.
+        has_same_slots = self.schema.per_slot_by_sensor == model.schema.per_slot_by_sensor
+        can_finish = open_records == "finish" and has_same_vocabulary and has_same_ties and has_same_slots
         # Records to be scored again are exported to snapshots, and imported into a new table below. The import can
         # translate them to other features and labels. Both use the same time (0), so idle times do not change.
         snapshots = {} if can_finish else {p: self.snapshot(p, now=0) for p in self.records.partitions}
@@ -508,21 +515,23 @@ class Engine:
         return {} if self._drift_monitor is None else self._drift_monitor.compute_log10_wealth()
 
     def finish(self) -> Effects:
-        """Score the readings that still wait for others with the same event time, and close all open records.
+        """Score the readings that still wait, and close all open records.
 
-        It is called at the end of the input.
+        Readings wait for others with the same event time, or for the end of their time slot. This method is called at
+        the end of the input.
 
         Returns:
             Scores and alerts of the waiting readings, and the closed records, by partition and in the order in which
             they were opened.
         """
         open_records = self.records.indices_of_partitions()
-        no_new_readings = AcceptedReadings.empty()
-        batch, to_score = EventBatch.empty(), no_new_readings
+        # All records end now, so the current time has no effect.
+        batch, accepted = release_slots(self.records, EventBatch.empty(), AcceptedReadings.empty(), open_records, now=0)
+        to_score = accepted
         if self.records.holds_ties:
             # No further reading can join a tie group, so all groups that wait are scored.
-            batch, to_score = decide_tie_groups(self.records, batch, no_new_readings, np.array(open_records, np.int64))
-        scored, alerts = self._score_and_alert(batch, to_score, no_new_readings)
+            batch, to_score = decide_tie_groups(self.records, batch, accepted, np.array(open_records, np.int64))
+        scored, alerts = self._score_and_alert(batch, to_score, accepted)
         closed = self._close(open_records, CloseReason.END)
         return Effects(batch, scored, alerts, rejections=[], closed=closed)
 
@@ -547,6 +556,16 @@ class Engine:
         vocabulary = Vocabulary.from_schema(self.schema)
         # Models whose scores of records remain valid, with their version numbers.
         version_by_fingerprint = {v.fingerprint: number for number, v in self._models_by_version.items()}
+        waiting = snapshot.waiting
+        window = self.schema.window
+        if waiting is not None and (
+            snapshot.vocabulary != vocabulary or window is None or window.per_slot != waiting.rule
+        ):
+            # The current model does not combine the readings of a time slot in the same way, so those that wait for the
+            # end of their slot become readings of their records now. They are scored with all others.
+            snapshot = snapshot.accept_waiting(waiting)
+            self._translated_partitions.add(partition)  # records may be complete now
+            version_by_fingerprint = {}
         if snapshot.vocabulary != vocabulary:
             # The snapshot has other features or labels. Its codes are translated to those of the current model, and no
             # earlier score is valid.
@@ -587,7 +606,7 @@ class Engine:
         partition = int(self.records.partition_ids[record_index])
         return self._tie_timeouts.get(partition, {}).get(self.records.record_ids[record_index], ())
 
-    def _ingest(self, batch: EventBatch, now: int) -> tuple[AcceptedReadings, list[Rejection]]:
+    def _ingest(self, batch: EventBatch, now: int) -> tuple[EventBatch, AcceptedReadings, list[Rejection], int]:
         """Store the readings of events in the table of records, and enlarge the KV caches if the table has grown.
 
         Args:
@@ -595,11 +614,17 @@ class Engine:
             now: The current time in microseconds since 1970.
 
         Returns:
-            The accepted readings, and the rejected ones with reasons.
+            The batch to which the accepted readings refer; the accepted readings; the rejected ones with reasons; and
+            the number of readings that were combined with an earlier one of the same time slot. If the model combines
+            the readings of a time slot, the batch also has an event for each combined reading.
         """
-        accepted, rejections = self.records.ingest(batch, now, self._newest_version)
+        num_combined = 0
+        if self.records.slot_rules is None:
+            accepted, rejections = self.records.ingest(batch, now, self._newest_version)
+        else:
+            batch, accepted, rejections, num_combined = ingest_slots(self.records, batch, now, self._newest_version)
         self._grow_caches()
-        return accepted, rejections
+        return batch, accepted, rejections, num_combined
 
     def _grow_caches(self) -> None:
         """Extend the page table of every KV cache, so that it has a row for each row of the table of records.

@@ -47,8 +47,13 @@ class RejectionReason(StrEnum):
     """A value or a time is NaN or infinite."""
     DUPLICATE = "duplicate"
     """The record has this feature already."""
+    REPEATED = "repeated"
+    """The window of the device, or the time slot of the window, has a reading of this sensor already.
+
+    The model was trained with the first reading only, so this is no mistake of the sender. Repeated readings are
+    counted, but not written to the dead-letter topic."""
     LATE = "late"
-    """The record, or the window that the event belongs to, is closed."""
+    """The record, or the window or the time slot that the event belongs to, is closed."""
     TOO_LARGE = "too_large"
     """The message, or a part of it, exceeds a limit."""
     FUTURE = "future"
@@ -159,6 +164,11 @@ class Rejection:
     reason: RejectionReason
     detail: str
     num_readings: int = 1
+
+    @property
+    def is_dead_letter(self) -> bool:
+        """Whether the message is written to the dead-letter topic. Repeated readings are only counted."""
+        return self.reason is not RejectionReason.REPEATED
 
     @staticmethod
     def merge_by_message(rejections: Iterable[Rejection]) -> list[Rejection]:
@@ -432,6 +442,8 @@ class Effects:
             included.
         tie_timeouts: The timeouts of tie groups. By partition number, then by record id: the number of readings that
             the record had at the timeout.
+        num_combined: Number of readings of the batch that were combined with an earlier reading of the same time slot
+            (a part of a window). The slot is scored as one reading when it is over.
     """
 
     batch: EventBatch
@@ -442,6 +454,11 @@ class Effects:
     drift_notices: list[DriftNotice] = field(default_factory=list)
     drift_states: Mapping[int, DriftState] = field(default_factory=dict)
     tie_timeouts: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    num_combined: int = 0
+
+    def dead_letters(self) -> list[Rejection]:
+        """Return the rejections whose messages are dead letters: all but repeated readings of a time slot."""
+        return [rejection for rejection in self.rejections if rejection.is_dead_letter]
 
     def decisions(self) -> dict[int, Decisions]:
         """Return, by partition number, the decisions that cannot be reproduced by reading the partition's log again.

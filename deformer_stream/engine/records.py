@@ -22,7 +22,9 @@ States of a record, and when it changes from one to the next:
 A record is closed when it is complete, its window is over, it is idle for too long, too many records are open, its
 partition is revoked, or the input ends (`CloseReason`). A pending record has readings of one event time (a tie group)
 that are scored together once the group is complete (`deformer_stream.engine.ties`). An event of a closed record is
-rejected as late.
+rejected as late; if the record is a window of a model with windows and closed because it is complete, as repeated. If
+the model combines the readings of a time slot, a record can also have readings that wait for the end of their slot
+(`deformer_stream.engine.slot_readings`).
 """
 
 from __future__ import annotations
@@ -48,8 +50,10 @@ from deformer_stream.engine.events import (
 from deformer_stream.engine.id_set import BoundedIdSet
 from deformer_stream.engine.idle_queue import IdleQueue
 from deformer_stream.engine.reading_log import ReadingLog
+from deformer_stream.engine.slot_readings import SLOT_READING_BYTES, SlotReading, SlotReadings
 from deformer_stream.engine.watermarks import Watermarks
 from deformer_stream.model.schema import Schema
+from deformer_stream.model.windows import PerSlot
 from deformer_stream.ragged import ragged_indices, run_boundaries
 
 Ints = NDArray[np.int64]
@@ -117,18 +121,22 @@ class Partition:
         closed_ids: Ids of the records that were closed last, so that late events of these records are rejected.
         watermarks: The latest event time of each device. They decide when a window (a record that collects the readings
             of one device within an interval of time) closes.
+        slot_readings: The readings of open records that wait for the end of their time slot (a part of a window).
     """
 
     def __init__(self, max_closed_ids: int = MAX_CLOSED_IDS) -> None:
         self.record_index_by_id: dict[str, int] = {}
         self.closed_ids = BoundedIdSet(max_closed_ids)
         self.watermarks = Watermarks(max_closed_ids)
+        self.slot_readings = SlotReadings()
 
-    def advance_watermark(self, record_id: str, device: str, deadline: int, time: int) -> tuple[bool, list[int]]:
+    def advance_watermark(
+        self, record_id: str, device: str, deadline: int, time: int
+    ) -> tuple[RejectionReason | None, list[int]]:
         """Advance the watermark (latest event time) of a device, and close the windows whose deadline it reaches.
 
         A window is a record that collects the readings of one device within an interval of time. If the event is not
-        late, its window is registered as open. Times are microseconds since 1970.
+        rejected, its window is registered as open. Times are microseconds since 1970.
 
         Args:
             record_id: Id of the window that the event belongs to.
@@ -137,27 +145,62 @@ class Partition:
             time: Time of the event.
 
         Returns:
-            Whether the event is late, because its window is closed; and the rows, in the record table, of the records
-            that were closed.
+            First why the event is rejected, None if it is not. It is late if its window is over or was closed by a
+            timeout or a limit. It is repeated if its window is not over, but complete. Second the rows, in the record
+            table, of the records that were closed.
         """
         watermark, ended_windows = self.watermarks.advance(device, time)
         ended_indices = [self.close(window) for window in ended_windows]
-        # A window can also be closed before its deadline, for example because all its features were observed.
-        is_closed_early = record_id not in self.record_index_by_id and record_id in self.closed_ids
-        is_late = deadline <= watermark or is_closed_early
-        if not is_late:
+        reason: RejectionReason | None = None
+        if deadline <= watermark:
+            reason = RejectionReason.LATE
+        elif record_id not in self.record_index_by_id and self.watermarks.is_complete(record_id):
+            reason = RejectionReason.REPEATED
+        elif record_id not in self.record_index_by_id and record_id in self.closed_ids:
+            reason = RejectionReason.LATE  # the window was closed before its deadline, for example by a timeout
+        else:
             self.watermarks.open_window(device, record_id, deadline)
         # `close` returns None for windows without an open record.
-        return is_late, [record_index for record_index in ended_indices if record_index is not None]
+        return reason, [record_index for record_index in ended_indices if record_index is not None]
 
-    def close(self, record_id: str) -> int | None:
+    def pop_finished_slots(self, device: str, time: int) -> list[tuple[str, SlotReading]]:
+        """Remove and return the readings of a device whose time slots (parts of a window) are over.
+
+        It must be called before `advance_watermark`, which closes the records to which the readings belong.
+
+        Args:
+            device: The device that has sent an event.
+            time: Event time of the event, microseconds since 1970.
+
+        Returns:
+            Pairs of the record id and the reading, in the order of the latest times of the readings.
+        """
+        watermark = max(time, self.watermarks.watermark_by_device.get(device, time))
+        return self.slot_readings.pop_finished(device, self.watermarks.windows_of(device), watermark)
+
+    def close(self, record_id: str, is_complete_window: bool = False) -> int | None:
         """Mark a record id as closed, so that its later events are rejected.
+
+        Its readings that wait for the end of their time slot are dropped.
+
+        Args:
+            record_id: Id of the record.
+            is_complete_window: Whether the record is closed because it is complete. If it is a window, readings of it
+                are then repeated readings until the window is over. Otherwise they are late.
 
         Returns:
             The row of the record in the record table, or None if the record was not open.
         """
         record_index = self.record_index_by_id.pop(record_id, None)
-        self.watermarks.close_window(record_id)
+        device = self.watermarks.device_of(record_id)
+        if is_complete_window:
+            self.watermarks.complete_window(record_id)
+        else:
+            self.watermarks.close_window(record_id)
+        if device is not None:
+            self.slot_readings.pop_record(record_id)
+            if not self.watermarks.windows_of(device):
+                self.slot_readings.forget_device(device)
         # An id must not be added twice. The id of an open record is never among the closed ids.
         if record_index is not None or record_id not in self.closed_ids:
             self.closed_ids.add(record_id)
@@ -209,6 +252,10 @@ class RecordTable:
             readings then wait until no further reading of the group is expected.
 
     Attributes:
+        has_windows: Whether the model was trained on windows (records of one device's readings within an interval of
+            event time). A second reading of a feature of a window is then a repeated reading and not a duplicate.
+        slot_rules: By feature code, which value stands for several readings of a sensor in one time slot (a part of a
+            window). None if all of them are "first", so that no reading waits for the end of its slot.
         partitions: The `Partition` of each partition number.
         num_misrouted: How many opened records had an id that was open in another partition, too. This shows that a
             producer sends the readings of one record to several partitions. Only one of `MISROUTED_CHECK_INTERVAL`
@@ -240,6 +287,11 @@ class RecordTable:
         self.schema = schema
         self.max_closed_ids = max_closed_ids
         self.holds_ties = holds_ties  # whether readings with the same event time wait for each other (a tie group)
+        # Whether the model was trained on windows, so that a second reading of a feature is a repeated reading.
+        self.has_windows = schema.window is not None
+        # The rule for several readings of a time slot, by feature code. None if every reading is scored at once.
+        rules = [schema.per_slot_by_sensor[feature.sensor_name] for feature in schema.features]
+        self.slot_rules: list[PerSlot] | None = rules if any(rule != "first" for rule in rules) else None
         self.partitions: dict[int, Partition] = {}
         # Records whose id is open in another partition, too, and the latest example: id, partition, other partition.
         self.num_misrouted = 0
@@ -303,7 +355,10 @@ class RecordTable:
         The number depends on the records only, not on the history of the process. A restarted consumer therefore evicts
         the same records. Arrays are enlarged by doubling, so the process may have up to twice as much allocated.
         """
-        return (self.capacity - len(self._free_indices)) * self._row_bytes + self.log.num_bytes
+        num_bytes = (self.capacity - len(self._free_indices)) * self._row_bytes + self.log.num_bytes
+        if self.slot_rules is not None:
+            num_bytes += SLOT_READING_BYTES * sum(len(p.slot_readings) for p in self.partitions.values())
+        return num_bytes
 
     def bytes_of(self, record_indices: Ints) -> Ints:
         """Return, for each of R records, the bytes of its row, its id and its readings, (R,).
@@ -312,6 +367,14 @@ class RecordTable:
             record_indices: (R,) rows of the records.
         """
         num_bytes: Ints = self.log.extent_bytes(record_indices) + self._row_bytes
+        if self.slot_rules is not None:
+            num_waiting = [
+                self.partitions[partition].slot_readings.count(self.record_ids[row])
+                for row, partition in zip(
+                    record_indices.tolist(), self.partition_ids[record_indices].tolist(), strict=True
+                )
+            ]
+            num_bytes += SLOT_READING_BYTES * np.array(num_waiting, np.int64)
         return num_bytes
 
     def partition(self, partition_id: int) -> Partition:
@@ -994,7 +1057,7 @@ def _ingest_vectorized(records: RecordTable, batch: EventBatch, owners: Ints, no
     closed = touched[complete[last_event.argsort()]]
     for record_index, partition_id in zip(closed.tolist(), records.partition_ids[closed].tolist(), strict=True):
         accepted.close_reasons[record_index] = CloseReason.COMPLETE
-        records.partitions[partition_id].close(records.record_ids[record_index])
+        records.partitions[partition_id].close(records.record_ids[record_index], records.has_windows)
     records.is_open[closed] = False
     return accepted
 
@@ -1015,121 +1078,204 @@ def _ingest_sequential(
     Returns:
         The accepted readings and the rejections. Records that are complete, or whose window is over, are closed.
     """
-    event_indices: list[int] = []
-    record_indices: list[int] = []
-    seq: list[int] = []
+    collector = ReadingCollector(records)
     rejections: list[Rejection] = []
-    close_reasons: dict[int, CloseReason] = {}
-    # By row of the table, for records with accepted events: the number of readings, old and new ones together, and the
-    # number of features that are neither observed nor declared as missing yet.
-    new_counts: dict[int, int] = {}
-    num_awaited: dict[int, int] = {}
-    opened_by_event: dict[int, int] = {}  # by row of each new record: index of the event that has opened it
-    missing_events: list[int] = []  # events that declare a feature as missing
-    missing_records: list[int] = []
-    unseen_labels, windows, num_features = batch.unseen_labels, batch.windows, len(records.schema)
+    unseen_labels, windows = batch.unseen_labels, batch.windows
+    devices = [""] * len(batch) if windows is None else windows.devices
     features, is_missing = batch.features.tolist(), np.isnan(batch.values).tolist()
-    # The bits of observed or missing features as a flat memoryview, whose single bytes are accessed faster.
-    mask, mask_width = records.observed_mask.reshape(-1).data, records.observed_mask.shape[1]
     current_id, partition = -1, Partition(max_closed_ids=0)  # placeholders, replaced at the first event
     index_by_id, closed_ids = partition.record_index_by_id, partition.closed_ids
     for i, (record_id, partition_id) in enumerate(zip(batch.record_ids, batch.partitions.tolist(), strict=True)):
         if partition_id != current_id:
             current_id, partition = partition_id, records.partition(partition_id)
             index_by_id, closed_ids = partition.record_index_by_id, partition.closed_ids
-        if windows is not None and windows.devices[i]:
+        device = devices[i]
+        if windows is not None and device:
             deadline, time = int(windows.deadlines[i]), int(batch.times[i])
-            is_late, ended = partition.advance_watermark(record_id, windows.devices[i], deadline, time)
-            close_reasons |= dict.fromkeys(ended, CloseReason.WINDOW)
-            if is_late:
-                rejections.append(_reject(records, batch, i, RejectionReason.LATE))
+            reason, ended = partition.advance_watermark(record_id, device, deadline, time)
+            collector.close_reasons |= dict.fromkeys(ended, CloseReason.WINDOW)
+            if reason is not None:
+                rejections.append(reject(records, batch, i, reason))
                 continue
         record_index = index_by_id.get(record_id)
         if record_index is None:
             if record_id in closed_ids:
-                rejections.append(_reject(records, batch, i, RejectionReason.LATE))
+                rejections.append(reject(records, batch, i, RejectionReason.LATE))
                 continue
-            record_index = records.allocate(record_id, partition_id, partition)
-            mask = records.observed_mask.reshape(-1).data  # the table may have grown
-            opened_by_event[record_index], new_counts[record_index] = i, 0
-            num_awaited[record_index] = num_features
-        feature = features[i]
-        # Feature f is bit f % 8 of byte f // 8 in the row of its record.
-        byte, bit = record_index * mask_width + (feature >> 3), 1 << (feature & 7)
-        if mask[byte] & bit:
-            rejections.append(_reject(records, batch, i, RejectionReason.DUPLICATE))
-            continue
-        mask[byte] |= bit
-        place = new_counts.get(record_index)  # position of the next reading: the number of earlier ones
-        if place is None:  # the first accepted event of a record that was open before this batch
-            place = int(records.num_readings[record_index])
-            num_awaited[record_index] = num_features - place - int(records.num_declared_missing[record_index])
-        num_awaited[record_index] -= 1
-        if is_missing[i]:
-            missing_records.append(record_index)
-            missing_events.append(i)
-            new_counts[record_index] = place
-        else:
-            new_counts[record_index] = place + 1
-            event_indices.append(i)
-            record_indices.append(record_index)
-            seq.append(place)
-            if i in unseen_labels:
-                records.add_unseen_label(record_index, place, unseen_labels[i])
-        if not num_awaited[record_index]:
-            close_reasons[record_index] = CloseReason.COMPLETE
-            partition.close(record_id)
-
-    opened = np.array(list(opened_by_event), np.int64)
-    records.initialize(opened, batch.partitions[list(opened_by_event.values())], model_version)
-    accepted = AcceptedReadings(
-        np.array(event_indices, np.int64),
-        np.array(record_indices, np.int64),
-        np.array(seq, np.int64),
-        close_reasons,
-        np.array(missing_events, np.int64),
-        np.array(missing_records, np.int64),
-    )
-    _store_accepted(records, batch, accepted, new_counts, now)
-    return accepted, rejections
+            record_index = collector.open_record(record_id, partition_id, partition)
+        if not collector.accept(i, record_index, partition, features[i], is_missing[i], unseen_labels.get(i)):
+            is_repeated = records.has_windows and device
+            reason = RejectionReason.REPEATED if is_repeated else RejectionReason.DUPLICATE
+            rejections.append(reject(records, batch, i, reason))
+    return collector.store(batch, now, model_version), rejections
 
 
-def _store_accepted(
-    records: RecordTable, batch: EventBatch, accepted: AcceptedReadings, new_counts: dict[int, int], now: int
-) -> None:
-    """Store the readings that `_ingest_sequential` has accepted in the arrays of the record table.
+class ReadingCollector:
+    """A collector of the readings that are accepted from a batch of events one by one.
 
-    Args:
-        records: The table, in which new records are initialized already.
-        batch: The batch of events.
-        accepted: The accepted readings, the features that were declared missing, and the records that ended.
-        new_counts: For each record with accepted events, by row of the table: its new number of readings.
-        now: Time of arrival, microseconds since 1970.
+    `accept` checks and marks each reading, and closes records that are complete. `store` writes all of them at once to
+    the arrays of the record table.
+
+    Attributes:
+        close_reasons: The records that the batch has ended, with the reason, by row of the table.
     """
-    touched = np.array(list(new_counts), np.int64)
-    counts = np.array(list(new_counts.values()), np.int64)
-    # Reserve memory for old and new readings together, then write the new ones.
-    records.log.reserve(touched, records.num_readings[touched], counts)
-    features, values = batch.features[accepted.event_indices], batch.values[accepted.event_indices]
-    records.log.write(accepted.record_indices, accepted.seq, features, values)
-    # Unlike `+=`, `add.at` counts a row as often as it occurs: a record can have several declared features.
-    np.add.at(records.num_declared_missing, accepted.missing_record_indices, 1)
-    records.num_readings[touched] = counts
-    records.touch(touched, now)  # restarts their timeouts
-    records.is_open[list(accepted.close_reasons)] = False  # the keys are the rows of the records that ended
+
+    def __init__(self, records: RecordTable) -> None:
+        self.close_reasons: dict[int, CloseReason] = {}
+        self._records = records
+        self._num_features = len(records.schema)
+        self._event_indices: list[int] = []
+        self._record_indices: list[int] = []
+        self._seq: list[int] = []
+        self._missing_events: list[int] = []  # events that declare a feature as missing
+        self._missing_records: list[int] = []
+        # By row of the table, for records with accepted events: the number of readings, old and new ones together, and
+        # the number of features that are neither observed nor declared as missing yet.
+        self._new_counts: dict[int, int] = {}
+        self._num_awaited: dict[int, int] = {}
+        self._partition_by_opened: dict[int, int] = {}  # by row of each new record: number of its partition
+        # The bits of observed or missing features as a flat memoryview, whose single bytes are accessed faster.
+        self._mask, self._mask_width = records.observed_mask.reshape(-1).data, records.observed_mask.shape[1]
+
+    def open_record(self, record_id: str, partition_id: int, partition: Partition) -> int:
+        """Return the row of the table for a new record.
+
+        Args:
+            record_id: Id of the record, which must be neither open nor closed.
+            partition_id: Number of its partition.
+            partition: The `Partition` of this number.
+        """
+        record_index = self._records.allocate(record_id, partition_id, partition)
+        self._mask = self._records.observed_mask.reshape(-1).data  # the table may have grown
+        self._partition_by_opened[record_index], self._new_counts[record_index] = partition_id, 0
+        self._num_awaited[record_index] = self._num_features
+        return record_index
+
+    def has_feature(self, record_index: int, feature: int) -> bool:
+        """Return whether a feature of a record was observed or declared as missing before.
+
+        Args:
+            record_index: Row of the record in the table.
+            feature: Feature code.
+        """
+        # Feature f is bit f % 8 of byte f // 8 in the row of its record.
+        return bool(self._mask[record_index * self._mask_width + (feature >> 3)] & 1 << (feature & 7))
+
+    def touch(self, record_index: int) -> int:
+        """Include a record among those with accepted events, and return the number of its readings.
+
+        Args:
+            record_index: Row of the record in the table.
+        """
+        count = self._new_counts.get(record_index)
+        if count is None:  # the first accepted event of a record that was open before this batch
+            count = self._new_counts[record_index] = int(self._records.num_readings[record_index])
+            num_missing = int(self._records.num_declared_missing[record_index])
+            self._num_awaited[record_index] = self._num_features - count - num_missing
+        return count
+
+    def accept(
+        self,
+        event_index: int,
+        record_index: int,
+        partition: Partition | None,
+        feature: int,
+        is_missing: bool,
+        unseen_label: str | None,
+    ) -> bool:
+        """Add one reading, or the declaration that a feature will not be observed, to its record.
+
+        Args:
+            event_index: Index of the event in the batch that is passed to `store`.
+            record_index: Row of the record in the table.
+            partition: The partition of the record, to close the record if it is complete afterwards. None if the caller
+                closes the record anyway.
+            feature: Feature code.
+            is_missing: Whether the event declares the feature as missing.
+            unseen_label: Text of the value if it is a label that the model does not have, otherwise None.
+
+        Returns:
+            False if the feature was observed or declared missing before. Nothing is changed then.
+        """
+        # Feature f is bit f % 8 of byte f // 8 in the row of its record.
+        byte, bit = record_index * self._mask_width + (feature >> 3), 1 << (feature & 7)
+        if self._mask[byte] & bit:
+            return False
+        self._mask[byte] |= bit
+        place = self.touch(record_index)  # position of the next reading: the number of earlier ones
+        num_awaited = self._num_awaited[record_index] = self._num_awaited[record_index] - 1
+        if is_missing:
+            self._missing_records.append(record_index)
+            self._missing_events.append(event_index)
+        else:
+            self._new_counts[record_index] = place + 1
+            self._event_indices.append(event_index)
+            self._record_indices.append(record_index)
+            self._seq.append(place)
+            if unseen_label is not None:
+                self._records.add_unseen_label(record_index, place, unseen_label)
+        if not num_awaited and partition is not None:
+            self.close_reasons[record_index] = CloseReason.COMPLETE
+            partition.close(self._records.record_ids[record_index], self._records.has_windows)
+        return True
+
+    def store(self, batch: EventBatch, now: int, model_version: int) -> AcceptedReadings:
+        """Write the accepted readings to the arrays of the table, and return them.
+
+        Args:
+            batch: The events to which the event indices refer.
+            now: Time of arrival, microseconds since 1970.
+            model_version: Number of the model version that scores the records that were opened.
+        """
+        opened = np.array(list(self._partition_by_opened), np.int64)
+        partition_ids = np.array(list(self._partition_by_opened.values()), np.int32)
+        self._records.initialize(opened, partition_ids, model_version)
+        accepted = AcceptedReadings(
+            np.array(self._event_indices, np.int64),
+            np.array(self._record_indices, np.int64),
+            np.array(self._seq, np.int64),
+            self.close_reasons,
+            np.array(self._missing_events, np.int64),
+            np.array(self._missing_records, np.int64),
+        )
+        records = self._records
+        touched = np.array(list(self._new_counts), np.int64)
+        counts = np.array(list(self._new_counts.values()), np.int64)
+        # Reserve memory for old and new readings together, then write the new ones.
+        records.log.reserve(touched, records.num_readings[touched], counts)
+        features, values = batch.features[accepted.event_indices], batch.values[accepted.event_indices]
+        records.log.write(accepted.record_indices, accepted.seq, features, values)
+        # Unlike `+=`, `add.at` counts a row as often as it occurs: a record can have several declared features.
+        np.add.at(records.num_declared_missing, accepted.missing_record_indices, 1)
+        records.num_readings[touched] = counts
+        records.touch(touched, now)  # restarts their timeouts
+        records.is_open[list(self.close_reasons)] = False  # the keys are the rows of the records that ended
+        return accepted
 
 
-def _reject(records: RecordTable, batch: EventBatch, event_index: int, reason: RejectionReason) -> Rejection:
+CAUSE_BY_REASON = {
+    RejectionReason.LATE: "its record is closed",
+    RejectionReason.DUPLICATE: "the record has this feature already",
+    RejectionReason.REPEATED: "the window has a reading of this sensor already, in the same time slot",
+}
+"""What the message about a rejected event says for each reason."""
+
+
+def reject(
+    records: RecordTable, batch: EventBatch, event_index: int, reason: RejectionReason, cause: str | None = None
+) -> Rejection:
     """Return the rejection of one event, with a message that names its record, its feature and the cause.
 
     Args:
         records: The record table.
         batch: The batch of events.
         event_index: Index of the event in the batch.
-        reason: `LATE` (the event's record is closed) or `DUPLICATE` (its record has the feature already).
+        reason: `LATE` (the event's record is closed), `DUPLICATE` (its record has the feature already) or `REPEATED`
+            (the same, if the record is a window of a model with windows).
+        cause: What the message says about the cause; by default the text of `CAUSE_BY_REASON`.
     """
     feature = records.schema.names[batch.features[event_index]]
-    cause = "its record is closed" if reason is RejectionReason.LATE else "the record has this feature already"
+    cause = cause or CAUSE_BY_REASON[reason]
     record_id = batch.record_ids[event_index]
     if len(record_id) > MAX_ID_LENGTH_IN_DETAIL:
         record_id = record_id[:MAX_ID_LENGTH_IN_DETAIL] + "…"

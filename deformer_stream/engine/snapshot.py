@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.drift_state import DriftState
 from deformer_stream.engine.id_set import BoundedIdSet, StringColumn
 from deformer_stream.engine.records import RUNNING_DTYPE, Partition, RecordTable
+from deformer_stream.engine.slot_readings import SlotReading
 from deformer_stream.model.schema import FeatureKind, Schema
+from deformer_stream.model.windows import PerSlot
 from deformer_stream.ragged import ragged_indices
 
 Ints = NDArray[np.int64]
@@ -72,6 +74,59 @@ class TieGroups:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitingReadings:
+    """S readings that wait for the end of their time slot, in the order of arrival.
+
+    A time slot is a part of a window (a record of one device's readings within an interval of event time). The readings
+    of a sensor in one slot are combined to one (`deformer_stream.engine.slot_readings.SlotReading`).
+
+    Attributes:
+        rule: Which value stands for a time slot with several readings (`Window.per_slot`).
+        record: (S,) int32 index of the record of each reading among the records of the snapshot.
+        feature: (S,) int16 feature code.
+        deadline: (S,) int64 event time at which the time slot is over, microseconds since 1970.
+        num_values: (S,) int32 number of readings with a value. 0 if the feature was only declared as "will not be
+            observed".
+        value: (S,) float64 combined value so far: the last, smallest or largest value, or the sum for the rule "mean".
+            For a discrete feature it is the label code. 0 if there is no value.
+        time: (S,) int64 latest event time of the readings, microseconds since 1970.
+        unseen: (U,) int32 index among the S readings of each of U readings with an unseen label.
+        unseen_text: Texts of the U labels.
+    """
+
+    rule: PerSlot
+    record: NDArray[np.int32]
+    feature: NDArray[np.int16]
+    deadline: Ints
+    num_values: NDArray[np.int32]
+    value: NDArray[np.float64]
+    time: Ints
+    unseen: NDArray[np.int32]
+    unseen_text: list[str]
+
+    def __len__(self) -> int:
+        """Return the number of readings."""
+        return len(self.record)
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteWindows:
+    """C windows whose record was closed because it is complete, and whose device has not reached their end yet.
+
+    Later readings of such a window are repeated readings. Without this state they would be late after a restart.
+
+    Attributes:
+        ids: Ids of the C records, in the order of completion.
+        devices: The device of each window.
+        deadlines: (C,) int64 event time at which each window ends, microseconds since 1970.
+    """
+
+    ids: list[str]
+    devices: list[str]
+    deadlines: Ints
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """The state of one partition with R open records, which have T readings in total.
 
@@ -119,6 +174,8 @@ class Snapshot:
             none.
         ties: Tie groups (readings of one record with the same event time, which are scored together). None if each
             reading is scored when it arrives.
+        waiting: Readings that wait for the end of their time slot; None if there are none.
+        complete_windows: Windows that are complete, but not over; None if there are none.
     """
 
     vocabulary: Vocabulary
@@ -151,6 +208,8 @@ class Snapshot:
     marks: Ints
     drift: DriftState | None = None
     ties: TieGroups | None = None
+    waiting: WaitingReadings | None = None
+    complete_windows: CompleteWindows | None = None
 
     def __len__(self) -> int:
         """Return the number of open records."""
@@ -215,6 +274,61 @@ class Snapshot:
             ties=None if self.ties is None else self._filter_ties(self.ties, is_kept),
         )
         return snapshot, int((~is_kept).sum())
+
+    def accept_waiting(self, waiting: WaitingReadings) -> Snapshot:
+        """Return the snapshot in which no reading waits for the end of its time slot.
+
+        The waiting readings become the last readings of their records, in the order of their times. They are not scored
+        yet, so the caller must score the records again. A feature that was only declared as "will not be observed" is
+        absent.
+
+        Args:
+            waiting: The waiting readings of this snapshot.
+        """
+        is_mean = np.array([kind == "continuous" for kind in self.vocabulary.kinds])[waiting.feature]
+        is_mean &= waiting.rule == "mean"
+        new_values = np.where(is_mean, waiting.value / np.maximum(waiting.num_values, 1), waiting.value)
+        has_value = waiting.num_values > 0
+        # Append the new readings to the old ones, and sort all by record. Within a record, the old ones come first.
+        added = np.flatnonzero(has_value)
+        added = added[np.argsort(waiting.time[added], kind="stable")]
+        old_record, _ = self.reading_positions()
+        record = np.append(old_record, waiting.record[added])
+        order = np.argsort(record, kind="stable")
+        counts = np.bincount(record, minlength=len(self)).astype(np.int32)
+        text_by_reading = dict(zip(waiting.unseen.tolist(), waiting.unseen_text, strict=True))
+        new_labels = []
+        num_added = np.zeros(len(self), np.int64)
+        for reading in added.tolist():
+            record_index = int(waiting.record[reading])
+            place = int(self.counts[record_index] + num_added[record_index])
+            num_added[record_index] += 1
+            if reading in text_by_reading:
+                new_labels.append((record_index, place, text_by_reading[reading]))
+        old_labels = zip(self.unseen_record.tolist(), self.unseen_place.tolist(), self.unseen_text, strict=True)
+        labels = sorted([*old_labels, *new_labels])
+        absent_record, _ = ragged_indices(self.absent_counts)
+        all_absent_records = np.append(absent_record, waiting.record[~has_value])
+        absent_order = np.argsort(all_absent_records, kind="stable")
+        ties = self.ties
+        if ties is not None:
+            is_tied = np.append(ties.is_tied, np.zeros(len(added), np.bool_))[order]
+            # The waiting readings of a tie group are followed by others now, so their group is decided.
+            num_pending = np.where(num_added > 0, 0, ties.num_pending).astype(np.int32)
+            ties = TieGroups(is_tied, num_pending, ties.tie_time)
+        return replace(
+            self,
+            counts=counts,
+            features=np.append(self.features, waiting.feature[added])[order].astype(np.int16),
+            values=np.append(self.values, new_values[added])[order],
+            absent_counts=np.bincount(all_absent_records, minlength=len(self)).astype(np.int32),
+            absent=np.append(self.absent, waiting.feature[~has_value])[absent_order].astype(np.int16),
+            unseen_record=np.array([label_record for label_record, _, _ in labels], np.int32),
+            unseen_place=np.array([place for _, place, _ in labels], np.int32),
+            unseen_text=[text for _, _, text in labels],
+            ties=ties,
+            waiting=None,
+        )
 
     def _filter_ties(self, ties: TieGroups, is_kept: NDArray[np.bool_]) -> TieGroups:
         """Return the tie groups (readings of one record with the same event time) without the dropped readings.
@@ -317,6 +431,7 @@ def export_state(
     unseen = _collect_unseen_labels(records, rows)
     windows = partition.watermarks.open_windows()
     position_by_id = dict(zip(ids, range(len(ids)), strict=True)) if windows else {}
+    complete = partition.watermarks.complete_windows()
     watermark_by_device = partition.watermarks.watermark_by_device
     running = records.running[rows]
     ties = None
@@ -357,6 +472,40 @@ def export_state(
         marks=np.fromiter(watermark_by_device.values(), np.int64, len(watermark_by_device)),
         drift=drift,
         ties=ties,
+        waiting=_export_waiting(records.schema, partition, position_by_id),
+        complete_windows=None
+        if not complete
+        else CompleteWindows(
+            [record_id for record_id, _, _ in complete],
+            [device for _, device, _ in complete],
+            np.array([deadline for _, _, deadline in complete], np.int64),
+        ),
+    )
+
+
+def _export_waiting(schema: Schema, partition: Partition, position_by_id: Mapping[str, int]) -> WaitingReadings | None:
+    """Return the readings of a partition that wait for the end of their time slot, or None if there are none.
+
+    Args:
+        schema: The features of the model.
+        partition: The partition.
+        position_by_id: By record id, the index of the record among those of the snapshot.
+    """
+    entries = partition.slot_readings.entries()
+    if not entries or schema.window is None:
+        return None
+    readings = [reading for _, reading in entries]
+    unseen = [(i, reading.unseen_label) for i, reading in enumerate(readings) if reading.unseen_label is not None]
+    return WaitingReadings(
+        rule=schema.window.per_slot,
+        record=np.array([position_by_id[record_id] for record_id, _ in entries], np.int32),
+        feature=np.array([reading.feature for reading in readings], np.int16),
+        deadline=np.array([reading.deadline for reading in readings], np.int64),
+        num_values=np.array([reading.num_values for reading in readings], np.int32),
+        value=np.array([reading.value if reading.num_values else 0.0 for reading in readings], np.float64),
+        time=np.array([reading.time for reading in readings], np.int64),
+        unseen=np.array([i for i, _ in unseen], np.int32),
+        unseen_text=[text for _, text in unseen],
     )
 
 
@@ -428,5 +577,32 @@ def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, no
     for record_id, device, deadline in windows:
         partition.watermarks.open_window(device, record_id, deadline)
     partition.closed_ids = BoundedIdSet(records.max_closed_ids, snapshot.closed)
-    partition.watermarks.restore(zip(snapshot.devices, snapshot.marks.tolist(), strict=True))
+    complete = snapshot.complete_windows
+    complete_windows = (
+        () if complete is None else zip(complete.ids, complete.devices, complete.deadlines.tolist(), strict=True)
+    )
+    partition.watermarks.restore(zip(snapshot.devices, snapshot.marks.tolist(), strict=True), complete_windows)
+    if snapshot.waiting is not None:
+        _import_waiting(partition, snapshot.ids, snapshot.waiting)
     return rows
+
+
+def _import_waiting(partition: Partition, record_ids: list[str], waiting: WaitingReadings) -> None:
+    """Load the readings that wait for the end of their time slot into a partition, whose windows are open already.
+
+    Args:
+        partition: The partition.
+        record_ids: Ids of the records of the snapshot.
+        waiting: The readings.
+    """
+    text_by_reading = dict(zip(waiting.unseen.tolist(), waiting.unseen_text, strict=True))
+    columns = (waiting.record, waiting.feature, waiting.deadline, waiting.num_values, waiting.value, waiting.time)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for i, (record, feature, deadline, num_values, value, time) in enumerate(rows):
+        record_id = record_ids[record]
+        device = partition.watermarks.device_of(record_id)
+        if device is not None:  # the decoder has checked that the record is a window
+            reading = SlotReading(
+                feature, deadline, num_values, value if num_values else np.nan, time, i, text_by_reading.get(i)
+            )
+            partition.slot_readings.restore(device, record_id, reading)

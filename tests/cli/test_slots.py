@@ -123,7 +123,7 @@ def test_library_scores_devices(trained: Path, loaded: deformer_stream.Detector)
     again = next(event["time"] for event in WINDOW if event["feature"] == "flow")
     late = (scorer.update_device("p0", "flow", 0.0, time) for time in (61.9, again, 62.0, again))
     reasons = [update.rejection and update.rejection.reason.value for update in late]
-    assert reasons == [None, "duplicate", "duplicate", "late"]
+    assert reasons == [None, "repeated", "repeated", "late"]
     refused = scorer.update("r", "flow", 0.0).rejection
     assert refused is not None
     assert "name the time slot, for example 'flow+0s'" in refused.detail
@@ -160,7 +160,7 @@ def test_readings_of_a_window_can_arrive_in_any_order(order: list[int], loaded: 
     np.testing.assert_allclose(effects.scored.log_likelihood, at_once.numpy(), atol=2e-3)
     again, _ = codec.decode(make_messages(json.dumps(WINDOW[0] | {"value": 0}).encode()))
     refused = engine.handle(again, 0).rejections
-    assert [(r.reason.value, "already" in r.detail) for r in refused] == [("duplicate", True)]
+    assert [(r.reason.value, "already" in r.detail) for r in refused] == [("repeated", True)]
 
 
 def test_simultaneous_readings_of_sensors_are_ties(cli: Run, trained: Path, tmp_path: Path) -> None:

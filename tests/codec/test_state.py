@@ -28,7 +28,7 @@ from deformer_stream.codec.state import (
 )
 from deformer_stream.engine.events import AlertState, Decisions
 from deformer_stream.engine.id_set import StringColumn
-from deformer_stream.engine.snapshot import Snapshot, TieGroups, Vocabulary
+from deformer_stream.engine.snapshot import CompleteWindows, Snapshot, TieGroups, Vocabulary, WaitingReadings
 from deformer_stream.errors import StateError
 from tests.engine.restarts import assert_same_snapshot
 
@@ -80,6 +80,23 @@ DECIDED = Decisions(("b", "ümlaut\0"), {"a": AlertState(3, 0.001), "": AlertSta
 TIED = replace(EXAMPLE, ties=TieGroups(np.array([False, True, False]), make_ints(2, 0, 0), np.array([5, -(2**63), 7])))
 WAITED = replace(DECIDED, tie_timeouts={"a": (2, 3), "ümlaut\0": (1,)})
 """With readings of one time that wait for each other."""
+
+SLOTTED = replace(
+    EXAMPLE,
+    waiting=WaitingReadings(
+        "mean",
+        record=make_ints(1, 1),
+        feature=np.array([1, 0], np.int16),
+        deadline=np.array([1_583_750_075_000_000, 1_583_750_080_000_000]),
+        num_values=make_ints(2, 0),
+        value=np.array([3.0, 0.0]),
+        time=np.array([1_583_750_074_000_000, 1_583_750_076_000_000]),
+        unseen=make_ints(0),
+        unseen_text=["ümlaut"],
+    ),
+    complete_windows=CompleteWindows(["pump-9@0"], ["pump-9"], np.array([7])),
+)
+"""With readings that wait for the end of their time slot, and with a window that is complete before it is over."""
 
 texts = st.text(max_size=12)
 """Any text but lone surrogates, which no JSON that is accepted carries."""
@@ -175,7 +192,7 @@ def test_large_state_is_compressed(records: int, smaller: bool) -> None:
 
 def test_format_version_2_is_read() -> None:
     """Bytes written by a release must stay readable; a change of the format increases FORMAT_VERSION."""
-    assert FORMAT_VERSION == 3
+    assert FORMAT_VERSION == 4
     assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v2").read_bytes()), EXAMPLE)
     assert decode_decisions((GOLDEN / "decisions.v2").read_bytes()) == DECIDED
     head = (GOLDEN / "snapshot.v2").read_bytes()[: HEADER.size]
@@ -188,6 +205,17 @@ def test_format_version_3_is_written_only_for_ties() -> None:
     assert decode_decisions((GOLDEN / "decisions.v3").read_bytes()) == WAITED
     written = (encode_snapshot(EXAMPLE), encode_snapshot(TIED), encode_decisions(DECIDED), encode_decisions(WAITED))
     assert [data[10] for data in written] == [2, 3, 2, 3]
+
+
+@pytest.mark.parametrize("ties", [None, TIED.ties])
+@pytest.mark.parametrize("parts", [("waiting", "complete_windows"), ("waiting",), ("complete_windows",)])
+def test_format_version_4_is_written_only_for_time_slots(ties: TieGroups | None, parts: tuple[str, ...]) -> None:
+    """Since version 4, the columns of tie groups are missing if there are no tie groups."""
+    snapshot = replace(EXAMPLE, ties=ties, **{name: getattr(SLOTTED, name) for name in parts})
+    data = encode_snapshot(snapshot)
+    assert data[10] == 4
+    assert_same_snapshot(decode_snapshot(data), snapshot)
+    assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v4").read_bytes()), SLOTTED)
 
 
 def test_format_version_1_suppresses_further_alerts() -> None:
@@ -214,6 +242,7 @@ KINDS: dict[str, tuple[Callable[[bytes, str], object], bytes]] = {
     "snapshot": (decode_snapshot, encode_snapshot(EXAMPLE)),
     "decisions": (decode_decisions, encode_decisions(DECIDED)),
     "ties": (decode_snapshot, encode_snapshot(TIED)),
+    "slots": (decode_snapshot, encode_snapshot(SLOTTED)),
 }
 
 
@@ -240,7 +269,7 @@ def test_random_bytes_are_rejected(kind: str, data: bytes) -> None:
     assert_rejected(decode, add_header(data, DECISIONS if kind == "decisions" else SNAPSHOT), "cannot be read")
 
 
-@pytest.mark.parametrize("version", [0, 4, 65535])
+@pytest.mark.parametrize("version", [0, 5, 65535])
 def test_unsupported_format_version_is_named(version: int) -> None:
     data = encode_snapshot(EXAMPLE)
     head = HEADER.pack(MAGIC, SNAPSHOT, version, data[11 : HEADER.size])
@@ -281,6 +310,33 @@ def test_columns_and_rows_are_checked() -> None:
     assert_rejected(
         decode_snapshot, encode_changed_table(lambda table: table.set_column(at, "closed", null)), "missing"
     )
+
+
+def test_inconsistent_time_slots_are_rejected() -> None:
+    waiting, complete = SLOTTED.waiting, SLOTTED.complete_windows
+    assert waiting is not None
+    assert complete is not None
+    faults: list[dict[str, Any]] = [
+        {"rule": "median"},
+        {"record": make_ints(0, 1)},
+        {"record": make_ints(1, 3)},
+        {"record": make_ints(1)},
+        {"feature": np.array([1, 3], np.int16)},
+        {"feature": np.array([1, 1], np.int16)},
+        {"feature": np.array([1, 2], np.int16)},
+        {"num_values": make_ints(-1, 0)},
+        {"value": np.array([np.nan, 0.0])},
+        {"value": np.array([0.5, 0.0])},
+        {"value": np.array([4.0, 0.0])},
+        {"deadline": np.array([1])},
+        {"unseen": make_ints(2)},
+        {"unseen_text": []},
+    ]
+    for fault in faults:
+        assert_rejected(decode_snapshot, encode_snapshot(replace(SLOTTED, waiting=replace(waiting, **fault))), "")
+    for fault in ({"devices": []}, {"deadlines": np.array([1, 2])}, {"ids": []}):
+        damaged = replace(SLOTTED, complete_windows=replace(complete, **fault))
+        assert_rejected(decode_snapshot, encode_snapshot(damaged), "")
 
 
 def test_inconsistent_snapshots_are_rejected() -> None:

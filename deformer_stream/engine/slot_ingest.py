@@ -1,0 +1,256 @@
+"""Ingestion of events for models that combine the readings of a time slot.
+
+A window (a record of one device's readings within an interval of event time) can be divided into time slots. If the
+rule of a sensor is not "first" (`Window.per_slot`), its readings wait for the end of their slot and become one reading
+(`deformer_stream.engine.slot_readings`).
+
+`ingest_slots` does for these models what `RecordTable.ingest` does for all others. A combined reading is stored in its
+record directly before the event that ends its slot, so that it precedes the closing of its window. `release_slots`
+stores the waiting readings of records that end for another reason, such as a timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from deformer_stream.engine.events import CloseReason, EventBatch, Rejection, RejectionReason
+from deformer_stream.engine.records import AcceptedReadings, Partition, ReadingCollector, RecordTable, reject
+from deformer_stream.engine.slot_readings import SlotReading
+from deformer_stream.model.windows import PerSlot, Window
+
+
+class _BatchBuilder:
+    """A builder of a batch that contains the events of another batch, and the combined readings of time slots.
+
+    Args:
+        batch: The other batch.
+    """
+
+    def __init__(self, batch: EventBatch) -> None:
+        self._batch = batch
+        self._origins: list[int] = []  # index of each event in the other batch, −1 for a combined reading
+        # The columns of the combined readings.
+        self._record_ids: list[str] = []
+        self._features: list[int] = []
+        self._values: list[float] = []
+        self._times: list[int] = []
+        self._message_indices: list[int] = []
+        self._partitions: list[int] = []
+        self._unseen_labels: dict[int, str] = {}  # by index in the new batch
+
+    def add_event(self, event_index: int) -> int:
+        """Append an event of the other batch, given by its index there, and return its index in the new batch."""
+        self._origins.append(event_index)
+        return len(self._origins) - 1
+
+    def add_reading(
+        self, record_id: str, partition_id: int, reading: SlotReading, rule: PerSlot, message_index: int
+    ) -> int:
+        """Append a combined reading, and return its index in the new batch.
+
+        Args:
+            record_id: Id of the record.
+            partition_id: Number of its partition.
+            reading: The combined reading.
+            rule: The rule with which it was combined.
+            message_index: Index of the message that has ended its time slot, −1 if no message has.
+        """
+        self._origins.append(-1)
+        new_index = len(self._origins) - 1
+        self._record_ids.append(record_id)
+        self._features.append(reading.feature)
+        self._values.append(reading.combined_value(rule))
+        self._times.append(reading.time)
+        self._message_indices.append(message_index)
+        self._partitions.append(partition_id)
+        if reading.unseen_label is not None:
+            self._unseen_labels[new_index] = reading.unseen_label
+        return new_index
+
+    def build(self) -> EventBatch:
+        """Return the new batch, or the other batch itself if no combined reading was added."""
+        batch = self._batch
+        if not self._record_ids:
+            return batch
+        origins = np.array(self._origins, np.int64)
+        # Rows of a table of both: the events of the other batch, followed by the combined readings.
+        rows = origins.copy()
+        is_combined = origins < 0
+        rows[is_combined] = len(batch) + np.arange(len(self._record_ids))
+        record_ids = [*batch.record_ids, *self._record_ids]
+        new_index_by_event = {event: i for i, event in enumerate(self._origins) if event >= 0}
+        unseen_labels = {new_index_by_event[event]: text for event, text in batch.unseen_labels.items()}
+        return EventBatch(
+            [record_ids[row] for row in rows.tolist()],
+            np.append(batch.features, np.array(self._features, np.int32))[rows],
+            np.append(batch.values, np.array(self._values, np.float64))[rows],
+            np.append(batch.times, np.array(self._times, np.int64))[rows],
+            np.append(batch.message_indices, np.array(self._message_indices, np.int32))[rows],
+            np.append(batch.partitions, np.array(self._partitions, np.int32))[rows],
+            unseen_labels | self._unseen_labels,
+        )
+
+
+def ingest_slots(
+    records: RecordTable, batch: EventBatch, now: int, model_version: int
+) -> tuple[EventBatch, AcceptedReadings, list[Rejection], int]:
+    """Store the readings of events, and combine those that share a time slot.
+
+    Args:
+        records: The record table of a model that combines readings (`RecordTable.slot_rules` is not None).
+        batch: Events in the order of arrival.
+        now: Time of arrival, microseconds since 1970.
+        model_version: Number of the model version that scores the records that are opened.
+
+    Returns:
+        Four results. First the batch with an additional event for each combined reading whose time slot is over.
+        Second the accepted readings, which refer to this batch. Third the rejections. Fourth the number of readings
+        that were combined with an earlier one of the same time slot.
+    """
+    window, rules = records.schema.window, records.slot_rules
+    has_waiting = any(len(partition.slot_readings) for partition in records.partitions.values())
+    if window is None or rules is None or (batch.windows is None and not has_waiting):
+        accepted, rejections = records.ingest(batch, now, model_version)
+        return batch, accepted, rejections, 0
+    collector, builder = ReadingCollector(records), _BatchBuilder(batch)
+    rejections, num_combined = [], 0
+    devices = [""] * len(batch) if batch.windows is None else batch.windows.devices
+    deadlines = None if batch.windows is None else batch.windows.deadlines.tolist()
+    columns = zip(
+        batch.record_ids,
+        batch.partitions.tolist(),
+        batch.features.tolist(),
+        batch.values.tolist(),
+        batch.times.tolist(),
+        devices,
+        strict=True,
+    )
+    for i, (record_id, partition_id, feature, value, time, device) in enumerate(columns):
+        partition = records.partition(partition_id)
+        reason: RejectionReason | None = None
+        if device and deadlines is not None:
+            message_index = int(batch.message_indices[i])
+            for slot_record, reading in partition.pop_finished_slots(device, time):
+                record_index = partition.record_index_by_id[slot_record]
+                rule = rules[reading.feature]
+                event_index = builder.add_reading(slot_record, partition_id, reading, rule, message_index)
+                _accept_reading(collector, event_index, record_index, partition, reading)
+            reason, ended = partition.advance_watermark(record_id, device, deadlines[i], time)
+            collector.close_reasons |= dict.fromkeys(ended, CloseReason.WINDOW)
+        elif record_id not in partition.record_index_by_id and record_id in partition.closed_ids:
+            reason = RejectionReason.LATE
+        event_index = builder.add_event(i)
+        if reason is not None:
+            rejections.append(reject(records, batch, i, reason))
+            continue
+        is_combined = bool(device) and rules[feature] != "first"
+        open_index = partition.record_index_by_id.get(record_id)
+        if is_combined and deadlines is not None:
+            slot_deadline = _slot_deadline(window, deadlines[i], time, partition, record_id)
+            if slot_deadline <= partition.watermarks.watermark_by_device[device]:
+                rejections.append(reject(records, batch, i, RejectionReason.LATE, "its time slot is over"))
+                if open_index is None:  # `advance_watermark` has registered a window, but it gets no record
+                    partition.watermarks.close_window(record_id)
+                continue
+        record_index = collector.open_record(record_id, partition_id, partition) if open_index is None else open_index
+        if is_combined and not collector.has_feature(record_index, feature):
+            collector.touch(record_index)
+            unseen_label = batch.unseen_labels.get(i)
+            num_combined += partition.slot_readings.add(
+                device, record_id, feature, rules[feature], value, time, slot_deadline, unseen_label
+            )
+            continue
+        # An event that names its record itself must not repeat a reading that waits for the end of its slot.
+        is_waiting = partition.slot_readings.has(record_id, feature)
+        if is_waiting or not collector.accept(
+            event_index, record_index, partition, feature, np.isnan(value), batch.unseen_labels.get(i)
+        ):
+            reason = RejectionReason.REPEATED if device else RejectionReason.DUPLICATE
+            rejections.append(reject(records, batch, i, reason))
+    extended = builder.build()
+    return extended, collector.store(extended, now, model_version), rejections, num_combined
+
+
+def _slot_deadline(window: Window, window_deadline: int, time: int, partition: Partition, record_id: str) -> int:
+    """Return the event time at which the time slot of a reading is over: its end plus the grace period.
+
+    Args:
+        window: The window of the model.
+        window_deadline: Event time at which the window of the reading closes: its end plus the grace period.
+        time: Event time of the reading, microseconds since 1970.
+        partition: The partition of the record.
+        record_id: Id of the record, which must be an open window.
+    """
+    next_slot_offset = window.time_slot_offset(window.time_slot_index(time) + 1)
+    slot_deadline = window_deadline - (window.width - next_slot_offset)
+    # The window may have been opened with a shorter grace period, before a restart. Its slots end with it.
+    return min(slot_deadline, partition.watermarks.deadline_of(record_id))
+
+
+def _accept_reading(
+    collector: ReadingCollector,
+    event_index: int,
+    record_index: int,
+    partition: Partition | None,
+    reading: SlotReading,
+) -> None:
+    """Add a combined reading to its record; if no reading of the slot has a value, declare its feature as missing.
+
+    Args:
+        collector: The collector of accepted readings.
+        event_index: Index of the combined reading in the batch.
+        record_index: Row of the record in the table.
+        partition: The partition of the record, to close the record if it is complete. None if the caller closes it.
+        reading: The combined reading.
+    """
+    is_missing = reading.num_values == 0
+    collector.accept(event_index, record_index, partition, reading.feature, is_missing, reading.unseen_label)
+
+
+def release_slots(
+    records: RecordTable, batch: EventBatch, accepted: AcceptedReadings, ending: Iterable[int], now: int
+) -> tuple[EventBatch, AcceptedReadings]:
+    """Store the readings of ending records that still wait for the end of their time slot.
+
+    Args:
+        records: The record table.
+        batch: The batch of events.
+        accepted: The readings that were accepted from the batch.
+        ending: Rows of records that the caller closes.
+        now: Current time, microseconds since 1970.
+
+    Returns:
+        The batch and the accepted readings, both extended by the combined readings. Their message index is −1. If no
+        reading waits, both are returned without change.
+    """
+    rules = records.slot_rules
+    if rules is None:
+        return batch, accepted
+    collector, builder = ReadingCollector(records), _BatchBuilder(batch)
+    for i in range(len(batch)):
+        builder.add_event(i)
+    num_released = 0
+    for record_index in ending:
+        record_id, partition_id = records.record_ids[record_index], int(records.partition_ids[record_index])
+        partition = records.partitions[partition_id]
+        if partition.record_index_by_id.get(record_id) != record_index:
+            continue  # the record was closed within the batch, so that none of its readings waits
+        for reading in partition.slot_readings.pop_record(record_id):
+            event_index = builder.add_reading(record_id, partition_id, reading, rules[reading.feature], -1)
+            _accept_reading(collector, event_index, record_index, None, reading)
+            num_released += 1
+    if not num_released:
+        return batch, accepted
+    extended = builder.build()
+    released = collector.store(extended, now, model_version=0)  # no record is opened
+    return extended, replace(
+        accepted,
+        event_indices=np.append(accepted.event_indices, released.event_indices),
+        record_indices=np.append(accepted.record_indices, released.record_indices),
+        seq=np.append(accepted.seq, released.seq),
+        missing_event_indices=np.append(accepted.missing_event_indices, released.missing_event_indices),
+        missing_record_indices=np.append(accepted.missing_record_indices, released.missing_record_indices),
+    )
