@@ -43,7 +43,8 @@ def select_new_records(
         return use_all, ""
     found = f"{check.describe()} (data fingerprint {data_fingerprint})"
     if policy == "allow":
-        return use_all, f"{found}, so the false-alarm rate is not guaranteed"
+        # Records of the calibration in force are as new to the weights as when they were used first.
+        return use_all, found + (", so the false-alarm rate is not guaranteed" if check.in_training.any() else "")
     if policy == "refuse":
         raise InputError(f"{found}: calibrate on records that are new, or add --seen-records drop")
     if not check.is_new.any():
