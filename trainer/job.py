@@ -186,12 +186,19 @@ def train(
         run, data = planned.run, planned.run.data
         warnings.add(*(TrainingWarning(code, message) for code, message in data.warnings))
         order = choose_order(settings.order, data)
-        earlier_records = _read_earlier_records(settings)  # before the training, because the directory may be damaged
+        # Before the training, because the old directory may be damaged, and because this time is then known.
+        seen_records = find_seen_records(
+            data.schema,
+            data.values,
+            is_training=np.isin(data.split, (Split.TRAIN, Split.VALIDATION)),
+            is_calibration=data.split == Split.CALIBRATION,
+            earlier=_read_earlier_records(settings),
+        )
         result = _train_model(planned, should_stop, on_status)
-        budget.mark_phase("training")
         if ranks.world_size > 1:
             # The other processes have finished, so their shared clock (a collective operation) can no longer be read.
             budget.clock = run.budget.clock = time.monotonic
+        budget.mark_phase("training")
         warnings.add(*check_steps(result, budget.limit))
         has_prior, has_old_model = run.priors is not None, settings.init_from is not None
         warnings.add(*check_best_step(result, has_prior, has_old_model))
@@ -236,13 +243,6 @@ def train(
         }
         summary["warnings"] = [warning.to_json() for warning in warnings.warnings]
         page = render(data, result, calibration, held_out, summary)
-        seen_records = find_seen_records(
-            data.schema,
-            data.values,
-            is_training=np.isin(data.split, (Split.TRAIN, Split.VALIDATION)),
-            is_calibration=data.split == Split.CALIBRATION,
-            earlier=earlier_records,
-        )
         fingerprint = model_store.write(settings.out, model, calibration, summary, page, seen_records)
         shutil.rmtree(folder)
     return TrainingOutput(settings.out, fingerprint, data, model, result, calibration, held_out, summary)
