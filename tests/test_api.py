@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime
 from enum import IntEnum, StrEnum
@@ -23,7 +26,7 @@ from deformer_stream.api import _NOT_CONVERTED, Detector, _encode_json, _make_me
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.engine.engine import Engine, compute_alert_id
 from deformer_stream.engine.events import Effects, EventBatch, Rejection
-from deformer_stream.errors import ArtifactError, InputError
+from deformer_stream.errors import AlphaOutOfReachWarning, ArtifactError, ConfigError, InputError
 from deformer_stream.model.schema import Feature, Schema
 from tests.models import SCHEMA, draw_linear_records, draw_rows, train_linear_model, write_model
 
@@ -333,7 +336,6 @@ def test_score_accepts_missing_values_and_empty_records(detector: Detector) -> N
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"pressur": 1.0}, ["record 1", "pressur", "unknown"]),
         ({"pressure": "high"}, ["record 1", "pressure"]),
         ({"pressure": math.inf}, ["record 1", "pressure", "finite"]),
     ],
@@ -345,6 +347,113 @@ def test_score_error_names_record_and_feature(detector: Detector, record: dict[s
         text = str(caught.value).replace("record 0", "record 1")
         assert "\n" not in text
         assert all(word in text for word in words)
+
+
+def test_keys_that_are_no_features_are_ignored_with_one_warning(detector: Detector) -> None:
+    expected = detector.score([{"pressure": 1.0}, {"state": "run"}])
+    with pytest.warns(
+        UserWarning, match=r"keys that are not features of the model are ignored: 'id', 'pressur'$"
+    ) as caught:
+        scores = detector.score([{"id": 7, "pressure": 1.0}, {"pressur": 1.0, "id": object(), "state": "run"}])
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    np.testing.assert_array_equal(scores.score, expected.score)
+    with pytest.warns(UserWarning, match="'id'"):
+        assert detector.explain({"id": 7, "pressure": 1.0}) == detector.explain({"pressure": 1.0})
+
+
+def test_one_record_is_a_list_of_one(detector: Detector) -> None:
+    one, listed = detector.score({"pressure": 1.0}), detector.score([{"pressure": 1.0}])
+    assert len(one) == 1
+    assert repr(one) == repr(listed)
+    assert detector.impute([{"pressure": 1.0}]) == [detector.impute({"pressure": 1.0})]
+    assert detector.quantiles([{"pressure": 1.0}], [0.5]) == [detector.quantiles({"pressure": 1.0}, [0.5])]
+    assert detector.complete([{"pressure": 1.0}]) == [detector.complete({"pressure": 1.0})]
+    assert detector.explain([{"pressure": 1.0}, {}]) == [detector.explain({"pressure": 1.0}), ()]
+
+
+@pytest.mark.parametrize("records", ["table.parquet", 5, [1.0], None, [["pressure", 1.0]]], ids=repr)
+def test_objects_that_are_no_records_raise_input_error(detector: Detector, records: Any) -> None:
+    for method in (detector.score, detector.explain, detector.impute, detector.complete):
+        with pytest.raises(InputError, match="dict") as caught:
+            method(records)
+        assert "\n" not in str(caught.value)
+
+
+def test_alpha_out_of_reach_is_a_warning(detector: Detector) -> None:
+    with pytest.warns(
+        AlphaOutOfReachWarning, match=r"alpha 1e-07: this needs 9,999,999 calibration records, and the model has 199"
+    ):
+        detector.scorer([0.1, 1e-7])
+
+
+def test_text_of_the_objects(detector: Detector) -> None:
+    assert repr(detector) == (
+        "Detector(6 features: temperature, pressure, vibration, state, valve, load; 199 calibration records; "
+        f"model {detector.fingerprint} in {detector.artifact.directory})"
+    )
+    assert repr(detector.schema) == "Schema(6 features: temperature, pressure, vibration, state, valve, load)"
+    scorer = detector.scorer([0.01, 0.1])
+    scorer.update("r", "pressure", 1.0)
+    assert repr(scorer) == f"Scorer(alpha=0.1, 0.01; open records: 1; model {detector.fingerprint})"
+    text = repr(detector.score([{"pressure": 1.0}] * 1000))
+    assert text.startswith("RecordScores(1000 records, 0 alerts, anomaly_score=[")
+    assert len(text) < 200
+    assert repr(detector.impute({"pressure": 1.0})["state"]).startswith("Imputation(value='")
+    assert repr(deformer_stream.Imputation(1 / 3, 0.0, 1e6)) == "Imputation(value=0.333333, low=0, high=1e+06)"
+
+
+def test_html_of_a_detector_escapes_names(tmp_path: Path) -> None:
+    from deformer_stream.model.deformer import DEformer, ModelConfig
+
+    schema = Schema((Feature("<b>", "continuous"), Feature("mode", "discrete", labels=("<i>", "run"))))
+    model = DEformer(schema, ModelConfig(d_model=8, layers=1, heads=1, feedforward=8, mixtures=2, hidden=(8,)))
+    model_store.write(tmp_path / "m", model, Calibration.from_statistics(np.ones(9), "random"), {}, "")
+    page = deformer_stream.load(tmp_path / "m")._repr_html_()
+    assert "<td>&lt;b&gt;</td>" in page
+    assert "&lt;i&gt;, run" in page
+    assert "<b>" not in page
+
+
+def test_module_lists_its_public_names_only() -> None:
+    assert dir(deformer_stream) == sorted(deformer_stream.__all__)
+
+
+def test_pickle_of_a_detector_refers_to_its_directory(tmp_path: Path) -> None:
+    detector = deformer_stream.load(write_model(tmp_path / "m"))
+    pickled = pickle.dumps(detector)
+    assert len(pickled) < 1000
+    restored = pickle.loads(pickled)
+    rows = draw_rows(SCHEMA, 5, 1)
+    assert repr(restored.score(rows)) == repr(detector.score(rows))
+    for copied in (copy.copy(detector), copy.deepcopy(detector)):
+        assert repr(copied.score(rows)) == repr(detector.score(rows))
+    write_model(tmp_path / "m", seed=1)
+    with pytest.raises(ArtifactError, match="refers to the model"):
+        pickle.loads(pickled)
+    with pytest.raises(ArtifactError, match="refers to the model"):
+        detector.save(tmp_path / "copy")
+    shutil.rmtree(tmp_path / "m")
+    with pytest.raises(ArtifactError, match="missing"):
+        pickle.loads(pickled)
+
+
+def test_saved_detector_equals_the_original(detector: Detector, tmp_path: Path) -> None:
+    detector.save(tmp_path / "copy")
+    assert deformer_stream.load(tmp_path / "copy").fingerprint == detector.fingerprint
+    assert {path.name for path in (tmp_path / "copy").iterdir()} == {
+        path.name for path in detector.artifact.directory.iterdir()
+    }
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    with pytest.raises(ConfigError, match="not a model directory"):
+        detector.save(tmp_path / "other")
+
+
+def test_scorer_refuses_to_be_pickled(detector: Detector) -> None:
+    for refused in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"pickle the Detector and create a scorer from it"):
+            refused(detector.scorer())
 
 
 def test_explain_finds_the_wrong_reading(linear: Detector) -> None:
