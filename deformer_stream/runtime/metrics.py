@@ -6,7 +6,7 @@ import time
 from collections import Counter as CountByKey
 from collections.abc import Callable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 
 from deformer_stream.engine.events import NO_TIME, CloseReason, Effects, RejectionReason
 
@@ -38,6 +38,8 @@ class Metrics:
         self._now = now
         # Without this call every counter would get a second series with the time of its creation.
         disable_created_metrics()  # type: ignore[no-untyped-call]  # the package has no annotations here
+        # The metrics `process_…`: CPU seconds, memory, open files and the start time. Only Linux has them.
+        ProcessCollector(registry=self.registry)
 
         self.events = self._counter("events_total", "Number of events accepted.")
         self.rejected = self._counter("events_rejected_total", "Number of readings rejected, by reason.", ["reason"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -131,6 +132,8 @@ def test_metric_names_and_labels_are_those_of_the_contract(port: int) -> None:
     assert status == 200
     found, labels = {}, {}
     for family in text_string_to_metric_families(text):
+        if family.name.startswith("process_"):  # the usual metrics of a process; see the test below
+            continue
         name = family.name.removeprefix("deformer_") + ("_total" if family.type == "counter" else "")
         found[name] = family.type
         assert family.documentation
@@ -251,6 +254,17 @@ def test_not_ready_without_assigned_partitions(model_dir: Path, assigned: frozen
     )
     pipeline.run(threading.Event())
     assert measures.is_ready == bool(assigned)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the figures come from /proc")
+def test_metrics_of_the_process_are_served(port: int) -> None:
+    with serve(port, metrics.Metrics()):
+        text = request(port, "/metrics")[1]
+    values = dict(line.split() for line in text.splitlines() if line.startswith("process_"))
+    assert float(values["process_resident_memory_bytes"]) > 10_000_000
+    assert float(values["process_cpu_seconds_total"]) > 0
+    assert float(values["process_open_fds"]) > 0
+    assert float(values["process_start_time_seconds"]) > 1.6e9
 
 
 def test_other_paths_are_not_found(port: int) -> None:
