@@ -14,6 +14,7 @@ import click
 
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, run
 from deformer_stream.settings import add_options, load_settings
+from deformer_stream.tables.discovery import CSV, PARQUET, find_files
 from trainer.settings import TrainConfig, TrainSettings
 
 EXAMPLES = (
@@ -38,11 +39,11 @@ EXAMPLES = (
 @add_options(TrainSettings)
 @add_debug_option
 def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
-    """Train a model on the normal records of Parquet files or folders.
+    """Train a model on the normal records of Parquet or CSV files, folders, or quoted patterns such as 'logs/*.csv'.
 
     Tables have one of two layouts. Wide: a row is a record, and a null is a reading that was not observed. Long: a
     row is one reading, with columns record, feature, value and perhaps time. Whether a column holds measurements or
-    labels is inferred and printed.
+    labels, or only identifies rows, is inferred and printed; --dry-run shows it without training.
 
     The model directory contains the weights, the calibration of the alerts, and a report to open in a browser. The file
     given by --config may also set hyperparameters of the model (d_model, layers, …) and of training (learning_rate,
@@ -52,6 +53,12 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
     # If the process did other work before (as tests do), its age is not the time of this command.
     is_fresh_process = "torch" not in sys.modules
     settings = load_settings(TrainConfig, flags, config, "train")
+    find_files(tables, PARQUET + CSV)  # reports a wrong path before PyTorch is imported
+    if settings.dry_run:
+        from trainer.preview import print_preview
+
+        print_preview(tables, settings)
+        return 0
     from deformer_stream import log
 
     log.configure(is_debugging())

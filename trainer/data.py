@@ -520,8 +520,9 @@ def collect_statistics(
     Returns:
         Statistics by feature name, in the order in which the features first appear in the input.
     """
-    # A wide table has one column for each feature. In a long table the features are found as they appear.
-    statistics = {name: ColumnStatistics(name) for name in tables.feature_columns}
+    # A row that is a record has one column for each feature. In other tables the features are found as they appear.
+    has_readings = tables.layout == "long" or tables.window is not None
+    statistics = {} if has_readings else {name: ColumnStatistics(name) for name in tables.feature_columns}
     for readings in tables.iterate_readings():
         name = readings.feature_name
         if name in excluded_features:
@@ -531,6 +532,8 @@ def collect_statistics(
             tables.interval_by_sensor.setdefault(name, ReadingIntervals()).add(readings.rows, readings.times)
         is_training = split[readings.rows] == Split.TRAIN
         column.add(readings.values, readings.rows, is_training, readings.file_index)
+    for name in tables.feature_columns:  # columns without any reading
+        statistics.setdefault(name, ColumnStatistics(name))
     return statistics
 
 

@@ -9,6 +9,7 @@ counted over all records.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -68,6 +69,10 @@ CLIP_QUANTILES = (0.001, 0.999)
 
 Otherwise a few extreme values could make the standard deviation so large that all other values become nearly equal.
 """
+
+
+_AMBIGUOUS_NUMBER = re.compile(r"\s*[+-]?\d{1,3},\d{3}\s*")
+"""A number with a comma that may be a decimal comma, or may separate groups of three digits."""
 
 
 @dataclass
@@ -515,9 +520,9 @@ def infer_feature(
             )
         return _create_discrete(column, is_context, "chosen by an option")
     if not is_context:  # a column that the user has named for any purpose is used
-        reason = describe_identifier(column.sorted_sample, column.order, column.is_integer, is_in_time_order)
-        if reason is not None:
-            return ExcludedColumn(column.name, f"{reason}; --continuous {column.name} trains on it")
+        identity = describe_identifier(column.sorted_sample, column.order, column.is_integer, is_in_time_order)
+        if identity is not None:
+            return ExcludedColumn(column.name, f"{identity}; --continuous {column.name} trains on it")
     return _infer_from_numbers(column, is_context)
 
 
@@ -643,15 +648,22 @@ def _infer_from_text(
                 f"--discrete {column.name}: the column has more than {MAX_LABELS} distinct texts; "
                 "replace rare texts by a common one such as 'other', or add the column to --exclude"
             )
-        return ExcludedColumn(column.name, f"more than {MAX_LABELS} distinct texts")
+        return ExcludedColumn(column.name, f"more than {MAX_LABELS} distinct texts{_describe_ambiguity(column)}")
     num_texts = sum(column.count_by_label.values())
     # Fewer texts than MIN_READINGS_PER_LABEL do not show whether texts repeat.
     are_mostly_distinct = num_texts >= MIN_READINGS_PER_LABEL and len(column.count_by_label) > num_texts / 2
     if not chosen_kind and are_mostly_distinct:
-        return ExcludedColumn(column.name, "most texts occur once: an identifier or a remark")
+        reason = f"most texts occur once: an identifier or a remark{_describe_ambiguity(column)}"
+        return ExcludedColumn(column.name, reason)
     if column.form == "boolean":
         return _create_discrete(column, is_context, "boolean")
     return _create_discrete(column, is_context, "chosen by an option" if chosen_kind else "text")
+
+
+def _describe_ambiguity(column: ColumnStatistics) -> str:
+    """Return a remark if the texts of a column may be numbers such as "1,234", whose comma has two possible meanings."""
+    text = column.most_frequent_text
+    return f"; {text!r} may be a number: add --decimal , or --decimal ." if _AMBIGUOUS_NUMBER.fullmatch(text) else ""
 
 
 def _create_continuous(column: ColumnStatistics, is_context: bool, reason: str) -> Feature:

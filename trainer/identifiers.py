@@ -143,7 +143,7 @@ def describe_identifier(
     count = f"all {num_values:,} values differ"
     direction = "rise" if order.num_rises >= order.num_falls else "fall"
     if _is_even(order):
-        return f"{count} and {direction} evenly: looks like a row number or a clock"
+        return f"{count} and {direction} evenly: looks like an identifier, a row number or a clock"
     is_strict = max(order.num_rises, order.num_falls) >= MIN_SHARE_OF_RISES * order.num_steps
     if is_integer and is_strict and not min(order.num_rises, order.num_falls):
         differ = count if not order.num_equal else "nearly all values differ"

@@ -32,6 +32,7 @@ from deformer_stream.tables.discovery import CSV, PARQUET, find_files
 from deformer_stream.tables.table import CellForm, Table, TableOptions
 from trainer.identifiers import OrderStatistics
 from trainer.reading_time import ReadingMonitor
+from trainer.slot_values import ReadingIntervals
 
 Layout = Literal["wide", "long"]
 """wide: a row is a record. long: a row is one reading of one feature of a record."""
@@ -118,6 +119,7 @@ class InputTables:
             are no times. It is set while the readings are iterated.
         monitor: Counts the rows that are read, and stops a pass that takes too long.
         max_rows: Largest number of rows that are read. None to read all rows.
+        interval_by_sensor: The intervals between the readings of each sensor, if records are windows.
     """
 
     tables: list[Table]
@@ -137,6 +139,7 @@ class InputTables:
     time_span: tuple[int, int] | None = None
     monitor: ReadingMonitor = field(default_factory=ReadingMonitor)
     max_rows: int | None = None
+    interval_by_sensor: dict[str, ReadingIntervals] = field(default_factory=dict)
 
     @property
     def description(self) -> str:

@@ -1,0 +1,244 @@
+"""Tests of wide tables whose rows are cut into windows, and of several readings of a sensor in one time slot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from deformer_stream.errors import ConfigError
+from deformer_stream.model.windows import PerSlot, Window
+from trainer import tables
+from trainer.data import DataOptions, PreparedTable, prepare_table
+
+SECOND = 1_000_000
+MINUTE = Window(60 * SECOND, 6)
+START = 1_583_750_040  # a full minute
+
+
+def prepare_in(folder: Path, source: Path, **options: Any) -> PreparedTable:
+    (folder / "work").mkdir(exist_ok=True)
+    return prepare_table([source], DataOptions(**{"window": MINUTE} | options), folder / "work")
+
+
+def write(path: Path, columns: dict[str, Any]) -> Path:
+    pq.write_table(pa.table(columns), path, row_group_size=211)
+    return path
+
+
+def draw_history(rng: np.random.Generator, seconds: float, count: int) -> dict[str, list[Any]]:
+    """Return a historian's table of two pumps: numbers, labels and gaps, some rows without any reading."""
+    times = np.repeat(START + seconds * np.arange(count), 2)
+    flow, valve = rng.normal(30.0, 2.0, 2 * count), rng.choice(["open", "closed"], 2 * count)
+    is_row_empty = rng.random(2 * count) < 0.02
+
+    def drop(values: list[Any], share: float) -> list[Any]:
+        is_missing = is_row_empty | (rng.random(2 * count) < share)
+        return [None if missing else value for value, missing in zip(values, is_missing, strict=True)]
+
+    return {
+        "time": times.tolist(),
+        "flow": drop(flow.tolist(), 0.1),
+        "device": ["p1", "p2"] * count,
+        "valve": drop(valve.tolist(), 0.2),
+        "level": drop(np.round(flow + rng.normal(size=2 * count), 1).tolist(), 0.1),
+    }
+
+
+def melt(history: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the same readings as a long table, row by row."""
+    readings: dict[str, list[Any]] = {"device": [], "feature": [], "value": [], "time": []}
+    for row, (device, time) in enumerate(zip(history["device"], history["time"], strict=True)):
+        for name in ("flow", "valve", "level"):
+            if history[name][row] is not None:
+                value = history[name][row]
+                for column, cell in zip(readings.values(), (device, name, str(value), time), strict=True):
+                    column.append(cell)
+    return readings
+
+
+def assert_equal_tables(left: PreparedTable, right: PreparedTable) -> None:
+    assert left.schema.fingerprint == right.schema.fingerprint
+    assert np.array_equal(left.values, right.values, equal_nan=True)
+    assert left.arrival_ranks is not None
+    assert right.arrival_ranks is not None
+    assert np.array_equal(left.arrival_ranks, right.arrival_ranks)
+    assert left.fingerprint == right.fingerprint
+
+
+@pytest.mark.parametrize("window", [MINUTE, Window(60 * SECOND), Window(60 * SECOND, 3, "mean")])
+@pytest.mark.parametrize("batch_cells", [2000, tables.BATCH_CELLS])
+def test_wide_table_gives_the_same_matrix_as_the_long_one(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, window: Window, batch_cells: int
+) -> None:
+    history = draw_history(rng, 7.0, 800)
+    long = prepare_in(tmp_path, write(tmp_path / "long.parquet", melt(history)), window=window)
+    values = long.values.copy()
+    monkeypatch.setattr(tables, "BATCH_CELLS", batch_cells)
+    wide = prepare_in(tmp_path, write(tmp_path / "wide.parquet", history), window=window)
+    assert np.array_equal(wide.values, values, equal_nan=True)
+    assert_equal_tables(wide, prepare_in(tmp_path, tmp_path / "long.parquet", window=window))
+    assert set(wide.schema.sensor_names) == {"flow", "valve", "level"}
+    reasons = {column.name: column.reason for column in wide.excluded_columns}
+    assert reasons == {"time": "the reading's time", "device": "the device"}
+
+
+def test_options_name_the_columns_of_time_and_device(tmp_path: Path, rng: np.random.Generator) -> None:
+    history = draw_history(rng, 10.0, 300)
+    expected = prepare_in(tmp_path, write(tmp_path / "a.parquet", history))
+    renamed = {{"time": "t", "device": "pump"}.get(name, name): values for name, values in history.items()}
+    path = write(tmp_path / "b.parquet", renamed)
+    assert prepare_in(tmp_path, path, time_column="t", device_column="pump").fingerprint == expected.fingerprint
+    with pytest.raises(ConfigError, match=r"--time-column when: .* has no such column"):
+        prepare_in(tmp_path, path, time_column="when")
+    with pytest.raises(ConfigError, match=r"contains dates or timestamps; name the column .* in --time-column"):
+        prepare_in(tmp_path, path)
+
+
+def test_device_is_the_name_of_the_file_without_a_column_of_devices(tmp_path: Path, rng: np.random.Generator) -> None:
+    history = draw_history(rng, 10.0, 300)
+    is_first = np.array(history["device"]) == "p1"
+    table = pa.table(history)
+    folder = tmp_path / "pumps"
+    folder.mkdir()
+    for device, mask in (("p1", is_first), ("p2", ~is_first)):
+        pq.write_table(table.filter(pa.array(mask)).drop_columns(["device"]), folder / f"{device}.parquet")
+    order = np.argsort(~is_first, kind="stable")  # the files are read one after the other
+    whole = prepare_in(tmp_path, write(tmp_path / "whole.parquet", table.take(pa.array(order)).to_pydict()))
+    values = whole.values.copy()
+    assert np.array_equal(prepare_in(tmp_path, folder).values, values, equal_nan=True)
+    assert len(values) == 100
+
+
+def test_abnormal_rows_and_rows_without_device_or_time_are_left_out(tmp_path: Path, rng: np.random.Generator) -> None:
+    history = draw_history(rng, 10.0, 300)
+    history["fault"] = [int(time >= START + 2400) for time in history["time"]]
+    history["device"][5], history["time"][8] = None, None
+    history["flow"][5] = history["flow"][8] = 1.0
+    data = prepare_in(tmp_path, write(tmp_path / "t.parquet", history), label="fault", normal="0")
+    assert len(data.values) == 80
+    assert data.skipped_by_reason["rows without device or time"] == 2
+    assert data.skipped_by_reason["records that are not normal"] == 20
+
+
+def draw_repeated_readings(rng: np.random.Generator) -> dict[str, list[Any]]:
+    """Return readings of two devices at irregular times, several in a time slot, not in the order of time."""
+    count = 4000
+    times = START + np.sort(rng.uniform(0, 3600, count)).round(1)
+    swapped = np.arange(count) + rng.integers(0, 5, count)
+    return {
+        "device": rng.choice(["p1", "p2"], count).tolist(),
+        "time": times[np.argsort(swapped, kind="stable")].tolist(),
+        "feature": (features := rng.choice(["flow", "valve", "site"], count).tolist()),
+        "value": [str(rng.normal()) if feature == "flow" else str(rng.choice(["a", "b"])) for feature in features],
+    }
+
+
+@pytest.mark.parametrize("rule", ["first", "last", "mean", "min", "max"])
+@pytest.mark.parametrize("batch_cells", [500, tables.BATCH_CELLS])
+def test_readings_of_a_time_slot_are_combined(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, rule: PerSlot, batch_cells: int
+) -> None:
+    """The expected values are computed reading by reading; `site` reports once, so its first reading counts."""
+    monkeypatch.setattr(tables, "BATCH_CELLS", batch_cells)
+    readings = draw_repeated_readings(rng)
+    readings["value"][17] = readings["value"][18] = None  # a missing reading is not combined
+    path = write(tmp_path / "t.parquet", readings)
+    window = Window(60 * SECOND, 3, rule)
+    data = prepare_in(tmp_path, path, window=window, once=("site",))
+    schema = data.schema
+    row_by_key: dict[tuple[str, int], int] = {}
+    cells: dict[tuple[int, int], list[tuple[int, int, Any]]] = {}
+    for event, (device, time, name, value) in enumerate(zip(*readings.values(), strict=True)):
+        micros = round(time * SECOND)
+        row = row_by_key.setdefault((device, micros // window.width), len(row_by_key))
+        first_code, step = schema.slot_layout_by_sensor[name]
+        code = first_code + step * window.time_slot_index(micros)
+        cells.setdefault((row, code), []).append((micros, event, value))
+    expected = np.full(data.values.shape, np.nan, np.float32)
+    for (row, code), entries in cells.items():
+        sensor = schema.features[code].sensor_name
+        sensor_rule = schema.per_slot_by_sensor[sensor]
+        assert (sensor == "site") == (sensor_rule == "first" and rule != "first") or rule == "first"
+        values = [value for _, _, value in entries]
+        if sensor_rule == "first":
+            value = values[0]
+        else:
+            present = [entry for entry in entries if entry[2] is not None]
+            values = [value for _, _, value in present]
+            value = max(present)[2] if present else None
+            if values and sensor_rule == "mean":
+                value = sum(float(text) for text in values) / len(values)
+            elif values and sensor_rule in ("min", "max"):
+                value = (min if sensor_rule == "min" else max)(float(text) for text in values)
+        if value is not None and sensor == "flow":
+            expected[row, code] = schema.normalise(np.array([code]), np.array([float(value)]))[0]
+        elif value is not None:
+            expected[row, code] = schema.features[code].labels.index(value)
+    assert np.array_equal(data.values, expected, equal_nan=True)
+    assert not list((tmp_path / "work").glob("slot_*.npy"))
+
+
+def test_combined_reading_arrives_with_the_last_reading_of_its_slot(tmp_path: Path) -> None:
+    """The flow's second reading comes after the level's only one."""
+    rows = [(w * 60 + offset, name) for w in range(40) for offset, name in ((1, "flow"), (2, "level"), (3, "flow"))]
+    readings = {
+        "device": ["d"] * len(rows),
+        "time": [float(START + time) for time, _ in rows],
+        "feature": [name for _, name in rows],
+        "value": [float(i * 7 % 13) for i in range(len(rows))],
+    }
+    path = write(tmp_path / "t.parquet", readings)
+    ranks_by_rule: dict[PerSlot, list[int]] = {"first": [0, 1], "mean": [1, 0]}
+    for rule, ranks in ranks_by_rule.items():
+        data = prepare_in(tmp_path, path, window=Window(60 * SECOND, 1, rule))
+        assert data.schema.names == ("flow", "level")
+        assert data.arrival_ranks is not None
+        assert np.unique(data.arrival_ranks, axis=0).tolist() == [ranks]
+
+
+def write_fast_sensors(folder: Path, rng: np.random.Generator) -> Path:
+    """Write a table of two sensors that report each second for 24 minutes."""
+    times = (START + np.arange(1440.0)).tolist()
+    return write(folder / "t.parquet", {"time": times, "a": rng.normal(size=1440), "b": rng.normal(size=1440)})
+
+
+def test_warning_about_repeated_readings_suggests_time_slots(tmp_path: Path, rng: np.random.Generator) -> None:
+    path = write_fast_sensors(tmp_path, rng)
+    data = prepare_in(tmp_path, path, window=Window(60 * SECOND, 30), time_column="time")
+    assert data.warnings == (
+        (
+            "repeated_readings",
+            "half of the readings (1,440 of 2,880) share a time slot of 2s with an earlier reading of their sensor and "
+            "are left out: use --slots 60, or --per-slot last|mean|min|max",
+        ),
+    )
+    data = prepare_in(tmp_path, path, window=Window(60 * SECOND), time_column="time")
+    assert "98% of the readings" in data.warnings[0][1]
+    assert "share a window of 1m with an earlier" in data.warnings[0][1]
+    for window in (Window(60 * SECOND, 60), Window(60 * SECOND, 30, "mean")):
+        data = prepare_in(tmp_path, path, window=window, time_column="time")
+        assert not data.warnings
+        assert not data.skipped_by_reason
+
+
+def test_time_slots_are_not_suggested_if_there_would_be_too_many_features(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    times = (START + np.arange(2880.0)).tolist()
+    columns = {f"x{i}": rng.normal(size=2880) for i in range(100)}
+    data = prepare_in(tmp_path, write(tmp_path / "t.parquet", {"time": times, **columns}), time_column="time")
+    assert "are left out: use --per-slot last|mean|min|max" in data.warnings[0][1]
+
+
+def test_adaptation_requires_the_rule_of_the_old_model(tmp_path: Path, rng: np.random.Generator) -> None:
+    path = write_fast_sensors(tmp_path, rng)
+    mean = Window(60 * SECOND, 30, "mean")
+    old = prepare_in(tmp_path, path, window=mean, time_column="time").schema
+    assert prepare_in(tmp_path, path, window=None, base=old, time_column="time").schema.window == mean
+    with pytest.raises(ConfigError, match="windows of 1m in 30 slots with --per-slot mean"):
+        prepare_in(tmp_path, path, window=Window(60 * SECOND, 30), base=old, time_column="time")

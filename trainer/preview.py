@@ -1,0 +1,83 @@
+"""Show which features a training would learn, from the first rows of its tables (`deformer-train --dry-run`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from deformer_stream.errors import InputError
+from deformer_stream.model.schema import Schema
+from trainer.data import DataOptions, PreparedTable, Split, create_data_options, prepare_table
+from trainer.feature_table import print_features
+from trainer.reading_time import ReadingMonitor
+from trainer.settings import TrainConfig
+from trainer.tables import TableSource
+
+ROW_LIMITS = (20_000, 400_000, None)
+"""Numbers of rows that are read, one after the other, until there are enough records; None for all rows."""
+
+
+def preview_table(sources: Sequence[TableSource], options: DataOptions) -> tuple[PreparedTable, int, bool]:
+    """Prepare the first rows of training tables, and delete the matrix of values.
+
+    More rows are read if the first ones contain too few records, such as long windows of time.
+
+    Args:
+        sources: Files, folders and patterns of files, and tables in memory.
+        options: How to read them.
+
+    Returns:
+        The prepared table, whose matrix is no longer on disk; the number of rows that were read; and whether these are
+        all rows.
+
+    Raises:
+        InputError: A file cannot be used.
+        ConfigError: An option does not fit the files.
+    """
+    for max_rows in ROW_LIMITS:
+        monitor = ReadingMonitor()
+        try:
+            with TemporaryDirectory() as folder:
+                data = prepare_table(sources, options, Path(folder), monitor, max_rows)
+            return data, monitor.num_rows, max_rows is None or monitor.num_rows < max_rows
+        except InputError:
+            if max_rows is None or monitor.num_rows < max_rows:
+                raise
+    raise AssertionError("the last limit is None")
+
+
+def print_preview(sources: Sequence[TableSource], settings: TrainConfig) -> None:
+    """Print to standard output which features a training with these settings would learn, and why.
+
+    Args:
+        sources: Files, folders and patterns of files, and tables in memory.
+        settings: All options of `deformer-train`. Nothing is written to `settings.out`.
+
+    Raises:
+        InputError: A file cannot be used.
+        ConfigError: An option does not fit the files.
+    """
+    data, num_rows, are_all_rows = preview_table(sources, create_data_options(settings, _read_old_schema(settings)))
+    print_features(data)
+    for _, message in data.warnings:
+        print(f"warning: {message}")
+    rows = f"all {num_rows:,} rows" if are_all_rows else f"the first {num_rows:,} rows; others may change it"
+    num_train = len(data.select_rows(Split.TRAIN))
+    print(
+        f"dry run: {len(data.schema)} features from {rows} "
+        f"({len(data.split):,} records, {num_train:,} of them for training); nothing was written"
+    )
+
+
+def _read_old_schema(settings: TrainConfig) -> Schema | None:
+    """Return the schema of the model that would be adapted (`--init-from`), None without this option.
+
+    Raises:
+        ArtifactError: The model directory cannot be read.
+    """
+    if settings.init_from is None:
+        return None
+    from deformer_stream import model_store  # imports PyTorch, which a dry run without this option does not need
+
+    return model_store.read(settings.init_from).schema
