@@ -128,11 +128,16 @@ def _convert_time_texts(column: pa.Array, timezone: tzinfo | None) -> pa.Array:
         column: The texts.
         timezone: The zone of times that are written without one. None means UTC.
     """
-    for cast in (_cast_times_with_zone, _cast_local_times, _cast_seconds):
-        try:
-            return cast(column, timezone)
-        except pa.ArrowInvalid:
-            continue
+    first_texts = encode_distinct(column.drop_null()[:1])[1]
+    try:
+        # The first text decides which conversion is tried, because Arrow is slow for texts that it cannot convert.
+        if first_texts and parse_number(first_texts[0]) is not None:
+            return column.cast(pa.float64())  # the decoders read numbers as seconds since 1970
+        if first_texts and parse_local_time(first_texts[0]) is not None:
+            return _cast_local_times(column, timezone)
+        return column.cast(UTC_MICROSECONDS)
+    except pa.ArrowInvalid:
+        pass
     indices, texts = encode_distinct(column)
     micros, is_bad = [NO_TIME] * (len(texts) + 1), [False] * (len(texts) + 1)  # the last ones are those of null
     for index, text in enumerate(texts):
@@ -148,11 +153,6 @@ def _convert_time_texts(column: pa.Array, timezone: tzinfo | None) -> pa.Array:
     return pc.if_else(pa.array(is_bad_cell), column, timestamps.cast(column.type))
 
 
-def _cast_times_with_zone(column: pa.Array, timezone: tzinfo | None) -> pa.Array:
-    """Return texts that all are ISO 8601 with a zone as timestamps; raise ArrowInvalid for other texts."""
-    return column.cast(UTC_MICROSECONDS)
-
-
 def _cast_local_times(column: pa.Array, timezone: tzinfo | None) -> pa.Array:
     """Return texts that all are ISO 8601 without a zone, or all `31.12.2025 23:59`; raise ArrowInvalid for others."""
     first = column.drop_null()[:1]
@@ -160,11 +160,6 @@ def _cast_local_times(column: pa.Array, timezone: tzinfo | None) -> pa.Array:
         column = pc.replace_substring_regex(column, _DAY_FIRST, r"\3-\2-\1 \4")
         column = pc.utf8_rtrim_whitespace(pc.replace_substring(column, ",", "."))
     return _localize_column(column.cast(pa.timestamp("us")), timezone)
-
-
-def _cast_seconds(column: pa.Array, timezone: tzinfo | None) -> pa.Array:
-    """Return texts that all are plain numbers as float64, which the decoders read as seconds since 1970."""
-    return column.cast(pa.float64())
 
 
 def _parse_time(text: str, timezone: tzinfo | None) -> int:
