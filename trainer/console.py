@@ -15,6 +15,7 @@ from deformer_stream.calibration.conformal import DEFAULT_ALPHAS
 from trainer.feature_table import print_features as print_features
 from trainer.fit import TrainingStatus
 from trainer.job import TrainingOutput
+from trainer.report import describe_expected_alerts
 
 SECONDS_BETWEEN_LINES = 5.0
 """Seconds between two log lines about the progress if standard error is not a terminal."""
@@ -48,8 +49,8 @@ class ProgressDisplay:
             status: The state of the training. Its losses are NaN as long as they are not known.
         """
         if self._bar is not None:  # there is a bar only if standard error is a terminal
-            validation = "" if math.isnan(status.validation_nll) else f" · validation {status.validation_nll:.3f} nats"
-            description = f"epoch {status.epoch} · train {status.train_nll:.3f}{validation}"
+            validation = "" if math.isnan(status.validation_nll) else f" · validation loss {status.validation_nll:.3f}"
+            description = f"epoch {status.epoch} · training loss {status.train_nll:.3f}{validation}"
             self._bar.update(self._task, completed=status.progress, description=description)
         elif time.monotonic() - self._printed_at > SECONDS_BETWEEN_LINES:
             self._printed_at = time.monotonic()
@@ -132,10 +133,11 @@ def format_summary(result: TrainingOutput) -> str:
             f"records      {describe_count('train')} trained on, {describe_count('validation')} for validation, "
             f"{describe_count('calibration')} for calibration ({calibration.arrival_order} order)",
             f"model        {_describe_model(result)}",
-            f"held out     {held_out.mean_nll:.3f} nats a record, "
-            f"{held_out.mean_nll / num_scored_features:.3f} a feature, from {len(held_out.nll_by_record)} records "
-            f"({result.training_result.steps} steps, {result.summary['seconds']:.0f} s)",
+            f"alerts       {describe_expected_alerts(result.data, calibration)}",
             f"p-values     smallest {calibration.min_p_value:.2g}: {reachability}",
+            f"held out     −ln p is {held_out.mean_nll:.3f} nats a record, "
+            f"{held_out.mean_nll / num_scored_features:.3f} a feature, from {len(held_out.nll_by_record)} records "
+            f"(smaller is better; {result.training_result.steps} steps, {result.summary['seconds']:.0f} s)",
             *(f"warning      {warning['message']}" for warning in result.summary["warnings"]),
             f"written      {result.directory} ({result.fingerprint}), report {result.directory / 'report.html'}",
             f"next         deformer-stream replay TABLE --model {result.directory} --records records.parquet",

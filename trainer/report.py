@@ -29,6 +29,14 @@ NATS = (
 )
 """The explanation of the unit of likelihoods."""
 
+NAME_BY_PART = {
+    "train": "records for training",
+    "validation": "records for validation",
+    "calibration": "records for calibration",
+    "left_out": "records left out",
+}
+"""What the report calls each part of the split of the records."""
+
 MAX_BARS = 60
 """Largest number of features in the chart of held-out likelihoods. Thousands of bars would be unreadable and slow."""
 
@@ -94,6 +102,22 @@ def describe_false_alerts(records_per_day: float | None, alpha: float) -> str:
     return f"at most 1 in {pages.format_number(1 / per_day, 2)} days"
 
 
+def describe_expected_alerts(data: PreparedTable, calibration: Calibration) -> str:
+    """Return the largest number of false alerts to expect as a line of text for the terminal.
+
+    It is such as "at alpha 1% expect at most 864 a day while everything is normal (86,400 records a day)".
+    """
+    alpha = _choose_main_alpha(calibration)
+    if alpha is None:
+        return "none, because there are too few calibration records"
+    records_per_day = estimate_records_per_day(data)
+    rate = "" if records_per_day is None else f" ({pages.format_number(records_per_day)} records a day)"
+    return (
+        f"at alpha {pages.format_alpha(alpha)} expect {describe_false_alerts(records_per_day, alpha)} while everything "
+        f"is normal{rate}"
+    )
+
+
 def _choose_main_alpha(calibration: Calibration) -> float | None:
     """Return the alpha for which the report states the false alerts first: 1% if it is in reach.
 
@@ -115,10 +139,11 @@ def _choose_key_figures(data: PreparedTable, calibration: Calibration, training:
         )
     if records_per_day is not None:
         figures["records a day in the training table"] = pages.format_number(records_per_day)
+    num_trained = training.get("records_used", {}).get("train", training["rows"]["train"])
     figures |= {
         "smallest α in reach": pages.format_alpha(calibration.min_p_value),
         "features": f"{len(data.schema)}",
-        "records trained on": f"{training['rows']['train']:,}",
+        "records trained on": f"{num_trained:,}",
         "records calibrated on": f"{len(calibration.scores):,}",
         "time of the training": f"{training['seconds']:,.0f} s on {training['device']}",
     }
@@ -238,13 +263,14 @@ def _render_features(data: PreparedTable) -> Sequence[str]:
 def _render_learning_curves(fitted: TrainingResult) -> list[str]:
     """Return the HTML blocks of the section with the losses during training and the step whose weights were kept."""
     steps = [row["step"] for row in fitted.history]  # the history has one row for each validation
-    best = min(fitted.history, key=lambda row: row["validation"])
+    # Step 0 stands for the initial weights, which predict what the Gaussian prior or the old model predicts.
+    kept = f"the averaged weights of step {fitted.best_step:,}" if fitted.best_step else "the initial weights"
     end = "stopped early, because validation did not improve" if fitted.stopped_early else "ran its complete schedule"
     return [
         pages.render_heading("Learning"),
         pages.render_paragraph(
             f"Training {end}: {fitted.steps:,} steps, {fitted.epochs:.1f} passes over the training records. "
-            f"The model has the averaged weights of step {best['step']:,.0f}, which have the smallest validation loss. "
+            f"The model has {kept}, which have the smallest validation loss. "
             "Smaller is better. A training curve far below the validation curve is a sign of overfitting. The training "
             "curve can be above the validation curve, because training adds noise to the readings and uses the "
             "current weights instead of the averaged ones."
@@ -257,7 +283,7 @@ def _render_learning_curves(fitted: TrainingResult) -> list[str]:
             "step",
             "−ln p of a record, nats",
             "Negative log-likelihood of a record while learning",
-            vertical={"kept": best["step"]},
+            vertical={"kept": fitted.best_step},
         ),
     ]
 
@@ -265,12 +291,12 @@ def _render_learning_curves(fitted: TrainingResult) -> list[str]:
 def _render_row_counts(data: PreparedTable, training: dict[str, Any]) -> list[str]:
     """Return the HTML blocks of the section with the numbers of records used, and of readings and rows left out."""
     used = training.get("records_used", {})  # under a time limit, fewer records than available are used
-    rows = [[f"records for {part}", used.get(part, count)] for part, count in training["rows"].items()]
-    rows += [
-        [f"records for {part}, not used because of the time limit", count - used[part]]
-        for part, count in training["rows"].items()
-        if used.get(part, count) < count
-    ]
+    rows: list[list[object]] = []
+    for part, available in training["rows"].items():
+        num_used = used.get(part, available)
+        rows.append([NAME_BY_PART[part], num_used])
+        if num_used < available:
+            rows.append([f"{NAME_BY_PART[part]} that were not used", available - num_used])
     rows += [
         [f"infinite readings of {name}, treated as missing", count] for name, count in data.infinite_by_feature.items()
     ]

@@ -112,11 +112,12 @@ def _escape(text: str) -> str:
 
 
 def _format_values(feature: Feature) -> str:
-    """Return the values of a feature in the training data as text: the first labels, or the range of numbers.
+    """Return the values of a feature in the training data as text: the first labels, or the range with its unit.
 
     If not all labels are listed, their number is appended. If the model does not store the range, the text is empty.
     """
     if feature.kind == "discrete":
         listed = ", ".join(feature.labels[:MAX_LISTED_LABELS])
         return listed + (f", … ({len(feature.labels)})" if len(feature.labels) > MAX_LISTED_LABELS else "")
-    return "" if feature.low is None or feature.high is None else f"{feature.low:.6g} … {feature.high:.6g}"
+    unit = "" if feature.unit is None else f" {feature.unit}"
+    return "" if feature.low is None or feature.high is None else f"{feature.low:.6g} … {feature.high:.6g}{unit}"

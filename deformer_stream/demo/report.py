@@ -366,9 +366,10 @@ def render_explanation(alert: Alert) -> list[str]:
     return [
         pages.render_heading("Why this alert"),
         pages.render_paragraph(
-            f"{counterfactual}Surprise is −ln p of the reading given the others, in nats. Relief is the decrease of "
-            "the record's surprise without the reading. Share is the reading's part of −ln p of all readings (its "
-            "Shapley value)."
+            f"{counterfactual}Larger numbers are more suspicious. Surprise says how improbable the reading is given "
+            "the others: −ln p in nats, where one nat more means a probability that is 2.7 times smaller. Relief is "
+            "the decrease of the record's surprise without the reading. Share is the reading's part of −ln p of all "
+            "readings (its Shapley value)."
         ),
         pages.render_table(["sensor", "value", "expected given the others", "surprise", "relief", "share", ""], rows),
     ]

@@ -43,6 +43,14 @@ def test_inspect_shows_features_calibration_and_training(model_dir: Path) -> Non
     assert "curve" not in text
 
 
+def test_ranges_have_their_unit(tmp_path: Path) -> None:
+    model = DEformer(SCHEMA.with_units({"temperature": "°C", "pressure": "\x1b[2J"}), CONFIG)
+    model_store.write(tmp_path / "m", model, Calibration.from_statistics(np.ones(3), "random"), {}, "")
+    text = render(tmp_path / "m")
+    assert "5 … 35 °C" in text
+    assert "\\x1b[2J" in text
+
+
 def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     names = [
         "[/bold]",

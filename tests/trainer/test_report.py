@@ -22,6 +22,7 @@ NUM_RECORDS = 200
 START = datetime(2026, 11, 20)
 TRAINING: dict[str, Any] = {
     "rows": {"train": 128, "validation": 32, "calibration": 40},
+    "records_used": {"train": 128, "validation": 32, "calibration": 40},
     "seconds": 9.6,
     "device": "cpu",
     "seed": 0,
@@ -47,7 +48,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> PreparedTable:
 def render(data: PreparedTable, num_calibration_records: int, **training: Any) -> list[str]:
     """Return the texts of the report of a training with this number of calibration records."""
     history = [{"step": step, "train": 1.0, "validation": 2.0 - step / 10} for step in (1.0, 2.0, 3.0)]
-    fitted: Any = SimpleNamespace(history=history, steps=3, epochs=1.5, stopped_early=False)
+    fitted: Any = SimpleNamespace(history=history, steps=3, epochs=1.5, stopped_early=False, best_step=3)
     scores = np.random.default_rng(1).normal(size=num_calibration_records)
     calibration = Calibration.from_statistics(scores, "random")
     held_out = HeldOutLikelihood(np.array([1.0, 2.0]), np.array([1.4, 0.1]), 2)
@@ -98,10 +99,19 @@ def test_features_have_their_units(data: PreparedTable) -> None:
     assert any(text.endswith("] m³/h") for text in render(data, 500))
 
 
-def test_records_that_the_time_limit_left_out_are_counted_apart(data: PreparedTable) -> None:
-    texts = render(data, 500, records_used={"calibration": 19})
+def test_records_that_were_not_used_are_counted_apart(data: PreparedTable) -> None:
+    texts = render(data, 500, records_used={"train": 128, "calibration": 19})
     assert texts[texts.index("records for calibration") + 1] == "19"
-    assert texts[texts.index("records for calibration, not used because of the time limit") + 1] == "21"
+    assert texts[texts.index("records for calibration that were not used") + 1] == "21"
+
+
+def test_line_for_the_terminal_names_rate_and_number(data: PreparedTable) -> None:
+    calibration = Calibration.from_statistics(np.arange(500.0), "random")
+    assert report.describe_expected_alerts(data, calibration) == (
+        "at alpha 1% expect at most 864 a day while everything is normal (86,400 records a day)"
+    )
+    few = Calibration.from_statistics(np.arange(5.0), "random")
+    assert report.describe_expected_alerts(data, few) == "none, because there are too few calibration records"
 
 
 @pytest.mark.parametrize(
