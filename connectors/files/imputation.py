@@ -104,7 +104,8 @@ def impute_table(
     values have the type of the column.
 
     Each continuous column is followed by COLUMN__low and COLUMN__high, the bounds of the central interval, and by one
-    column per quantile, such as COLUMN__q0.05. These columns are null in rows whose reading was present. If
+    column per quantile, such as COLUMN__q0.05. These columns are null in rows whose reading was present. The unit of a
+    feature is in the metadata of its columns (key "unit"). If
     `options.draws` is set, each row is repeated once per random draw, and the column `draw` numbers the draws from 0.
     Columns that are not features are copied, and so are context features (they condition the others, but the model has
     no distribution for them).
@@ -238,7 +239,12 @@ def write_samples(
         report_progress: A function that is called after each batch, with the number of records of the batch.
     """
     features = model.schema.features
-    output_schema = pa.schema([(feature.name, _get_value_type(feature)) for feature in features])
+    output_schema = pa.schema(
+        [
+            pa.field(feature.name, _get_value_type(feature), metadata=_make_unit_metadata(feature))
+            for feature in features
+        ]
+    )
     sink = _RowsParquet(output, output_schema)
     try:
         for values in imputation.sample_records(model, count, seed):
@@ -380,15 +386,21 @@ def _make_output_schema(
     fields: list[pa.Field] = []
     for name, column_type in type_by_column.items():
         feature = feature_by_name.get(name)
+        unit = None if feature is None else _make_unit_metadata(feature)
         if feature is None or feature.context:  # the column is copied
-            fields.append(pa.field(name, column_type))
+            fields.append(pa.field(name, column_type, metadata=unit))
             continue
-        fields.append(pa.field(name, _get_filled_type(column_type, feature)))
+        fields.append(pa.field(name, _get_filled_type(column_type, feature), metadata=unit))
         if _is_continuous_reading(feature):
-            fields += [pa.field(added, pa.float64()) for added in options.list_added_columns(name)]
+            fields += [pa.field(added, pa.float64(), metadata=unit) for added in options.list_added_columns(name)]
     if options.draws:
         fields.append(pa.field(DRAW_COLUMN, pa.int64()))
     return pa.schema(fields)
+
+
+def _make_unit_metadata(feature: Feature) -> dict[str, str] | None:
+    """Return the metadata of a feature's column in Arrow and Parquet, which contains its unit; None if it has none."""
+    return None if feature.unit is None else {"unit": feature.unit}
 
 
 def _get_filled_type(column_type: pa.DataType, feature: Feature) -> pa.DataType:

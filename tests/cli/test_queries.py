@@ -13,9 +13,10 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
+from deformer_stream import model_store
 from deformer_stream.engine import imputation
 from tests.commands import NUM_RECORDS, RunCommand, assert_command_failed
-from tests.models import SCHEMA
+from tests.models import SCHEMA, TRAINING_SUMMARY
 
 
 def test_impute_fills_nulls_with_intervals(
@@ -51,6 +52,19 @@ def test_impute_fills_nulls_with_intervals(
     temperatures = filled.column("temperature").to_numpy()
     np.testing.assert_allclose(temperatures * 10, np.round(temperatures * 10), atol=1e-9)
     assert set(filled.column("state").to_pylist()) <= {"idle", "run", "stop", "unheard of"}
+
+
+def test_columns_state_the_units_of_the_model(cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path) -> None:
+    loaded = model_store.read(model_dir)
+    loaded.model.schema = SCHEMA.with_units({"temperature": "°C"})
+    model_store.write(tmp_path / "m", loaded.model, loaded.calibration, TRAINING_SUMMARY, "<p>")
+    for words in (("sample", "--count", 10), ("impute", wide)):
+        out = tmp_path / "out.parquet"
+        assert cli(*words, "--model", tmp_path / "m", "--output", out).code == 0
+        metadata = {column.name: column.metadata for column in pq.read_schema(out)}
+        with_unit = {name for name, entries in metadata.items() if entries and b"unit" in entries}
+        assert with_unit == {name for name in metadata if name.startswith("temperature")}
+        assert metadata["temperature"] == {b"unit": "°C".encode()}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
