@@ -74,28 +74,30 @@ class AlertShareReport:
         return self.num_alerted / self.num_records
 
     def describe(self) -> str:
-        """Return one line for the user: the shares, what is blamed, and questions that lead to the cause."""
-        clauses = [
-            f"{_format_share(self.share)} of records alerted, {_format_share(self.alpha)} is allowed",
-            f"{self.num_alerted:,} of {self.num_records:,}, where chance explains at most {self.bound:,}",
+        """Return one line for the user: the shares, what is blamed, questions that lead to the cause, and figures."""
+        blamed, name = "", self.main_feature
+        questions = ["is this another machine than the one calibrated on?", "or are that many records faulty?"]
+        figures = [
+            f"{self.num_alerted:,} of {self.num_records:,} records, where chance explains at most {self.bound:,}",
         ]
-        return f"{clauses[0]} ({clauses[1]}); {self._describe_cause()}"
-
-    def _describe_cause(self) -> str:
-        """Return what is blamed for the alerts, and questions that lead to the cause."""
-        other_machine = "is this another machine than the one calibrated on?"
-        faulty = "or are that many records faulty?"
-        if self.main_feature is None:
-            blamed = "no single feature is blamed: " if self.is_explained else ""
-            return f"{blamed}{other_machine} do readings arrive in another order? {faulty}"
-        seen = [
-            *(["rise in time"] if self.is_rising else []),
-            *(["are outside the range of training"] if self.is_outside else []),
-        ]
-        values = f", where its values {' and '.join(seen)}" if seen else ""
-        blamed = f"`{self.main_feature}` is blamed first in {_format_share(self.main_share)} of the alerts{values}:"
-        counter = ["is this column a counter? (then train with --exclude)"] if self.is_rising else []
-        return " ".join([blamed, *counter, other_machine, faulty])
+        if name is not None:
+            blamed = f"`{name}` is blamed first: "
+            observations = [
+                *(["rise in time"] if self.is_rising else []),
+                *(["are outside the range of training"] if self.is_outside else []),
+            ]
+            values = f", and its values {' and '.join(observations)}" if observations else ""
+            figures.append(f"`{name}` is first in {_format_share(self.main_share)} of the alerts{values}")
+            if self.is_rising:
+                questions.insert(0, "is this column a counter?")
+                figures.append(f"train with --exclude {name} if it is a counter")
+        elif self.is_explained:
+            blamed = "no single feature is blamed: "
+            questions.insert(1, "do readings arrive in another order?")
+        return (
+            f"{_format_share(self.share)} of records alerted, {_format_share(self.alpha)} is allowed; "
+            f"{blamed}{' '.join(questions)} ({'; '.join(figures)})"
+        )
 
     def to_log_fields(self) -> dict[str, Any]:
         """Return the report as a dictionary, whose keys become the keys of a log line."""
