@@ -42,6 +42,7 @@ They are bad cells, unlike `NO_VALUE_TEXTS`. The list serves only to recognise t
 
 _STANDARD = r"^[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?$"
 """Regular expression of a number that `float` and Arrow read alike."""
+_NUM_TRIED_CELLS = 64
 _EXPONENT = r"(?:[eE][+-]?\d+)?"
 # Digits in groups of three that are separated by blanks (also such that do not break lines) or apostrophes.
 _BLANK_GROUPS = re.compile(r"[+-]?\d{1,3}(?:[ \u00a0\u2009\u202f'’]\d{3})+(?=[.,eE]|$)", re.ASCII)
@@ -136,9 +137,11 @@ def parse_number_texts(
         Two arrays of shape (N,). The numbers: NaN for null, for texts that stand for "no value" such as "No Data", and
         for bad cells; infinite if a text says so. And whether a cell is bad: a text that spells no number.
     """
-    no_bad_cells = np.zeros(len(column), bool)
+    is_bad = np.zeros(len(column), bool)
     try:
-        return _to_float64(_cast_at_once(column, decimal)), no_bad_cells
+        # If Arrow cannot convert many cells, it takes long to find out, so the first cells are tried before the others.
+        _cast_at_once(column[:_NUM_TRIED_CELLS], decimal)
+        return _to_float64(_cast_at_once(column, decimal)), is_bad
     except pa.ArrowInvalid:
         pass
     is_standard = pc.match_substring_regex(column, _STANDARD)
@@ -157,8 +160,8 @@ def parse_number_texts(
     indices = encoded.indices.to_numpy()
     values[other_rows] = np.array([float("nan") if number is None else number for number in numbers] or [0.0])[indices]
     is_bad_text = np.array([number is None for number in numbers] or [False])
-    no_bad_cells[other_rows] = is_bad_text[indices]
-    return values, no_bad_cells
+    is_bad[other_rows] = is_bad_text[indices]
+    return values, is_bad
 
 
 def _cast_at_once(column: pa.Array, decimal: Decimal | None) -> pa.Array:

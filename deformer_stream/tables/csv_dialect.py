@@ -39,6 +39,8 @@ _MAX_UNIT_CHARACTERS = 20
 _MAX_TITLE_LINES = 50
 _MIN_CONSISTENT_SHARE = 0.9
 """Least share of the lines that have the same number of cells, if a character is the delimiter."""
+_MIN_PADDED_CELLS = 3
+"""Least number of cells of a title that is followed by delimiters."""
 _MIN_COUNTED_NAMES = 3
 """Least number of columns whose names may be 0, 1, 2, … (or 1, 2, 3, …)."""
 _NO_UNIT = ("-", "--", "---", "?", "*", "x")  # texts in a row of units for a column without one
@@ -258,7 +260,9 @@ def _count_title_lines(lines: Sequence[str], delimiter: str) -> int:
     for number, line in enumerate(lines[:_MAX_TITLE_LINES]):
         cells = next(iter(_split([line], delimiter)), [])
         is_comment = line.startswith("#") and len(cells) != table_width
-        is_title = table_width > 1 and len([cell for cell in cells if cell.strip()]) <= 1 and '"' not in line
+        # Some programs add delimiters after a title. With two columns, the second name could be missing.
+        is_padded = len(cells) >= _MIN_PADDED_CELLS and bool(cells[0].strip()) and not any(map(str.strip, cells[1:]))
+        is_title = table_width > 1 and (len(cells) <= 1 or is_padded) and '"' not in line
         if line.strip() and not is_comment and not is_title:
             return number
     return 0  # no line looks like a header

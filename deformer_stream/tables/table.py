@@ -567,8 +567,16 @@ def _open_parquet(path: Path, options: TableOptions) -> Table:
     Raises:
         InputError: The file cannot be read, or two of its columns have the same name.
     """
-    with map_read_errors(path), pq.ParquetFile(path) as file:
-        schema, num_rows = file.schema_arrow, file.metadata.num_rows
+    with map_read_errors(path):
+        try:
+            with pq.ParquetFile(path) as file:
+                schema, num_rows = file.schema_arrow, file.metadata.num_rows
+        except pa.ArrowInvalid as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise InputError(
+                f"{path}: the file cannot be read, because it is not a readable Parquet file ({reason}); repair it, or "
+                "leave it out"
+            ) from error
     return _make_table(str(path), schema, num_rows, options, _ParquetRows(path))
 
 

@@ -1,14 +1,16 @@
-"""Tests of the search for data files in folders: hidden files, and the metadata of Delta Lake and Iceberg tables."""
+"""Tests of the search for input files: patterns, hidden files, and the metadata of Delta Lake and Iceberg tables."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from deformer_stream.errors import InputError
-from deformer_stream.tables.discovery import list_data_files
+from deformer_stream.tables.discovery import CSV, PARQUET, find_files, get_stem, has_ending, list_data_files
 
 SUFFIXES = (".parquet", ".json")
 
@@ -101,3 +103,58 @@ def test_iceberg_table_with_overwritten_files_is_rejected(tmp_path: Path) -> Non
     write_iceberg_metadata(tmp_path, "append", "overwrite")
     with pytest.raises(InputError, match=r"this Iceberg table may hold files of older versions .*'overwrite'"):
         list_names(tmp_path)
+
+
+def find_names(folder: Path, *inputs: str) -> list[str]:
+    """Return the paths below a folder of the files that some inputs in it denote."""
+    return [path.relative_to(folder).as_posix() for path in find_files([folder / entry for entry in inputs])]
+
+
+def test_patterns_are_replaced_by_the_files_that_match(tmp_path: Path) -> None:
+    write_files(tmp_path, "b.parquet", "a.csv", "a.CSV.GZ", "notes.txt", "_b.csv", ".c.csv", "d/1.csv", "d/e/2.csv")
+    assert find_names(tmp_path, "*") == ["a.CSV.GZ", "a.csv", "b.parquet", "d/1.csv", "d/e/2.csv"]
+    assert find_names(tmp_path, "?.csv") == ["a.csv"]
+    assert find_names(tmp_path, "**/[12].csv") == ["d/1.csv", "d/e/2.csv"]
+    assert find_names(tmp_path, "**") == find_names(tmp_path, "*")  # each file once
+    assert find_names(tmp_path, "d", "a.csv") == ["d/1.csv", "d/e/2.csv", "a.csv"]
+
+
+def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path: Path) -> None:
+    write_files(tmp_path, "[1].csv", "1.csv")
+    assert find_names(tmp_path, "[1].csv") == ["[1].csv"]
+
+
+def test_inputs_without_files_are_refused(tmp_path: Path) -> None:
+    write_files(tmp_path, "notes.txt", "empty/notes.txt")
+    cases = {
+        "*.csv": "no Parquet, CSV or JSON lines file matches this pattern",
+        "empty": "no Parquet, CSV or JSON lines file in this folder",
+        "none.csv": "no such file or folder",
+        "notes.txt": "unknown kind of file",
+    }
+    for entry, words in cases.items():
+        with pytest.raises(InputError, match=words):
+            find_files([tmp_path / entry])
+    with pytest.raises(InputError, match="no Parquet or CSV file matches"):
+        find_files([tmp_path / "*.json"], PARQUET + CSV)
+
+
+def test_a_parquet_file_may_have_any_ending(tmp_path: Path) -> None:
+    (tmp_path / "table.data").write_bytes(b"PAR1...")
+    assert find_names(tmp_path, "table.data") == ["table.data"]
+
+
+def test_names_of_compressed_files_have_one_ending() -> None:
+    assert [get_stem(name) for name in ("a/pump.1.csv", "pump.csv.gz", "pump.parquet", "x.tsv.GZ")] == [
+        "pump.1",
+        "pump",
+        "pump",
+        "x",
+    ]
+    assert has_ending("a.CSV.gz", CSV)
+    assert not has_ending("a.gz", CSV)
+
+
+def test_a_search_for_files_imports_nothing_heavy() -> None:
+    code = "import sys, deformer_stream.tables.discovery; print(*{'torch', 'numpy', 'pyarrow'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""

@@ -1,0 +1,223 @@
+"""Tests of tables: columns, types and rows of Parquet files, CSV files and tables in memory."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Mapping
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from deformer_stream.errors import InputError
+from deformer_stream.tables.csv_dialect import CsvOptions
+from deformer_stream.tables.table import BLOCK_BYTES, CellForm, Table, TableOptions
+
+
+def write_csv(path: Path, text: str, encoding: str = "utf-8") -> Path:
+    """Write a text file, compressed if its name ends in .gz."""
+    content = text.encode(encoding)
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def read_columns(
+    table: Table, forms: Mapping[str, CellForm] | None = None, max_rows: int = 1000
+) -> dict[str, list[Any]]:
+    """Return the cells of all columns of a table."""
+    batches = list(table.iterate_batches(table.schema.names, max_rows, forms))
+    return {name: [cell for batch in batches for cell in batch.column(name).to_pylist()] for name in table.schema.names}
+
+
+def list_types(table: Table) -> dict[str, str]:
+    """Return the types of the columns of a table as text."""
+    return {name: str(kind) for name, kind in zip(table.schema.names, table.schema.types, strict=True)}
+
+
+@pytest.mark.parametrize("name", ["pumps.csv", "pumps.csv.gz"])
+def test_a_csv_file_of_a_german_historian_is_read(tmp_path: Path, name: str) -> None:
+    text = (
+        "Export vom 1. Februar\n"
+        "Zeit;Druck;Durchfluß;Zustand;\n"
+        ";bar;m³/h;;\n"
+        "01.02.2025 10:00:00;59,1;1.234,5;an;\n"
+        "01.02.2025 10:00:10;60;Bad;aus;\n"
+    )
+    table = Table.open(write_csv(tmp_path / name, text, "cp1252"), TableOptions(timezone="Europe/Berlin"))
+    assert list_types(table) == {"Zeit": "timestamp[us]", "Druck": "double", "Durchfluß": "double", "Zustand": "string"}
+    assert (table.units, table.num_rows, table.stem) == ({"Druck": "bar", "Durchfluß": "m³/h"}, None, "pumps")
+    assert table.describe_dialect() == (
+        f"{tmp_path / name}: delimiter ';', decimal comma, encoding cp1252, header in line 2, units in line 3"
+    )
+    assert read_columns(table) == {
+        "Zeit": [datetime(2025, 2, 1, 9, tzinfo=UTC), datetime(2025, 2, 1, 9, 0, 10, tzinfo=UTC)],
+        "Druck": [59.1, 60.0],
+        "Durchfluß": ["1234.5", "Bad"],  # one cell is bad, so that the batch has text
+        "Zustand": ["an", "aus"],
+    }
+
+
+def test_a_later_cell_of_another_type_is_text_in_its_batch_only(tmp_path: Path) -> None:
+    num_rows = BLOCK_BYTES // 4 + 10
+    text = "a,b\n" + "1,2\n" * num_rows + "1.5,high\n"
+    table = Table.open(write_csv(tmp_path / "t.csv", text))
+    assert list_types(table) == {"a": "int64", "b": "int64"}
+    batches = list(table.iterate_batches(["b", "a"], 4096))
+    assert {str(batch.schema.types) for batch in batches[:-1]} == {"[DataType(int64), DataType(int64)]"}
+    assert batches[-1].schema.names == ["b", "a"]
+    assert batches[-1].to_pylist()[-2:] == [{"b": "2", "a": 1.0}, {"b": "high", "a": 1.5}]
+    assert sum(batch.num_rows for batch in batches) == num_rows + 1
+
+
+def test_forms_decide_what_cells_of_text_become(tmp_path: Path) -> None:
+    table = Table.open(write_csv(tmp_path / "t.csv", "a;b;c;d\n007;1,5;1,5;5\nx;No Data;1.234,5;on\n"))
+    forms: dict[str, CellForm] = {"a": "text", "b": "number", "c": "text", "d": "mixed"}
+    assert read_columns(table, forms) == {
+        "a": ["007", "x"],
+        "b": [1.5, None],
+        "c": ["1,5", "1.234,5"],
+        "d": ["5", "on"],
+    }
+
+
+def test_each_column_of_a_csv_file_has_its_own_decimal_character(tmp_path: Path) -> None:
+    table = Table.open(write_csv(tmp_path / "t.csv", "a;b;c\n59,1;0.5;1,234\n60,2;1.125;2,345\n61,5;7;3,456\n"))
+    assert read_columns(table) == {"a": [59.1, 60.2, 61.5], "b": [0.5, 1.125, 7.0], "c": [1.234, 2.345, 3.456]}
+    options = TableOptions(CsvOptions(decimal="."))
+    assert read_columns(Table.open(tmp_path / "t.csv", options))["c"] == [1234.0, 2345.0, 3456.0]
+
+
+def test_texts_of_parquet_files_are_converted_as_those_of_csv_files(tmp_path: Path) -> None:
+    texts = ["59,1", "Bad Input", None, "1,234", "I/O Timeout"]
+    times = ["2025-07-01 12:00", "2025-07-01T12:00:00Z", None, "01.07.2025 12:00:01", "2025-07-01 12:00:02"]
+    for kind in (pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())):
+        columns = {
+            "n": pa.array(texts, kind),
+            "m": pa.array(["1", "2", "3", "4", "5"], kind),
+            "t": pa.array(times, kind),
+        }
+        pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+        table = Table.open(tmp_path / "t.parquet", TableOptions(timezone="Europe/Berlin"))
+        cells = read_columns(table, {"n": "number", "m": "number", "t": "time"})
+        assert cells["n"] == ["59.1", None, None, "1.234", "I/O Timeout"]
+        assert cells["m"] == [1.0, 2.0, 3.0, 4.0, 5.0]
+        noon = datetime(2025, 7, 1, 10, tzinfo=UTC)
+        assert cells["t"][:3] == [noon, datetime(2025, 7, 1, 12, tzinfo=UTC), None]
+        assert [moment.second for moment in cells["t"][3:]] == [1, 2]
+        assert read_columns(table)["n"] == texts  # unchanged unless a form is asked for
+
+
+def test_times_without_a_zone_need_one_where_it_matters(tmp_path: Path) -> None:
+    pq.write_table(
+        pa.table({"t": [None, "2025-07-01 12:00"], "z": ["2025-07-01T12:00:00Z"] * 2}), tmp_path / "t.parquet"
+    )
+    write_csv(tmp_path / "t.csv", "t,z\n,2025-07-01T12:00:00Z\n2025-07-01 12:00,2025-07-01T12:00:00Z\n")
+    for path in (tmp_path / "t.parquet", tmp_path / "t.csv"):
+        table = Table.open(path)
+        table.check_time_zone("z")
+        with pytest.raises(
+            InputError, match=r"column 't', such as 2025-07-01 12:00, have no time zone; add --timezone"
+        ):
+            table.check_time_zone("t")
+        Table.open(path, TableOptions(timezone="UTC")).check_time_zone("t")
+        assert read_columns(table, {"t": "time"})["t"] == [None, datetime(2025, 7, 1, 12, tzinfo=UTC)]
+
+
+def test_the_index_of_a_data_frame_is_no_column(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"a": [1.0, 2.0]}, index=pd.Index([7, 3]))
+    frame.to_parquet(tmp_path / "t.parquet")
+    frame.to_csv(tmp_path / "t.csv")
+    pd.read_csv(tmp_path / "t.csv").to_csv(tmp_path / "again.csv", index=False)  # its first name is "Unnamed: 0"
+    tables = [Table.open(tmp_path / name) for name in ("t.parquet", "t.csv", "again.csv")]
+    tables.append(Table.from_arrow(pa.Table.from_pandas(frame)))
+    for table in tables:
+        assert (table.schema.names, table.index_columns) == (["a"], ("__index_level_0__",))
+        assert read_columns(table) == {"a": [1.0, 2.0]}
+    kept = Table.open(tmp_path / "t.parquet", TableOptions(kept_columns=frozenset({"__index_level_0__"})))
+    assert read_columns(kept) == {"a": [1.0, 2.0], "__index_level_0__": [7, 3]}
+
+
+def test_an_index_of_times_or_of_a_long_table_is_kept(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"a": [1.0]}, index=pd.DatetimeIndex(["2025-01-01 10:00"]))
+    frame.to_parquet(tmp_path / "t.parquet")
+    frame.to_csv(tmp_path / "t.csv")
+    for name in ("t.parquet", "t.csv"):
+        table = Table.open(tmp_path / name)
+        assert (set(table.schema.names), table.index_columns) == ({"a", "__index_level_0__"}, ())
+        assert table.choose_time_column() == "__index_level_0__"
+    frame = pd.DataFrame({"feature": ["a"], "value": [1.0], "k": [5]}).set_index("k").assign(record="r")
+    frame.reset_index().set_index(["record", "k"]).to_parquet(tmp_path / "long.parquet")
+    assert Table.open(tmp_path / "long.parquet").index_columns == ("k",)
+
+
+def test_columns_of_the_path_are_columns_of_the_table(tmp_path: Path) -> None:
+    paths = [
+        tmp_path / "site=north%20side" / "line=7" / "day=2025-01-31" / "x.parquet",
+        tmp_path / "site=south" / "line=8" / "day=2025-02-01" / "x.csv",
+    ]
+    for path in paths:
+        path.parent.mkdir(parents=True)
+    pq.write_table(pa.table({"a": [1.0, 2.0], "line": ["own", "own"]}), paths[0])
+    write_csv(paths[1], "a\n3\n")
+    north, south = Table.open_all(paths)
+    assert list_types(north) == {"a": "double", "line": "string", "site": "string", "day": "date32[day]"}
+    assert read_columns(north) == {
+        "a": [1.0, 2.0],
+        "line": ["own", "own"],  # a column of the file has precedence
+        "site": ["north side"] * 2,
+        "day": [date(2025, 1, 31)] * 2,
+    }
+    assert read_columns(south) == {"a": [3], "site": ["south"], "line": [8], "day": [date(2025, 2, 1)]}
+    assert [batch.num_rows for batch in south.iterate_batches(["line"], 10)] == [1]
+
+
+def test_columns_of_paths_have_one_type_in_all_files(tmp_path: Path) -> None:
+    paths = [tmp_path / f"k={value}" / "x.parquet" for value in ("1", "b", "__HIVE_DEFAULT_PARTITION__")]
+    for path in paths:
+        path.parent.mkdir()
+        pq.write_table(pa.table({"a": [1.0]}), path)
+    assert [read_columns(table)["k"] for table in Table.open_all(paths)] == [["1"], ["b"], [None]]
+    assert read_columns(Table.open(paths[0]))["k"] == [1]
+
+
+def test_units_come_from_the_metadata_of_columns() -> None:
+    fields = [
+        pa.field("a", pa.float64(), metadata={"unit": "bar"}),
+        pa.field("b", pa.float64(), metadata={"units": "rpm"}),
+    ]
+    table = Table.from_arrow(pa.table([[1.0], [2.0]], schema=pa.schema([*fields, ("c", pa.float64())][:2])), "frame")
+    assert (table.name, table.units) == ("frame", {"a": "bar", "b": "rpm"})
+
+
+def test_a_column_without_any_number_is_refused_in_parquet_files() -> None:
+    Table.from_arrow(
+        pa.table({"a": ["1", "warm"], "b": ["Bad", "I/O Timeout"], "c": [None, None]})
+    ).check_number_columns(["a", "b", "c"])
+    with pytest.raises(InputError, match="column 'a' has the type string, but the model expects numbers"):
+        Table.from_arrow(pa.table({"a": ["warm", "cold"]})).check_number_columns(["a"])
+
+
+def test_the_time_of_windows_may_be_text() -> None:
+    table = Table.from_arrow(pa.table({"tag": ["x"], "Zeit": ["2025-01-01 10:00"], "a": ["2025-01-01 10:00"]}))
+    assert table.choose_time_column() is None
+    assert table.choose_time_column(has_windows=True) == "Zeit"
+    assert table.choose_time_column(["Zeit"], has_windows=True) == "a"
+    table = Table.from_arrow(pa.table({"t": pa.array([0], pa.timestamp("s")), "time": [5.0]}))
+    assert (table.choose_time_column(), table.choose_time_column(has_windows=True)) == ("t", "time")
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "cut.csv.gz").write_bytes(gzip.compress(b"a,b\n" + b"1,2\n" * 1000)[:-20])
+    (tmp_path / "not.parquet").write_bytes(b"text")
+    write_csv(tmp_path / "twice.csv", "a,a\n1,2\n")
+    write_csv(tmp_path / "ragged.csv", "a,b\n1,2\n3\n")
+    cases = {"cut.csv.gz": "cannot be read", "not.parquet": "cannot be read", "twice.csv": "two columns are called 'a'"}
+    cases["ragged.csv"] = "cannot be read"
+    for name, words in cases.items():
+        with pytest.raises(InputError, match=name) as caught:
+            read_columns(Table.open(tmp_path / name))
+        assert words in str(caught.value)
