@@ -661,7 +661,7 @@ def _infer_from_text(
 
 
 def _describe_ambiguity(column: ColumnStatistics) -> str:
-    """Return a remark if the texts of a column may be numbers such as "1,234", whose comma has two possible meanings."""
+    """Return a remark if the texts of a column may be numbers such as "1,234", whose comma has two meanings."""
     text = column.most_frequent_text
     return f"; {text!r} may be a number: add --decimal , or --decimal ." if _AMBIGUOUS_NUMBER.fullmatch(text) else ""
 
