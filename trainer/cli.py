@@ -48,6 +48,9 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
     The model directory contains the weights, the calibration of the alerts, and a report to open in a browser. The file
     given by --config may also set hyperparameters of the model (d_model, layers, …) and of training (learning_rate,
     batch, …).
+
+    Standard output receives the result: the table of features and the summary. Standard error receives the progress
+    and the log, as JSON lines unless it is a terminal. So `deformer-train … > result.txt 2> log.jsonl` separates them.
     """
     started = time.monotonic()
     # If the process did other work before (as tests do), its age is not the time of this command.

@@ -42,8 +42,8 @@ class ScoringSettings(_ModelSettings):
 
     alpha: Shares = text_default(
         0.01,
-        "Largest share of normal records that raise an alert. Several shares, comma-separated, raise alerts of their "
-        "own; a smaller share means a more severe alert.",
+        "Largest share of normal records that raise an alert, such as 0.01 or 1%. Several shares, comma-separated, "
+        "raise alerts of their own; a smaller share means a more severe alert.",
     )
     compiled: Literal["auto", "off"] = Field(
         "auto",
@@ -263,7 +263,9 @@ class ConsumeSettings(_AlertSettings, _KafkaSettings):
         "Default: 1000 to 1, and the notice is only logged.",
     )
     alerts: str = Field(
-        "-", description='File to which alerts are appended as JSON lines. - is standard output, "" writes none.'
+        "-",
+        description="File to which alerts are appended as JSON lines. - is standard output; if it is a terminal, each "
+        'alert is a line of text. "" writes none.',
     )
     record_timeout: Timeout = text_default(
         "30s", description="A record is closed if it receives no event for this time."
