@@ -414,7 +414,9 @@ def _summarize_replay(totals: Totals, alphas: Sequence[float], is_interrupted: b
     return (
         f"{totals.events} events accepted, {totals.rejected.total()} refused{f' ({reasons})' if reasons else ''}, "
         f"{totals.closed} records, {totals.alerts} alerts at alpha {factory.format_alphas(alphas)}"
+        + (f", {totals.combined} readings combined with others of their time slot" if totals.combined else "")
         + (", interrupted" if is_interrupted else "")
+        + (f"; {totals.repeated_readings.describe()}" if totals.repeated_readings else "")
         + (f"; {totals.alert_share.describe()}" if totals.alert_share else "")
     )
 
@@ -480,9 +482,10 @@ def build_calibrate() -> click.Command:
         # Fragments of the sentence below.
         ties = ", with readings of the same event time scored together" if is_holding else ""
         refused = f" ({totals.rejected.total()} readings were refused)" if totals.rejected else ""
+        repeated = f"; {totals.repeated_readings.describe()}" if totals.repeated_readings else ""
         click.echo(
             f"calibrated on {recalibration.num_records} records in {statistics.arrival_order} order{ties}{refused}; "
-            f"the model was written to {target} (fingerprint {fingerprint})" + (f"; {note}" if note else ""),
+            f"the model was written to {target} (fingerprint {fingerprint})" + (f"; {note}" if note else "") + repeated,
             err=True,
         )
         return 0

@@ -436,6 +436,7 @@ class Engine:
         has_same_ties = self._holds_ties(calibration) == self.records.holds_ties
         # How several readings of a time slot become one, by sensor.
         has_same_slots = self.schema.per_slot_by_sensor == model.schema.per_slot_by_sensor
+        has_same_slots &= (self.schema.window is None) == (model.schema.window is None)
         can_finish = open_records == "finish" and has_same_vocabulary and has_same_ties and has_same_slots
         # Records to be scored again are exported to snapshots, and imported into a new table below. The import can
         # translate them to other features and labels. Both use the same time (0), so idle times do not change.

@@ -43,6 +43,9 @@ class Metrics:
 
         self.events = self._counter("events_total", "Number of events accepted.")
         self.rejected = self._counter("events_rejected_total", "Number of readings rejected, by reason.", ["reason"])
+        self.combined = self._counter(
+            "events_combined_total", "Number of readings combined with an earlier one of the same time slot."
+        )
         self.misrouted = self._counter(
             "records_misrouted_total",
             "Number of records opened while a record with the same id was open in another partition, found by checking "
@@ -142,6 +145,7 @@ class Metrics:
             self.batch.observe(len(effects.batch))
             self.scoring.observe(scoring_seconds)
         self.events.inc(len(effects.scored))
+        self.combined.inc(effects.num_combined)
         for rejection in effects.rejections:
             self.rejected.labels(rejection.reason.value).inc(rejection.num_readings)
         for reason, count in CountByKey(effects.closed.reasons).items():

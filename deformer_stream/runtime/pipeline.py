@@ -50,6 +50,7 @@ from deformer_stream.runtime.ports import (
     Sink,
 )
 from deformer_stream.runtime.recovery import Recovery
+from deformer_stream.runtime.repeated_readings import RepeatedReadingsMonitor, RepeatedReadingsReport
 from deformer_stream.runtime.timing import CommitSchedule
 
 SUMMARY_SECONDS = 60.0
@@ -70,14 +71,19 @@ class Totals:
         alerts: Number of alerts.
         closed: Number of closed records.
         rejected: Number of rejected readings by reason.
+        combined: Number of readings that were combined with an earlier one of the same time slot (a part of a window).
+            `events` counts the combined reading once.
         alert_share: Set at the end of finite input if more records have alerted than the false-alarm rate explains.
+        repeated_readings: Set at the end of the input if many readings repeat an earlier one of their time slot.
     """
 
     events: int = 0
     alerts: int = 0
     closed: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
+    combined: int = 0
     alert_share: AlertShareReport | None = None
+    repeated_readings: RepeatedReadingsReport | None = None
 
     def add(self, effects: Effects) -> None:
         """Add the effects (results) of one batch of events to the totals."""
@@ -86,10 +92,12 @@ class Totals:
         self.closed += len(effects.closed)
         for rejection in effects.rejections:
             self.rejected[rejection.reason.value] += rejection.num_readings
+        self.combined += effects.num_combined
 
     def to_log_fields(self) -> dict[str, Any]:
         """Return the totals as a dictionary, whose keys become the keys of a log line."""
-        return {"events": self.events, "alerts": self.alerts, "closed": self.closed, "rejected": dict(self.rejected)}
+        fields = {"events": self.events, "alerts": self.alerts, "closed": self.closed, "rejected": dict(self.rejected)}
+        return fields | ({"combined": self.combined} if self.combined else {})
 
 
 @dataclass(slots=True)
@@ -115,7 +123,8 @@ class Pipeline:
         log_alerts: Whether each alert of a live stream is logged. A command that prints alerts on the terminal of the
             log need not log them, too.
         log_alert_share: Whether it is logged that more records have alerted than the false-alarm rate explains. A
-            command that prints `Totals.alert_share` need not log it.
+            command that prints `Totals.alert_share` need not log it. The same holds for the warning that many readings
+            repeat an earlier one of their time slot, and `Totals.repeated_readings`.
         send_drift_notices: Whether drift notices (records no longer resemble those of the calibration) are passed to
             the sinks. They are logged in any case.
         totals: The number of events, alerts and records that the run has processed.
@@ -147,11 +156,14 @@ class Pipeline:
     _last_summary: float = field(init=False)
     _alert_share: AlertShareMonitor = field(init=False)
     _last_alert_share_log: float | None = field(init=False, default=None)
+    _repeated_readings: RepeatedReadingsMonitor = field(init=False)
+    _has_logged_repeated_readings: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.recovery = Recovery(self.engine, self.metrics, self.snapshot_interval)
         self._commit_schedule = CommitSchedule(self.commit_interval)
         self._alert_share = self._make_alert_share_monitor()
+        self._repeated_readings = RepeatedReadingsMonitor(self.engine.schema)
         self._partitioned_source = self.source if isinstance(self.source, PartitionedSource) else None
         self._async_source = self.source if isinstance(self.source, AsyncCommitSource) else None
         self._last_summary = time.monotonic()
@@ -181,6 +193,8 @@ class Pipeline:
             self._write(effects, data=None)
             self._report(effects, scoring_seconds=0.0)
             self._summarize_alert_share()
+        self.totals.repeated_readings = self._repeated_readings.summarize()
+        self._log_repeated_readings(self.totals.repeated_readings)
         self._commit(is_final=True)
         return self.totals
 
@@ -344,6 +358,9 @@ class Pipeline:
         policy = self.engine.change_model(artifact.model, artifact.calibration, artifact.fingerprint, self.open_records)
         self.codec = codec
         self._alert_share = self._make_alert_share_monitor()  # the share was that of the old calibration
+        # The new model may have other time slots.
+        self._repeated_readings = RepeatedReadingsMonitor(self.engine.schema)
+        self._has_logged_repeated_readings = False
         # With new snapshots, a restart does not process messages again that the old model has scored.
         self.recovery.request_snapshots()
         self.metrics.set_model(artifact.fingerprint)
@@ -385,6 +402,7 @@ class Pipeline:
         metrics.late_ties.inc(engine.pop_late_tie_groups())
         metrics.set_drift(engine.measure_drift())
         self._report_alert_share(effects)
+        self._repeated_readings.add(effects)
         self._report_unscorable()
         self._report_misrouted()
         # A source without partitions, such as a file, is ready at once.
@@ -446,6 +464,12 @@ class Pipeline:
             self._last_alert_share_log = now
             log.get_logger("runtime").warning("alert_share_exceeded", **report.to_log_fields())
 
+    def _log_repeated_readings(self, report: RepeatedReadingsReport | None) -> None:
+        """Log that many readings repeat an earlier one of their time slot, at most once for each model."""
+        if report is not None and self.log_alert_share and not self._has_logged_repeated_readings:
+            self._has_logged_repeated_readings = True
+            log.get_logger("runtime").warning("readings_repeated", **report.to_log_fields())
+
     def _report_unscorable(self) -> None:
         """Log and count readings whose score was not finite: the model is damaged or its precision is too low."""
         unscorable = self.engine.pop_unscorable()
@@ -488,5 +512,6 @@ class Pipeline:
         if time.monotonic() - self._last_summary >= SUMMARY_SECONDS:
             log.get_logger("runtime").info("summary", **self.totals.to_log_fields(), open=len(self.engine.records))
             self._last_summary = time.monotonic()
+            self._log_repeated_readings(self._repeated_readings.check_last_minute())
         if self.report_progress is not None and polled.data is not None:
             self.report_progress(len(polled.data))

@@ -17,11 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deformer_stream
+from deformer_stream import model_store
 from deformer_stream.codec import Codec, WindowAssigner
 from deformer_stream.engine.engine import Engine
 from deformer_stream.model.deformer import DEformer
+from deformer_stream.model.schema import Schema
+from deformer_stream.model.windows import PerSlot, Window
 from tests.codec.test_json_messages import make_messages
+from tests.engine.random_models import make_model
+from tests.model.test_time_slots import CONFIG
+from tests.models import TRAINING_SUMMARY, make_calibration
 from tests.series import draw_event_series, make_long_table
+from trainer.data import DataOptions, prepare_table
 from trainer.job import train
 from trainer.settings import TrainConfig
 
@@ -179,3 +186,118 @@ def test_simultaneous_readings_of_sensors_are_ties(cli: Run, trained: Path, tmp_
     assert len(scores[0]) == 100
     np.testing.assert_allclose(scores[0], scores[1], rtol=1e-3, atol=1e-3)
     assert len(np.unique(scores[0][:, 0])) > 50
+
+
+def draw_frequent_events(num_windows: int, seed: int, mixed: bool = False) -> list[dict[str, Any]]:
+    """Draw events in which each sensor reports twice in each time slot of 10 s.
+
+    Args:
+        num_windows: Number of windows of 60 s; each device has twenty.
+        seed: Seed of the values.
+        mixed: Whether neighbouring events of the order of time change places, up to 5 s apart.
+    """
+    rng = np.random.default_rng(seed)
+    events: list[dict[str, Any]] = []
+    for time in np.arange(0, 1200, 5):
+        for device in range(num_windows // 20):
+            for sensor in ("flow", "pressure"):
+                value = round(float(rng.normal()), 4)
+                at = round(float(time + rng.uniform(0, 4.9)), 3)
+                events.append({"device": f"p{device}", "feature": sensor, "value": value, "time": at})
+            if time % 60 == 0:
+                site = {"device": f"p{device}", "feature": "site", "value": "ab"[device % 2], "time": float(time)}
+                events.append(site)
+    delays = rng.uniform(0, 5, len(events)) if mixed else np.zeros(len(events))
+    order = np.argsort([event["time"] + delay for event, delay in zip(events, delays, strict=True)])
+    return [events[i] for i in order]
+
+
+def write_events(path: Path, events: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return path
+
+
+def test_repeated_readings_are_no_dead_letters_and_are_summarized_once(cli: Run, trained: Path, tmp_path: Path) -> None:
+    events = draw_frequent_events(40, seed=0)
+    lines, rejected = write_events(tmp_path / "events.jsonl", events), tmp_path / "rejected.jsonl"
+    words = (lines, "--model", trained, "--explanations", "off")
+    ended = cli("replay", *words, "--rejected", rejected, "--output", tmp_path / "scores.parquet")
+    assert ended.code == 0, ended.err
+    assert rejected.read_text() == "", "repeated readings are no mistake of the sender"
+    num_repeated = 40 * 6 * 2
+    assert pq.read_table(tmp_path / "scores.parquet").num_rows == len(events) - num_repeated
+    summary = ended.err.splitlines()[-1]
+    assert f"{num_repeated} refused ({num_repeated} repeated)" in summary
+    assert f"({num_repeated:,} of {len(events):,}) share a time slot of 10s with an earlier reading" in summary
+    assert "train with --slots 12, or with --per-slot last|mean|min|max" in summary
+    live = cli("consume", "--source", *words, "--max-poll-records", "50", "--alerts", tmp_path / "a.jsonl")
+    warnings = [line for line in live.err.splitlines() if "readings_repeated" in line]
+    assert len(warnings) == 1
+    assert "train with --slots 12" in warnings[0]
+    once = [event for i, event in enumerate(events) if event["time"] % 10 < 5]
+    calm = cli("replay", write_events(tmp_path / "once.jsonl", once), *words[1:])
+    assert "0 refused, " in calm.err
+    assert "share" not in calm.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("rule", ["first", "last", "mean", "min", "max"])
+def test_replay_scores_the_values_of_the_training_matrix(cli: Run, tmp_path: Path, rule: PerSlot) -> None:
+    """The readings of a slot become one in the same way, also if they arrive out of order within the grace period."""
+    events = draw_frequent_events(40, seed=1, mixed=True)
+    pq.write_table(make_long_table(events), tmp_path / "events.parquet")
+    options = DataOptions(window=Window(60_000_000, 6, rule), once=("site",))
+    (tmp_path / "matrix").mkdir()
+    table = prepare_table([tmp_path / "events.parquet"], options, tmp_path / "matrix")
+    schema = table.schema
+    assert schema.window == Window(60_000_000, 6, rule)
+    model = make_model(schema, CONFIG, 5, torch.float32)
+    model_store.write(tmp_path / "model", model, make_calibration(model), TRAINING_SUMMARY, "<p>")
+    words = ("--model", tmp_path / "model", "--grace", "5s", "--explanations", "off", "--alpha", "0.95")
+    alerts = []
+    for source in (tmp_path / "events.parquet", write_events(tmp_path / "events.jsonl", events)):
+        scores, found = tmp_path / "scores.parquet", tmp_path / "alerts.jsonl"
+        ended = cli("replay", source, *words, "--output", scores, "--alerts", found)
+        assert ended.code == 0, ended.err
+        combined = "" if rule == "first" else ", 480 readings combined with others of their time slot"
+        refused = "480 refused (480 repeated)" if rule == "first" else "0 refused"
+        assert refused in ended.err.splitlines()[-1]
+        assert combined in ended.err.splitlines()[-1]
+        rows = pq.read_table(scores).to_pylist()
+        starts = [(event["device"], event["time"] // 60 * 60) for event in events]
+        ids = {f"{d}@1970-01-01T00:{int(t) // 60:02}:00Z": row for row, (d, t) in enumerate(dict.fromkeys(starts))}
+        values = np.full(table.values.shape, np.nan, np.float32)
+        for row in rows:
+            code = schema.code_by_name[row["feature"]]
+            is_label = schema.features[code].kind == "discrete"
+            number = schema.features[code].labels.index(row["label"]) if is_label else row["value"]
+            values[ids[row["record"]], code] = schema.normalise(np.array([code]), np.array([number]))[0]
+        np.testing.assert_array_equal(values, table.values)
+        alerts.append(alerts_of_file(found))
+    live = tmp_path / "live.jsonl"
+    ended = cli("consume", "--source", tmp_path / "events.jsonl", *words, "--max-poll-records", "7", "--alerts", live)
+    assert ended.code == 0, ended.err
+    assert alerts_of_file(live) == alerts[0] == alerts[1] != []
+
+
+def alerts_of_file(path: Path) -> list[tuple[Any, ...]]:
+    """Return id, record, number of readings and p-value of the alerts in a file."""
+    alerts = map(json.loads, path.read_text().splitlines())
+    return [(alert["id"], alert["record"], alert["raised_at"], alert["p_value"]) for alert in alerts]
+
+
+def test_library_waits_for_the_end_of_a_slot(tmp_path: Path, loaded: deformer_stream.Detector) -> None:
+    """A scorer returns no score for a reading whose slot is not over, and scores the combined one later."""
+    schema = Schema(loaded.schema.features, Window(60_000_000, 6, "mean"))
+    model = make_model(schema, CONFIG, 5, torch.float32)
+    model_store.write(tmp_path / "model", model, make_calibration(model), TRAINING_SUMMARY, "<p>")
+    scorer = deformer_stream.load(tmp_path / "model").scorer(0.99)
+    first, second = (scorer.update_device("p", "flow", value, time) for time, value in ((1.0, 3.0), (2.0, 5.0)))
+    assert [(u.is_waiting, u.rejection, np.isnan(u.p_value)) for u in (first, second)] == [(True, None, True)] * 2
+    site = scorer.update_device("p", "site", "a", 10.0)
+    assert not site.is_waiting
+    assert site.rejection is None
+    assert np.isfinite(site.log_likelihood)
+    assert scorer.update_device("p", "flow", 1.0, 9.9).rejection.reason.value == "late"
+    expected = deformer_stream.load(tmp_path / "model").scorer(0.99)
+    expected.update("p@1970-01-01T00:00:00Z", "flow+0s", 4.0)
+    assert expected.update("p@1970-01-01T00:00:00Z", "site", "a").p_value == pytest.approx(site.p_value)

@@ -38,6 +38,7 @@ from tests.conftest import find_free_port
 NAMES = {
     "events_total": "counter",
     "events_rejected_total": "counter",
+    "events_combined_total": "counter",
     "records_misrouted_total": "counter",
     "ties_late_total": "counter",
     "scores_not_finite_total": "counter",
