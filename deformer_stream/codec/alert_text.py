@@ -139,7 +139,7 @@ def _format_value_and_range(value: float, low: float, high: float) -> tuple[str,
     num_digits = min(max(VALUE_DIGITS, num_whole_digits + num_decimals), MAX_DIGITS)
     for num_more_digits in range(MAX_MORE_DIGITS + 1):
         value_text = _format_digits(value, num_digits + num_more_digits)
-        low_text, high_text = (_format_decimals(bound, num_decimals + num_more_digits) for bound in (low, high))
+        low_text, high_text = _format_bounds(low, high, num_decimals + num_more_digits)
         is_shown_as_inside = float(low_text) <= float(value_text) <= float(high_text)
         if is_shown_as_inside == (low <= value <= high):
             break
@@ -153,13 +153,18 @@ def _format_digits(value: float, num_digits: int) -> str:
     return format_number(value, num_digits).replace("−", "-").replace(",", "")
 
 
-def _format_decimals(value: float, num_decimals: int) -> str:
-    """Return a number as text with at most `num_decimals` decimals; if it is very large or small, with an exponent."""
-    if num_decimals > MAX_DECIMALS or abs(value) >= 10**MAX_DIGITS:
-        return f"{value:.{VALUE_DIGITS}g}"
-    text = f"{value:.{num_decimals}f}"
-    text = text.rstrip("0").rstrip(".") if "." in text else text
-    return "0" if text == "-0" else text
+def _format_bounds(low: float, high: float, num_decimals: int) -> tuple[str, str]:
+    """Return two numbers as texts with equally many decimals, or with exponents if one is very large or small.
+
+    They have at most `num_decimals` decimals. Decimals that are zero in both numbers are left out.
+    """
+    if num_decimals > MAX_DECIMALS or max(abs(low), abs(high)) >= 10**MAX_DIGITS:
+        return f"{low:.{VALUE_DIGITS}g}", f"{high:.{VALUE_DIGITS}g}"
+    texts = [f"{bound:.{num_decimals}f}" for bound in (low, high)]
+    while "." in texts[0] and all(text.endswith(("0", ".")) for text in texts):
+        texts = [text[:-1] for text in texts]
+    low_text, high_text = (text.removeprefix("-") if float(text) == 0 else text for text in texts)  # no "-0"
+    return low_text, high_text
 
 
 def _format_p_value(p_value: float) -> str:
