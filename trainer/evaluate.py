@@ -52,35 +52,30 @@ class HeldOutLikelihood:
         return float(self.nll_by_record.mean())
 
 
-MAX_REFERENCE_ROWS = 20_000
+MAX_REFERENCE_ROWS = 5000
 """Largest number of training records from which the distributions of independent columns are estimated."""
 
-MAX_BINS, MIN_READINGS_PER_BIN = 50, 20
-"""Largest number of bins of a column's histogram, and the number of readings that a bin should have at least."""
+NUMBERS_OF_BINS = (0, 10, 30)
+"""Candidates for the number of bins of a column's histogram. 0 stands for a normal distribution."""
 
 MIN_BIN_WIDTH = 0.02
 """Smallest width of a bin in normalised units, which is that of the noise in training (`Recipe.smoothing`)."""
 
-WIDE_SHARE, WIDE_SCALE = 0.05, 3.0
-"""Share and standard deviation of a normal distribution that is mixed with each histogram.
-
-It gives readings outside the histogram a density.
-"""
+WIDE_SHARE, WIDE_SCALE = 0.01, 3.0
+"""Share and standard deviation of a wide normal distribution that is mixed with that of each column."""
 
 
-def compute_independent_nll(
-    data: PreparedTable, rows: NDArray[np.int64], num_bins: int = MAX_BINS
-) -> NDArray[np.float64]:
+def compute_independent_nll(data: PreparedTable, rows: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return −ln p of records if each column has the distribution of its training values, independently of the others.
 
     A model that predicts held-out records no better has not learned how the features depend on each other. The
-    distribution of a measurement is a histogram whose bins have equal numbers of training readings. As in
-    `evaluate_held_out`, readings of a sensor with a limited resolution get uniform noise.
+    distribution of a measurement is a normal one, or a histogram whose bins have equal numbers of training readings,
+    whichever predicts the column better. As in `evaluate_held_out`, readings of a sensor with a limited resolution get
+    uniform noise.
 
     Args:
         data: The prepared table.
         rows: (N,) row numbers of the records.
-        num_bins: Largest number of bins of a histogram.
 
     Returns:
         (N,) −ln p in nats, summed over the readings of features that are scored.
@@ -100,41 +95,56 @@ def compute_independent_nll(
             counts = np.bincount(reference.astype(np.int64), minlength=num_labels) + 0.5
             log_p = np.log(counts / counts.sum())[x[x_is_known].astype(np.int64)]
         else:
-            log_p = _compute_histogram_log_density(reference, x[x_is_known], num_bins)
+            # The first half of the training readings chooses the number of bins that predicts the second half best.
+            half = len(reference) // 2
+            num_bins = max(
+                NUMBERS_OF_BINS,
+                key=lambda n: _compute_log_density(reference[:half], reference[half:], n).sum(),
+            )
+            log_p = _compute_log_density(reference, x[x_is_known], num_bins)
         nll[x_is_known] -= log_p
     return nll
 
 
-def _compute_histogram_log_density(
-    reference: NDArray[np.float64], x: NDArray[np.float64], num_bins: int
-) -> NDArray[np.float64]:
-    """Return the log-density of M readings under a histogram of R reference readings, mixed with a wide normal one.
+def _compute_log_density(reference: NDArray[np.float64], x: NDArray[np.float64], num_bins: int) -> NDArray[np.float64]:
+    """Return the log-density of M readings under the distribution of R reference readings.
+
+    A wide normal distribution is mixed with it, so that readings outside the histogram have a density.
 
     Args:
-        reference: (R,) readings from which the histogram is made.
+        reference: (R,) readings from which the distribution is estimated.
         x: (M,) readings.
-        num_bins: Largest number of bins.
+        num_bins: Number of bins of the histogram, 0 for a normal distribution.
     """
-    wide_density = np.exp(-0.5 * (x / WIDE_SCALE) ** 2) / (WIDE_SCALE * np.sqrt(2 * np.pi))
+    wide_density = _compute_normal_density(x, 0.0, WIDE_SCALE)
     if not len(reference):
-        return np.asarray(np.log(np.maximum(wide_density, 1e-300)))
-    num_bins = int(np.clip(len(reference) // MIN_READINGS_PER_BIN, 1, num_bins))
-    edges = np.unique(np.quantile(reference, np.linspace(0.0, 1.0, num_bins + 1)))
-    # Bins that are too narrow are joined with the next one, so that repeated readings have no extreme density.
-    wide_enough = [edges[0]]
-    for edge in edges[1:]:
-        if edge - wide_enough[-1] >= MIN_BIN_WIDTH:
-            wide_enough.append(edge)
-    if wide_enough[-1] < edges[-1] or len(wide_enough) == 1:
-        wide_enough.append(max(edges[-1], wide_enough[-1] + MIN_BIN_WIDTH))
-    edges = np.array(wide_enough)
-    counts, _ = np.histogram(reference, edges)
-    densities = np.concatenate([[0.0], counts / len(reference) / np.diff(edges), [0.0]])
-    # Index 0 is for readings below the histogram, the last index for those above it.
-    bin_indexes = np.searchsorted(edges, x, side="right")
-    bin_indexes[x == edges[-1]] = len(edges) - 1  # the last edge belongs to the last bin
-    density = (1.0 - WIDE_SHARE) * densities[bin_indexes] + WIDE_SHARE * wide_density
-    return np.asarray(np.log(np.maximum(density, 1e-300)))
+        density = wide_density
+    elif not num_bins:
+        density = _compute_normal_density(x, float(reference.mean()), max(float(reference.std()), MIN_BIN_WIDTH))
+    else:
+        edges = np.unique(np.quantile(reference, np.linspace(0.0, 1.0, num_bins + 1)))
+        # Bins that are too narrow are joined with the next one, so that repeated readings have no extreme density.
+        wide_enough = [edges[0]]
+        for edge in edges[1:]:
+            if edge - wide_enough[-1] >= MIN_BIN_WIDTH:
+                wide_enough.append(edge)
+        if wide_enough[-1] < edges[-1] or len(wide_enough) == 1:
+            wide_enough.append(max(edges[-1], wide_enough[-1] + MIN_BIN_WIDTH))
+        edges = np.array(wide_enough)
+        counts, _ = np.histogram(reference, edges)
+        densities = np.concatenate([[0.0], counts / len(reference) / np.diff(edges), [0.0]])
+        # Index 0 is for readings below the histogram, the last index for those above it.
+        bin_indexes = np.searchsorted(edges, x, side="right")
+        bin_indexes[x == edges[-1]] = len(edges) - 1  # the last edge belongs to the last bin
+        density = densities[bin_indexes]
+    mixed: NDArray[np.float64] = (1.0 - WIDE_SHARE) * density + WIDE_SHARE * wide_density
+    return np.log(np.maximum(mixed, 1e-300))
+
+
+def _compute_normal_density(x: NDArray[np.float64], mean: float, deviation: float) -> NDArray[np.float64]:
+    """Return the density of M readings under a normal distribution."""
+    density: NDArray[np.float64] = np.exp(-0.5 * ((x - mean) / deviation) ** 2) / (deviation * np.sqrt(2.0 * np.pi))
+    return density
 
 
 def evaluate_held_out(

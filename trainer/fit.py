@@ -154,7 +154,7 @@ class TrainingResult:
         planned_steps: Number of steps of the complete schedule.
         num_train_records: Number of different training records that the steps used.
         num_validation_records: Number of records of each validation.
-        step_seconds: Mean seconds of a training step, 0 if it was not measured.
+        step_seconds: Mean seconds of a training step, without the first one; 0 if there was only one.
     """
 
     model: DEformer
@@ -280,7 +280,8 @@ class TrainingRun:
                 step_started = self.budget.elapsed
                 self._train_step()
                 step_seconds = self.budget.elapsed - step_started
-                seconds_of_steps += step_seconds
+                if self.step > num_steps_before + 1:  # the first step may load libraries
+                    seconds_of_steps += step_seconds
                 if self._is_validation_due():
                     self._validate_and_record()
                     is_exhausted = self.validations_since_best >= self.recipe.patience
@@ -311,7 +312,7 @@ class TrainingRun:
             self.steps,
             num_train_records=min(len(self.train_rows), self.step * self.batch_size),
             num_validation_records=len(self.validation_rows),
-            step_seconds=seconds_of_steps / max(self.step - num_steps_before, 1),
+            step_seconds=seconds_of_steps / max(self.step - num_steps_before - 1, 1),
         )
 
     def _is_too_late(self, step_seconds: float) -> bool:

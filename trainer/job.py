@@ -69,6 +69,7 @@ from trainer.recipes import SHAPE_HYPERPARAMETERS, choose_exemplars
 from trainer.settings import TrainConfig
 from trainer.tables import TableSource
 from trainer.training_warnings import (
+    MIN_COMPARED_RECORDS,
     TrainingWarning,
     WarningList,
     check_best_step,
@@ -177,7 +178,7 @@ def train(
         DeformerError: A file or an option cannot be used.
         Interrupted: `should_stop` returned True.
     """
-    from trainer.report import render
+    from trainer.report import estimate_records_per_day, render
 
     budget = budget or TimeBudget(settings.max_time)
     warnings = WarningList(on_message)
@@ -241,6 +242,8 @@ def train(
             "calibration": count_calibration_records(data, settings.folds),
             "table": data.num_input_records,
         }
+        summary["records_per_day"] = estimate_records_per_day(data)
+        summary["seconds_by_phase"] = dict(budget.seconds_by_phase)
         summary["warnings"] = [warning.to_json() for warning in warnings.warnings]
         page = render(data, result, calibration, held_out, summary)
         fingerprint = model_store.write(settings.out, model, calibration, summary, page, seen_records)
@@ -458,14 +461,14 @@ def _check_results(
         calibration: The calibration of the alert rule.
         limit: The time limit in seconds, or None.
     """
-    num_scored = int((~data.schema.is_context).sum())
-    independent_nll = compute_independent_nll(data, held_out_rows)
+    warnings = []
+    if len(held_out_rows) >= MIN_COMPARED_RECORDS:
+        num_scored = int((~data.schema.is_context).sum())
+        independent_nll = compute_independent_nll(data, held_out_rows)
+        warnings += check_independence(held_out.nll_by_record, independent_nll, num_scored)
     num_available = count_calibration_records(data, settings.folds)
     num_records = int((data.split != Split.LEFT_OUT).sum())
-    return [
-        *check_independence(held_out.nll_by_record, independent_nll, num_scored),
-        *check_calibration(calibration, num_available, num_records, limit, settings.folds),
-    ]
+    return [*warnings, *check_calibration(calibration, num_available, num_records, limit, settings.folds)]
 
 
 def _shuffle(rows: NDArray[np.int64], seed: int) -> NDArray[np.int64]:

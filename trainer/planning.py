@@ -36,7 +36,7 @@ from trainer.fit import MIN_VALIDATION_ROWS, SINGLE_PROCESS, VALIDATION_ORDERS, 
 from trainer.gaussian_prior import CrossFittedPriors
 from trainer.recipes import (
     AUTO_PRESETS,
-    MIN_USEFUL_STEPS,
+    MIN_STEPS_OF_LARGER_PRESET,
     choose_exemplars,
     choose_gaussians,
     choose_recipe,
@@ -64,6 +64,12 @@ PROBE_RECORDS = 500
 
 TRAINING_SHARE = 0.55
 """Share of the remaining time that training gets, as far as it is known before the phases are measured."""
+
+MIN_COST_RATIO = 2.0
+"""A training step of the larger one of `AUTO_PRESETS` takes at least this many times as long as one of the smaller.
+
+Measured ratios are 3 to 6.
+"""
 
 SAFETY_FACTOR = 1.1
 """Factor by which measured costs are multiplied, because measurements on a few records are too low."""
@@ -344,7 +350,7 @@ class RunPlanner:
         """Create the run with the preset that suits the table and the time.
 
         With `--preset auto`, it is the larger one of `AUTO_PRESETS` if the time limit leaves at least
-        `MIN_USEFUL_STEPS` training steps for it, otherwise the smaller one.
+        `MIN_STEPS_OF_LARGER_PRESET` training steps for it, otherwise the smaller one.
 
         Args:
             data: The prepared table.
@@ -368,23 +374,38 @@ class RunPlanner:
             seconds = self._measure_step(run) if is_limited and not self.is_rushed else 0.0
             return run, settings, reason, seconds
         large, small = AUTO_PRESETS
-        settings = self._set_preset(large)
-        if not self.is_rushed:
-            run = self._create_run(data, old_model, prior, settings)
-            seconds = self._measure_step(run)
-            num_steps = int(TRAINING_SHARE * self.budget.remaining / max(run.batch_size * seconds, 1e-9))
-            # Small tables have so short schedules that they need fewer steps.
-            if num_steps >= min(MIN_USEFUL_STEPS, run.steps):
-                return run, settings, "the time limit leaves enough training steps for it", seconds
-            reason = (
-                f"--max-time leaves time for about {num_steps} steps of preset {large}, which needs {MIN_USEFUL_STEPS}"
-            )
-        else:
-            reason = f"--max-time leaves no time to measure preset {large}"
-        self.on_message(f"preset {small}: {reason}")
         settings = self._set_preset(small)
         run = self._create_run(data, old_model, prior, settings)
-        return run, settings, reason, 0.0 if self.is_rushed else self._measure_step(run)
+        if self.is_rushed:
+            return run, settings, f"--max-time leaves no time to measure preset {large}", 0.0
+        seconds = self._measure_step(run)
+        # The larger preset is only measured if its steps would be affordable at the least possible cost.
+        num_steps = int(self._estimate_steps(run, seconds) / MIN_COST_RATIO)
+        num_needed = min(MIN_STEPS_OF_LARGER_PRESET, run.steps)  # with --epochs the schedule may be shorter
+        if num_steps >= num_needed:
+            large_settings = self._set_preset(large)
+            large_run = self._create_run(data, old_model, prior, large_settings)
+            num_needed = min(MIN_STEPS_OF_LARGER_PRESET, large_run.steps)
+            large_seconds = self._measure_step(large_run)
+            num_steps = self._estimate_steps(large_run, large_seconds)
+            if num_steps >= num_needed:
+                reason = "the time limit leaves enough training steps for it"
+                return large_run, large_settings, reason, large_seconds
+        reason = (
+            f"--max-time leaves time for at most about {num_steps} training steps of preset {large}, which should have "
+            f"at least {num_needed}"
+        )
+        self.on_message(f"preset {small}: {reason}")
+        return run, settings, reason, seconds
+
+    def _estimate_steps(self, run: TrainingRun, seconds_per_record: float) -> int:
+        """Return about how many training steps of a run fit into the remaining time.
+
+        Args:
+            run: The run.
+            seconds_per_record: Seconds of a training step for each record of its batch.
+        """
+        return int(TRAINING_SHARE * self.budget.remaining / max(run.batch_size * seconds_per_record, 1e-9))
 
     def _set_preset(self, preset: str) -> TrainConfig:
         """Return the settings with another preset."""

@@ -21,10 +21,16 @@ from trainer.settings import Preset, TrainConfig
 AUTO_PRESETS: tuple[Preset, Preset] = ("small", "tiny")
 """The presets between which `--preset auto` chooses: the default, and the one for short time limits."""
 
-MIN_USEFUL_STEPS = 300
-"""Number of training steps from which a larger network is worth its time, and below which a warning is given.
+MIN_STEPS_OF_LARGER_PRESET = 1000
+"""Number of training steps from which the larger one of `AUTO_PRESETS` is worth its time.
 
-Measured in docs/experiments/18-steps-that-matter.md.
+With fewer of its steps, the smaller one predicts better after the same time (docs/experiments/18-training-steps.md).
+"""
+
+MIN_USEFUL_STEPS = 200
+"""Number of training steps from which a network predicts clearly better than the Gaussian prior alone.
+
+It was measured in the same experiment.
 """
 
 SHAPE_HYPERPARAMETERS = {f.name for f in fields(ModelConfig)} - {"gaussians", "exemplars"}

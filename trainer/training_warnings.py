@@ -74,18 +74,17 @@ def check_steps(result: TrainingResult, limit: float | None) -> list[TrainingWar
     """
     if limit is None or result.steps >= min(MIN_USEFUL_STEPS, result.planned_steps):
         return []
-    missing_seconds = (min(MIN_USEFUL_STEPS, result.planned_steps) - result.steps) * result.step_seconds
-    # Training gets about half of a limit. The rest is needed for calibration and the other phases.
-    advice = f"--max-time {_round_up(limit + 2.0 * missing_seconds)}s would be enough"
+    advice = "allow more time"
+    if result.step_seconds:
+        missing_seconds = (min(MIN_USEFUL_STEPS, result.planned_steps) - result.steps) * result.step_seconds
+        # Training gets about half of a limit. The rest is needed for calibration and the other phases.
+        advice += f", --max-time {_round_up(limit + 2.0 * missing_seconds)}s would be enough"
     if result.steps < MIN_STEPS:
-        message = (
-            f"--max-time left next to no time to train (steps: {result.steps}): the model may be poor; "
-            f"allow more time, {advice}"
-        )
+        message = f"--max-time left next to no time to train (steps: {result.steps}): the model may be poor; {advice}"
     else:
         message = (
             f"--max-time left time for {result.steps} training steps, but about {MIN_USEFUL_STEPS} are needed to "
-            f"learn how the features depend on each other: allow more time, {advice}"
+            f"learn how the features depend on each other: {advice}"
         )
     return [TrainingWarning("few_steps", message)]
 
