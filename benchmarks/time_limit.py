@@ -7,8 +7,9 @@ The measured time is that of the whole process: start, imports, training, model 
 this time divided by the limit. It should be at most 1.1, and not much less than 1 if more training is useful. The least
 limit is that of the command itself: a smaller limit cannot be kept, and the command then prints how long it needs.
 
-Other load on the machine makes each phase slower, also the phases whose costs were measured before. The load average
-before each case is printed, and `--repeat` runs each case several times and reports the smallest ratio and the largest.
+Other load on the machine makes each phase slower, also the phases whose costs were measured before. Therefore the load
+average before each case is printed, and the seconds of the command's start (3 s on an idle machine), which are nearly
+all imports. `--repeat` runs each case several times.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -35,7 +37,7 @@ from benchmarks.tables import format_markdown_header, format_markdown_row
 BATCH_ROWS = 100_000
 """Rows of a table that are generated and written at once."""
 
-TITLES = ("case", "limit", "used", "ratio", "records", "steps", "calibrated on", "preset", "load")
+TITLES = ("case", "limit", "used", "ratio", "start", "records", "steps", "calibrated on", "preset", "load")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,12 @@ CASES = (
 )  # fmt: skip
 
 
+def read_child_cpu_seconds() -> float:
+    """Return the processor seconds of all finished child processes of this one."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def run_case(case: Case, folder: Path, verbose: bool) -> dict[str, Any]:
     """Run the training command on the table of a case and return the measurements.
 
@@ -141,6 +149,7 @@ def run_case(case: Case, folder: Path, verbose: bool) -> dict[str, Any]:
     command = [sys.executable, "-m", "trainer.cli", str(folder / "table.parquet"), "--out", str(folder / "model")]
     command += ["--max-time", f"{case.limit:g}s", *case.options]
     load = os.getloadavg()[0]
+    cpu_seconds_before = read_child_cpu_seconds()
     started = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         longest_silence, last_line_at = 0.0, started
@@ -150,6 +159,7 @@ def run_case(case: Case, folder: Path, verbose: bool) -> dict[str, Any]:
             if verbose:
                 print(f"  {now - started:6.2f} {line}", end="", flush=True)
     used = time.monotonic() - started
+    cpu_seconds = read_child_cpu_seconds() - cpu_seconds_before
     if process.returncode:
         raise SystemExit(f"benchmarks.time_limit: {case.name}: the command failed with {process.returncode}")
     training = json.loads((folder / "model" / "manifest.json").read_text())["training"]
@@ -161,9 +171,12 @@ def run_case(case: Case, folder: Path, verbose: bool) -> dict[str, Any]:
         "records": sum(training["rows"].values()),
         "steps": training["steps"],
         "calibrated": training["records_used"]["calibration"],
-        "preset": training.get("preset", {}).get("name", "small"),
+        "preset": training["preset"]["name"],
         "silence": round(max(longest_silence, started + used - last_line_at), 1),
-        "phases": training.get("seconds_by_phase", {}),
+        "start": training["seconds_by_phase"]["start"],
+        "phases": training["seconds_by_phase"],
+        "warnings": [warning["code"] for warning in training["warnings"]],
+        "cpu": round(cpu_seconds, 1),
         "load": round(load, 1),
     }
 
@@ -192,6 +205,7 @@ def format_table(lines: list[dict[str, Any]]) -> str:
                 f"{line['limit']:g} s",
                 f"{line['used']:.1f} s",
                 f"{line['ratio']:.2f}",
+                f"{line['start']:.1f} s",
                 f"{line['records']:,}",
                 f"{line['steps']:,}",
                 f"{line['calibrated']:,}",
