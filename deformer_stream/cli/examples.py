@@ -3,6 +3,20 @@
 from __future__ import annotations
 
 EXAMPLES_BY_COMMAND: dict[str, tuple[tuple[str, str], ...]] = {
+    "init": (
+        (
+            "Look at a historian's export, ask what a record is, and write deformer.toml:",
+            "deformer-stream init export.csv",
+        ),
+        (
+            "Ask nothing, and name the column that marks faults:",
+            "deformer-stream init export.csv --yes --label fault --normal 0",
+        ),
+        (
+            "Look at a topic for a minute, and save its readings as a table:",
+            "deformer-stream init --topic sensors --listen 1m --save readings.parquet",
+        ),
+    ),
     "consume": (
         (
             "Score a topic and print alerts, at most 1% false ones:",

@@ -37,13 +37,28 @@ def build_inspect() -> click.Command:
     return command
 
 
+def find_default_config() -> Path | None:
+    """Return the configuration file of the current folder, None if there is none.
+
+    The settings are imported only when the command runs, because that would delay `--help`.
+    """
+    from deformer_stream import settings
+
+    return settings.find_default_config()
+
+
 def build_config() -> click.Command:
     """Return the command `config`, which prints the current values of options."""
 
     @click.command("config", cls=HelpCommand, examples=EXAMPLES_BY_COMMAND["config"], context_settings=HELP)
     @click.argument("name", metavar="[COMMAND]", required=False, type=click.Choice(COMMANDS_WITH_SETTINGS))
     @click.option(
-        "--config", "path", type=click.Path(path_type=Path), envvar="DEFORMER_CONFIG", help="TOML file with options."
+        "--config",
+        "path",
+        type=click.Path(path_type=Path),
+        envvar="DEFORMER_CONFIG",
+        default=find_default_config,
+        help="TOML file with options.  [default: deformer.toml, if it exists]",
     )
     @click.option("--markdown", is_flag=True, help="Print a Markdown table of all options instead.")
     @add_debug_option
@@ -55,6 +70,7 @@ def build_config() -> click.Command:
         from deformer_stream.cli.config_report import format_option_table, format_options_in_force
         from deformer_stream.settings import SETTINGS_BY_COMMAND
 
+        path = None if path == Path() else path  # `--config ""` reads no file
         if markdown:
             click.echo(format_option_table())
             return

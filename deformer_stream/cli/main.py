@@ -11,11 +11,12 @@ from typing import Any
 
 import click
 
-from deformer_stream.cli import completion, inspection, stream, tables
+from deformer_stream.cli import completion, init, inspection, stream, tables
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import HELP, HelpCommand, LazyGroup, add_debug_option, run
 
 SUMMARY_BY_COMMAND = {
+    "init": "Look at a table or a topic, and write a configuration to start with.",
     "consume": "Score a live stream and raise alerts while records are open.",
     "replay": "Score historical logs as a stream would have been scored.",
     "calibrate": "Calibrate a model again on normal records, without training.",
@@ -48,6 +49,7 @@ def build_demo() -> click.Command:
 
 
 BUILDER_BY_COMMAND = {
+    "init": init.build_init,
     "consume": stream.build_consume,
     "replay": stream.build_replay,
     "calibrate": stream.build_calibrate,

@@ -26,7 +26,7 @@ from deformer_stream.settings.base import (
     text_default,
     to_flag,
 )
-from deformer_stream.settings.option_groups import PRODUCE_GROUPS, TABLE_GROUPS, OptionGroups
+from deformer_stream.settings.option_groups import INIT_GROUPS, PRODUCE_GROUPS, TABLE_GROUPS, OptionGroups
 from deformer_stream.settings.tables import TableSettings, WindowedTableSettings
 
 
@@ -529,6 +529,54 @@ class DemoSettings(Settings):
     output: Path = Field(Path("demo-output"), description="Folder for the tables, the model and the report.")
     seed: int = Field(0, ge=0, description="Seed of the simulated pumps and of the training.")
     train_time: Timeout = text_default("60s", "Time limit of the training.")
+
+
+class InitSettings(WindowedTableSettings, _KafkaSettings):
+    """The options of `deformer-stream init`: the answers to its questions, and where to look."""
+
+    option_groups: ClassVar[OptionGroups] = INIT_GROUPS
+
+    yes: bool = Field(False, description="Ask nothing: take the default of each question without an option.")
+    output: Path = Field(Path("deformer.toml"), description="Configuration file to write.")
+    force: bool = Field(False, description="Replace the configuration file if it exists.")
+    record: Literal["row", "window", "id"] | None = Field(
+        None,
+        description="What a record is: a row of the table, a time window of a device, or all readings with one id. "
+        "Default: asked.",
+    )
+    window: WindowWidth | None = Field(
+        None, description="Length of a time window, if records are windows, such as 60s. Default: asked."
+    )
+    slots: int | None = Field(
+        None, ge=1, le=1000, description="Number of readings of a sensor in a window. Default: asked."
+    )
+    label: str | None = Field(
+        None, description='Column that says whether a row is normal, "" if there is none. Default: asked.'
+    )
+    normal: str | None = Field(None, description="Value of the column --label in normal rows. Default: asked.")
+    exclude: str | None = Field(
+        None, description='Columns to leave out, separated by commas, "" for none. Default: asked.'
+    )
+    contamination: MinorityShare | None = Field(
+        None, description="Share of the records that may be anomalies, if no column names them. Default: asked."
+    )
+    alpha: Share | None = Field(
+        None, description="Largest share of normal records that raise an alert, such as 1%. Default: asked."
+    )
+    max_time: Timeout | None = Field(None, description="Time limit of the training, such as 5m. Default: asked.")
+    time_column: str | None = Field(
+        None, description="Column with the time. Default: the column time, or the first column of times."
+    )
+    device_column: str | None = Field(  # type: ignore[assignment]  # the device is found if no option names it
+        None, description="Column with the device. Default: the column device, or one that looks like it."
+    )
+    topic: str | None = Field(None, description="Kafka topic to look at, in place of a table.")
+    listen: Timeout = text_default("5s", "Longest time to read messages of --topic.")
+    save: Path | None = Field(
+        None,
+        description="Parquet file for the readings of the messages, as a table to train on. All messages of --topic "
+        "that arrive within --listen are then read.",
+    )
 
 
 def _require_exactly_one(settings: SettingsType, *fields: str) -> SettingsType:

@@ -37,6 +37,9 @@ TRAIN_TABLE = "train"
 OPTIONS_WITH_TABLES = ("units",)
 """Names of the options whose value can be a table of the configuration file, such as `[units]`."""
 
+DEFAULT_CONFIG = Path("deformer.toml")
+"""The configuration file that every command reads if it is in the current folder and no other one is named."""
+
 MAX_QUOTED_CHARACTERS = 40
 """Length of the longest value, in characters, that an error message repeats."""
 
@@ -282,24 +285,36 @@ def format_default(info: FieldInfo) -> str | None:
     return str(info.default)
 
 
-def add_options(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def find_default_config() -> Path | None:
+    """Return the path of the configuration file in the current folder, None if there is none."""
+    return DEFAULT_CONFIG if DEFAULT_CONFIG.is_file() else None
+
+
+def add_options(
+    cls: type[Settings], reads_default_config: bool = True
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that adds options to the function of a click command: one per settings field, and `--config`.
 
     Args:
         cls: The settings class.
+        reads_default_config: Whether `deformer.toml` is read if the option `--config` is not given.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function of a command with one click option for each settings field, and `--config`."""
         fields_by_heading = arrange_by_heading(list(cls.model_fields), cls.option_groups)
         options = [(heading, field) for heading, fields in fields_by_heading.items() for field in fields]
+        default_config = f"  [default: {DEFAULT_CONFIG}, if it exists]" if reads_default_config else ""
         function = click.option(
             "--config",
             cls=OptionInGroup,
             heading=GENERAL_HEADING,
             type=click.Path(path_type=Path),
             envvar=VARIABLE_PREFIX + "CONFIG",
-            help="TOML file with options.",
+            default=find_default_config if reads_default_config else None,
+            # Click converts an empty text, with which a user reads no file, to the path ".".
+            callback=lambda context, parameter, path: None if path == Path() else path,
+            help=f"TOML file with options.{default_config}",
         )(function)
         # Click lists options in the reverse order of their decorators, so the last option is added first.
         for heading, name in reversed(options):

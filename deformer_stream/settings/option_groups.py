@@ -61,6 +61,18 @@ TABLE_GROUPS: OptionGroups = {
 """The grouping of the commands that write tables: `impute`, `sample` and `demo`."""
 
 
+INIT_GROUPS: OptionGroups = {
+    "Configuration file": ("yes", "output", "force"),
+    "Answers": (
+        *("record", "window", "slots", "label", "normal", "contamination", "exclude", "timezone", "alpha", "max_time"),
+    ),
+    "Tables": ("time_column", "device_column", "delimiter", "decimal", "encoding", "no_header"),
+    "Kafka": ("topic", "listen", "save", "bootstrap_servers"),
+    "Kafka security": _SECURITY,
+}
+"""The grouping of `init`."""
+
+
 def arrange_by_heading(names: list[str], groups: OptionGroups) -> dict[str, list[str]]:
     """Return the names of fields by heading, in the order in which the help lists them.
 

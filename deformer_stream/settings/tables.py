@@ -34,7 +34,7 @@ def _check_encoding(value: str) -> str:
     return value
 
 
-def _check_timezone(value: str) -> str:
+def check_timezone(value: str) -> str:
     """Return the name of a time zone; raise `ValueError` if it is unknown."""
     try:
         ZoneInfo(value)
@@ -48,7 +48,7 @@ def _check_timezone(value: str) -> str:
 class TableSettings(Settings):
     """The options of every command that reads tables."""
 
-    timezone: Annotated[str, AfterValidator(_check_timezone)] | None = Field(
+    timezone: Annotated[str, AfterValidator(check_timezone)] | None = Field(
         None,
         description="Time zone of times that are written without one, such as Europe/Berlin. Default: UTC for "
         "timestamps; times that are text need this option if records are time windows or a row is a reading.",

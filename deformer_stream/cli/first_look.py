@@ -1,0 +1,474 @@
+"""What the first rows of an unknown table show: columns, kinds, times, rate, devices, and columns that may be labels.
+
+`deformer-stream init` prints it and derives its questions from it. PyTorch is not imported, so that it takes a second.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from deformer_stream.codec.columns import parse_times
+from deformer_stream.engine.events import NO_TIME
+from deformer_stream.errors import InputError
+from deformer_stream.model.schema import Feature, format_label
+from deformer_stream.tables import conversion
+from deformer_stream.tables.discovery import CSV, PARQUET, find_files, has_ending
+from deformer_stream.tables.table import DEFAULT_RECORD_COLUMN, CellForm, Table, TableOptions, map_read_errors
+from trainer.feature_kinds import ColumnStatistics, infer_feature
+from trainer.tables import DEVICE, FEATURE, TIME, VALUE, classify_type, encode_labels
+
+MAX_ROWS, MAX_CELLS = 20_000, 1_000_000
+"""Largest number of rows, and of cells (rows times columns), that are read."""
+
+MAX_LABELS = 20
+"""Largest number of different values of a column that may say whether a row is normal."""
+
+MAX_DEVICES = 1000
+"""Largest number of devices that are counted."""
+
+SAMPLE_BYTES = 1 << 20
+"""Number of bytes at the beginning of a CSV file from which the number of its rows is estimated."""
+
+Layout = Literal["wide", "long"]
+
+_LABEL_NAME = re.compile(
+    r"(^|[^a-z])(is_?)?(anomal(y|ies|ous)|faults?|faulty|outliers?|defects?|defective|failures?|attacks?|labels?|"
+    r"normal|healthy|good)([^a-z]|$)"
+)
+"""Names of columns that usually say whether a row is normal."""
+
+_ANSWER_NAME = re.compile(
+    r"(^|[^a-z])(change_?points?|root_?cause|target|fault_?(id|type|number)|split|fold)([^a-z]|$)"
+)
+"""Names of columns that were added by somebody who knows the faults, and that must not become features either."""
+
+_ID_NAME = re.compile(r"(^|[^a-z])(id|uuid|guid|index|serial(_?(no|number))?|row(_?(no|number))?|order_?no)$")
+"""Names of columns that usually identify rows."""
+
+_DEVICE_NAME = re.compile(
+    r"^(device|machine|asset|equipment|unit|pump|motor|vehicle|turbine|line|station)(_?(id|name))?$"
+)
+"""Names of columns that usually contain the device of a row."""
+
+_SENSOR_NAME = re.compile(r"^(tag|tag_?name|sensor|signal|point|variable|parameter|metric|channel)(_?(id|name))?$")
+"""Names of columns that usually contain the sensor of a reading, in a table with one reading per row."""
+
+_NORMAL_VALUES = ("normal", "ok", "good", "healthy", "none", "no", "n", "false", "0")
+"""Labels of normal rows, the most certain first."""
+
+_NORMAL_VALUES_OF_NORMAL = ("true", "yes", "1", "normal", "ok")
+"""Labels of normal rows in a column such as `is_normal`, the most certain first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnView:
+    """What the first rows show about one column, or about one sensor of a table with one reading per row.
+
+    Attributes:
+        name: Name of the column or sensor.
+        kind: "continuous" (a measurement), "discrete" (a label), "time", or "left out" if it cannot be a feature.
+        reason: Why, as text for the user.
+        values: A few of its values, or their range, as text.
+        unit: The unit that the file states; empty if there is none.
+    """
+
+    name: str
+    kind: str
+    reason: str
+    values: str = ""
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TableView:
+    """What the first rows of a table show.
+
+    Attributes:
+        inputs: The files, folders and patterns as the user has named them.
+        num_files: Number of files.
+        num_rows: Number of rows of all files, estimated if `is_exact` is false.
+        is_exact: Whether `num_rows` is counted.
+        num_rows_read: Number of rows that were looked at, from the beginning of the first file.
+        layout: "wide" if a column is a feature, "long" if a row is one reading.
+        columns: The columns (or sensors), in the order of the table.
+        time_column: The column with the time, None if there is none.
+        has_local_times: Whether the times are texts without a time zone.
+        interval: Usual time in seconds between two readings of a sensor. None if there are no times.
+        span: Time in seconds between the first and the last time. None if there are no times.
+        device_column: The column with the device, None if there is none.
+        devices: The devices, sorted.
+        record_column: The column with the id of the record, None if there is none.
+        label_counts: By column that may say whether a row is normal, the number of rows by value; the most likely
+            column first.
+        suggested_exclusions: Columns that became features and probably should not: ids and answers.
+        dialect: How a CSV file is read, as one line; None for other formats.
+    """
+
+    inputs: tuple[str, ...]
+    num_files: int
+    num_rows: int
+    is_exact: bool
+    num_rows_read: int
+    layout: Layout
+    columns: tuple[ColumnView, ...]
+    time_column: str | None = None
+    has_local_times: bool = False
+    interval: float | None = None
+    span: float | None = None
+    device_column: str | None = None
+    devices: tuple[str, ...] = ()
+    record_column: str | None = None
+    label_counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    suggested_exclusions: tuple[str, ...] = ()
+    dialect: str | None = None
+
+    @property
+    def feature_names(self) -> list[str]:
+        """The names of the columns or sensors that can be features."""
+        return [column.name for column in self.columns if column.kind in ("continuous", "discrete")]
+
+
+def look_at_tables(
+    inputs: Sequence[str],
+    options: TableOptions,
+    time_column: str | None = None,
+    device_column: str | None = None,
+) -> TableView:
+    """Look at the first rows of tables.
+
+    Args:
+        inputs: Files, folders and patterns of Parquet and CSV files.
+        options: How they are read.
+        time_column: The column with the time, None to find it.
+        device_column: The column with the device, None to find it.
+
+    Raises:
+        InputError: A file does not exist or cannot be read, a column does not exist, or the table has one reading per
+            row under column names that training does not know.
+    """
+    files = find_files(inputs, PARQUET + CSV)
+    # Only the first file is opened.
+    table = Table.open_all(files[:1], options)[0]
+    return look_at_table(table, tuple(inputs), files, time_column, device_column)
+
+
+def look_at_table(
+    table: Table,
+    inputs: tuple[str, ...],
+    files: Sequence[Path] = (),
+    time_column: str | None = None,
+    device_column: str | None = None,
+) -> TableView:
+    """Look at the first rows of a table.
+
+    Args:
+        table: The table, which is the first of the files.
+        inputs: The files, folders and patterns as the user has named them.
+        files: All files; empty for a table in memory.
+        time_column: The column with the time, None to find it.
+        device_column: The column with the device, None to find it.
+
+    Raises:
+        InputError: The table cannot be read or has no rows, a column does not exist, or the table has one reading per
+            row under column names that training does not know.
+    """
+    table.check_columns(time=time_column, device=device_column)
+    layout = _choose_layout(table)
+    is_long = layout == "long"
+    time_column = time_column or (TIME if TIME in table.schema.names else None)
+    if time_column is None and not is_long:
+        time_column = table.choose_time_column() or _find_date_column(table)
+    forms: dict[str, CellForm] = {VALUE: "mixed"} if is_long else {}
+    local_times = table.options.timezone is None and time_column is not None and _has_local_times(table, time_column)
+    if time_column is not None:
+        forms[time_column] = "time"
+    batch = _read_first_rows(table, forms)
+    is_complete = len(files) <= 1 and batch.num_rows < _choose_max_rows(table)
+    num_rows = batch.num_rows if is_complete else _estimate_rows(files, table, batch)
+    devices_of_rows = _find_devices(batch, device_column, is_long)
+    times = None if time_column is None else parse_times(batch.column(time_column), table.name)[0]
+    groups = [devices_of_rows[1], batch.column(FEATURE).to_pylist() if is_long else None]
+    interval, span = (None, None) if times is None else _measure_times(times, groups)
+    if span is not None and not is_complete:
+        span *= num_rows / batch.num_rows  # as if the rate stays the same
+    statistics = _collect_statistics(batch, is_long, {time_column, devices_of_rows[0] if is_long else None})
+    views, features = _describe_columns(table, batch, statistics, time_column, is_long)
+    label_counts = _find_labels(batch, time_column, is_long)
+    return TableView(
+        inputs=tuple(inputs),
+        num_files=max(1, len(files)),
+        num_rows=num_rows,
+        is_exact=is_complete or (len(files) <= 1 and table.num_rows is not None),
+        num_rows_read=batch.num_rows,
+        layout=layout,
+        columns=tuple(views),
+        time_column=time_column,
+        has_local_times=local_times,
+        interval=interval,
+        span=span,
+        device_column=devices_of_rows[0],
+        devices=tuple(sorted({device for device in devices_of_rows[1] or [] if device is not None})[:MAX_DEVICES]),
+        record_column=DEFAULT_RECORD_COLUMN if DEFAULT_RECORD_COLUMN in table.schema.names else None,
+        label_counts=label_counts,
+        suggested_exclusions=tuple(
+            name
+            for name in features
+            if not is_long and (_ID_NAME.search(_simplify(name)) or _ANSWER_NAME.search(_simplify(name)))
+        ),
+        dialect=table.describe_dialect(),
+    )
+
+
+def choose_normal_value(column: str, count_by_value: Mapping[str, int]) -> str:
+    """Return the value that a label column probably has in normal rows.
+
+    Args:
+        column: Name of the column.
+        count_by_value: Number of rows by value, at least one.
+    """
+    means_normal = re.search(r"normal|healthy|good|(^|_)ok", _simplify(column)) is not None
+    known = _NORMAL_VALUES_OF_NORMAL if means_normal else _NORMAL_VALUES
+    by_simple_text = {value.lower(): value for value in count_by_value}
+    return next(
+        (by_simple_text[value] for value in known if value in by_simple_text),
+        max(count_by_value, key=lambda value: count_by_value[value]),
+    )
+
+
+def _simplify(name: str) -> str:
+    """Return a column's name in lower case, with underscores between the words of a name such as `isFault`."""
+    return re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+
+
+def _choose_layout(table: Table) -> Layout:
+    """Return the layout of a table.
+
+    Raises:
+        InputError: It has one reading per row, but under names of columns that training does not know.
+    """
+    names = table.schema.names
+    if FEATURE in names and VALUE in names:
+        return "long"
+    sensor_column = next((name for name in names if _SENSOR_NAME.match(_simplify(name))), None)
+    if sensor_column is not None and table.schema.field(sensor_column).type == pa.string() and len(names) <= 6:
+        raise InputError(
+            f"{table.name}: this looks like a table with one reading per row, whose sensor is in the column "
+            f"{sensor_column!r}; rename its columns ({', '.join(names)}) to device, feature, value and time"
+        )
+    return "wide"
+
+
+def _find_date_column(table: Table) -> str | None:
+    """Return the first column of dates, None if there is none."""
+    return next((column.name for column in table.schema if classify_type(column.type) == "time"), None)
+
+
+def _choose_max_rows(table: Table) -> int:
+    """Return the largest number of rows to read, which is smaller for tables with many columns."""
+    return max(100, min(MAX_ROWS, MAX_CELLS // max(1, len(table.schema.names))))
+
+
+def _has_local_times(table: Table, time_column: str) -> bool:
+    """Return whether the first time is a text without a time zone."""
+    batch = next(table.iterate_batches([time_column], 100, {time_column: "text"}), None)
+    return batch is not None and conversion.has_local_texts(batch.column(time_column))
+
+
+def _read_first_rows(table: Table, forms: Mapping[str, CellForm]) -> pa.RecordBatch:
+    """Return the first rows of a table as one batch.
+
+    Raises:
+        InputError: The file cannot be read, or has no rows.
+    """
+    limit = _choose_max_rows(table)
+    batches: list[pa.RecordBatch] = []
+    for batch in table.iterate_batches(table.schema.names, limit, forms):
+        batches.append(batch)
+        limit -= batch.num_rows
+        if limit <= 0:
+            break
+    if not sum(batch.num_rows for batch in batches):
+        raise InputError(f"{table.name}: the table has no rows; give a table with at least some hundred rows")
+    # A column whose later cells do not fit has text in later batches. The first batches show enough.
+    fitting = [batch for batch in batches if batch.schema == batches[0].schema]
+    with map_read_errors(table.name):
+        rows = pa.Table.from_batches(fitting).combine_chunks()
+        return rows.slice(0, _choose_max_rows(table)).to_batches()[0]
+
+
+def _estimate_rows(files: Sequence[Path], table: Table, first_rows: pa.RecordBatch) -> int:
+    """Return about how many rows all files have.
+
+    Args:
+        files: The files; empty for a table in memory.
+        table: The first file, or the table in memory.
+        first_rows: Its first rows.
+    """
+    num_rows = table.num_rows
+    if not files:
+        return first_rows.num_rows if num_rows is None else num_rows
+    sizes = [file.stat().st_size for file in files]
+    if num_rows is None:
+        with files[0].open("rb") as file:
+            sample = file.read(SAMPLE_BYTES)
+        if has_ending(files[0], (".gz",)):  # the size says nothing about the number of rows
+            num_rows = first_rows.num_rows
+        else:
+            num_rows = round(sample.count(b"\n") * sizes[0] / len(sample))
+    return round(num_rows * sum(sizes) / max(1, sizes[0]))
+
+
+def _find_devices(
+    batch: pa.RecordBatch, device_column: str | None, is_long: bool
+) -> tuple[str | None, list[str | None] | None]:
+    """Return the column with the device, and the device of each row; (None, None) if there is none.
+
+    Args:
+        batch: The first rows.
+        device_column: The column that the user has named, None to find it.
+        is_long: Whether a row is one reading. The column is then `device`.
+    """
+    names = batch.schema.names
+    if device_column is None and DEVICE in names:
+        device_column = DEVICE
+    if device_column is None and not is_long:
+        for name in names:
+            if _DEVICE_NAME.match(_simplify(name)) and classify_type(batch.schema.field(name).type) == "text":
+                num_values = len(batch.column(name).unique())
+                if num_values <= min(MAX_DEVICES, batch.num_rows / 10):
+                    device_column = name
+                    break
+    if device_column is None:
+        return None, None
+    indexes, labels = encode_labels(batch.column(device_column))
+    return device_column, [labels[index] if index >= 0 else None for index in indexes]
+
+
+def _measure_times(
+    times: NDArray[np.int64], groups: Sequence[Sequence[str | None] | None]
+) -> tuple[float | None, float | None]:
+    """Return the usual time between two rows of the same groups, and the whole time, both in seconds.
+
+    Args:
+        times: (M,) times of the rows in microseconds since 1970, `NO_TIME` if unknown.
+        groups: For each grouping (by device, by sensor) the group of each of the M rows; None if there is no grouping.
+
+    Returns:
+        (interval, span); None for each that the times do not show.
+    """
+    keys = [np.unique([str(name) for name in group], return_inverse=True)[1] for group in groups if group is not None]
+    order = np.lexsort((times, *keys))
+    is_known = times[order] != NO_TIME
+    order = order[is_known]
+    if len(order) < 2:
+        return None, None
+    steps = np.diff(times[order])
+    is_same = np.ones(len(steps), bool)
+    for key in keys:
+        is_same &= np.diff(key[order]) == 0
+    positive = steps[is_same & (steps > 0)]
+    known = times[order]
+    span = float(known.max() - known.min()) / 1e6
+    return (float(np.median(positive)) / 1e6 if len(positive) else None), span or None
+
+
+def _collect_statistics(
+    batch: pa.RecordBatch, is_long: bool, other_columns: set[str | None]
+) -> dict[str, ColumnStatistics]:
+    """Return the statistics of each column or sensor from which training infers its kind.
+
+    Args:
+        batch: The first rows.
+        is_long: Whether a row is one reading.
+        other_columns: Columns that are no features, such as the time.
+    """
+    statistics: dict[str, ColumnStatistics] = {}
+    rows = np.arange(batch.num_rows)
+    if is_long:
+        sensors, names = encode_labels(batch.column(FEATURE))
+        for index, name in enumerate(names):
+            chosen = np.flatnonzero(sensors == index)
+            if len(chosen):
+                column = statistics.setdefault(name, ColumnStatistics(name))
+                column.add(batch.column(VALUE).take(pa.array(chosen)), chosen, np.ones(len(chosen), bool))
+        return statistics
+    for name in batch.schema.names:
+        if name not in other_columns:
+            statistics[name] = ColumnStatistics(name)
+            statistics[name].add(batch.column(name), rows, np.ones(len(rows), bool))
+    return statistics
+
+
+def _describe_columns(
+    table: Table,
+    batch: pa.RecordBatch,
+    statistics: Mapping[str, ColumnStatistics],
+    time_column: str | None,
+    is_long: bool,
+) -> tuple[list[ColumnView], list[str]]:
+    """Return a description of each column, and the names of those that became features.
+
+    Args:
+        table: The table, whose units are described too.
+        batch: Its first rows.
+        statistics: The statistics of each column or sensor.
+        time_column: The column with the time, None if there is none.
+        is_long: Whether a row is one reading.
+    """
+    views = [ColumnView(name, "left out", "index of the data frame") for name in table.index_columns]
+    features: list[str] = []
+    if time_column is not None:
+        column = batch.column(time_column).drop_null()
+        first, last = (str(column[i]).removesuffix(".000000") for i in (0, -1)) if len(column) else ("", "")
+        views.append(ColumnView(time_column, "time", "the time", f"{first} to {last}"))
+    for name, column_statistics in statistics.items():
+        unit = table.units.get(name, "")
+        if not is_long and name == DEFAULT_RECORD_COLUMN:
+            views.append(ColumnView(name, "left out", "the record's id"))
+            continue
+        feature = infer_feature(column_statistics, None, False)
+        if isinstance(feature, Feature):
+            features.append(name)
+            views.append(ColumnView(name, feature.kind, feature.reason, _describe_values(feature), unit))
+        else:
+            views.append(ColumnView(name, "left out", feature.reason))
+    return views, features
+
+
+def _describe_values(feature: Feature) -> str:
+    """Return the range of a measurement or the first labels of a label, as text."""
+    if feature.kind == "continuous":
+        return f"{feature.low:g} to {feature.high:g}"
+    return ", ".join(feature.labels[:5]) + (", …" if len(feature.labels) > 5 else "")
+
+
+def _find_labels(batch: pa.RecordBatch, time_column: str | None, is_long: bool) -> dict[str, dict[str, int]]:
+    """Return the columns that may say whether a row is normal, with the number of rows by value.
+
+    Args:
+        batch: The first rows.
+        time_column: The column with the time, which is no label.
+        is_long: Whether a row is one reading; its value and its sensor are no labels.
+    """
+    not_labels = {time_column, *((FEATURE, VALUE, DEVICE, DEFAULT_RECORD_COLUMN) if is_long else ())}
+    found: dict[str, dict[str, int]] = {}
+    for name in batch.schema.names:
+        if name in not_labels or not _LABEL_NAME.search(_simplify(name).replace("_", " ")):
+            continue
+        column = batch.column(name)
+        if classify_type(column.type) not in ("number", "boolean", "text") or len(column.unique()) > MAX_LABELS:
+            continue
+        indexes, labels = encode_labels(column)
+        counts = {format_label(label): int((indexes == index).sum()) for index, label in enumerate(labels)}
+        if counts := {label: count for label, count in counts.items() if count}:
+            found[name] = counts
+    # A column with more than one value is more likely to be the label.
+    return dict(sorted(found.items(), key=lambda item: len(item[1]) < 2))

@@ -1,0 +1,259 @@
+"""The questions of `deformer-stream init`, with their defaults.
+
+An option answers its question in advance. All answers are checked in the same way, whether they come from an option,
+from the user or from a default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+from pydantic import TypeAdapter, ValidationError
+
+from deformer_stream.cli.first_config import Answers, RecordKind
+from deformer_stream.cli.first_look import TableView, choose_normal_value
+from deformer_stream.errors import ConfigError
+from deformer_stream.model.windows import format_duration
+from deformer_stream.settings import InitSettings, MinorityShare, Share, Timeout, WindowWidth, explain_error
+from deformer_stream.settings.tables import check_timezone
+
+DEFAULT_ALPHA, DEFAULT_MAX_TIME, DEFAULT_WINDOW = "1%", "5m", "60s"
+"""The answers that are proposed if the input suggests no others."""
+
+MAX_FEATURES_PER_RECORD = 60
+"""Number of sensors times time slots up to which the proposed number of slots grows."""
+
+MAX_SLOTS = 12
+"""Largest number of time slots that is proposed."""
+
+NONE = "-"
+"""What a user answers if no column is meant."""
+
+_ROUND_SECONDS = (1, 2, 5, 10, 15, 20, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
+"""Lengths of windows, in seconds, of which one is proposed."""
+
+Value = TypeVar("Value")
+
+
+def ask_questions(view: TableView, settings: InitSettings, asks: bool) -> Answers:
+    """Return the answers to all questions: from an option, else from the user, else the default.
+
+    Args:
+        view: What the input shows.
+        settings: Options of `init`.
+        asks: Whether the user is asked. If not, each question is answered by its option or its default.
+
+    Raises:
+        ConfigError: An option does not fit the input.
+    """
+    record = _choose_record(view, settings, asks)
+    window, slots = _choose_window(view, settings, asks) if record == "window" else (None, 1)
+    label, normal = _choose_label(view, settings, asks)
+    if label is not None and settings.contamination:
+        raise ConfigError("--contamination is for tables without a label: leave it out, or add --label ''")
+    contamination = settings.contamination
+    if contamination is None:
+        question = "Largest share of these records that may be anomalies"
+        contamination = 0.0 if label is not None else _ask(question, "0%", _make_parser(MinorityShare), asks)
+    exclude = _choose_exclusions(view, settings, label, asks)
+    timezone = settings.timezone
+    if timezone is None and view.has_local_times and (record == "window" or view.layout == "long"):
+        timezone = _ask("Time zone of the times", "UTC", check_timezone, asks)
+    alpha, max_time = settings.alpha, settings.max_time
+    if alpha is None:
+        alpha = _ask("Largest share of normal records that raise an alert", DEFAULT_ALPHA, _make_parser(Share), asks)
+    if max_time is None:
+        max_time = _ask("Time limit of the training", DEFAULT_MAX_TIME, _make_parser(Timeout), asks)
+    reading: dict[str, Any] = {name: getattr(settings, name) for name in ("delimiter", "decimal", "encoding")}
+    reading |= {"no_header": settings.no_header or None, "time_column": settings.time_column}
+    # The column `device` is used without an option.
+    if record == "window" and view.device_column not in (None, "device"):
+        reading["device_column"] = view.device_column
+    return Answers(
+        record=record,
+        alpha=alpha,
+        max_time=max_time,
+        window=window,
+        slots=slots,
+        label=label,
+        normal=normal,
+        exclude=exclude,
+        contamination=contamination,
+        timezone=timezone,
+        table_options={name: value for name, value in reading.items() if value is not None},
+    )
+
+
+def _ask(question: str, default: str, parse: Callable[[str], Value], asks: bool) -> Value:
+    """Return the answer of the user to a question, which is repeated until the answer is valid, or the default.
+
+    Args:
+        question: The question, without the default.
+        default: The default as the user would write it.
+        parse: Returns the value of an answer, and raises `ValueError` with a reason if it is not valid.
+        asks: Whether the user is asked.
+    """
+
+    def parse_for_click(text: str) -> Value:
+        """Return the value of an answer; an error of this type makes click ask again."""
+        try:
+            return parse(text.strip())
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
+
+    answer: Value = click.prompt(question, default, value_proc=parse_for_click) if asks else parse(default)
+    return answer
+
+
+def _make_parser(kind: Any) -> Callable[[str], Any]:
+    """Return a function that converts a text as an option of this type does, and raises `ValueError` with a reason.
+
+    Args:
+        kind: The type of the option's field, such as `Share`.
+    """
+    adapter = TypeAdapter(kind)
+
+    def parse(text: str) -> Any:
+        """Return the value of the text."""
+        try:
+            return adapter.validate_python(text)
+        except ValidationError as error:
+            raise ValueError(explain_error(error.errors()[0])) from None
+
+    return parse
+
+
+def _make_choice(choices: Sequence[str]) -> Callable[[str], str]:
+    """Return a function that returns one of several texts unchanged, and raises `ValueError` for any other text."""
+
+    def parse(text: str) -> str:
+        """Return the text if it is one of the choices."""
+        if text not in choices:
+            raise ValueError(f"{text!r} is not a choice; answer one of: {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+def _choose_record(view: TableView, settings: InitSettings, asks: bool) -> RecordKind:
+    """Return what a record is.
+
+    Raises:
+        ConfigError: The input does not have what records of the chosen kind need.
+    """
+    choices: list[RecordKind] = []
+    if view.layout == "wide":
+        choices.append("row")
+    if view.layout == "long" and view.record_column is not None:
+        choices.append("id")
+    if view.time_column is not None and (view.layout == "wide" or view.device_column is not None):
+        choices.append("window")
+    if settings.record is None and (settings.window is not None or settings.slots is not None):
+        chosen: RecordKind = "window"
+    elif settings.record is not None:
+        chosen = settings.record
+    elif not choices:
+        raise ConfigError(
+            "a row of this table is one reading, but nothing says to which record it belongs: add a column record, "
+            "or columns device and time"
+        )
+    elif len(choices) == 1:
+        return choices[0]
+    else:
+        meanings = {"row": "a row", "window": "a time window of a device", "id": "all readings with one id"}
+        listed = ", ".join(f"{choice} = {meanings[choice]}" for choice in choices)
+        answer = _ask(f"What is a record? {listed}", choices[0], _make_choice(choices), asks)
+        return next(choice for choice in choices if choice == answer)
+    if chosen not in choices:
+        needs = {
+            "row": "a table in which each row holds the values of several columns",
+            "window": "a column of times, and a column device if a row is one reading",
+            "id": "columns record, feature and value",
+        }
+        raise ConfigError(f"--record {chosen} needs {needs[chosen]}: choose one of: {', '.join(choices) or 'none'}")
+    return chosen
+
+
+def _choose_window(view: TableView, settings: InitSettings, asks: bool) -> tuple[float, int]:
+    """Return the length of a window in seconds and the number of its time slots.
+
+    The proposed window holds several readings of each sensor, one in each slot.
+    """
+    interval = view.interval or 60.0
+    most_slots = max(1, min(MAX_SLOTS, MAX_FEATURES_PER_RECORD // max(1, len(view.feature_names))))
+    window = settings.window
+    if window is None:
+        wanted = interval * (settings.slots or most_slots)
+        # The longest usual length in which no sensor reports more often than that.
+        proposed = max((length for length in _ROUND_SECONDS if interval <= length <= wanted), default=interval)
+        question = "Length of a window"
+        window = _ask(question, format_duration(round(proposed * 1e6)), _make_parser(WindowWidth), asks)
+    slots = settings.slots
+    if slots is None:
+        proposed_slots = min(1000, max(1, round(window / interval)))
+        question = "Readings of a sensor in a window (time slots)"
+        slots = _ask(question, str(proposed_slots), _parse_slots, asks)
+    return window, slots
+
+
+def _parse_slots(text: str) -> int:
+    """Return a number of time slots; raise `ValueError` if the text is not a number from 1 to 1000."""
+    if not text.isdecimal() or not 1 <= int(text) <= 1000:
+        raise ValueError("write a whole number from 1 to 1000")
+    return int(text)
+
+
+def _choose_label(view: TableView, settings: InitSettings, asks: bool) -> tuple[str | None, str | None]:
+    """Return the column that says whether a row is normal and its value in normal rows; (None, None) if there is none.
+
+    Raises:
+        ConfigError: The chosen column or value does not exist.
+    """
+    label, normal = settings.label, settings.normal
+    candidates = list(view.label_counts)
+    if label is None and candidates:
+        question = f"Column that says whether a row is normal ({NONE} for none)"
+        label = _ask(question, candidates[0], _make_choice([*candidates, NONE]), asks)
+    if label in (None, "", NONE):
+        if normal is not None:
+            raise ConfigError("--normal needs --label, the column that has this value in normal rows; add --label")
+        return None, None
+    names = [*candidates, *(column.name for column in view.columns)]
+    if label not in names:
+        raise ConfigError(f"--label {label}: there is no such column; give one of: {', '.join(dict.fromkeys(names))}")
+    counts = view.label_counts.get(label, {})
+    if normal is None and not counts:
+        raise ConfigError(f"--label {label} needs --normal, the value of this column in normal rows; add --normal")
+    if normal is None:
+        question = f"Value of {label} in normal rows"
+        normal = _ask(question, choose_normal_value(label, counts), _make_choice(list(counts)), asks)
+    return label, normal
+
+
+def _choose_exclusions(view: TableView, settings: InitSettings, label: str | None, asks: bool) -> tuple[str, ...]:
+    """Return the columns that are left out.
+
+    Raises:
+        ConfigError: The option names a column that does not exist.
+    """
+    columns = {column.name for column in view.columns} - {label}
+
+    def parse(text: str) -> tuple[str, ...]:
+        """Return the names that a text lists; raise `ValueError` if one of them is no column."""
+        chosen = tuple(name.strip() for name in text.split(",") if name.strip() not in ("", NONE))
+        for name in chosen:
+            if name not in columns:
+                raise ValueError(f"there is no column {name!r}; write names of columns, separated by commas")
+        return chosen
+
+    if settings.exclude is not None:
+        try:
+            return parse(settings.exclude)
+        except ValueError as error:
+            raise ConfigError(f"--exclude {settings.exclude}: {error}") from None
+    other_labels = [name for name in view.label_counts if name in columns]
+    proposed = [name for name in dict.fromkeys([*other_labels, *view.suggested_exclusions]) if name != label]
+    question = f"Columns to leave out, separated by commas ({NONE} for none)"
+    return _ask(question, ",".join(proposed) or NONE, parse, asks)

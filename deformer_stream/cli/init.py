@@ -1,0 +1,232 @@
+"""The command `init`: look at a table or a topic, ask what cannot be known, and write a configuration to start with.
+
+Each question has a default in brackets and an option. PyTorch is not imported, so that the command answers in a second.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
+from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option
+
+if TYPE_CHECKING:
+    from deformer_stream.cli.first_config import Answers, Subject
+    from deformer_stream.cli.first_look import TableView
+    from deformer_stream.settings import InitSettings
+
+MAX_LISTED_COLUMNS = 100
+"""Number of columns that are shown."""
+
+SECONDS_PER_DAY = 86_400.0
+
+TOPIC_MESSAGES = 500
+"""Number of messages of a topic that are looked at."""
+
+
+def build_init() -> click.Command:
+    """Return the command `init`, which writes a configuration for a table or a topic."""
+    from deformer_stream.settings import InitSettings, PathText, add_options, load_settings
+
+    @click.command("init", cls=HelpCommand, examples=EXAMPLES_BY_COMMAND["init"], context_settings=HELP)
+    @click.argument("inputs", metavar="[TABLE...]", nargs=-1, type=PathText())
+    @add_options(InitSettings, reads_default_config=False)
+    @add_debug_option
+    def command(inputs: tuple[str, ...], config: Path | None, **flags: Any) -> None:
+        """Look at a table or a topic, ask what a record is, and write a configuration file to start with.
+
+        TABLE is a Parquet or CSV file, a folder or a quoted pattern. The file is deformer.toml, which all commands that
+        run in the same folder read. Without a terminal, and with --yes, each question is answered by its default.
+        """
+        settings = load_settings(InitSettings, flags, config, "init")
+        run_init(inputs, settings)
+
+    return command
+
+
+def run_init(inputs: tuple[str, ...], settings: InitSettings) -> None:
+    """Look at the input, show it, ask the questions, write the configuration file, and print the next commands.
+
+    Args:
+        inputs: Files, folders and patterns; empty if the options name a topic.
+        settings: Options of `init`.
+
+    Raises:
+        ConfigError: The options contradict each other or the input, or the file to write exists.
+        InputError: The input cannot be read.
+        Unavailable: The brokers cannot be reached.
+    """
+    from deformer_stream.errors import ConfigError, map_write_errors
+
+    if bool(inputs) == bool(settings.topic):
+        raise ConfigError("init: give either tables or --topic, such as: deformer-stream init plant.csv")
+    if settings.output.exists() and not settings.force:
+        raise ConfigError(
+            f"{settings.output} exists and is not replaced: add --force to replace it, or --output to write another"
+        )
+    from deformer_stream.cli.first_config import describe_reach, format_config, list_next_commands
+    from deformer_stream.cli.first_questions import ask_questions
+
+    if settings.topic:
+        view, stream_options = _look_at_topic(settings, settings.topic)
+    else:
+        from deformer_stream.cli.first_look import look_at_tables
+        from deformer_stream.tables.table import TableOptions
+
+        options = TableOptions.from_settings(settings)
+        view, stream_options = look_at_tables(inputs, options, settings.time_column, settings.device_column), {}
+    click.echo(format_view(view))
+    asks = sys.stdin.isatty() and not settings.yes
+    if asks:
+        click.echo("\nPress Enter to take the answer in brackets.")
+    answers = ask_questions(view, settings, asks)
+    subject = _describe_subject(view, settings, answers, stream_options)
+    with map_write_errors(settings.output):
+        settings.output.write_text(format_config(subject, answers), encoding="utf-8")
+    if reach := describe_reach(subject, answers):
+        click.echo(f"\nwarning: {reach}")
+    click.echo(f"\n{settings.output} was written; all commands in its folder read it. Next:\n")
+    config = "" if settings.output == Path("deformer.toml") else f" --config {settings.output}"
+    for line in list_next_commands(subject):
+        click.echo(f"    {line}{config}")
+    if settings.topic and settings.save is None:
+        click.echo(
+            "\nTrain on a table of normal readings. To record one from this topic: "
+            f"deformer-stream init --topic {settings.topic} --listen 1h --save normal.parquet --force"
+        )
+
+
+def format_view(view: TableView) -> str:
+    """Return what was seen, as text for the terminal."""
+    from deformer_stream.cli.config_report import align_columns
+
+    about = "" if view.is_exact else "about "
+    files = "" if view.num_files == 1 else f" in {view.num_files:,} files"
+    name = ", ".join(view.inputs)
+    lines = [view.dialect] if view.dialect else []
+    meaning = "a row is one reading" if view.layout == "long" else f"{len(view.columns)} columns"
+    lines.append(f"{name}: {about}{view.num_rows:,} rows{files}, {meaning}")
+    if view.num_rows_read < view.num_rows:
+        lines.append(f"The first {view.num_rows_read:,} rows show:")
+    lines.append("")
+    rows = [("sensor" if view.layout == "long" else "column", "kind", "values", "reason")]
+    for column in view.columns[:MAX_LISTED_COLUMNS]:
+        values = f"{column.values} {column.unit}".strip()
+        rows.append((column.name, column.kind, values, column.reason))
+    lines.append(align_columns(rows))
+    if len(view.columns) > MAX_LISTED_COLUMNS:
+        lines.append(f"… and {len(view.columns) - MAX_LISTED_COLUMNS} more")
+    lines.append("")
+    if view.interval is not None:
+        what = "a reading of each sensor" if view.layout == "long" else "a row"
+        span = "" if view.span is None else f", over {_format_seconds(view.span)}"
+        lines.append(f"time     {what} every {_format_seconds(view.interval)}{span}")
+    if view.device_column is not None:
+        shown = ", ".join(view.devices[:5]) + (", …" if len(view.devices) > 5 else "")
+        lines.append(f"devices  {len(view.devices)} in the column {view.device_column}: {shown}")
+    for column_name, counts in view.label_counts.items():
+        shown = ", ".join(f"{value} ({count:,} rows)" for value, count in counts.items())
+        lines.append(f"labels   {column_name}: {shown}")
+    return "\n".join(lines).rstrip()
+
+
+def _format_seconds(seconds: float) -> str:
+    """Return a duration in the largest unit in which it is at least two, such as "3 min" or "12.5 days"."""
+    units = (("days", SECONDS_PER_DAY), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
+    unit, length = next(((unit, length) for unit, length in units if seconds >= 2 * length), ("s", 1.0))
+    return f"{seconds / length:.3g} {unit}"
+
+
+def _describe_subject(
+    view: TableView, settings: InitSettings, answers: Answers, stream_options: Mapping[str, Any]
+) -> Subject:
+    """Return what the configuration is about: the input, and the number of its records in all and a day.
+
+    Args:
+        view: What the input shows.
+        settings: Options of `init`.
+        answers: The answers to the questions.
+        stream_options: Options of Kafka and of JSON fields that are in force, by name.
+    """
+    from deformer_stream.cli.first_config import Subject
+
+    num_devices = max(1, len(view.devices))
+    records_per_day = num_records = None
+    if answers.record == "row":
+        num_records = view.num_rows
+        if view.span:
+            records_per_day = view.num_rows / view.span * SECONDS_PER_DAY
+    elif answers.record == "window" and answers.window is not None:
+        records_per_day = num_devices * SECONDS_PER_DAY / answers.window
+        if view.span is not None and not settings.topic:
+            num_records = round(num_devices * view.span / answers.window)
+    if num_records is not None and answers.label is not None:
+        counts = view.label_counts.get(answers.label, {})
+        num_rows = sum(counts.values())
+        if num_rows:
+            num_records = round(num_records * counts.get(answers.normal or "", 0) / num_rows)
+    about = "" if view.is_exact else "about "
+    if settings.topic:
+        inputs: tuple[str, ...] = ("normal.parquet",) if settings.save is None else (str(settings.save),)
+        description = f"The topic {settings.topic}, of which {view.num_rows:,} readings were looked at."
+    else:
+        inputs = view.inputs
+        description = f"{', '.join(view.inputs)}: {about}{view.num_rows:,} rows, {len(view.feature_names)} features."
+    return Subject(description, inputs, num_records, records_per_day, settings.topic, stream_options)
+
+
+def _look_at_topic(settings: InitSettings, topic: str) -> tuple[TableView, Mapping[str, Any]]:
+    """Return what the messages of a topic show, and the options that are needed to read them.
+
+    The readings are written to a table if `--save` names one.
+
+    Args:
+        settings: Options of `init`.
+        topic: The topic.
+
+    Raises:
+        ConfigError: The brokers refuse the login, or an option is invalid.
+        InputError: The topic has no messages that are readings as JSON.
+        Unavailable: The brokers cannot be reached, or the topic does not exist.
+    """
+    import pyarrow.parquet as pq
+
+    from connectors.kafka.sample import read_messages
+    from deformer_stream.cli.first_look import look_at_table
+    from deformer_stream.cli.first_messages import convert_to_table
+    from deformer_stream.errors import map_write_errors
+    from deformer_stream.tables.table import Table
+
+    limit = None if settings.save is not None else TOPIC_MESSAGES
+    click.echo(f"reading {topic} on {settings.bootstrap_servers} for up to {settings.listen:g} s …", err=True)
+    messages = read_messages(
+        settings.bootstrap_servers, topic, settings.make_security_arguments(), limit, settings.listen
+    )
+    readings, fields = convert_to_table(messages, topic)
+    if settings.save is not None:
+        with map_write_errors(settings.save):
+            pq.write_table(readings, settings.save)
+    view = look_at_table(Table.from_arrow(readings, f"topic {topic}"), (f"topic {topic}",))
+    kafka: dict[str, Any] = {}
+    if settings.bootstrap_servers != "localhost:9092":
+        kafka["bootstrap_servers"] = settings.bootstrap_servers
+    # Passwords are never written.
+    for name in (
+        "security_protocol",
+        "ssl_cafile",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "ssl_password_file",
+        "sasl_mechanism",
+        "sasl_username",
+        "sasl_password_file",
+    ):
+        value = getattr(settings, name)
+        if value is not None and value != "PLAINTEXT":
+            kafka[name] = str(value)
+    return view, kafka | fields

@@ -1,0 +1,327 @@
+"""`deformer-stream init`: what it sees in a table or a topic, what it asks, and the configuration that it writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import numpy as np
+import pandas as pd
+import pytest
+from click.testing import CliRunner
+
+from deformer_stream.cli import init
+from deformer_stream.cli.first_config import needs_folds
+from deformer_stream.cli.first_look import choose_normal_value, look_at_tables
+from deformer_stream.cli.first_messages import convert_to_table
+from deformer_stream.errors import InputError
+from deformer_stream.settings import SETTINGS_BY_COMMAND, load_settings
+from deformer_stream.tables.table import TableOptions
+from tests.commands import RunCommand, assert_command_failed
+from trainer.settings import TrainConfig
+
+NUM_ROWS = 1000
+
+
+@pytest.fixture
+def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the path of `plant.csv` in the current folder: a counter, times, two measurements, and two labels."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    is_faulty = np.arange(NUM_ROWS) >= 900
+    table = pd.DataFrame(
+        {
+            "order_no": rng.permutation(NUM_ROWS) // 3,
+            "at": pd.Timestamp("2026-01-01") + pd.to_timedelta(10 * np.arange(NUM_ROWS), unit="s"),
+            "flow": np.round(rng.normal(120, 5, NUM_ROWS), 3),
+            "pressure": np.round(rng.normal(3, 0.1, NUM_ROWS), 4),
+            "state": np.where(is_faulty, "broken", "running"),
+            "fault": is_faulty.astype(int),
+            "changepoint": np.diff(is_faulty.astype(int), prepend=0),
+        }
+    )
+    table.to_csv("plant.csv", sep=";", decimal=",", index=False)
+    return tmp_path / "plant.csv"
+
+
+def read_config(path: Path = Path("deformer.toml")) -> dict[str, Any]:
+    """Return the configuration file, after checking that every command accepts it."""
+    required = {
+        "consume": {"topic": "sensors"},
+        "produce": {"topic": "sensors"},
+        "impute": {"output": "filled.parquet"},
+        "sample": {"output": "samples.parquet"},
+    }
+    for command, cls in SETTINGS_BY_COMMAND.items():
+        load_settings(cls, required.get(command, {}), path, command)
+    load_settings(TrainConfig, {}, path, "train")
+    return tomllib.loads(path.read_text("utf-8"))
+
+
+def test_defaults_of_a_table_with_labels(cli: RunCommand, plant: Path) -> None:
+    result = cli("init", "plant.csv", "--yes")
+    assert (result.code, result.err) == (0, "")
+    assert "delimiter ';', decimal comma" in result.out
+    assert "1,000 rows" in result.out
+    assert "a row every 10 s" in result.out
+    assert "fault: 0 (900 rows), 1 (100 rows)" in result.out
+    assert result.out.splitlines()[-2:] == [
+        "    deformer-train plant.csv",
+        "    deformer-stream replay plant.csv",
+    ]
+    assert read_config() == {
+        "model": "model",
+        "alpha": 0.01,
+        "train": {
+            "out": "model",
+            "label": "fault",
+            "normal": "0",
+            "exclude": ["order_no", "changepoint"],
+            "max-time": "5m",
+        },
+        "replay": {"records": "records.parquet", "alerts": "alerts.jsonl"},
+        "consume": {},
+    }
+    assert "8,649 records a day" in Path("deformer.toml").read_text()
+    assert "86.5 false alerts" in Path("deformer.toml").read_text()
+
+
+def test_every_question_has_an_option(cli: RunCommand, plant: Path) -> None:
+    options = "--record window --window 2m --slots 6 --label state --normal running --exclude order_no,changepoint"
+    others = "--timezone Europe/Berlin --alpha 0.5% --max-time 90s --output plant.toml"
+    result = cli("init", "plant.csv", *options.split(), *others.split())
+    assert result.code == 0
+    assert "    deformer-train plant.csv --config plant.toml" in result.out.splitlines()
+    config = read_config(Path("plant.toml"))
+    assert (config["alpha"], config["timezone"]) == (0.005, "Europe/Berlin")
+    assert config["train"] == {
+        "out": "model",
+        "window": "2m",
+        "slots": 6,
+        "label": "state",
+        "normal": "running",
+        "exclude": ["order_no", "changepoint"],
+        "max-time": "90s",
+    }
+    # 10,000 seconds are 83 windows of two minutes.
+    assert "alpha 0.005 is out of reach: it needs at least 199 normal records, and there are about 83" in result.out
+    assert config["consume"] == {"grace": "2s"}
+
+
+def test_answers_of_a_user(plant: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user takes some defaults, and corrects an answer that is not valid."""
+
+    class Terminal(click.testing._NamedTextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(click.testing, "_NamedTextIOWrapper", Terminal)
+    answers = ["window", "", "5", "-", "3%", "nothing", "order_no,state,fault,changepoint", "", "0,02", "2%", "10m"]
+    result = CliRunner().invoke(init.build_init(), ["plant.csv"], input="\n".join(answers) + "\n")
+    assert result.exit_code == 0, result.output
+    assert "What is a record? row = a row, window = a time window of a device [row]" in result.output
+    assert "there is no column 'nothing'" in result.output
+    assert "decimal comma; write 0.02 or 2%" in result.output
+    config = read_config()
+    assert config["alpha"] == 0.02
+    assert config["train"] == {
+        "out": "model",
+        "window": "1m",
+        "slots": 5,
+        "contamination": 0.03,
+        "exclude": ["order_no", "state", "fault", "changepoint"],
+        "max-time": "10m",
+        "folds": 5,
+    }
+
+
+def test_an_existing_configuration_is_kept(cli: RunCommand, plant: Path) -> None:
+    Path("deformer.toml").write_text("alpha = 0.2\n")
+    assert_command_failed(cli("init", "plant.csv", "--yes"), 2, "deformer.toml exists", "--force")
+    assert Path("deformer.toml").read_text() == "alpha = 0.2\n"
+    assert cli("init", "plant.csv", "--yes", "--force").code == 0
+    assert read_config()["alpha"] == 0.01
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ([], 2, "either tables or --topic"),
+        (["plant.csv", "--topic", "sensors"], 2, "either tables or --topic"),
+        (["missing.csv"], 3, "missing.csv"),
+        (["plant.csv", "--record", "id"], 2, "choose one of: row, window"),
+        (["plant.csv", "--label", "faulty"], 2, "--label faulty: there is no such column"),
+        (["plant.csv", "--label", "flow"], 2, "needs --normal"),
+        (["plant.csv", "--label", "", "--normal", "0"], 2, "--normal needs --label"),
+        (["plant.csv", "--exclude", "flwo"], 2, "there is no column 'flwo'"),
+        (["plant.csv", "--contamination", "2%"], 2, "--contamination"),
+        (["plant.csv", "--time-column", "time"], 3, "there is no time column 'time'"),
+    ],
+)
+def test_wrong_options_are_reported_in_one_line(
+    cli: RunCommand, plant: Path, words: list[str], code: int, message: str
+) -> None:
+    result = cli("init", *words, "--yes")
+    assert (result.code, len(result.lines)) == (code, 1), result.err
+    assert message in result.lines[0]
+    assert not Path("deformer.toml").exists()
+
+
+def test_pytorch_is_not_imported(plant: Path) -> None:
+    """PyTorch takes seconds to import; without it the command takes about one second."""
+    script = (
+        "import sys; from deformer_stream.cli.main import main\n"
+        "try: main()\n"
+        "finally: print(sorted({'torch', 'matplotlib', 'kafka'} & sys.modules.keys()))"
+    )
+    command = [sys.executable, "-c", script, "init", "plant.csv", "--yes"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=plant.parent)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_long_table_has_windows_of_its_devices(plant: Path) -> None:
+    times = pd.Timestamp("2026-01-01", tz="UTC") + pd.to_timedelta(np.repeat(np.arange(300), 4), unit="s")
+    table = pd.DataFrame(
+        {
+            "device": np.tile(["p1", "p1", "p2", "p2"], 300),
+            "feature": np.tile(["flow", "mode"], 600),
+            "value": np.tile(["20.5", "auto"], 600),
+            "time": times,
+        }
+    )
+    table.to_parquet("long.parquet", index=False)
+    result = CliRunner().invoke(init.build_init(), ["long.parquet"])
+    assert result.exit_code == 0, result.output
+    assert "devices  2 in the column device: p1, p2" in result.output
+    assert "a reading of each sensor every 1 s" in result.output
+    config = read_config()
+    assert config["train"] == {"out": "model", "window": "10s", "slots": 10, "exclude": [], "max-time": "5m"}
+
+
+def test_a_table_of_readings_under_other_names_is_explained(cli: RunCommand, plant: Path) -> None:
+    Path("log.csv").write_text("ts,tag,val\n2026-01-01 00:00:00,flow,20.5\n2026-01-01 00:00:01,flow,20.6\n")
+    assert_command_failed(cli("init", "log.csv", "--yes"), 3, "'tag'", "rename its columns (ts, tag, val)")
+
+
+def test_large_files_are_estimated_from_their_beginning(plant: Path) -> None:
+    rng = np.random.default_rng(0)
+    table = pd.DataFrame({"flow": rng.normal(120, 5, 60_000).round(3), "pressure": rng.normal(3, 1, 60_000).round(4)})
+    Path("days").mkdir()
+    table.to_csv("days/1.csv", index=False)
+    table.to_csv("days/2.csv", index=False)
+    view = look_at_tables(["days"], TableOptions())
+    assert (view.num_files, view.num_rows_read, view.is_exact) == (2, 20_000, False)
+    assert view.num_rows == pytest.approx(120_000, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "normal"),
+    [
+        ("fault", ["0", "1"], "0"),
+        ("is_normal", ["0", "1"], "1"),
+        ("label", ["Leak", "Normal"], "Normal"),
+        ("anomaly", ["false", "true"], "false"),
+        ("fault", ["bearing", "none"], "none"),
+        ("label", ["a", "b"], "b"),
+    ],
+)
+def test_normal_values_are_guessed(column: str, values: list[str], normal: str) -> None:
+    assert choose_normal_value(column, {values[0]: 10, values[1]: 20}) == normal
+
+
+@pytest.mark.parametrize(
+    ("num_records", "expected"), [(None, False), (90, False), (100, True), (492, True), (495, False)]
+)
+def test_small_tables_get_folds(num_records: int | None, expected: bool) -> None:
+    assert needs_folds(num_records, 0.01) is expected
+
+
+# deformer.toml
+
+
+def test_a_configuration_in_the_current_folder_is_read_by_default(cli: RunCommand, plant: Path) -> None:
+    Path("deformer.toml").write_text("alpha = 0.2\n")
+    Path("other.toml").write_text("alpha = 0.3\n")
+    assert "alpha = 0.2   # from deformer.toml" in cli("config", "replay").out
+    assert "alpha = 0.3   # from other.toml" in cli("config", "replay", "--config", "other.toml").out
+    assert "alpha = 0.01" in cli("config", "replay", "--config", "").out.replace('"', "")
+
+
+def test_flags_and_environment_precede_the_configuration(
+    cli: RunCommand, plant: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("deformer.toml").write_text('model = "nowhere"\n')
+    assert_command_failed(cli("replay", "plant.csv"), 3, "nowhere")
+    monkeypatch.setenv("DEFORMER_MODEL", "elsewhere")
+    assert_command_failed(cli("replay", "plant.csv"), 3, "elsewhere")
+    assert_command_failed(cli("replay", "plant.csv", "--model", "here"), 3, "here")
+
+
+# topics
+
+
+def encode(*objects: dict[str, Any]) -> list[tuple[bytes, int]]:
+    """Return JSON objects as messages with the timestamp of the broker."""
+    return [(json.dumps(entry).encode(), 1_767_225_600_000) for entry in objects]
+
+
+def test_fields_of_messages_are_guessed() -> None:
+    messages = encode({"machine": "p1", "Sensor": "flow", "val": 20.5, "ts": 1_767_225_600}, {"hello": "world"})
+    table, fields = convert_to_table([*messages, (b"\xff not json", 0)], "sensors")
+    assert table.to_pylist() == [{"device": "p1", "feature": "flow", "value": 20.5, "time": 1_767_225_600.0}]
+    assert fields == {
+        "device_field": "machine",
+        "feature_field": "Sensor",
+        "value_field": "val",
+        "time_field": "ts",
+    }
+
+
+def test_messages_with_several_readings() -> None:
+    messages = encode({"record": "r1", "values": {"flow": 20.5, "mode": "auto"}})
+    table, fields = convert_to_table(messages, "sensors")
+    assert fields == {}
+    assert table.column("value").to_pylist() == ["20.5", "auto"]
+    assert table.column("time").to_pylist() == [1_767_225_600.0] * 2
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [([], "no message has arrived"), ([(b"[1]", 0)], "not a JSON object"), (encode({"a": 1}), "fields a")],
+)
+def test_topics_without_readings_are_refused(messages: list[tuple[bytes, int]], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        convert_to_table(messages, "sensors")
+
+
+@pytest.mark.kafka
+def test_a_topic(cli: RunCommand, plant: Path, kafka: SimpleNamespace, topic: Callable[..., str]) -> None:
+    from connectors.kafka import produce
+
+    name = topic(partitions=2)
+    readings = [
+        {"device": f"pump-{i % 3}", "sensor": sensor, "value": 20 + 0.1 * (i % 7), "time": 1_767_225_600 + i // 3}
+        for i in range(300)
+        for sensor in ("flow", "power")
+    ]
+    messages = [(str(entry["device"]).encode(), json.dumps(entry).encode(), None) for entry in readings]
+    produce(kafka.bootstrap, name, messages)
+    words = ["--topic", name, "--bootstrap-servers", kafka.bootstrap, "--yes"]
+    # The messages that are there are enough, so the command does not wait for others.
+    result = cli("init", *words, "--listen", "1h")
+    assert result.code == 0, result.err
+    assert "devices  3 in the column device: pump-0, pump-1, pump-2" in result.out
+    config = read_config()
+    assert config["feature-field"] == "sensor"
+    assert config["bootstrap-servers"] == kafka.bootstrap
+    assert config["consume"]["topic"] == name
+    assert config["train"]["window"] == "10s"
+    assert "    deformer-stream consume" in result.out.splitlines()
