@@ -46,7 +46,10 @@ RIGHT_MARGIN = 20
 """Free space in SVG units: at the edges of a drawing, and to the right of a plotting area with two labelled axes."""
 
 MAX_LABEL_CHARACTERS = 30
-"""Length from which the label of a line or of a bar is shortened."""
+"""Length from which the label of a line is shortened."""
+
+MAX_NAME_CHARACTERS = 44
+"""Length from which the name of a bar is shortened. A narrow drawing has space for this many."""
 
 # Matplotlib draws with these colours. In the finished SVG each one is replaced by a CSS variable of the page.
 _INK, _SOFT, _LINE, _ALARM, _CARD = "#010101", "#020202", "#030303", "#040404", "#050505"
@@ -222,23 +225,26 @@ def draw_bars(labels: Sequence[str], values: ArrayLike, title: str, x_label: str
         """Return the bar chart as SVG, in the sizes of the layout (for wide or narrow screens)."""
         # From the enclosing function: `lengths` has the value of each bar, `numbers` the text of each value. `low` and
         # `high` are the bounds of the horizontal axis, which includes zero.
-        max_characters = MAX_LABEL_CHARACTERS if layout.name == "wide" else 16
-        names = [_shorten(replace_illegal_characters(label), max_characters) for label in labels]
+        names = [_shorten(replace_illegal_characters(label), MAX_NAME_CHARACTERS) for label in labels]
         name_width = max(map(layout.text_width, names))
+        # Names that leave too little space for bars are written above their bars.
+        is_name_above = name_width > 0.45 * layout.width
+        row_height = BAR_HEIGHT + (LINE_HEIGHT if is_name_above else 0)
         number_width = max(map(layout.text_width, numbers)) + 8
         # The number of a bar is written at its end: to the left of a negative bar, to the right of any other bar.
         left_number_width = number_width if low < 0 else 0
-        left = min(2 * MARGIN + name_width + left_number_width, 0.6 * layout.width)
+        left = MARGIN + left_number_width + (0 if is_name_above else MARGIN + name_width)
         right = min(MARGIN + number_width, 0.25 * layout.width)
         x_axis = _tight_axis(low, high, unit, layout, layout.width - left - right)
         bottom = 46 if x_label else 26
-        height = MARGIN + BAR_HEIGHT * len(labels) + bottom
+        height = MARGIN + row_height * len(labels) + bottom
         figure = _new_figure(layout.width, height)
         # Matplotlib measures the plotting area in fractions of the figure: left edge, lower edge, width, height.
         axes = figure.add_axes(
             (left / layout.width, bottom / height, 1 - (left + right) / layout.width, 1 - (bottom + MARGIN) / height)
         )
-        axes.set_ylim(len(labels) - 0.5, -0.5)  # bar i is at height i, the first bar at the top
+        axes.set_ylim(len(labels) - 0.5, -0.5)  # row i is at height i, the first row at the top
+        bar_offset = 0.5 * (row_height - BAR_HEIGHT) / row_height  # a bar is in the lower part of its row
         _style_axes(axes, layout, "x")
         _set_x_axis(axes, x_axis, x_label, layout)
         axes.spines[["bottom"]].set_visible(False)
@@ -247,20 +253,25 @@ def draw_bars(labels: Sequence[str], values: ArrayLike, title: str, x_label: str
         tooltips = {}  # full text of each name by the gid of the name
         for i, (length, name, number) in enumerate(zip(lengths.tolist(), names, numbers, strict=True)):
             if math.isfinite(length):
-                axes.barh([i], [length], height=0.7, color=_SERIES[0])[0].set_gid(f"bar-{i}")
-                _annotate(axes, number, (length, i), (-6 if length < 0 else 6, 0), layout, _SOFT)
-            # All names end at the same position, which is measured from the left edge of the plotting area.
-            end_of_name = -left + MARGIN + name_width
+                y = i + bar_offset
+                (bar,) = axes.barh([y], [length], height=0.7 * BAR_HEIGHT / row_height, color=_SERIES[0])
+                bar.set_gid(f"bar-{i}")
+                _annotate(axes, number, (length, y), (-6 if length < 0 else 6, 0), layout, _SOFT)
+            # Names beside their bars end at the same position. Positions are measured from the left edge of the
+            # plotting area and from the middle of the row.
+            name_x = -left + MARGIN + (0 if is_name_above else name_width)
+            name_y = 0.5 * BAR_HEIGHT if is_name_above else 0
             axes.annotate(
                 name,
                 (0, i),
-                (end_of_name, 0),
+                (name_x, name_y),
                 xycoords=axes.get_yaxis_transform(),
                 textcoords="offset points",
-                horizontalalignment="right",
+                horizontalalignment="left" if is_name_above else "right",
                 verticalalignment="center_baseline",
                 color=_INK,
                 fontsize=layout.font_size,
+                bbox={"facecolor": _CARD, "edgecolor": "none", "pad": 0.5},  # covers the lines of the grid
                 gid=f"label-{i}",
                 parse_math=False,
                 annotation_clip=False,

@@ -157,6 +157,13 @@ def test_chart_without_data_says_so(values: list[float]) -> None:
     assert "no data" in charts.draw_lines({}, "x", "y", "t")
 
 
+def test_long_names_of_bars_are_complete_on_narrow_screens() -> None:
+    names = ["bearing_temperature_drive_end_left", "bearing_temperature_drive_end_right", "flow"]
+    for drawing in parse_drawings(charts.draw_bars(names, [1.0, -2.0, 0.5], "title")):
+        texts = {"".join(element.itertext()).strip() for element in drawing.iter(f"{SVG}text")}
+        assert set(names) <= texts
+
+
 def test_bars_are_as_long_as_their_values() -> None:
     for drawing in parse_drawings(charts.draw_bars(["a", "b", "c", "d"], [1.0, 3.0, -2.0, math.nan], "t")):
         widths = [max(path[0::2]) - min(path[0::2]) for path in paths_of(drawing, "bar")]
