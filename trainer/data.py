@@ -45,6 +45,7 @@ from trainer.tables import (
     InputTables,
     Layout,
     TableSource,
+    TooFewRecordsError,
     classify_type,
     encode_labels,
     index_records,
@@ -244,7 +245,7 @@ def prepare_table(
     tables.monitor.start_pass("counting the records")
     index_records(tables)  # first pass over the input: numbers the records
     if tables.num_records < MIN_RECORDS:
-        raise InputError(
+        raise TooFewRecordsError(
             f"{tables.description}: {tables.num_records} records to train on are too few; "
             f"give at least {MIN_RECORDS} normal records, better 1000"
         )

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from deformer_stream.codec.number_texts import BAD_VALUE_TEXTS
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.schema import (
     LINEAR_LIMIT,
@@ -255,8 +256,9 @@ class ColumnStatistics:
         """Return whether the values of the column are used as numbers.
 
         Numbers are, and times of day as seconds since midnight. Texts are used as numbers if they represent numbers.
-        Some texts among many numbers, such as "Bad", are missing values of a measurement. Among few different numbers
-        they are labels like these. Integers with leading zeros, such as "007", are codes or ids.
+        Some other texts among them are missing values of a measurement: few ones, or any number of those that
+        historians write in place of a value, such as "Bad". Among few different integers they are labels like these.
+        Integers with leading zeros, such as "007", are codes or ids.
 
         Args:
             kind: The kind of the feature, if the user has chosen it. None to infer it.
@@ -274,7 +276,9 @@ class ColumnStatistics:
         are_many_numbers = self.count_by_number is None or len(self.count_by_number) > MAX_DISCRETE_NUMBERS
         num_texts = self.num_readings + self.num_non_numeric
         are_few_others = self.num_non_numeric <= MAX_SHARE_OF_OTHER_TEXTS * num_texts
-        return kind is None and are_many_numbers and are_few_others
+        are_known_others = all(text.strip().lower() in BAD_VALUE_TEXTS for text in self.count_by_other_text)
+        are_measured = are_many_numbers or not self.is_integer
+        return kind is None and are_measured and (are_few_others or are_known_others)
 
     @property
     def most_frequent_text(self) -> str:

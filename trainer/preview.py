@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Schema
 from trainer.data import DataOptions, PreparedTable, Split, create_data_options, prepare_table
 from trainer.feature_table import print_features
 from trainer.reading_time import ReadingMonitor
 from trainer.settings import TrainConfig
-from trainer.tables import TableSource
+from trainer.tables import TableSource, TooFewRecordsError
 
 ROW_LIMITS = (20_000, 400_000, None)
 """Numbers of rows that are read, one after the other, until there are enough records; None for all rows."""
@@ -41,7 +40,7 @@ def preview_table(sources: Sequence[TableSource], options: DataOptions) -> tuple
             with TemporaryDirectory() as folder:
                 data = prepare_table(sources, options, Path(folder), monitor, max_rows)
             return data, monitor.num_rows, max_rows is None or monitor.num_rows < max_rows
-        except InputError:
+        except TooFewRecordsError:
             if max_rows is None or monitor.num_rows < max_rows:
                 raise
     raise AssertionError("the last limit is None")

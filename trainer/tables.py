@@ -64,6 +64,10 @@ RecordKey = str | tuple[str, int]
 microseconds since 1970."""
 
 
+class TooFewRecordsError(InputError):
+    """The rows that were read contain too few normal records, or none."""
+
+
 @dataclass(frozen=True, slots=True)
 class FeatureReadings:
     """The M readings of one feature in one batch of the table.
@@ -160,8 +164,12 @@ class InputTables:
 
     @property
     def units(self) -> dict[str, str]:
-        """The units of columns by name, as the tables state them; the first table that states one counts."""
-        return {name: unit for table in reversed(self.tables) for name, unit in table.units.items()}
+        """The units of columns by name, as the tables state them; the first table that states one counts.
+
+        A text without a letter, digit or sign of a unit, such as "-", says that there is no unit.
+        """
+        units = ((name, unit) for table in reversed(self.tables) for name, unit in table.units.items())
+        return {name: unit for name, unit in units if unit.strip("-–—[]() ")}
 
     def iterate_readings(self) -> Iterator[FeatureReadings]:
         """Yield the readings of all normal records, batch by batch in the order of the input, grouped by feature."""
@@ -642,7 +650,7 @@ def _count_normal_rows(tables: InputTables, label_column: str, normal_label: str
     if not tables.num_records:
         first_labels = list(count_by_label.items())[:10]
         contents = ", ".join(f"{label} ({count} rows)" for label, count in first_labels) or "nothing"
-        raise InputError(
+        raise TooFewRecordsError(
             f"no row of {tables.description} has {label_column} = {normal_label}; the column contains {contents}: "
             "give one of these values to --normal"
         )
@@ -709,7 +717,7 @@ def _index_readings(tables: InputTables) -> None:
     if not is_normal_record.all():
         tables.skipped_by_reason["records that are not normal"] = int((~is_normal_record).sum())
     if len(is_normal_record) and not is_normal_record.any():
-        raise InputError(
+        raise TooFewRecordsError(
             f"no record of {tables.description} has {tables.label_column} = {tables.normal_label} in all of its rows; "
             "give another value to --normal"
         )

@@ -176,6 +176,22 @@ def test_texts_that_may_have_a_decimal_comma_or_groups_of_digits_need_an_option(
     assert 80.0 < (data.schema.features[0].high or 0.0) < 90.0
 
 
+def test_few_different_fractions_among_bad_values_are_a_measurement(tmp_path: Path) -> None:
+    """Half of the readings of this coarse sensor failed."""
+    pressure = [f"{i % 10 * 0.3279 - 1.257:.6f}" if i % 2 else "I/O Timeout" for i in range(N)]
+    data = prepared(tmp_path, {"pressure": pressure, "y": np.random.default_rng(0).normal(size=N)})
+    assert data.schema.features[0].kind == "continuous"
+    assert data.schema.features[0].quantum is not None
+    assert data.texts_by_feature == {"pressure": (150, "I/O Timeout")}
+
+
+def test_sign_for_no_unit_is_no_unit(tmp_path: Path) -> None:
+    fields = [pa.field("x", pa.float64(), metadata={"unit": "-"}), pa.field("y", pa.float64(), metadata={"unit": "°C"})]
+    values = np.random.default_rng(0).normal(size=(2, N))
+    pq.write_table(pa.table([pa.array(column) for column in values], pa.schema(fields)), tmp_path / "t.parquet")
+    assert [feature.unit for feature in prepare_in(tmp_path, tmp_path / "t.parquet").schema.features] == [None, "°C"]
+
+
 @pytest.mark.parametrize(
     ("texts", "labels"),
     [
@@ -198,12 +214,12 @@ def test_many_ids_with_leading_zeros_are_left_out(tmp_path: Path) -> None:
 
 
 def test_option_makes_texts_measurements_if_most_are_numbers(tmp_path: Path, rng: np.random.Generator) -> None:
-    texts = [text if row % 3 else "Bad" for row, text in enumerate(spell(rng.normal(size=N)))]
+    texts = [text if row % 3 else "broken" for row, text in enumerate(spell(rng.normal(size=N)))]
     columns = {"flow": texts, "words": ["a", "b", "3"] * 100, "y": rng.normal(size=N)}
     assert prepared(tmp_path, columns).excluded_columns[0].name == "flow", "a third of other texts is too many"
     data = prepared(tmp_path, columns, continuous=("flow",))
     assert data.schema.features[0].kind == "continuous"
-    assert data.texts_by_feature == {"flow": (100, "Bad")}
+    assert data.texts_by_feature == {"flow": (100, "broken")}
     with pytest.raises(ConfigError, match=r"--continuous words: .* texts that are not numbers, such as 'a'"):
         prepared(tmp_path, columns, continuous=("words",))
 
