@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import orjson
 import numpy as np
+import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
