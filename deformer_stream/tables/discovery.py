@@ -13,8 +13,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from deformer_stream.errors import ConfigError, InputError
 
 PARQUET = (".parquet", ".pq")
@@ -268,6 +266,8 @@ def _read_json_objects(path: Path, table: Path, is_one_document: bool = False) -
     Raises:
         InputError: The file cannot be read as JSON.
     """
+    import orjson  # only folders of tables need it, and it would delay the report of a wrong path
+
     try:
         content = path.read_bytes()
         for text in [content] if is_one_document else content.splitlines():
