@@ -102,9 +102,7 @@ class LivenessCheck:
                 raise translated from error
             silent_seconds = now - self._responded_at
             if silent_seconds > self._patience:
-                raise Unavailable(
-                    f"Kafka at {self._servers} has not responded for {silent_seconds:.0f} s: check the brokers"
-                ) from error
+                raise Unavailable(self._describe_silence(silent_seconds)) from error
             log.get_logger("kafka").warning("broker_not_responding", since_seconds=round(silent_seconds))
             return
         self._responded_at = now
@@ -118,6 +116,20 @@ class LivenessCheck:
                     f"topic {tp.topic!r}, partition {tp.partition} delivers nothing from offset {position} on, "
                     f"although its end offset is {end_offsets[tp]}: check the brokers that hold it"
                 )
+
+    def _describe_silence(self, seconds: float) -> str:
+        """Return the message about brokers that have not returned end offsets for a number of seconds.
+
+        The client also retries if a broker responds that it does not have the topic, for example because it was started
+        again without its data. The topic is then missing in the metadata that the client has received.
+        """
+        topic = self._first_partition.topic
+        if self._consumer.partitions_for_topic(topic):
+            return f"Kafka at {self._servers} has not responded for {seconds:.0f} s: check the brokers"
+        return (
+            f"Kafka at {self._servers} responds, but has had no topic {topic!r} for {seconds:.0f} s: check whether the "
+            "brokers have lost their data, or create the topic"
+        )
 
     def _record_progress(self, tp: TopicPartition, now: float) -> bool:
         """Return whether the position of a partition has changed since the last check, and store the new position.
