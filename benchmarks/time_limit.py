@@ -10,6 +10,9 @@ limit is that of the command itself: a smaller limit cannot be kept, and the com
 Other load on the machine makes each phase slower, also the phases whose costs were measured before. Therefore the load
 average before each case is printed, and the seconds of the command's start (3 s on an idle machine), which are nearly
 all imports. `--repeat` runs each case several times.
+
+On a busy machine, `--processor-time` measures what one idle core would take: the command uses one thread, and its clock
+is the processor time of its process. Then the load of the machine has nearly no influence.
 """
 
 from __future__ import annotations
@@ -36,6 +39,17 @@ from benchmarks.tables import format_markdown_header, format_markdown_row
 
 BATCH_ROWS = 100_000
 """Rows of a table that are generated and written at once."""
+
+PROCESSOR_CLOCK = """
+import os, sys, time
+fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+time.monotonic = time.process_time
+time.clock_gettime = lambda clock: started + time.process_time()
+from trainer.cli import main
+main()
+"""
+"""A program that runs the command with the processor time of its process as the clock, also for the process's age."""
 
 TITLES = ("case", "limit", "used", "ratio", "start", "records", "steps", "calibrated on", "preset", "load")
 
@@ -138,20 +152,24 @@ def read_child_cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def run_case(case: Case, folder: Path, verbose: bool) -> dict[str, Any]:
+def run_case(case: Case, folder: Path, verbose: bool, uses_processor_time: bool) -> dict[str, Any]:
     """Run the training command on the table of a case and return the measurements.
 
     Args:
         case: The case, whose table is in the folder as `table.parquet`.
         folder: The folder of the case. The model directory `model` in it is replaced.
         verbose: Whether to print the command's lines with the seconds since its start.
+        uses_processor_time: Whether the clock of the command is its processor time, with one thread.
     """
-    command = [sys.executable, "-m", "trainer.cli", str(folder / "table.parquet"), "--out", str(folder / "model")]
+    program = ["-c", PROCESSOR_CLOCK] if uses_processor_time else ["-m", "trainer.cli"]
+    command = [sys.executable, *program, str(folder / "table.parquet"), "--out", str(folder / "model")]
+    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if uses_processor_time else {})
     command += ["--max-time", f"{case.limit:g}s", *case.options]
     load = os.getloadavg()[0]
     cpu_seconds_before = read_child_cpu_seconds()
     started = time.monotonic()
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **streams) as process:
         longest_silence, last_line_at = 0.0, started
         for line in process.stderr or ():
             now = time.monotonic()
@@ -159,7 +177,9 @@ def run_case(case: Case, folder: Path, verbose: bool) -> dict[str, Any]:
             if verbose:
                 print(f"  {now - started:6.2f} {line}", end="", flush=True)
     used = time.monotonic() - started
+    silence = max(longest_silence, started + used - last_line_at)
     cpu_seconds = read_child_cpu_seconds() - cpu_seconds_before
+    used = cpu_seconds if uses_processor_time else used
     if process.returncode:
         raise SystemExit(f"benchmarks.time_limit: {case.name}: the command failed with {process.returncode}")
     training = json.loads((folder / "model" / "manifest.json").read_text())["training"]
@@ -172,7 +192,7 @@ def run_case(case: Case, folder: Path, verbose: bool) -> dict[str, Any]:
         "steps": training["steps"],
         "calibrated": training["records_used"]["calibration"],
         "preset": training["preset"]["name"],
-        "silence": round(max(longest_silence, started + used - last_line_at), 1),
+        "silence": round(silence, 1),
         "start": training["seconds_by_phase"]["start"],
         "phases": training["seconds_by_phase"],
         "warnings": [warning["code"] for warning in training["warnings"]],
@@ -191,7 +211,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             folder.mkdir()
             case.write(folder / "table.parquet")
             for _ in range(arguments.repeat):
-                line = run_case(case, folder, arguments.verbose)
+                line = run_case(case, folder, arguments.verbose, arguments.processor_time)
                 print(json.dumps(line), flush=True)
                 yield line
 
@@ -221,7 +241,8 @@ def format_table(lines: list[dict[str, Any]]) -> str:
 def run(arguments: argparse.Namespace) -> None:
     """Measure the cases and store the table in the results folder."""
     lines = list(measure(arguments))
-    text = f"# Time limit of training\n\n{format_today()}, {describe_machine()}.\n\n{format_table(lines)}"
+    clock = "Processor time of one thread." if arguments.processor_time else "Time of the clock."
+    text = f"# Time limit of training\n\n{format_today()}, {describe_machine()}. {clock}\n\n{format_table(lines)}"
     if arguments.cases:
         print("\n" + text)
     else:
@@ -235,6 +256,7 @@ def main() -> None:
         "--cases", default="", help="parts of the names of cases, separated by semicolons; all by default"
     )
     options.add_argument("--repeat", type=int, default=1, help="how often each case is measured; 1 by default")
+    options.add_argument("--processor-time", action="store_true", help="measure processor time, for busy machines")
     options.add_argument("--verbose", action="store_true", help="print the lines of the command with their times")
     run_benchmark("time_limit", run, options)
 

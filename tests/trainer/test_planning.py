@@ -1,0 +1,196 @@
+"""The preset suits the table and the time, and a continued run keeps what the first one decided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deformer_stream import model_store
+from tests.trainer.tables import correlated, write
+from trainer import checkpoint, gaussian_prior, planning
+from trainer.budget import TimeBudget, measure_seconds_per_record
+from trainer.fit import Interrupted, TrainingRun
+from trainer.job import TrainingOutput, train
+from trainer.planning import RunPlanner, estimate_least_seconds
+from trainer.recipes import MIN_STEPS_OF_LARGER_PRESET
+from trainer.settings import TrainConfig
+
+
+@pytest.fixture
+def table(tmp_path: Path, rng: np.random.Generator) -> Path:
+    x, _ = correlated(rng, 200)
+    return write(tmp_path / "table.parquet", {f"x{i}": column for i, column in enumerate(x.T)})
+
+
+@pytest.fixture
+def step_seconds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """The seconds of a training step by preset, in place of measured ones. Tests may change them."""
+    seconds_by_preset = {"tiny": 0.01, "small": 0.04}
+
+    def measure_step(planner: RunPlanner, run: TrainingRun) -> float:
+        preset = "tiny" if run.model.config.layers == 2 else "small"
+        return seconds_by_preset[preset] / run.batch_size
+
+    monkeypatch.setattr(RunPlanner, "_measure_step", measure_step)
+    return seconds_by_preset
+
+
+def run_job(
+    table: Path, out: Path, limit: float | None, messages: list[str] | None = None, **options: Any
+) -> TrainingOutput:
+    """Train with a clock that stands still, so that only the number of epochs ends the training."""
+    defaults: dict[str, Any] = {"batch": 64, "gaussians": 1, "max_time": limit and f"{limit:g}s"}
+    settings = TrainConfig(out=out, **(defaults | options))
+    budget = TimeBudget(limit, lambda: 0.0)
+    return train(
+        [table], settings, budget=budget, on_message=(messages if messages is not None else list[str]()).append
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds", "preset"), [(100.0, 0.04, "small"), (30.0, 0.04, "tiny"), (100.0, 0.08, "tiny")]
+)
+def test_auto_chooses_the_larger_preset_if_it_gets_enough_steps(
+    tmp_path: Path,
+    table: Path,
+    step_seconds: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
+    limit: float,
+    seconds: float,
+    preset: str,
+) -> None:
+    """55% of the time is for training: 100 s are 1,375 steps of 0.04 s, 30 s are 412, and 1,000 are needed."""
+    monkeypatch.setattr(TrainingRun, "run", _run_one_step)
+    step_seconds["small"] = seconds
+    messages: list[str] = []
+    output = run_job(table, tmp_path / "model", limit, messages)
+    assert output.summary["preset"]["name"] == preset
+    assert output.model.config.layers == (2 if preset == "tiny" else 4)
+    assert output.summary["options"]["preset"] == "auto"
+    if preset == "tiny":
+        (line,) = (line for line in messages if line.startswith("preset tiny: "))
+        assert f"at least {MIN_STEPS_OF_LARGER_PRESET}" in line
+        assert output.summary["preset"]["reason"] in line
+
+
+_run_to_the_end = TrainingRun.run
+
+
+def _run_one_step(run: TrainingRun, *arguments: Any) -> Any:
+    """Train for a single step, because these tests are about the preset."""
+    run.steps = 1
+    return _run_to_the_end(run, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("limit", "options", "preset"),
+    [(None, {}, "small"), (5.0, {"preset": "base"}, "base"), (5.0, {"d_model": 16, "heads": 2}, "small")],
+)
+def test_auto_is_small_without_a_limit_and_if_the_user_chose_the_size(
+    tmp_path: Path,
+    table: Path,
+    step_seconds: dict[str, float],
+    limit: float | None,
+    options: dict[str, Any],
+    preset: str,
+) -> None:
+    output = run_job(table, tmp_path / "model", limit, epochs=1, **options)
+    assert output.summary["preset"]["name"] == preset
+    assert model_store.read_manifest(tmp_path / "model")["training"]["preset"] == output.summary["preset"]
+
+
+def test_continued_run_keeps_its_preset(tmp_path: Path, table: Path, step_seconds: dict[str, float]) -> None:
+    options: dict[str, Any] = {"max_time": "30s", "epochs": 1500, "batch": 64, "gaussians": 1}
+    chosen = []
+    for resume in (False, True):
+        settings = TrainConfig(out=tmp_path / "model", resume=resume, **options)
+        with pytest.raises(Interrupted):  # after one step
+            train([table], settings, budget=TimeBudget(30.0, lambda: 0.0), should_stop=lambda: True)
+        state = checkpoint.load_state(tmp_path / "model.training")
+        assert state is not None
+        chosen.append((state["identity"]["preset"], state["step"]))
+        step_seconds["small"] = 0.001  # when the run is continued, there is time for the larger preset
+    assert chosen == [("tiny", 1), ("tiny", 2)]
+
+
+def test_folds_use_the_preset_of_the_first_model(
+    tmp_path: Path, table: Path, step_seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainingRun, "run", _run_one_step)
+    sizes: list[int] = []
+    created = planning.RunPlanner._create_run
+
+    def create(planner: RunPlanner, *arguments: Any) -> TrainingRun:
+        run = created(planner, *arguments)
+        sizes.append(run.model.config.layers)
+        return run
+
+    monkeypatch.setattr(RunPlanner, "_create_run", create)
+    output = run_job(table, tmp_path / "model", 100.0, folds=3)
+    assert output.summary["preset"]["name"] == "tiny"  # a third of 100 s is too short for 1,000 steps of `small`
+    assert sizes[-2:] == [2, 2]
+    assert output.summary["records_used"]["calibration"] == output.summary["records_available"]["calibration"] == 200
+
+
+def test_prior_is_fitted_to_few_records_if_time_is_short(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fitting takes 1 s for 500 records. 15% of 40 s are 6 s, of which 5 s are left after the first fit."""
+    x, _ = correlated(rng, 4000)
+    table = write(tmp_path / "table.parquet", {f"x{i}": column for i, column in enumerate(x.T)})
+    now, sizes = [0.0], list[int]()
+    fit_priors = gaussian_prior.fit_priors
+
+    def fit(data: Any, max_components: int, seed: int, is_short: Any, max_rows: int) -> Any:
+        now[0] += max_rows / 500.0
+        sizes.append(max_rows)
+        return fit_priors(data, max_components, seed, is_short, max_rows)
+
+    monkeypatch.setattr(gaussian_prior, "fit_priors", fit)
+    monkeypatch.setattr(TrainingRun, "run", _run_one_step)
+    options: dict[str, Any] = {"max_time": "40s", "d_model": 16, "layers": 1, "heads": 2, "feedforward": 32}
+    settings = TrainConfig(out=tmp_path / "model", **options)
+    output = train([table], settings, budget=TimeBudget(40.0, lambda: now[0]))
+    assert sizes == [500, 1250]
+    assert output.summary["records_used"]["prior"] == 1250
+
+
+def test_limit_below_the_least_is_reported_at_once(tmp_path: Path, table: Path) -> None:
+    messages: list[str] = []
+    options: dict[str, Any] = {"max_time": "1s"}
+    settings = TrainConfig(out=tmp_path / "model", **options)
+    output = train([table], settings, budget=TimeBudget(1.0, spent=3.0), on_message=messages.append)
+    assert messages[0].startswith("--max-time 1s is too short: this machine needs at least about 7 s for any table")
+    assert output.training_result.steps == 1
+    assert output.summary["preset"]["name"] == "tiny"
+    assert estimate_least_seconds(3.0) == pytest.approx(6.9)
+    assert output.summary["records_used"]["train"] == 20
+    assert "few_steps" in [warning["code"] for warning in output.summary["warnings"]]
+
+
+def test_expensive_first_call_is_itself_the_measurement() -> None:
+    now, sizes = [0.0], list[int]()
+
+    def process(num_records: int) -> None:
+        sizes.append(num_records)
+        now[0] += 3.0
+
+    assert measure_seconds_per_record(process, lambda: now[0], 100) == 3.0
+    assert sizes == [1]
+
+
+def test_records_used_and_available_are_those_of_each_phase(
+    tmp_path: Path, table: Path, step_seconds: dict[str, float]
+) -> None:
+    output = run_job(table, tmp_path / "model", None, epochs=1, batch=100, contamination=0.1, d_model=16, heads=2)
+    used, available = output.summary["records_used"], output.summary["records_available"]
+    assert used["train"] == 100 < available["train"]
+    assert used["validation"] == available["validation"]
+    assert used["calibration"] == len(output.calibration.scores) == 36
+    assert used["calibration_trimmed"] == 4
+    assert used["held_out"] == available["calibration"] == 40
+    assert available["table"] == 200
+    assert sum(output.summary["seconds_by_phase"].values()) <= output.summary["seconds"] + 0.1
