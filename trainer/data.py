@@ -783,11 +783,12 @@ def _encode_readings_table(
             )
             continue
         # Keep the first reading of each matrix element in this batch, unless an earlier batch has set the element.
-        flat_indexes = readings.rows * num_features + feature_codes
-        _, first_indexes = np.unique(flat_indexes, return_index=True)
+        accepted = np.flatnonzero(~_find_refused_readings(schema, first_code, readings, encoded))
+        flat_indexes = readings.rows[accepted] * num_features + feature_codes[accepted]
+        first_indexes = accepted[np.unique(flat_indexes, return_index=True)[1]]
         is_element_empty = event_indexes[readings.rows[first_indexes], feature_codes[first_indexes]] < 0
         kept = first_indexes[is_element_empty]  # indexes of the readings that are kept
-        num_repeated += len(readings.rows) - len(kept)
+        num_repeated += len(accepted) - len(kept)
         rows, feature_codes = readings.rows[kept], feature_codes[kept]
         values[rows, feature_codes] = encoded[kept]
         event_indexes[rows, feature_codes] = readings.event_indexes[kept]
@@ -803,6 +804,25 @@ def _encode_readings_table(
         path.unlink()
     values.flush()
     return values, arrival_ranks
+
+
+def _find_refused_readings(
+    schema: Schema, feature_code: int, readings: FeatureReadings, encoded: NDArray[np.float32]
+) -> NDArray[np.bool_]:
+    """Return for each of M readings of one feature whether a stream refuses it: texts among numbers, infinite numbers.
+
+    A refused reading does not count as the first reading of its time slot, while a null does.
+
+    Args:
+        schema: The features.
+        feature_code: Index of the feature in the schema.
+        readings: The M readings.
+        encoded: (M,) the normalised readings, NaN if missing.
+    """
+    if schema.features[feature_code].kind == "discrete" or not np.isnan(encoded).any():
+        return np.zeros(len(encoded), bool)
+    numbers, is_other_text = parse_numbers(readings.values)
+    return is_other_text | np.isinf(numbers)
 
 
 def _fill_in_chunks(matrix: NDArray[Any], value: float) -> None:

@@ -238,6 +238,8 @@ class ColumnStatistics:
             count_missing: Whether to update the numbers of readings and of missing values. False if `_add_numbers` has
                 counted the same values.
         """
+        if self.count_by_label is None and not count_missing:
+            return
         label_indexes, labels = encode_labels(values)  # the index of a missing value is −1
         is_usable = is_training & (label_indexes >= 0)
         if count_missing:

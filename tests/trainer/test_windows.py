@@ -201,6 +201,23 @@ def test_combined_reading_arrives_with_the_last_reading_of_its_slot(tmp_path: Pa
         assert np.unique(data.arrival_ranks, axis=0).tolist() == [ranks]
 
 
+def test_reading_that_a_stream_refuses_is_not_the_first_of_its_slot(tmp_path: Path) -> None:
+    """A null says that the reading will not be observed, so it is the first reading."""
+    values: list[list[str | None]] = [
+        [text, f"{i * 7 % 13}.5"] for i in range(40) for text in ("Bad" if i % 3 == 0 else "inf",)
+    ]
+    values[5][0] = None
+    readings = {
+        "device": ["d"] * 80,
+        "time": [float(START + 60 * i + second) for i in range(40) for second in (1, 2)],
+        "feature": ["flow"] * 80,
+        "value": [value for pair in values for value in pair],
+    }
+    data = prepare_in(tmp_path, write(tmp_path / "t.parquet", readings), window=Window(60 * SECOND))
+    assert np.isnan(data.values[:, 0]).nonzero()[0].tolist() == [5]
+    assert data.skipped_by_reason == {"repeated events (record and feature)": 1}
+
+
 def write_fast_sensors(folder: Path, rng: np.random.Generator) -> Path:
     """Write a table of two sensors that report each second for 24 minutes."""
     times = (START + np.arange(1440.0)).tolist()
