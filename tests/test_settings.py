@@ -53,6 +53,14 @@ def get_example_values(cls: type[Settings], field: str) -> list[Any]:
             return ([t for t in texts if t.startswith("SASL") or field != "security_protocol"] * 3)[:3]
     if field in ("alpha", "interval", "trim", "quantiles"):
         return ["0.2", "0.3", "0.4"]
+    if annotation is bool:
+        return ["true", "false", "true"]
+    if field == "timezone":
+        return ["UTC", "Europe/Berlin", "Asia/Tokyo"]
+    if field == "delimiter":
+        return [";", ",", "|"]
+    if field == "encoding":
+        return ["utf-8", "cp1252", "utf-16"]
     if field == "units":
         return ["a=1", "b=2", "c=3"]
     if field in ("record_timeout", "max_wait", "commit_interval", "shuffle_within", "window", "grace"):
@@ -128,15 +136,15 @@ def test_every_field_is_a_flag(command: str) -> None:
         seen.update(given)
 
     fields = SETTINGS_BY_COMMAND[command].model_fields
+    value_by_field = {field: get_example_values(SETTINGS_BY_COMMAND[command], field)[0] for field in fields}
+    switches = {field for field, info in fields.items() if info.annotation is bool}  # flags without a value
     words = [
         word
-        for field in fields
-        for word in (to_flag(field), get_example_values(SETTINGS_BY_COMMAND[command], field)[0])
+        for field, value in value_by_field.items()
+        for word in ([to_flag(field)] if field in switches else [to_flag(field), value])
     ]
     assert CliRunner().invoke(run, words).exit_code == 0
-    assert seen == {field: get_example_values(SETTINGS_BY_COMMAND[command], field)[0] for field in fields} | {
-        "config": None
-    }
+    assert seen == value_by_field | dict.fromkeys(switches, True) | {"config": None}
     text = CliRunner().invoke(run, ["--help"]).output
     assert all(to_flag(field) in text for field in fields)
     assert CliRunner().invoke(run, []).exit_code == 0

@@ -42,8 +42,8 @@ class ScoringSettings(_ModelSettings):
 
     alpha: Shares = text_default(
         0.01,
-        "Largest share of normal records that raise an alert, such as 0.01 or 1%. Several shares, comma-separated, "
-        "raise alerts of their own; a smaller share means a more severe alert.",
+        "Largest share of normal records that raise an alert. Several shares, comma-separated, raise alerts of their "
+        "own; a smaller share means a more severe alert.",
     )
     compiled: Literal["auto", "off"] = Field(
         "auto",
