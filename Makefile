@@ -10,7 +10,7 @@ SHELL := /bin/bash
 # The tests of a file run in one process. Each process starts its own broker, so the number of processes is limited.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help docs demo test lint check format bench bench-quality chaos fuzz kafka kafka-jars clean
+.PHONY: help docs demo test first-hours lint check format bench bench-quality chaos fuzz kafka kafka-jars clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -51,6 +51,10 @@ demo: $(VENV)/.run ## simulate a fleet, train for a minute, show early alerts an
 
 test: $(VENV)/.dev kafka-jars ## run all tests, against a real Apache Kafka (WORKERS=0: in one process)
 	$(PYTEST)
+
+first-hours: $(VENV)/.dev ## run the trials of a new user with unknown tables, those that take minutes too
+	$(PYTEST) tests/first_hours
+	$(BIN)/python -m pytest tests/first_hours/long_trials.py
 
 lint: $(VENV)/.dev ## check format, lint rules, types and import rules
 	$(BIN)/ruff format --check .
