@@ -17,7 +17,6 @@ from tests.first_hours.plant_data import (
     write_historian_csv,
 )
 
-
 pytestmark = pytest.mark.slow
 
 
