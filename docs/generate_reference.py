@@ -34,7 +34,7 @@ def commands() -> list[tuple[str, click.Command]]:
 
     group = build_group()
     context = click.Context(group)
-    pairs = [("deformer-train", training_command)]
+    pairs: list[tuple[str, click.Command]] = [("deformer-train", training_command)]
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         assert command is not None
