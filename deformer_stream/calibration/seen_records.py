@@ -172,7 +172,7 @@ class RecordSet:
         """
         return np.isin(fingerprints, self.fingerprints), fingerprints <= self._limit
 
-    def exceeds_chance(self, fingerprints: UInts) -> bool:
+    def exceeds_chance(self, fingerprints: UInts, larger: Sequence[RecordSet] = ()) -> bool:
         """Return whether more of N new records are in the set than records repeat by nature.
 
         Without a common source, a new record is in the set about as often as a record of the set has another one that
@@ -182,11 +182,14 @@ class RecordSet:
 
         Args:
             fingerprints: (N,) the fingerprints of the new records.
+            larger: Sets of similar records that are at least as large. Their records repeat at least as often, so they
+                make the test more certain if this set is small.
         """
         different = np.unique(fingerprints)
+        sets = (self, *larger)
         tests = (
-            (fingerprints, self.num_records, self.num_repeated),
-            (different, self.num_different, self.num_different_repeated),
+            (fingerprints, sum(s.num_records for s in sets), sum(s.num_repeated for s in sets)),
+            (different, sum(s.num_different for s in sets), sum(s.num_different_repeated for s in sets)),
         )
         for tested, num_records, num_repeated in tests:
             is_member, is_known = self.find(tested)
@@ -249,11 +252,14 @@ class SeenRecords:
         is_new = np.ones(len(fingerprints), bool)
         in_training, in_calibration = np.zeros(len(fingerprints), bool), np.zeros(len(fingerprints), bool)
         is_tested = np.ones(len(fingerprints), bool)
-        sets = [(record_set, in_training) for record_set in self.training]
+        # Each set with the mask of its records, and larger sets of similar records.
+        sets: list[tuple[RecordSet, Bools, list[RecordSet]]] = [(table, in_training, []) for table in self.training]
         if self.calibration is not None:
-            sets.append((self.calibration, in_calibration))
-        for record_set, is_seen in sets:
-            if record_set.exceeds_chance(fingerprints):
+            num_records = self.calibration.num_records
+            larger_tables = [table for table in self.training if table.num_records >= num_records]
+            sets.append((self.calibration, in_calibration, larger_tables))
+        for record_set, is_seen, larger in sets:
+            if record_set.exceeds_chance(fingerprints, larger):
                 is_member, is_known = record_set.find(fingerprints)
                 is_seen |= is_member
                 is_tested &= is_known

@@ -81,6 +81,15 @@ def test_records_of_training_and_of_the_calibration_are_found() -> None:
     assert seen.check(calibration).describe() == "400 of 400 records were used to calibrate this model"
 
 
+def test_small_calibration_is_recognised_by_the_repetitions_of_the_training_table() -> None:
+    """20 calibration records among 100 could be chance by themselves, but none of 80 training records repeats."""
+    training, calibration = draw_fingerprints(80, 0), draw_fingerprints(20, 1)
+    sets = [RecordSet.from_fingerprints(part) for part in (training, calibration)]
+    new = np.concatenate([draw_fingerprints(80, 2), calibration])
+    assert SeenRecords((), sets[1]).check(new).num_seen == 0
+    assert SeenRecords((sets[0],), sets[1]).check(new).num_seen == 20
+
+
 def test_each_training_table_of_an_adapted_model_counts() -> None:
     old, table = draw_fingerprints(100, 0), draw_fingerprints(100, 1)
     seen = SeenRecords((RecordSet.from_fingerprints(old), RecordSet.from_fingerprints(table)))

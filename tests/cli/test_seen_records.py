@@ -16,6 +16,7 @@ from deformer_stream import model_store
 from deformer_stream.calibration.false_alarms import bound_false_alarms
 from deformer_stream.calibration.seen_records import RecordSet, SeenRecords
 from tests.commands import RunCommand, assert_command_failed
+from tests.series import draw_event_series, make_long_table
 from trainer.job import train
 from trainer.settings import TrainConfig
 
@@ -72,6 +73,27 @@ def test_readings_of_the_training_table_are_recognised_in_json_lines(
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     result = cli("calibrate", tmp_path / "log.jsonl", "--model", model, "--out", tmp_path / "m")
     assert_command_failed(result, 3, "100 of 100 records were used")
+
+
+def test_windows_with_time_slots_are_recognised(cli: RunCommand, tmp_path: Path) -> None:
+    """The table is a list of readings of devices, whose windows are the records."""
+    pq.write_table(make_long_table(draw_event_series(100, seed=0)), tmp_path / "train.parquet")
+    words: dict[str, Any] = {"window": 60.0, "slots": 6, "once": "site"}
+    train([tmp_path / "train.parquet"], TrainConfig(out=tmp_path / "model", **words, **OPTIONS))
+    rows = model_store.read_manifest(tmp_path / "model")["training"]["rows"]
+    count = rows["train"] + rows["validation"] + rows["calibration"]
+    result = cli("calibrate", tmp_path / "train.parquet", "--model", tmp_path / "model", "--out", tmp_path / "m")
+    assert_command_failed(result, 3, f"{count} of {count} records were used to train or to calibrate this model")
+
+
+def test_times_of_day_are_recognised(cli: RunCommand, tmp_path: Path) -> None:
+    """Values on a cycle are normalised like other numbers."""
+    seconds = np.random.default_rng(0).integers(0, 86_400, 200)
+    table = make_table(200, 8).append_column("shift_start", pa.array(seconds, pa.int32()).cast(pa.time32("s")))
+    write(tmp_path / "train.parquet", table)
+    train([tmp_path / "train.parquet"], TrainConfig(out=tmp_path / "model", **OPTIONS))
+    result = cli("calibrate", tmp_path / "train.parquet", "--model", tmp_path / "model", "--out", tmp_path / "m")
+    assert_command_failed(result, 3, "200 of 200 records were used to train or to calibrate this model")
 
 
 def test_new_records_are_accepted_once(cli: RunCommand, trained: tuple[Path, Path], tmp_path: Path) -> None:
