@@ -53,8 +53,11 @@ VALIDATION_ROWS, VALIDATION_ORDERS = 1000, 4
 MIN_VALIDATION_ROWS = 2
 """Number of validation records that are used even if they take more than `VALIDATION_SHARE` of a time limit."""
 
-VALIDATION_SHARE = 0.1
-"""Share of a time limit that all validations together may take."""
+VALIDATION_SHARE = 0.02
+"""Share of a time limit that one validation may take.
+
+With fewer records, chance would decide which weights are kept. If validations take long, there are fewer of them.
+"""
 
 CHECKPOINT_SECONDS = 30.0
 """Seconds between two checkpoints."""
@@ -332,7 +335,7 @@ class TrainingRun:
     def _reserve_time(self, costs: Costs, limit: float) -> None:
         """Reserve time for the last validation and the work after training, and limit the validation records.
 
-        All validations together may take `VALIDATION_SHARE` of the limit.
+        A validation may take `VALIDATION_SHARE` of the limit.
 
         Args:
             costs: Measured costs of validation and of the work after training.
@@ -341,8 +344,7 @@ class TrainingRun:
         self.has_measured_costs = True
         # `costs.record` is the time of one record in one order of its readings. Validation uses several orders.
         seconds_per_record = max(VALIDATION_ORDERS * costs.record, 1e-9)
-        # Number of records for which each of the EVALUATIONS validations has time.
-        num_affordable = VALIDATION_SHARE * limit / EVALUATIONS / seconds_per_record
+        num_affordable = VALIDATION_SHARE * limit / seconds_per_record
         self.validation_rows = self.validation_rows[: max(MIN_VALIDATION_ROWS, int(num_affordable))]
         self.validation_batch_size = choose_batch_size(costs.record, BATCH_SIZE)
         last_validation_seconds = len(self.validation_rows) * seconds_per_record

@@ -74,14 +74,14 @@ Measured ratios are 3 to 6.
 SAFETY_FACTOR = 1.1
 """Factor by which measured costs are multiplied, because measurements on a few records are too low."""
 
-MIN_FIXED_SECONDS, FIXED_SHARE_OF_START, FIXED_SECONDS_PER_FEATURE = 1.5, 0.7, 0.002
+MIN_FIXED_SECONDS, FIXED_SHARE_OF_START, FIXED_SECONDS_PER_FEATURE = 1.5, 0.85, 0.002
 """Estimated seconds to render the report, write the model directory and end the process.
 
 Most of this time is imports. It is therefore estimated from the time that the start of the command took, which shows
 how fast the machine is at present. The last number is added for each feature.
 """
 
-LEAST_SHARE_OF_START, MIN_LEAST_SECONDS = 1.3, 1.5
+LEAST_SHARE_OF_START, MIN_LEAST_SECONDS = 1.6, 1.5
 """The smallest possible job takes this many times as long as the start of the command, in addition to the start, but at
 least this many seconds. It trains for one step and uses the smallest numbers of records.
 """
@@ -211,8 +211,11 @@ class RunPlanner:
         Returns:
             The run. The state of an interrupted run is not restored yet.
         """
+        self.on_message("fitting the Gaussian prior")
         prior = self._fit_prior(data, old_model)
         self.budget.mark_phase("prior")
+        if self.budget.limit is not None and not self.is_rushed:
+            self.on_message("measuring how long training and calibration take")
         run, settings, reason, step_costs = self._choose_preset(data, old_model, prior)
         maximum = count_all_records(data)
         num_train = len(run.train_rows)
