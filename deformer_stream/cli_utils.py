@@ -170,9 +170,13 @@ def interrupt_on_termination() -> None:
 
 
 def reload_on_hangup() -> threading.Event:
-    """Install a handler for SIGHUP, which requests that the model is read again, and return the event that it sets."""
+    """Install a handler for SIGHUP, which requests that the model is read again, and return the event that it sets.
+
+    Windows has no such signal; a changed model directory is noticed there as well.
+    """
     reload_requested = threading.Event()
-    signal.signal(signal.SIGHUP, lambda number, frame: reload_requested.set())
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, lambda number, frame: reload_requested.set())
     return reload_requested
 
 

@@ -342,7 +342,12 @@ def _write_and_sync(path: Path, data: bytes) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Force new and renamed entries of a directory to the disk, so that a power failure cannot lose them."""
+    """Force new and renamed entries of a directory to the disk, so that a power failure cannot lose them.
+
+    Windows cannot do this, and the function then does nothing.
+    """
+    if os.name != "posix":
+        return
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

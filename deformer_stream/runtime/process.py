@@ -15,7 +15,11 @@ from contextlib import contextmanager
 
 _M_ARENA_MAX = -8
 """The number of the `mallopt` parameter `M_ARENA_MAX` in the GNU C library's malloc.h."""
-_LIBC = ctypes.CDLL(None)
+_LIBC: ctypes.CDLL | None
+try:
+    _LIBC = ctypes.CDLL(None)
+except TypeError:  # on Windows
+    _LIBC = None
 # Only the GNU C library has these functions; on other systems the settings have no effect.
 _mallopt, _malloc_trim = (getattr(_LIBC, name, None) for name in ("mallopt", "malloc_trim"))
 
