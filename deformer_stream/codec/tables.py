@@ -132,7 +132,7 @@ class WideDecoder:
             bad cells of the other rows.
 
         Raises:
-            InputError: If a column's type does not fit its feature, or if a time is not valid.
+            InputError: If a column's type does not fit its feature, or if no time is valid.
         """
         columns = self._select_feature_columns(data)
         # (N, F) values of the N records by feature code: NaN if not observed, infinite if the cell is rejected. A NaN
@@ -141,13 +141,14 @@ class WideDecoder:
         issues_by_code: dict[int, dict[int, str | RejectionError]] = {}  # unseen labels and errors, by code and row
         for code, column in columns.items():
             values[:, code], issues_by_code[code] = self._parse_column(data, code, column)
-        times = self._parse_times(data)
+        times, time_errors = self._parse_times(data)
 
         # (N, F): row i lists the feature codes of record i in the order of its events. Values are put in the same
         # order.
         codes = self._order_features(data, list(columns), values)
         values = np.take_along_axis(values, codes, axis=1)
-        row_errors = check_future_times(self._future_time_limit, times) | check_ids(data.record_ids, "the record id")
+        row_errors = time_errors | check_future_times(self._future_time_limit, times)
+        row_errors |= check_ids(data.record_ids, "the record id")
         is_accepted = ~np.isinf(values)
         is_accepted[list(row_errors)] = False
 
@@ -216,23 +217,30 @@ class WideDecoder:
             )
         return parse_labels(column, self._schema.code_by_label[code], feature.name)
 
-    def _parse_times(self, data: WideRows) -> NDArray[np.int64]:
-        """Return the times of the N records as an array (N,): microseconds since 1970, `NO_TIME` for a missing time.
+    def _parse_times(self, data: WideRows) -> tuple[NDArray[np.int64], ErrorsByRow]:
+        """Convert the column of times.
+
+        Args:
+            data: The N rows.
+
+        Returns:
+            Two results. First (N,) times in microseconds since 1970, `NO_TIME` for a missing time. Second a dictionary
+            by row index: the error of each time that is not valid.
 
         Raises:
-            InputError: If a time is not valid.
+            InputError: If the rows have times, but none of them is valid. It is probably the wrong column.
         """
         if data.time_column is None:
-            return np.full(len(data), NO_TIME)
+            return np.full(len(data), NO_TIME), {}
         column = data.table.column(data.time_column)
         times, errors = parse_times(column, f"{data.origin}: column {data.time_column!r}")
-        if errors:
+        if errors and len(errors) == len(data) - column.null_count:
             row, error = next(iter(errors.items()))  # one error is enough, because the whole table is refused
             raise InputError(
                 f"{data.origin}: the time in column {data.time_column!r} of row {data.first_row + row} is not valid "
                 f"({error.detail}); correct it, or leave the cell empty"
             )
-        return times
+        return times, errors
 
     def _order_features(
         self, data: WideRows, present_codes: list[int], values: NDArray[np.float64]

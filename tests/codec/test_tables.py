@@ -313,5 +313,13 @@ def test_texts_in_a_wide_column_of_numbers_are_read_and_bad_ones_are_rejected_on
     )  # the other readings of the rows are accepted
 
 
+def test_a_bad_time_of_a_wide_table_rejects_its_row() -> None:
+    times = ["2020-03-09T10:34:33Z", "noon", None]
+    batch, rejections = decode_wide(Pressure=[1.0, 2.0, 3.0], when=times, time="when")
+    pressures = batch.values[batch.features == SCHEMA.code_by_name["Pressure"]].tolist()
+    assert (pressures, set(batch.times.tolist())) == ([1.0, 3.0], {1583750073000000, NO_TIME})
+    assert [(r.message_index, r.reason) for r in rejections] == [(1, RejectionReason.WRONG_TYPE)]
+
+
 def test_an_empty_wide_table_has_no_events() -> None:
     assert len(decode_wide(Pressure=pa.array([], pa.float64()))[0]) == 0
