@@ -26,7 +26,7 @@ from deformer_stream.model.schema import (
     FeatureKind,
     format_label,
 )
-from trainer.identifiers import OrderStatistics, describe_identifier, describe_trend
+from trainer.identifiers import MIN_RISES, OrderStatistics, describe_identifier, describe_trend
 from trainer.tables import ValueForm, classify_type, encode_labels, has_leading_zeros, parse_numbers
 
 MAX_SAMPLE = 20_000
@@ -76,6 +76,10 @@ _AMBIGUOUS_NUMBER = re.compile(r"\s*[+-]?\d{1,3},\d{3}\s*")
 """A number with a comma that may be a decimal comma, or may separate groups of three digits."""
 
 
+_DATE = re.compile(r"\s*(?:\d{4}([-/.])\d{1,2}\1\d{1,2}|\d{1,2}([-/.])\d{1,2}\2(?:\d{4}|\d{2}))(?:[ T].*)?")
+"""A date, perhaps followed by a time, in any order of day, month and year."""
+
+
 @dataclass
 class ColumnStatistics:
     """Statistics of the values of one column or feature, collected batch by batch in one pass over the table.
@@ -102,6 +106,7 @@ class ColumnStatistics:
             `MAX_LABELS` different labels.
         is_integer: Whether all numbers in training records are integers.
         order: How the numbers in training records change from row to row.
+        num_label_runs: Number of runs of equal labels in successive training records.
     """
 
     name: str
@@ -119,6 +124,8 @@ class ColumnStatistics:
     count_by_label: dict[str, int] | None = field(default_factory=dict)
     is_integer: bool = True
     order: OrderStatistics = field(default_factory=OrderStatistics)
+    num_label_runs: int = 0
+    _last_label: str | None = None
     _row_hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     _sample: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
 
@@ -247,6 +254,11 @@ class ColumnStatistics:
             self.num_readings += int(is_usable.sum())
         if self.count_by_label is None:  # an earlier batch had too many different labels
             return
+        used_indexes = label_indexes[is_usable]
+        if len(used_indexes):
+            is_new_run = int(labels[used_indexes[0]] != self._last_label)
+            self.num_label_runs += is_new_run + int((np.diff(used_indexes) != 0).sum())
+            self._last_label = labels[used_indexes[-1]]
         counts = np.bincount(label_indexes[is_usable], minlength=len(labels))
         for label, count in zip(labels, counts.tolist(), strict=True):
             if count:
@@ -517,7 +529,7 @@ def infer_feature(
             )
         return _create_continuous(column, is_context, "chosen by an option")
     if not column.is_numeric(chosen_kind):
-        return _infer_from_text(column, chosen_kind, is_context)
+        return _infer_from_text(column, chosen_kind, is_context, is_in_time_order)
     if chosen_kind == "discrete":
         if column.count_by_number is None:
             raise ConfigError(
@@ -633,17 +645,19 @@ def _describe_distribution(sample: NDArray[np.float64]) -> str:
 
 
 def _infer_from_text(
-    column: ColumnStatistics, chosen_kind: FeatureKind | None, is_context: bool
+    column: ColumnStatistics, chosen_kind: FeatureKind | None, is_context: bool, is_in_time_order: bool
 ) -> Feature | ExcludedColumn:
     """Return the discrete feature of a column of texts or booleans, or the reason why the column is excluded.
 
-    A column is excluded if it has too many distinct texts. Unless the user has chosen its kind, it is also excluded if
-    the number of distinct texts is more than half the number of values: it is then an identifier or a remark.
+    A column is excluded if it has too many distinct texts. Unless the user has named it, it is also excluded if new
+    records will have other texts: identifiers and remarks (more than half of the texts are distinct), dates, and
+    numbers of batches (no text comes back in the course of time).
 
     Args:
         column: The statistics of the values.
         chosen_kind: "discrete" if the user has chosen it, None otherwise.
         is_context: Whether the feature only helps to predict others and is never scored itself.
+        is_in_time_order: Whether the rows of the table are known to be in the order of time.
 
     Raises:
         ConfigError: The user has chosen the kind, and there are too many distinct texts.
@@ -663,6 +677,13 @@ def _infer_from_text(
         return ExcludedColumn(column.name, reason)
     if column.form == "boolean":
         return _create_discrete(column, is_context, "boolean")
+    if not chosen_kind and not is_context:
+        option = f"--discrete {column.name} trains on it"
+        if all(_DATE.fullmatch(label) for label in column.count_by_label):
+            return ExcludedColumn(column.name, f"texts of dates are no features; {option}")
+        comes_back = column.num_label_runs > len(column.count_by_label)
+        if is_in_time_order and not comes_back and len(column.count_by_label) >= MIN_RISES:
+            return ExcludedColumn(column.name, f"no text comes back: looks like the number of a batch; {option}")
     return _create_discrete(column, is_context, "chosen by an option" if chosen_kind else "text")
 
 

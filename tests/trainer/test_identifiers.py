@@ -114,6 +114,30 @@ def test_total_is_left_out_only_if_the_rows_are_in_the_order_of_time(tmp_path: P
         assert "only rises from row to row: if it is a total or a counter, name it in --exclude" in feature.reason
 
 
+@pytest.mark.parametrize("date", ["01/02/2007", "1.2.07", "2007-02-01", "2007/2/1 10:30"])
+def test_texts_of_dates_are_no_labels(tmp_path: Path, date: str) -> None:
+    """The next day has another date."""
+    dates = [date] * (N // 2) + [date.replace("7", "8")] * (N // 2)
+    assert prepare_beside_features(tmp_path, dates).schema.names == ("a", "b")
+    for option in ("discrete", "context"):
+        options: dict[str, Any] = {option: ("column",)}
+        assert "column" in prepare_beside_features(tmp_path, dates, **options).schema.names
+    codes = ["1-2-3-4", "10/12"] * (N // 2)
+    assert "column" in prepare_beside_features(tmp_path, codes).schema.names
+
+
+def test_number_of_a_batch_is_left_out_if_the_rows_are_in_the_order_of_time(tmp_path: Path) -> None:
+    times = pa.array(np.datetime64("2020-03-09") + np.arange(N) * np.timedelta64(60, "s"))
+    batches = [f"B{i // 20:03}" for i in range(N)]
+    columns = {"time": times, "batch": batches, "a": np.random.default_rng(0).normal(size=N)}
+    data = prepared(tmp_path, columns)
+    assert data.schema.names == ("a",)
+    assert data.excluded_columns[1].reason.startswith("no text comes back: looks like the number of a batch")
+    assert "batch" in prepared(tmp_path, columns | {"batch": [*batches[:-30], *batches[:30]]}).schema.names
+    del columns["time"]
+    assert "batch" in prepared(tmp_path, columns).schema.names, "the table may be sorted by this column"
+
+
 def test_row_number_that_starts_again_in_each_file_is_left_out(tmp_path: Path) -> None:
     paths = []
     for i in range(3):
