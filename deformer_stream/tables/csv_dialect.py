@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import csv
 import gzip
+import io
 import itertools
 import re
 from collections import Counter
@@ -128,7 +129,8 @@ def guess_dialect(sample: bytes, options: CsvOptions, name: str) -> CsvDialect:
     """
     is_complete = len(sample) < SAMPLE_BYTES
     encoding = options.encoding or guess_encoding(sample)
-    lines = _decode_sample(sample, encoding, is_complete, name).splitlines(keepends=True)
+    # Unlike `str.splitlines`, this ends lines at the characters of line ends only, as Arrow does.
+    lines = io.StringIO(_decode_sample(sample, encoding, is_complete, name), newline="").readlines()
     if not is_complete and len(lines) > 1:
         lines.pop()  # the last line is probably cut
     first_line = next((number for number, line in enumerate(lines) if line.strip()), None)

@@ -100,6 +100,11 @@ def test_titles_and_comments_before_the_header_are_skipped() -> None:
     assert guess("a\nx\ny\n").num_skipped_lines == 0  # a table with a single column has no title
 
 
+def test_only_line_ends_end_lines() -> None:
+    assert guess("a\u2028x;b\r\n1;2\r\n").column_names == ("a\u2028x", "b")
+    assert guess("a;b\r1;2\r").column_names == ("a", "b")
+
+
 def test_options_are_not_guessed() -> None:
     options = CsvOptions(delimiter=";", decimal=".", encoding="cp1252", has_header=False)
     dialect = guess("a,1;b\n1,5;2\n", options=options)
