@@ -304,7 +304,8 @@ def build_replay() -> click.Command:
     def replay(inputs: tuple[str, ...], config: Path | None, **flags: Any) -> int:
         """Score historical logs exactly as a stream of the same events would have been scored.
 
-        INPUT is a Parquet, CSV or JSON lines file, a folder of such files, or - for JSON lines on standard input.
+        INPUT is a Parquet, CSV or JSON lines file, a folder of such files, a quoted pattern such as 'logs/*.csv', or -
+        for JSON lines on standard input.
         """
         settings = load_settings(ReplaySettings, flags, config, "replay")
         factory.check_paths(inputs, settings.model, settings.get_output_by_flag())

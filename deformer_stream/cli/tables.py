@@ -42,7 +42,8 @@ def build_produce() -> click.Command:
     def command(inputs: tuple[str, ...], config: Path | None, **flags: Any) -> int:
         """Send the cells of a table one by one, as a stream of readings.
 
-        INPUT is a Parquet or CSV table, a JSON lines file, or a folder of such files.
+        INPUT is a Parquet or CSV table, a JSON lines file, a folder of such files, or a quoted pattern such as
+        'logs/*.csv'.
         """
         settings = load_settings(ProduceSettings, flags, config, "produce")
         check_paths(inputs, settings.model, {"--output": settings.output})
