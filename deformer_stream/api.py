@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import TiePolicy
-from deformer_stream.codec import Codec, WindowAssigner
+from deformer_stream.codec import Codec, Order, WindowAssigner
 from deformer_stream.codec.payloads import Messages, WideRows
 from deformer_stream.codec.validation import is_unicode
 from deformer_stream.engine.engine import Engine, Limits
@@ -64,7 +64,7 @@ from deformer_stream.tables.table import Table
 if TYPE_CHECKING:
     from narwhals.typing import IntoDataFrame
 
-    from trainer.settings import TrainConfig
+    from trainer.job import TrainingOutput
 
 Value = float | int | str | bool | None
 """The value of a reading; None declares that the feature will not be observed. NumPy scalars are accepted as well."""
@@ -391,11 +391,6 @@ class Detector:
         """The compiled CPU kernels that run the model; None if they do not support it, so that PyTorch runs it."""
         return CpuKernels.for_model(self.artifact.model)
 
-    @cached_property
-    def _row_codec(self) -> Codec:
-        """The decoder of rows of tables. The readings of a row have the order in which the model was calibrated."""
-        return Codec(self.schema, order=self.artifact.calibration.row_order)
-
     @property
     def schema(self) -> Schema:
         """The features of the model."""
@@ -551,16 +546,21 @@ class Detector:
         alpha: float = 0.01,
         *,
         columns: Sequence[str] | None = None,
+        order: Order = "arrival",
     ) -> RecordScores: ...
 
     @overload
-    def score(self, records: FrameT, alpha: float = 0.01) -> FrameT: ...
+    def score(self, records: FrameT, alpha: float = 0.01, *, order: Order = "arrival") -> FrameT: ...
 
-    def score(self, records: Any, alpha: float = 0.01, *, columns: Sequence[str] | None = None) -> Any:
+    def score(
+        self, records: Any, alpha: float = 0.01, *, columns: Sequence[str] | None = None, order: Order = "arrival"
+    ) -> Any:
         """Return the scores of complete records.
 
-        Rows of tables (data frames, Arrow tables, NumPy arrays) have no order of arrival. They are scored in the order
-        in which the model was calibrated, as `deformer-stream replay` does. Dicts are scored in their own order.
+        `log_likelihood` and `anomaly_score` hardly depend on the order of the readings, but `score`, `p_value` and
+        `alert_seq` do. The false-alarm rate of alerts is guaranteed for the order in which the model was calibrated.
+        That is a random order unless the model was trained on logged arrivals. `deformer-stream replay` uses it for the
+        rows of wide tables.
 
         Columns and keys that are not features of the model are ignored with a warning. If more than half of the
         features have no column, there is a warning as well.
@@ -571,6 +571,9 @@ class Detector:
                 missing, None or NaN is treated as not observed.
             alpha: The false-alarm rate at which `RecordScores.alert_seq` reports alerts.
             columns: The names of the columns of a NumPy array; by default the features in the order of the schema.
+            order: The order in which the readings of a record are scored: "arrival" for the order of the keys of a dict
+                or of the columns of a table, "schema" for the order of the model's features, "random" for a random
+                order that depends on the number of the row. Dicts have only the first.
 
         Returns:
             For a data frame or an Arrow table a table of the same kind, whose columns are the attributes of
@@ -578,12 +581,16 @@ class Detector:
 
         Raises:
             InputError: If a value cannot be accepted; the message names the record or row, and the feature.
-            ValueError: If `alpha` does not lie between 0 and 1.
+            ValueError: If `alpha` does not lie between 0 and 1, or if dicts are to be scored in another order.
         """
         table = read_tabular(records, self.schema, columns)
         if table is None:
+            if order != "arrival":
+                raise ValueError(
+                    f"order={order!r} is for tables; put the keys of a dict into the order to score them in"
+                )
             return self._score_dicts(self._read_dicts(records), alpha)
-        scores = self._score_table(table, alpha)
+        scores = self._score_table(table, alpha, order)
         if isinstance(table, ArrayRecords):
             return scores
         names = ("log_likelihood", "anomaly_score", "p_value", "alert_seq", "score")
@@ -605,12 +612,13 @@ class Detector:
         _store_scores(engine.finish().closed, scores)
         return scores
 
-    def _score_table(self, table: TabularRecords, alpha: float) -> RecordScores:
-        """Return the scores of the N records of a table, in the order in which the model was calibrated.
+    def _score_table(self, table: TabularRecords, alpha: float, order: Order) -> RecordScores:
+        """Return the scores of the N records of a table.
 
         Args:
             table: The records.
             alpha: The false-alarm rate.
+            order: The order in which the readings of a record are scored (`score`).
 
         Raises:
             InputError: If a value cannot be accepted; the message names its row.
@@ -618,15 +626,16 @@ class Detector:
         engine = self.engine(alpha, effort="off")
         scores = _make_default_scores(table.num_records)
         # Features that are not observed are declared as missing, so all records of a batch are closed with it.
-        for _, _, batch in self._decode_table(table):
+        for _, _, batch in self._decode_table(table, order):
             _store_scores(engine.handle(batch, now=0).closed, scores)
         return scores
 
-    def _decode_table(self, table: TabularRecords) -> Iterator[tuple[int, int, EventBatch]]:
+    def _decode_table(self, table: TabularRecords, order: Order = "arrival") -> Iterator[tuple[int, int, EventBatch]]:
         """Decode the records of a table, some rows at a time. Record ids are the row numbers, from "0".
 
         Args:
             table: The N records.
+            order: The order of the readings of a record (`score`).
 
         Yields:
             (first row, number of rows, batch). The batch has one event per row and feature of the model; the value NaN
@@ -635,11 +644,12 @@ class Detector:
         Raises:
             InputError: If a value cannot be accepted; the message names its row.
         """
+        codec = Codec(self.schema, order=order)
         columns = read_feature_columns(table, self.schema)
         first_row = 0
         for rows in pa.table(columns).to_batches(max_chunksize=ROWS_PER_BATCH):
             record_ids = [str(row) for row in range(first_row, first_row + len(rows))]
-            batch, rejections = self._row_codec.decode(WideRows("the table", rows, record_ids, first_row))
+            batch, rejections = codec.decode(WideRows("the table", rows, record_ids, first_row))
             for rejection in rejections:
                 row = first_row + rejection.message_index
                 raise InputError(f"row {row} cannot be accepted: {rejection.detail} ({rejection.reason.value})")
@@ -1361,43 +1371,48 @@ def train(
         ConfigError: If the value of an option is not allowed.
         InputError: If the table cannot be used.
     """
+    detector, output = run_training(records, out, options, columns, verbose)
+    for entry in output.summary.get("warnings", ()):
+        warn(entry["message"])
+    return detector
+
+
+def run_training(
+    records: Any,
+    out: str | Path | None,
+    options: Mapping[str, Any],
+    columns: Sequence[str] | None = None,
+    verbose: bool = False,
+) -> tuple[Detector, TrainingOutput]:
+    """Train a model, and return the detector with all results of the training job.
+
+    The arguments and errors are those of `train`.
+
+    Returns:
+        The detector, with its model on the CPU, and the results of the training job, such as the split of the records.
+    """
     from deformer_stream.settings import load_settings
+    from trainer import console, job
     from trainer.settings import TrainConfig
 
-    for name in options.keys() - TrainConfig.model_fields.keys():
+    values = dict(options)
+    for name in values.keys() - TrainConfig.model_fields.keys():
         similar = difflib.get_close_matches(name, TrainConfig.model_fields, 1)
         hint = f"; did you mean {similar[0]!r}?" if similar else "; deformer-train --help lists the options"
         raise TypeError(f"train() got an unknown option {name!r}{hint}")
-    if isinstance(options.get("cycle"), Mapping):
-        options["cycle"] = ",".join(f"{name}={period}" for name, period in options["cycle"].items())
-    temporary_folder = _TemporaryFolder()
-    directory = temporary_folder.path / "model" if out is None else Path(out)
-    settings = load_settings(TrainConfig, {**options, "out": directory}, None, "train")
+    if isinstance(values.get("cycle"), Mapping):
+        values["cycle"] = ",".join(f"{name}={period}" for name, period in values["cycle"].items())
+    temporary_folder = _TemporaryFolder() if out is None else None
+    directory = Path(str(out)) if temporary_folder is None else temporary_folder.path / "model"
+    settings = load_settings(TrainConfig, {**values, "out": directory}, None, "train")
     sources: Sequence[Path | Table] | None = _list_paths(records)
     if sources is None:
         sources = [Table.from_arrow(_to_training_table(records, columns), "the training table")]
-    _run_training(sources, settings, verbose)
-    if out is None:
-        return Detector(model_store.read(directory), temporary_folder)
-    return load(directory)
-
-
-def _run_training(sources: Sequence[Path | Table], settings: TrainConfig, verbose: bool) -> None:
-    """Train a model on tables and write its directory; warn if training reports that the model may be poor.
-
-    Args:
-        sources: Files, folders and tables in memory.
-        settings: All options of `deformer-train`.
-        verbose: Whether to print the features and the progress.
-    """
-    from trainer import console, job
-
     if verbose:
         output = job.train(sources, settings, on_prepared=console.print_features, on_message=print)
     else:
         output = job.train(sources, settings)
-    for entry in output.summary.get("warnings", ()):
-        warn(entry["message"])
+    return Detector(model_store.read(directory), temporary_folder), output
 
 
 def _list_paths(records: object) -> list[Path] | None:

@@ -19,7 +19,7 @@ from deformer_stream import model_store
 from deformer_stream.api import Detector
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.errors import ConfigError, InputError
-from tests.models import SCHEMA, draw_linear_records, draw_rows, train_linear_model, write_model
+from tests.models import SCHEMA, draw_linear_records, draw_rows, train_linear_model
 
 ALPHA = 0.3
 SCORE_COLUMNS = ["log_likelihood", "anomaly_score", "p_value", "alert_seq", "score"]
@@ -28,12 +28,6 @@ SCORE_COLUMNS = ["log_likelihood", "anomaly_score", "p_value", "alert_seq", "sco
 @pytest.fixture(scope="module")
 def detector(model_dir: Path) -> Detector:
     return deformer_stream.load(model_dir)
-
-
-@pytest.fixture(scope="module")
-def schema_order_detector(tmp_path_factory: pytest.TempPathFactory) -> Detector:
-    """Return a detector that scores rows in the order of the schema, so that they can be compared with dicts."""
-    return deformer_stream.load(write_model(tmp_path_factory.mktemp("order") / "model", arrival_order="schema"))
 
 
 @pytest.fixture(scope="module")
@@ -102,12 +96,12 @@ def to_arrow(frame: Any) -> pa.Table:
 
 
 @pytest.mark.parametrize("kind", TO_FRAME)
-def test_scores_of_a_frame_are_a_frame_of_the_same_kind(schema_order_detector: Detector, kind: str) -> None:
+def test_scores_of_a_frame_are_a_frame_of_the_same_kind(detector: Detector, kind: str) -> None:
     table = make_arrow_table()
     frame = TO_FRAME[kind](table)
-    expected = schema_order_detector.score([dict(row) for row in table.to_pylist()], ALPHA)
+    expected = detector.score([dict(row) for row in table.to_pylist()], ALPHA)
     assert (expected.alert_seq >= 0).any()
-    scores = schema_order_detector.score(frame, ALPHA)
+    scores = detector.score(frame, ALPHA)
     assert type(scores) is (pa.Table if kind == "capsule" else type(frame))
     columns = to_arrow(scores)
     assert columns.schema.names == SCORE_COLUMNS
@@ -116,10 +110,10 @@ def test_scores_of_a_frame_are_a_frame_of_the_same_kind(schema_order_detector: D
 
 
 @pytest.mark.parametrize("kind", TO_ARRAY)
-def test_scores_of_an_array_are_record_scores(schema_order_detector: Detector, kind: str) -> None:
+def test_scores_of_an_array_are_record_scores(detector: Detector, kind: str) -> None:
     table = make_arrow_table()
-    expected = schema_order_detector.score(table, ALPHA)
-    scores = schema_order_detector.score(TO_ARRAY[kind](table), ALPHA)
+    expected = detector.score(table, ALPHA)
+    scores = detector.score(TO_ARRAY[kind](table), ALPHA)
     np.testing.assert_array_equal(scores.score, expected["score"].to_numpy())
     np.testing.assert_array_equal(scores.alert_seq, expected["alert_seq"].to_numpy())
 
@@ -266,12 +260,24 @@ def test_scores_of_a_frame_equal_replay(
     ended = cli("replay", tmp_path / "wide.parquet", "--model", model_dir, "--alpha", ALPHA, "--records", out)
     assert ended.code == 0, ended.err
     replayed = {row["record"]: row for row in pq.read_table(out).to_pylist()}
-    scores = detector.score(table, ALPHA)
+    scores = detector.score(table, ALPHA, order="random")  # that of the calibration
     for row, score in enumerate(scores.to_pylist()):
         expected = replayed[str(row)]
         assert score["p_value"] == pytest.approx(expected["p_value"], abs=1e-12)
         assert score["anomaly_score"] == pytest.approx(expected["anomaly_score"], abs=1e-4)
         assert score["alert_seq"] == (-1 if expected["alert_seq"] is None else expected["alert_seq"])
+
+
+def test_order_of_the_readings(detector: Detector) -> None:
+    table = make_arrow_table(10)
+    reversed_table = table.select(list(reversed(SCHEMA.names)))
+    assert detector.score(reversed_table, order="schema") == detector.score(table)
+    assert detector.score(reversed_table) != detector.score(table)
+    assert detector.score(table, order="random") != detector.score(table)
+    with pytest.raises(ConfigError, match="order"):
+        detector.score(table, order="backwards")  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="order='schema' is for tables"):
+        detector.score(table.to_pylist(), order="schema")
 
 
 def test_a_row_without_readings_has_the_scores_of_an_empty_record(detector: Detector) -> None:
@@ -286,10 +292,10 @@ def test_a_row_without_readings_has_the_scores_of_an_empty_record(detector: Dete
 
 
 @pytest.mark.parametrize("kind", TO_FRAME)
-def test_explanations_of_a_frame_equal_those_of_dicts(schema_order_detector: Detector, kind: str) -> None:
+def test_explanations_of_a_frame_equal_those_of_dicts(detector: Detector, kind: str) -> None:
     table = make_arrow_table(12)
-    expected = schema_order_detector.explain(table.to_pylist(), ALPHA)
-    explained = to_arrow(schema_order_detector.explain(TO_FRAME[kind](table), ALPHA)).to_pylist()
+    expected = detector.explain(table.to_pylist(), ALPHA)
+    explained = to_arrow(detector.explain(TO_FRAME[kind](table), ALPHA)).to_pylist()
     assert any(row["suspect"] for row in explained)
     assert len(explained) == sum(map(len, expected))
     for row in explained:
@@ -374,6 +380,7 @@ def test_completions_of_a_frame(linear: Detector) -> None:
     assert not np.isnan(array).any()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # short trainings are reported as such
 @pytest.mark.parametrize("kind", ["pandas", "polars", "arrow", "dicts", "array", "file"])
 def test_training_on_all_kinds_of_tables_gives_the_same_model(kind: str, tmp_path: Path) -> None:
     values = draw_linear_records(200, 1)
@@ -393,6 +400,7 @@ def test_training_on_all_kinds_of_tables_gives_the_same_model(kind: str, tmp_pat
     assert deformer_stream.train(records, columns=columns, **options).fingerprint == expected.fingerprint
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # short trainings are reported as such
 def test_training_without_a_directory_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import pickle
 
@@ -413,6 +421,7 @@ def test_training_without_a_directory_leaves_no_files(tmp_path: Path, monkeypatc
     np.testing.assert_array_equal(deformer_stream.load(tmp_path / "saved").score(values).score, scores.score)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # short trainings are reported as such
 def test_training_writes_the_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = draw_linear_records(60, 1)
     detector = deformer_stream.train(values, tmp_path / "model", preset="tiny", epochs=1, exclude=["x2"], verbose=True)

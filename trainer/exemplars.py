@@ -51,6 +51,7 @@ def add_ranking(
     num_reference_records: int = MAX_REFERENCE_RECORDS,
     batch_size: int | None = None,
     should_continue: Callable[[int], bool] = lambda num_done: True,
+    calibration_exemplars: bool = True,
 ) -> DEformer:
     """Store exemplars (training records for comparison) and typical values of normal records in the model.
 
@@ -69,17 +70,19 @@ def add_ranking(
         batch_size: Number of these records that are processed together; by default all.
         should_continue: Called before each batch with the number of these records that are done. If it returns False,
             typical values are computed from the records that are done.
+        calibration_exemplars: Whether calibration records may become exemplars. If not, their anomaly scores are
+            comparable with those of new records, and a threshold can be computed from them.
 
     Returns:
         The same model, which was changed in place.
     """
     rng = np.random.default_rng([seed, RANKING_SEED])
-    ranking = _create_ranking(model, data, max_exemplars, rng)
+    ranking = _create_ranking(model, data, max_exemplars, rng, calibration_exemplars)
     if ranking is None:
         model.ranking = None
         return model
     # The exemplars of an old model (`--init-from`) come first. The typical distance is computed from new ones only.
-    num_new = min(ranking.num_exemplars, len(_choose_exemplar_rows(data, max_exemplars, None)))
+    num_new = min(ranking.num_exemplars, len(_choose_exemplar_rows(data, max_exemplars, None, calibration_exemplars)))
     new_indexes = np.arange(ranking.num_exemplars - num_new, ranking.num_exemplars)
     reference_indexes = np.sort(rng.permutation(new_indexes)[:num_reference_records])
     held_out_rows = rng.permutation(data.select_rows(Split.CALIBRATION))[:num_reference_records]
@@ -117,7 +120,7 @@ def measure_distance_seconds(
         seed: Seed of the random choice of exemplars.
         clock: A function that returns the current time in seconds.
     """
-    ranking = _create_ranking(model, data, max_exemplars, np.random.default_rng([seed, RANKING_SEED]))
+    ranking = _create_ranking(model, data, max_exemplars, np.random.default_rng([seed, RANKING_SEED]), True)
     if ranking is None:
         return 0.0
 
@@ -129,7 +132,7 @@ def measure_distance_seconds(
 
 
 def _choose_exemplar_rows(
-    data: PreparedTable, max_exemplars: int, rng: np.random.Generator | None
+    data: PreparedTable, max_exemplars: int, rng: np.random.Generator | None, calibration_exemplars: bool
 ) -> NDArray[np.int64]:
     """Return the row numbers of the table's records that become exemplars (stored records to compare with), ascending.
 
@@ -138,9 +141,10 @@ def _choose_exemplar_rows(
         max_exemplars: Largest number of exemplars.
         rng: The source of the random choice. With None, the first records are returned, for callers that need only the
             number of exemplars.
+        calibration_exemplars: Whether calibration records may become exemplars.
     """
     rows = np.arange(len(data.split))
-    if (data.split == Split.LEFT_OUT).any():
+    if not calibration_exemplars or (data.split == Split.LEFT_OUT).any():
         # Suspected anomalies were left out of training, but not of the calibration records.
         rows = np.flatnonzero((data.split == Split.TRAIN) | (data.split == Split.VALIDATION))
     if len(rows) <= max_exemplars:
@@ -149,7 +153,7 @@ def _choose_exemplar_rows(
 
 
 def _create_ranking(
-    model: DEformer, data: PreparedTable, max_exemplars: int, rng: np.random.Generator
+    model: DEformer, data: PreparedTable, max_exemplars: int, rng: np.random.Generator, calibration_exemplars: bool
 ) -> Ranking | None:
     """Return a ranking, which scores complete records by their distance to exemplars (stored training records).
 
@@ -160,11 +164,12 @@ def _create_ranking(
         data: The prepared table from which exemplars are drawn.
         max_exemplars: Largest number of exemplars.
         rng: The source of the random choice.
+        calibration_exemplars: Whether calibration records may become exemplars.
 
     Returns:
         The ranking; None if `max_exemplars` is 0 or the table has fewer than two usable records.
     """
-    rows = _choose_exemplar_rows(data, max_exemplars, rng)
+    rows = _choose_exemplar_rows(data, max_exemplars, rng, calibration_exemplars)
     if not max_exemplars or len(rows) < 2:
         return None
     values = np.asarray(data.values[rows], np.float64)

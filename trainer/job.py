@@ -6,7 +6,6 @@ this time and reduces the batch and the numbers of records as needed.
 
 from __future__ import annotations
 
-import fcntl
 import math
 import shutil
 import signal
@@ -348,11 +347,19 @@ class _FinalPhases:
             The same model, which was changed in place.
         """
         max_exemplars, seed = choose_exemplars(self.settings), self.settings.seed
+        calibration_exemplars = self.settings.calibration_exemplars is not False
         maximum = replace(count_all_records(data), calibration=0)  # calibration is finished
         self.num_ranking_records = maximum.ranking if max_exemplars else 0
         if self.costs is None:  # there is no time limit
             phase = self._start_phase("ranking", maximum.ranking, min_records=0, later_seconds=0.0)
-            return add_ranking(model, data, max_exemplars, seed, should_continue=phase.should_continue)
+            return add_ranking(
+                model,
+                data,
+                max_exemplars,
+                seed,
+                should_continue=phase.should_continue,
+                calibration_exemplars=calibration_exemplars,
+            )
         minimum = compute_min_counts(maximum)
         num_records = self._plan(maximum).ranking
         # Time is kept for the held-out figures, which follow, with their smallest number of records.
@@ -362,7 +369,16 @@ class _FinalPhases:
         # A record is compared with the exemplars, and also scored like a calibration record.
         seconds_per_record = self.costs.ranking + self.costs.calibration
         batch_size = choose_batch_size(seconds_per_record, MAX_REFERENCE_RECORDS)
-        return add_ranking(model, data, max_exemplars, seed, num_records, batch_size, phase.should_continue)
+        return add_ranking(
+            model,
+            data,
+            max_exemplars,
+            seed,
+            num_records,
+            batch_size,
+            phase.should_continue,
+            calibration_exemplars,
+        )
 
     def evaluate_held_out(self, model: DEformer, data: PreparedTable) -> HeldOutLikelihood:
         """Compute the likelihood of calibration records, which training has not used, for the report.
@@ -674,7 +690,12 @@ def _lock_working_folder(out: Path) -> Iterator[Path]:
         ) from None
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                import fcntl
+            except ImportError:  # Windows has no such locks
+                pass
+            else:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
                 f"--out {out}: another deformer-train process is using {folder}; "

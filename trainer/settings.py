@@ -306,6 +306,11 @@ class TrainConfig(TrainSettings):
         ge=0,
         description="Largest number of training records that are stored to rank complete records, 0 for none.",
     )
+    calibration_exemplars: bool | None = Field(
+        None,
+        description="Whether calibration records may be among the records that are stored to rank complete records. "
+        "False makes the anomaly scores of calibration records comparable with those of new records.",
+    )
 
     batch: int | None = Field(None, ge=1)
     optimizer: Optimizer | None = None
