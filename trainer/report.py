@@ -21,6 +21,8 @@ from trainer.fit import TrainingResult
 MAIN_ALPHA = 0.01
 """The alpha (false-alarm rate) for which the report first states how many false alerts to expect."""
 
+FALSE_ALERTS = "false alerts"
+
 MICROS_PER_DAY = 86_400_000_000
 
 NATS = (
@@ -87,25 +89,27 @@ def estimate_records_per_day(data: PreparedTable) -> float | None:
     return (num_records - 1) * MICROS_PER_DAY / (last - first) if last > first else None
 
 
-def describe_false_alerts(records_per_day: float | None, alpha: float) -> str:
+def describe_false_alerts(records_per_day: float | None, alpha: float, noun: str = "") -> str:
     """Return the largest number of false alerts to expect at an alpha, such as "at most 864 a day".
 
     Args:
         records_per_day: The rate of normal records. If it is None, the number is for 1,000 records.
         alpha: The false-alarm rate: at most this share of normal records raises an alert.
+        noun: What is counted, such as "false alerts"; left out if it is empty.
     """
+    noun = f" {noun}" if noun else ""
     if records_per_day is None:
-        return f"at most {pages.format_number(1000 * alpha)} per 1,000 records"
+        return f"at most {pages.format_number(1000 * alpha)}{noun} per 1,000 records"
     per_day = records_per_day * alpha
     if per_day >= 1:
-        return f"at most {pages.format_number(per_day)} a day"
-    return f"at most 1 in {pages.format_number(1 / per_day, 2)} days"
+        return f"at most {pages.format_number(per_day)}{noun} a day"
+    return f"at most 1{noun.removesuffix('s')} in {pages.format_number(1 / per_day, 2)} days"
 
 
 def describe_expected_alerts(data: PreparedTable, calibration: Calibration) -> str:
     """Return the largest number of false alerts to expect as a line of text for the terminal.
 
-    It is such as "at alpha 1% expect at most 864 a day while everything is normal (86,400 records a day)".
+    It is such as "at alpha 1% expect at most 864 false alerts a day while everything is normal (86,400 records a day)".
     """
     alpha = _choose_main_alpha(calibration)
     if alpha is None:
@@ -113,8 +117,8 @@ def describe_expected_alerts(data: PreparedTable, calibration: Calibration) -> s
     records_per_day = estimate_records_per_day(data)
     rate = "" if records_per_day is None else f" ({pages.format_number(records_per_day)} records a day)"
     return (
-        f"at alpha {pages.format_alpha(alpha)} expect {describe_false_alerts(records_per_day, alpha)} while everything "
-        f"is normal{rate}"
+        f"at alpha {pages.format_alpha(alpha)} expect "
+        f"{describe_false_alerts(records_per_day, alpha, FALSE_ALERTS)} while everything is normal{rate}"
     )
 
 
@@ -227,14 +231,14 @@ def _explain_false_alerts(records_per_day: float | None, calibration: Calibratio
         expectation = "There are too few calibration records for an alert at any of these α. "
     elif records_per_day is None:
         expectation = (
-            f"At α = {pages.format_alpha(alpha)} expect {describe_false_alerts(None, alpha)} while everything is "
-            "normal. "
+            f"At α = {pages.format_alpha(alpha)} expect {describe_false_alerts(None, alpha, FALSE_ALERTS)} while "
+            "everything is normal. "
         )
     else:
         expectation = (
             f"At α = {pages.format_alpha(alpha)} and today's rate of {pages.format_number(records_per_day)} records "
-            f"a day expect {describe_false_alerts(records_per_day, alpha)} while everything is normal. The rate is "
-            "that of the normal records in the training table, from the first to the last time. "
+            f"a day expect {describe_false_alerts(records_per_day, alpha, FALSE_ALERTS)} while everything is normal. "
+            "The rate is that of the normal records in the training table, from the first to the last time. "
         )
     return (
         f"{expectation}At most a share α of normal records like those of the training table ever raises an alert, "

@@ -68,7 +68,7 @@ def test_report_begins_with_the_number_of_false_alerts_a_day(data: PreparedTable
         "86,400",
     ]
     (sentence,) = (text for text in texts if "today's rate" in text)
-    assert "At α = 1% and today's rate of 86,400 records a day expect at most 864 a day" in sentence
+    assert "At α = 1% and today's rate of 86,400 records a day expect at most 864 false alerts a day" in sentence
     assert texts.index("False alerts to expect") < texts.index("What is predictable") < texts.index("Learning")
     first_nats = next(i for i, text in enumerate(texts) if "nats" in text)
     assert first_nats > texts.index("False alerts to expect")
@@ -108,7 +108,7 @@ def test_records_that_were_not_used_are_counted_apart(data: PreparedTable) -> No
 def test_line_for_the_terminal_names_rate_and_number(data: PreparedTable) -> None:
     calibration = Calibration.from_statistics(np.arange(500.0), "random")
     assert report.describe_expected_alerts(data, calibration) == (
-        "at alpha 1% expect at most 864 a day while everything is normal (86,400 records a day)"
+        "at alpha 1% expect at most 864 false alerts a day while everything is normal (86,400 records a day)"
     )
     few = Calibration.from_statistics(np.arange(5.0), "random")
     assert report.describe_expected_alerts(data, few) == "none, because there are too few calibration records"
@@ -125,6 +125,13 @@ def test_line_for_the_terminal_names_rate_and_number(data: PreparedTable) -> Non
 )
 def test_number_of_false_alerts_is_described(records_per_day: float | None, alpha: float, text: str) -> None:
     assert report.describe_false_alerts(records_per_day, alpha) == text
+
+
+@pytest.mark.parametrize(
+    ("records_per_day", "text"), [(86_400.0, "864 false alerts a"), (24.0, "1 false alert in 4.2")]
+)
+def test_description_can_name_what_is_counted(records_per_day: float, text: str) -> None:
+    assert f"at most {text} day" in report.describe_false_alerts(records_per_day, 0.01, "false alerts")
 
 
 @pytest.mark.parametrize("time_span", [None, (5, 5)])
