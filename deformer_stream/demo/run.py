@@ -247,6 +247,7 @@ def stream_readings(
         clock=EventClock(),  # timeouts follow the event times, because the stream is replayed as fast as possible
         metrics=Metrics(),
         is_finite=True,  # the pipeline ends when the source has no more messages
+        log_alert_share=False,  # many of the simulated records are faulty, so more than alpha of them alert
     )
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a poll has a few dozen readings, which is too little work for several threads
