@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from deformer_stream.demo.simulate import simulate
 from deformer_stream.engine.events import RejectionReason
 from deformer_stream.runtime.metrics import Metrics
 from tests.conftest import ROOT
+from tests.first_hours.plant_data import write_historian_csv
 from tests.series import draw_event_series, make_long_table
 
 DOCS = ROOT / "docs"
@@ -86,7 +88,8 @@ def test_the_readme_is_short() -> None:
 
 def test_every_option_that_is_mentioned_exists() -> None:
     known = set(re.findall(r"^\| `(--[\w-]+)`", (DOCS / "reference" / "commands.md").read_text(), re.MULTILINE))
-    known |= {"--help", "--debug", "--nproc-per-node", "--no-cache-dir"}
+    known |= {"--help", "--version", "--debug", "--nproc-per-node"}
+    known |= {"--no-cache-dir", "--index-url", "--extra-index-url", "--build-arg"}  # of pip and docker
     pages = [ROOT / "README.md", *(page for page in PAGES if {"how-to", "tutorial.md"} & set(page.parts))]
     for page in pages:
         for option in re.findall(r"(?<![\w-])--[a-z][\w-]+", page.read_text()):
@@ -128,6 +131,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pq.write_table(simulate(600, seed=1).select_normal_records(), folder / "normal.parquet")
     pq.write_table(simulate(60, seed=2, fault_share=0.3).table, folder / "pumps.parquet")
     pq.write_table(make_long_table(draw_event_series(100, seed=3)), folder / "events.parquet")
+    export = simulate(600, seed=4, fault_share=0.1).table.drop_columns(["record"]).to_pandas()
+    write_historian_csv(export.assign(fault=export["fault"].replace("", "none")), folder / "export.csv")
     return folder
 
 
@@ -141,14 +146,16 @@ def run(words: list[str], folder: Path, timeout: float = 300) -> subprocess.Comp
 def offline(page: Path) -> Iterator[list[str]]:
     """Yield the commands of a page that need no broker."""
     for words in commands(page):
-        if words[0] == "deformer-train" or words[:2] == ["deformer-stream", "replay"]:
+        if words[0] == "deformer-train" or words[:2] in (["deformer-stream", "init"], ["deformer-stream", "replay"]):
             yield words
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md", "docs/how-to/windows-and-series.md"])
-def test_commands_and_examples_run(name: str, folder: Path) -> None:
+def test_commands_and_examples_run(name: str, folder: Path, tmp_path: Path) -> None:
     page = ROOT / name
+    # Each page has a folder of its own, because `init` writes a configuration that later commands would read.
+    folder = Path(shutil.copytree(folder, tmp_path / "page"))
     ran = 0
     for words in offline(page):
         done = run(words, folder)
