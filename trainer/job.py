@@ -61,6 +61,7 @@ from trainer.planning import (
     RunPlanner,
     compute_reserve,
     count_all_records,
+    create_first_part,
     estimate_least_seconds,
 )
 from trainer.reading_time import ReadingMonitor
@@ -202,7 +203,8 @@ def train(
         warnings.add(*check_steps(result, budget.limit))
         has_prior, has_old_model = run.priors is not None, settings.init_from is not None
         warnings.add(*check_best_step(result, has_prior, has_old_model))
-        final_phases = _FinalPhases(settings, budget, planned.costs, on_message)
+        final_costs = planned.costs and replace(planned.costs, fixed=planned.fixed_seconds)
+        final_phases = _FinalPhases(settings, budget, final_costs, on_message)
         part = run.budget if settings.folds else None  # with --folds, each model has a part of the time
         scores = final_phases.score_calibration_records(result.model, data, order, settings.seed, part)
         budget.mark_phase("calibration")
@@ -574,7 +576,9 @@ def _prepare_run(
     budget.mark_phase("contamination")
     on_prepared(data)
     choose_order(settings.order, data)  # raises before training if the order is impossible
-    first_budget = budget.create_equal_part(settings.folds or 1)  # with --folds, several models share the time
+    first_budget = budget
+    if settings.folds:  # several models share the time
+        first_budget = create_first_part(budget, settings.folds, start_seconds, len(data.schema))
     planner = RunPlanner(
         settings,
         checkpoint_folder,

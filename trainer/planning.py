@@ -100,8 +100,10 @@ class PlannedRun:
         preset_reason: Why this preset was chosen, as text for the user.
         costs: Measured costs of the phases after training: calibration, ranking and held-out figures. None without a
             time limit.
-        maximum: The numbers of records that these phases use if there is enough time.
+        maximum: The numbers of records that these phases use if there is enough time. With `--folds`, ranking, held-out
+            figures and the report follow the last model, so they are not among the phases of a model.
         num_prior_records: Number of records to which the Gaussian prior was fitted, 0 if there is none.
+        fixed_seconds: Estimated seconds for the report, the model directory and the end of the process.
     """
 
     run: TrainingRun
@@ -110,6 +112,7 @@ class PlannedRun:
     costs: PhaseCosts | None
     maximum: RecordCounts
     num_prior_records: int
+    fixed_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +226,9 @@ class RunPlanner:
         if self.budget.limit is None:
             return PlannedRun(run, settings, reason, None, maximum, num_prior_records)
         costs = self._measure_phase_costs(run.averaged_model, data)
+        fixed_seconds = costs.fixed
+        if self.settings.folds:
+            costs, maximum = _leave_out_final_phases(costs, maximum)
         if self.state is not None:  # an interrupted run is continued with its own batch
             batch = self.state["identity"]["batch"]
         elif self.is_rushed:
@@ -232,7 +238,7 @@ class RunPlanner:
         if batch != run.recipe.batch:
             run = self._create_run(data, old_model, prior, settings, batch)
         self.budget.mark_phase("planning")
-        return PlannedRun(run, settings, reason, costs, maximum, num_prior_records)
+        return PlannedRun(run, settings, reason, costs, maximum, num_prior_records, fixed_seconds)
 
     def plan_fold(self, data: PreparedTable, old_model: DEformer | None, first: PlannedRun) -> PlannedRun:
         """Create a further model and its run for cross-conformal calibration (`--folds`).
@@ -247,10 +253,8 @@ class RunPlanner:
         prior = self._fit_prior(data, old_model, first.run.identity["prior_records"])
         settings = self.settings.model_copy(update={"preset": first.settings.preset})
         run = self._create_run(data, old_model, prior, settings, first.run.recipe.batch)
-        # Ranking, held-out figures and the report follow the last model and are not part of a fold's time.
-        costs = None if first.costs is None else replace(first.costs, fixed=0.0)
         maximum = replace(count_all_records(data), ranking=0, held_out_passes=0)
-        return PlannedRun(run, settings, first.preset_reason, costs, maximum, first.num_prior_records)
+        return PlannedRun(run, settings, first.preset_reason, first.costs, maximum, first.num_prior_records)
 
     def _create_run(
         self,
@@ -429,8 +433,7 @@ class RunPlanner:
         Returns:
             The seconds per record of each phase, increased by a safety factor.
         """
-        fixed_seconds = max(MIN_FIXED_SECONDS, FIXED_SHARE_OF_START * self.start_seconds)
-        fixed_seconds += FIXED_SECONDS_PER_FEATURE * len(data.schema)
+        fixed_seconds = estimate_fixed_seconds(self.start_seconds, len(data.schema))
         if self.is_rushed:
             seconds = ASSUMED_SECONDS_PER_RECORD
             return PhaseCosts(calibration=seconds, ranking=seconds, held_out=seconds, fixed=fixed_seconds)
@@ -490,6 +493,41 @@ class RunPlanner:
             f"the batch is reduced from {recipe.batch} to {batch} records, so that --max-time allows enough steps"
         )
         return batch
+
+
+def estimate_fixed_seconds(start_seconds: float, num_features: int) -> float:
+    """Return the estimated seconds to render the report, write the model directory and end the process.
+
+    Args:
+        start_seconds: Seconds that the start of the command took.
+        num_features: Number of features of the model.
+    """
+    seconds = max(MIN_FIXED_SECONDS, FIXED_SHARE_OF_START * start_seconds)
+    return seconds + FIXED_SECONDS_PER_FEATURE * num_features
+
+
+def create_first_part(budget: TimeBudget, num_folds: int, start_seconds: float, num_features: int) -> TimeBudget:
+    """Return the part of the time for the first of several models (`--folds`).
+
+    The first model has more time than the others, because it is planned: planning takes about as long as the start of
+    the command. The time for the report is kept apart.
+
+    Args:
+        budget: The time of the whole job.
+        num_folds: Number of models.
+        start_seconds: Seconds that the start of the command took.
+        num_features: Number of features of the model.
+    """
+    if budget.limit is None:
+        return budget
+    final_seconds = estimate_fixed_seconds(start_seconds, num_features)
+    part = budget.create_equal_part(num_folds, final_seconds + start_seconds)
+    return TimeBudget((part.limit or 0.0) + start_seconds, budget.clock)
+
+
+def _leave_out_final_phases(costs: PhaseCosts, maximum: RecordCounts) -> tuple[PhaseCosts, RecordCounts]:
+    """Return costs and numbers of records without ranking, held-out figures and the report."""
+    return replace(costs, fixed=0.0), replace(maximum, ranking=0, held_out_passes=0)
 
 
 def _describe_identity(settings: TrainConfig, data: PreparedTable, config: ModelConfig) -> dict[str, Any]:

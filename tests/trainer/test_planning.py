@@ -14,7 +14,7 @@ from trainer import checkpoint, gaussian_prior, planning
 from trainer.budget import TimeBudget, measure_seconds_per_record
 from trainer.fit import Interrupted, TrainingRun
 from trainer.job import TrainingOutput, train
-from trainer.planning import RunPlanner, estimate_least_seconds
+from trainer.planning import RunPlanner, create_first_part, estimate_least_seconds
 from trainer.recipes import MIN_STEPS_OF_LARGER_PRESET
 from trainer.settings import TrainConfig
 
@@ -194,3 +194,11 @@ def test_records_used_and_available_are_those_of_each_phase(
     assert used["held_out"] == available["calibration"] == 40
     assert available["table"] == 200
     assert sum(output.summary["seconds_by_phase"].values()) <= output.summary["seconds"] + 0.1
+
+
+def test_first_of_several_models_has_time_for_the_planning() -> None:
+    """The report takes 3.4 s and 0.002 s for each feature, the planning 4 s, as the start; the rest is divided."""
+    part = create_first_part(TimeBudget(100.0, lambda: 0.0), 5, start_seconds=4.0, num_features=10)
+    assert part.limit == pytest.approx((100.0 - 3.42 - 4.0) / 5 + 4.0)
+    unlimited = TimeBudget()
+    assert create_first_part(unlimited, 5, start_seconds=4.0, num_features=10) is unlimited
