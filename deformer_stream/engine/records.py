@@ -1198,11 +1198,13 @@ class ReadingCollector:
             False if the feature was observed or declared missing before. Nothing is changed then.
         """
         # Feature f is bit f % 8 of byte f // 8 in the row of its record.
-        byte, bit = record_index * self._mask_width + (feature >> 3), 1 << (feature & 7)
-        if self._mask[byte] & bit:
+        mask, byte, bit = self._mask, record_index * self._mask_width + (feature >> 3), 1 << (feature & 7)
+        if mask[byte] & bit:
             return False
-        self._mask[byte] |= bit
-        place = self.touch(record_index)  # position of the next reading: the number of earlier ones
+        mask[byte] |= bit
+        place = self._new_counts.get(record_index)  # position of the next reading: the number of earlier ones
+        if place is None:
+            place = self.touch(record_index)
         num_awaited = self._num_awaited[record_index] = self._num_awaited[record_index] - 1
         if is_missing:
             self._missing_records.append(record_index)
