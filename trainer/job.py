@@ -81,6 +81,9 @@ from trainer.training_warnings import (
 READING_SHARE = 0.2
 """Share of a time limit that the statistics and the conversion of the table may take. A sample is used otherwise."""
 
+MIN_CALIBRATION_SHARE = 0.1
+"""Share of the time of one of several models (`--folds`) that its calibration may take in any case."""
+
 OUTLIER_SHARE = 0.1
 """Share of a time limit that the search for suspected anomalies (`--contamination`) may take."""
 
@@ -332,8 +335,10 @@ class _FinalPhases:
         if part is None:
             num_records = self._plan(maximum).calibration
         else:
-            num_records = plan_record_counts(self.costs, part.remaining, maximum).calibration
-            later_seconds = max(0.0, self.budget.remaining - self.costs.fixed - part.remaining)
+            # Training may end a little late. The calibration then uses time of the later models, which share the rest.
+            seconds = max(part.remaining, MIN_CALIBRATION_SHARE * (part.limit or 0.0))
+            num_records = plan_record_counts(self.costs, seconds, maximum).calibration
+            later_seconds = max(0.0, self.budget.remaining - self.costs.fixed - seconds)
         rows = _shuffle(rows, seed)[:num_records]
         phase = self._start_phase("calibrating", num_records, minimum.calibration, later_seconds, maximum.calibration)
         batch_size = choose_batch_size(self.costs.calibration, CALIBRATION_BATCH_SIZE)
