@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -325,3 +326,44 @@ def test_a_topic(cli: RunCommand, plant: Path, kafka: SimpleNamespace, topic: Ca
     assert config["consume"]["topic"] == name
     assert config["train"]["window"] == "10s"
     assert "    deformer-stream consume" in result.out.splitlines()
+
+
+@pytest.mark.kafka
+def test_readings_of_a_topic_are_saved_as_a_table_to_train_on(
+    cli: RunCommand, plant: Path, kafka: SimpleNamespace, topic: Callable[..., str]
+) -> None:
+    from connectors.kafka import produce
+
+    name = topic()
+    has_ended = threading.Event()
+
+    def send() -> None:
+        """Send readings until the command has ended, because it reads only those that arrive while it runs."""
+        second = 0
+        while not has_ended.is_set():
+            readings = [
+                {
+                    "device": "pump-7",
+                    "feature": feature,
+                    "value": 20 + 0.1 * (second % 7),
+                    "time": 1_767_225_600 + second,
+                }
+                for feature in ("flow", "power")
+            ]
+            produce(kafka.bootstrap, name, [(b"pump-7", json.dumps(entry).encode(), None) for entry in readings])
+            second += 1
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        words = ["--topic", name, "--bootstrap-servers", kafka.bootstrap, "--yes"]
+        result = cli("init", *words, "--listen", "10s", "--save", "readings.parquet")
+    finally:
+        has_ended.set()
+        sender.join()
+    assert result.code == 0, result.err
+    assert "    deformer-train readings.parquet" in result.out.splitlines()
+    table = pd.read_parquet("readings.parquet")
+    assert list(table.columns) == ["device", "feature", "value", "time"]
+    assert set(table["feature"]) == {"flow", "power"}
+    assert read_config()["consume"]["topic"] == name
