@@ -99,4 +99,4 @@ kafka: $(VENV)/.made ## run a broker on localhost:$(KAFKA_PORT) until Ctrl-C
 	$(BIN)/python tests/kafka/broker.py run --port $(KAFKA_PORT)
 
 clean: ## remove everything that the targets have made
-	rm -rf $(VENV) .kafka .fuzz site demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .kafka .fuzz .cache site demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
