@@ -45,6 +45,30 @@ def draw_event_series(num_windows: int, seed: int, lag: int = 1, missing: float 
     return sorted(events, key=lambda event: event["time"])
 
 
+def draw_frequent_events(num_windows: int, seed: int, mixed: bool = False) -> list[dict[str, Any]]:
+    """Draw events in which each sensor reports twice in each time slot of 10 s.
+
+    Args:
+        num_windows: Number of windows of 60 s; each device has twenty.
+        seed: Seed of the values.
+        mixed: Whether neighbouring events of the order of time change places, up to 5 s apart.
+    """
+    rng = np.random.default_rng(seed)
+    events: list[dict[str, Any]] = []
+    for time in np.arange(0, 1200, 5):
+        for device in range(num_windows // 20):
+            for sensor in ("flow", "pressure"):
+                value = round(float(rng.normal()), 4)
+                at = round(float(time + rng.uniform(0, 4.9)), 3)
+                events.append({"device": f"p{device}", "feature": sensor, "value": value, "time": at})
+            if time % 60 == 0:
+                site = {"device": f"p{device}", "feature": "site", "value": "ab"[device % 2], "time": float(time)}
+                events.append(site)
+    delays = rng.uniform(0, 5, len(events)) if mixed else np.zeros(len(events))
+    order = np.argsort([event["time"] + delay for event, delay in zip(events, delays, strict=True)])
+    return [events[i] for i in order]
+
+
 def make_long_table(events: list[dict[str, Any]]) -> pa.Table:
     """Return the events as a long table; the column of values holds text, because some are labels."""
     return pa.Table.from_pylist([{k: str(v) if k == "value" else v for k, v in event.items()} for event in events])

@@ -27,7 +27,7 @@ from tests.codec.test_json_messages import make_messages
 from tests.engine.random_models import make_model
 from tests.model.test_time_slots import CONFIG
 from tests.models import TRAINING_SUMMARY, make_calibration
-from tests.series import draw_event_series, make_long_table
+from tests.series import draw_event_series, draw_frequent_events, make_long_table
 from trainer.data import DataOptions, prepare_table
 from trainer.job import train
 from trainer.settings import TrainConfig
@@ -186,30 +186,6 @@ def test_simultaneous_readings_of_sensors_are_ties(cli: Run, trained: Path, tmp_
     assert len(scores[0]) == 100
     np.testing.assert_allclose(scores[0], scores[1], rtol=1e-3, atol=1e-3)
     assert len(np.unique(scores[0][:, 0])) > 50
-
-
-def draw_frequent_events(num_windows: int, seed: int, mixed: bool = False) -> list[dict[str, Any]]:
-    """Draw events in which each sensor reports twice in each time slot of 10 s.
-
-    Args:
-        num_windows: Number of windows of 60 s; each device has twenty.
-        seed: Seed of the values.
-        mixed: Whether neighbouring events of the order of time change places, up to 5 s apart.
-    """
-    rng = np.random.default_rng(seed)
-    events: list[dict[str, Any]] = []
-    for time in np.arange(0, 1200, 5):
-        for device in range(num_windows // 20):
-            for sensor in ("flow", "pressure"):
-                value = round(float(rng.normal()), 4)
-                at = round(float(time + rng.uniform(0, 4.9)), 3)
-                events.append({"device": f"p{device}", "feature": sensor, "value": value, "time": at})
-            if time % 60 == 0:
-                site = {"device": f"p{device}", "feature": "site", "value": "ab"[device % 2], "time": float(time)}
-                events.append(site)
-    delays = rng.uniform(0, 5, len(events)) if mixed else np.zeros(len(events))
-    order = np.argsort([event["time"] + delay for event, delay in zip(events, delays, strict=True)])
-    return [events[i] for i in order]
 
 
 def write_events(path: Path, events: list[dict[str, Any]]) -> Path:
