@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.first_hours.conftest import TypeCommand, count_alerts, find_row
-from tests.first_hours.plant_data import TAGS, record_pump_station
+from tests.first_hours.plant_data import TAGS, break_flow, record_pump_station
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +35,10 @@ def test_a_messy_table_raises_no_flood_of_false_alerts(terminal: TypeCommand) ->
     assert pq.read_table("records.parquet").num_rows == 2000
     assert count_alerts(replayed) <= MAX_FALSE_ALERTS
     assert "0 refused" in replayed.err
+    # Few alerts are no merit of a model that raises none.
+    break_flow(record_pump_station(50, first_row=5000, seed=3), 40).to_csv("broken.csv", index=False)
+    replayed = terminal("deformer-stream replay broken.csv --model model")
+    assert count_alerts(replayed) >= 40
 
 
 def test_the_index_of_a_data_frame_is_no_feature(terminal: TypeCommand) -> None:
