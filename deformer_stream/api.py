@@ -1392,7 +1392,8 @@ def run_training(
         The detector, with its model on the CPU, and the results of the training job, such as the split of the records.
     """
     from deformer_stream.settings import load_settings
-    from trainer import console, job
+    from trainer import job
+    from trainer.feature_table import print_features
     from trainer.settings import TrainConfig
 
     values = dict(options)
@@ -1409,7 +1410,7 @@ def run_training(
     if sources is None:
         sources = [Table.from_arrow(_to_training_table(records, columns), "the training table")]
     if verbose:
-        output = job.train(sources, settings, on_prepared=console.print_features, on_message=print)
+        output = job.train(sources, settings, on_prepared=print_features, on_message=print)
     else:
         output = job.train(sources, settings)
     return Detector(model_store.read(directory), temporary_folder), output

@@ -80,6 +80,16 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+def test_a_flag_replaces_its_alternative_in_the_file(clean_environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('topic = "sensors"\nmodel = "m"\n')
+    settings = load_settings(ConsumeSettings, {"source": "-"}, config, "consume")
+    assert (settings.topic, settings.source) == (None, "-")
+    assert load_settings(ConsumeSettings, {}, config, "consume").topic == "sensors"
+    with pytest.raises(ConfigError, match="exactly one"):
+        load_settings(ConsumeSettings, {"source": "-", "topic": "sensors"}, config, "consume")
+
+
 @pytest.mark.parametrize(("command", "field"), ALL_OPTIONS)
 @pytest.mark.parametrize("table", [False, True])
 def test_flag_precedes_environment_precedes_file_precedes_default(

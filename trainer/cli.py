@@ -68,6 +68,7 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
     from trainer import console
     from trainer.budget import TimeBudget, read_process_age
     from trainer.distributed import join_process_group
+    from trainer.feature_table import print_features
     from trainer.fit import Interrupted
     from trainer.job import StopSignals, run_worker_rank, train
 
@@ -83,7 +84,7 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
             output = train(
                 tables,
                 settings,
-                on_prepared=console.print_features,
+                on_prepared=print_features,
                 on_status=display,
                 on_message=console.print_line,
                 should_stop=stop_signals,

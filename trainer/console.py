@@ -12,7 +12,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deformer_stream import log
 from deformer_stream.calibration.conformal import DEFAULT_ALPHAS
-from trainer.feature_table import print_features as print_features
 from trainer.fit import TrainingStatus
 from trainer.job import TrainingOutput
 from trainer.report import describe_expected_alerts

@@ -238,6 +238,12 @@ class Settings(BaseSettings):
     option_groups: ClassVar[OptionGroups] = SCORING_GROUPS
     """The headings under which the help lists the options."""
 
+    alternatives: ClassVar[tuple[str, ...]] = ()
+    """Names of options of which exactly one must be set.
+
+    If a flag or the environment sets one of them, the others in the configuration file have no effect.
+    """
+
     model_config = SettingsConfigDict(
         env_prefix=VARIABLE_PREFIX, extra="forbid", validate_default=True, protected_namespaces=()
     )

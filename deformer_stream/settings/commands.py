@@ -237,6 +237,8 @@ def _read_secret(flag: str, path: Path) -> str:
 class ConsumeSettings(_AlertSettings, _KafkaSettings):
     """The options of `deformer-stream consume`."""
 
+    alternatives: ClassVar[tuple[str, ...]] = ("topic", "source")
+
     topic: str | None = Field(None, description="Kafka topic with the events.")
     source: str | None = Field(
         None,
@@ -334,7 +336,7 @@ class ConsumeSettings(_AlertSettings, _KafkaSettings):
 
         URLs appear in logs, and a login must not.
         """
-        _require_exactly_one(self, "topic", "source")
+        _require_exactly_one(self, *self.alternatives)
         if self.source and re.match(r"kafka://[^/]*@", self.source):
             raise ValueError(
                 "the URL of --source must not contain a login; use --sasl-username and --sasl-password-file instead"
@@ -430,6 +432,7 @@ class ProduceSettings(TableSettings, _KafkaSettings):
     """The options of `deformer-stream produce`."""
 
     option_groups: ClassVar[OptionGroups] = PRODUCE_GROUPS
+    alternatives: ClassVar[tuple[str, ...]] = ("topic", "output")
 
     topic: str | None = Field(None, description="Kafka topic to which the events are sent.")
     output: Path | None = Field(
@@ -472,7 +475,7 @@ class ProduceSettings(TableSettings, _KafkaSettings):
             raise ValueError(
                 "--payload arrow requires --topic, because a file contains JSON lines; choose another --payload"
             )
-        return _require_exactly_one(self, "topic", "output")
+        return _require_exactly_one(self, *self.alternatives)
 
 
 class ImputeSettings(TableSettings, _ModelSettings):

@@ -138,6 +138,7 @@ class CommandTableSource(TomlConfigSettingsSource):
             ConfigError: The file cannot be read or is not valid TOML.
         """
         self._path, self._table = path, table
+        self._alternatives = settings_cls.alternatives if issubclass(settings_cls, Settings) else ()
         try:
             with path.open("rb"):  # reports a missing file as an error; pydantic-settings would ignore it
                 pass
@@ -180,7 +181,11 @@ class CommandTableSource(TomlConfigSettingsSource):
         # A top-level key may be an option of any command; a key of the table must be an option of this command. Values
         # of the table replace those of the top level.
         values = self._select_values(top_values, all_names, field_by_name)
-        return values | self._select_values(table_values, field_by_name.keys(), field_by_name)
+        values |= self._select_values(table_values, field_by_name.keys(), field_by_name)
+        alternatives = set(self._alternatives)
+        if alternatives & self.current_state.keys():  # a flag or the environment has set one of them
+            return {name: value for name, value in values.items() if name not in alternatives}
+        return values
 
     def _select_values(
         self, value_by_key: Mapping[str, Any], allowed: Collection[str], field_by_name: Mapping[str, str]
