@@ -12,13 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.model.schema import Schema
-from deformer_stream.model.windows import PerSlot, Window, format_duration
+from deformer_stream.model.windows import PerSlot, Window
+from deformer_stream.runtime.repeated_readings import MIN_SHARE, RepeatedReadingsReport
 
 MAX_INTERVALS = 20_000
 """Largest number of intervals between the readings of a sensor that are kept, from the start of the table."""
-
-MIN_REPEATED_SHARE = 0.01
-"""Smallest share of readings that share a time slot with an earlier one for which a warning is printed."""
 
 
 @dataclass
@@ -95,20 +93,9 @@ def describe_repeated_readings(counts: SlotCounts, window: Window, num_slots: in
         window: The window of time that is one record. It uses the first reading of a time slot.
         num_slots: The number of time slots to suggest, None if there is no good one.
     """
-    if counts.num_repeated < MIN_REPEATED_SHARE * counts.num_readings or not counts.num_repeated:
+    if not counts.num_repeated or counts.num_repeated < MIN_SHARE * counts.num_readings:
         return None
-    share = counts.num_repeated / counts.num_readings
-    part = "half" if abs(share - 0.5) < 0.005 else f"{share:.0%}"
-    place = (
-        f"a time slot of {format_duration(round(window.width / window.slots))}"
-        if window.slots > 1
-        else f"a window of {format_duration(window.width)}"
-    )
-    slots = f"--slots {num_slots}, or " if num_slots is not None else ""
-    return (
-        f"{part} of the readings ({counts.num_repeated:,} of {counts.num_readings:,}) share {place} with an earlier "
-        f"reading of their sensor and are left out: use {slots}--per-slot last|mean|min|max"
-    )
+    return RepeatedReadingsReport(counts.num_readings, counts.num_repeated, window, num_slots).describe()
 
 
 class SlotAggregator:

@@ -42,7 +42,7 @@ class RepeatedReadingsReport:
     num_repeated: int
     window: Window
     num_slots: int | None
-    is_last_minute: bool
+    is_last_minute: bool = False
 
     @property
     def share(self) -> float:
@@ -58,7 +58,7 @@ class RepeatedReadingsReport:
             if self.window.slots > 1
             else f"a window of {format_duration(self.window.width)}"
         )
-        slots = f"--slots {self.num_slots}, or with " if self.num_slots is not None else ""
+        slots = f"--slots {self.num_slots}, or " if self.num_slots is not None else ""
         return (
             f"{part} of the readings{period} ({self.num_repeated:,} of {self.num_readings:,}) share {place} with an "
             f"earlier reading of their sensor and are left out: train with {slots}--per-slot last|mean|min|max"

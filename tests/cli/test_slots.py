@@ -205,7 +205,7 @@ def test_repeated_readings_are_no_dead_letters_and_are_summarized_once(cli: Run,
     summary = ended.err.splitlines()[-1]
     assert f"{num_repeated} refused ({num_repeated} repeated)" in summary
     assert f"({num_repeated:,} of {len(events):,}) share a time slot of 10s with an earlier reading" in summary
-    assert "train with --slots 12, or with --per-slot last|mean|min|max" in summary
+    assert "train with --slots 12, or --per-slot last|mean|min|max" in summary
     live = cli("consume", "--source", *words, "--max-poll-records", "50", "--alerts", tmp_path / "a.jsonl")
     warnings = [line for line in live.err.splitlines() if "readings_repeated" in line]
     assert len(warnings) == 1

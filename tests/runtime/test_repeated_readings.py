@@ -41,7 +41,7 @@ def make_effects(num_scored: int, num_repeated: int, num_late: int = 0) -> Effec
     ("num_scored", "num_repeated", "words"),
     [
         (500, 500, "half of the readings (500 of 1,000) share a time slot of 2s with an earlier reading of their"),
-        (500, 500, "left out: train with --slots 60, or with --per-slot last|mean|min|max"),
+        (500, 500, "left out: train with --slots 60, or --per-slot last|mean|min|max"),
         (650, 1350, "68% of the readings (1,350 of 2,000)"),
         (650, 1350, "--slots 90, "),
         (100, 99_900, "left out: train with --per-slot last|mean|min|max"),

@@ -231,7 +231,7 @@ def test_warning_about_repeated_readings_suggests_time_slots(tmp_path: Path, rng
         (
             "repeated_readings",
             "half of the readings (1,440 of 2,880) share a time slot of 2s with an earlier reading of their sensor and "
-            "are left out: use --slots 60, or --per-slot last|mean|min|max",
+            "are left out: train with --slots 60, or --per-slot last|mean|min|max",
         ),
     )
     data = prepare_in(tmp_path, path, window=Window(60 * SECOND), time_column="time")
@@ -249,7 +249,7 @@ def test_time_slots_are_not_suggested_if_there_would_be_too_many_features(
     times = (START + np.arange(2880.0)).tolist()
     columns = {f"x{i}": rng.normal(size=2880) for i in range(100)}
     data = prepare_in(tmp_path, write(tmp_path / "t.parquet", {"time": times, **columns}), time_column="time")
-    assert "are left out: use --per-slot last|mean|min|max" in data.warnings[0][1]
+    assert "are left out: train with --per-slot last|mean|min|max" in data.warnings[0][1]
 
 
 def test_adaptation_requires_the_rule_of_the_old_model(tmp_path: Path, rng: np.random.Generator) -> None:
