@@ -2,7 +2,7 @@
 
 `load(DIR)` reads a model directory and returns a `Detector`, which scores, explains and imputes records. `train(table)`
 trains one. All public names are described in `deformer_stream.api`, and the detectors with the interfaces of other
-libraries in `deformer_stream.estimator` (scikit-learn), `pyod_adapter` and `river_adapter`.
+libraries (scikit-learn, PyOD, River) in `deformer_stream.adapters`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deformer_stream.adapters.pyod import PyODDetector
+    from deformer_stream.adapters.river import RiverDetector
+    from deformer_stream.adapters.scikit_learn import DeformerDetector
     from deformer_stream.api import Detector, Imputation, RecordScores, Scorer, Update, load, train
-    from deformer_stream.estimator import DeformerDetector
-    from deformer_stream.pyod_adapter import PyODDetector
-    from deformer_stream.river_adapter import RiverDetector
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,7 +30,11 @@ __all__ = [
     "load",
     "train",
 ]
-_MODULE_BY_NAME = {"DeformerDetector": "estimator", "PyODDetector": "pyod_adapter", "RiverDetector": "river_adapter"}
+_MODULE_BY_NAME = {
+    "DeformerDetector": "adapters.scikit_learn",
+    "PyODDetector": "adapters.pyod",
+    "RiverDetector": "adapters.river",
+}
 """The modules of public names that are not in `deformer_stream.api`. They need optional dependencies."""
 
 

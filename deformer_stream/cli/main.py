@@ -11,8 +11,9 @@ from typing import Any
 
 import click
 
-from deformer_stream.cli import completion, init, inspection, stream, tables
+from deformer_stream.cli import completion, inspection, stream, tables
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
+from deformer_stream.cli.init import command as init
 from deformer_stream.cli_utils import HELP, HelpCommand, LazyGroup, add_debug_option, run
 
 SUMMARY_BY_COMMAND = {

@@ -18,10 +18,10 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 
-from deformer_stream.cli import init
-from deformer_stream.cli.first_config import needs_folds
-from deformer_stream.cli.first_look import choose_normal_value, look_at_tables
-from deformer_stream.cli.first_messages import convert_to_table
+from deformer_stream.cli.init import command as init
+from deformer_stream.cli.init.config_file import needs_folds
+from deformer_stream.cli.init.messages import convert_to_table
+from deformer_stream.cli.init.table_view import choose_normal_value, look_at_tables
 from deformer_stream.errors import InputError
 from deformer_stream.settings import SETTINGS_BY_COMMAND, load_settings
 from deformer_stream.tables.table import TableOptions

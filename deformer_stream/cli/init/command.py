@@ -16,8 +16,8 @@ from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option
 
 if TYPE_CHECKING:
-    from deformer_stream.cli.first_config import Answers, Subject
-    from deformer_stream.cli.first_look import TableView
+    from deformer_stream.cli.init.config_file import Answers, Subject
+    from deformer_stream.cli.init.table_view import TableView
     from deformer_stream.settings import InitSettings
 
 MAX_LISTED_COLUMNS = 100
@@ -69,13 +69,13 @@ def run_init(inputs: tuple[str, ...], settings: InitSettings) -> None:
         raise ConfigError(
             f"{settings.output} exists and is not replaced: add --force to replace it, or --output to write another"
         )
-    from deformer_stream.cli.first_config import describe_reach, format_config, list_next_commands
-    from deformer_stream.cli.first_questions import ask_questions
+    from deformer_stream.cli.init.config_file import describe_reach, format_config, list_next_commands
+    from deformer_stream.cli.init.questions import ask_questions
 
     if settings.topic:
         view, stream_options = _look_at_topic(settings, settings.topic)
     else:
-        from deformer_stream.cli.first_look import look_at_tables
+        from deformer_stream.cli.init.table_view import look_at_tables
         from deformer_stream.tables.table import TableOptions
 
         options = TableOptions.from_settings(settings)
@@ -153,7 +153,7 @@ def _describe_subject(
         answers: The answers to the questions.
         stream_options: Options of Kafka and of JSON fields that are in force, by name.
     """
-    from deformer_stream.cli.first_config import Subject
+    from deformer_stream.cli.init.config_file import Subject
 
     num_devices = max(1, len(view.devices))
     records_per_day = num_records = None
@@ -197,8 +197,8 @@ def _look_at_topic(settings: InitSettings, topic: str) -> tuple[TableView, Mappi
     import pyarrow.parquet as pq
 
     from connectors.kafka.sample import read_messages
-    from deformer_stream.cli.first_look import look_at_table
-    from deformer_stream.cli.first_messages import convert_to_table
+    from deformer_stream.cli.init.messages import convert_to_table
+    from deformer_stream.cli.init.table_view import look_at_table
     from deformer_stream.errors import map_write_errors
     from deformer_stream.tables.table import Table
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import click
 from pydantic import TypeAdapter, ValidationError
 
-from deformer_stream.cli.first_config import Answers, RecordKind
-from deformer_stream.cli.first_look import TableView, choose_normal_value
+from deformer_stream.cli.init.config_file import Answers, RecordKind
+from deformer_stream.cli.init.table_view import TableView, choose_normal_value
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.windows import format_duration
 from deformer_stream.settings import InitSettings, MinorityShare, Share, Timeout, WindowWidth, explain_error

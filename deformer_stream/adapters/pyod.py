@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.estimator import DeformerDetector
+from deformer_stream.adapters.scikit_learn import DeformerDetector
 
 try:
     from pyod.models.base import BaseDetector

@@ -1,0 +1,1 @@
+"""The command `init`: the first look at unknown data, and the first configuration file."""
