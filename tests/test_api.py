@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 
 import deformer_stream
 from deformer_stream import model_store
-from deformer_stream.api import _NOT_CONVERTED, Detector, _encode_json, _make_messages
+from deformer_stream.api import Detector
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.engine.engine import Engine, compute_alert_id
 from deformer_stream.engine.events import Effects, EventBatch, Rejection
 from deformer_stream.errors import AlphaOutOfReachWarning, ArtifactError, ConfigError, InputError
+from deformer_stream.library.records import NOT_CONVERTED, encode_json, make_messages
 from deformer_stream.model.schema import Feature, Schema
 from tests.models import SCHEMA, draw_linear_records, draw_rows, train_linear_model, write_model
 
@@ -246,7 +247,7 @@ def test_decoding_python_values_equals_decoding_their_json(
     event = {owner: record, "feature": feature, "value": value, "time": time}
     scorer = detector.scorer()
     direct = describe(scorer._decode(event))
-    assert direct == describe(scorer._codec.decode(_make_messages([_encode_json(event)])))
+    assert direct == describe(scorer._codec.decode(make_messages([encode_json(event)])))
 
 
 def test_update_by_way_of_json_gives_the_same_result(detector: Detector, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +256,7 @@ def test_update_by_way_of_json_gives_the_same_result(detector: Detector, monkeyp
     ]
     scorer = detector.scorer(ALPHA)
     direct = [scorer.update(*reading) for reading in readings]
-    monkeypatch.setattr("deformer_stream.api._to_json_type", lambda value: _NOT_CONVERTED)
+    monkeypatch.setattr("deformer_stream.library.scorer.to_json_type", lambda value: NOT_CONVERTED)
     scorer = detector.scorer(ALPHA)
     assert repr([scorer.update(*reading) for reading in readings]) == repr(direct)
 

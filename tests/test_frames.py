@@ -239,7 +239,7 @@ def test_texts_that_spell_numbers_are_numbers(detector: Detector) -> None:
 def test_many_rows_are_scored_in_batches(detector: Detector, monkeypatch: pytest.MonkeyPatch) -> None:
     table = make_arrow_table(50)
     expected = detector.score(table), detector.explain(table), detector.impute(table)
-    monkeypatch.setattr("deformer_stream.api.ROWS_PER_BATCH", 7)
+    monkeypatch.setattr("deformer_stream.library.records.ROWS_PER_BATCH", 7)
     for got, want in zip(
         (detector.score(table), detector.explain(table), detector.impute(table)), expected, strict=True
     ):

@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from deformer_stream.api import run_training
 from deformer_stream.errors import DeformerError
-from deformer_stream.frames import TabularRecords, read_array, read_frame, warn
+from deformer_stream.library.frames import TabularRecords, read_array, read_frame, warn
+from deformer_stream.library.training import run_training
 
 try:
     from sklearn.base import BaseEstimator, OutlierMixin

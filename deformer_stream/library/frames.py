@@ -29,7 +29,7 @@ from deformer_stream.model.schema import Feature, Schema, format_label
 MAX_LISTED_NAMES = 20
 """Largest number of column names that a warning lists."""
 
-_PACKAGE_FOLDER = str(Path(__file__).parent)
+_PACKAGE_FOLDER = str(Path(__file__).parent.parent)  # deformer_stream
 
 
 class TabularRecords(ABC):

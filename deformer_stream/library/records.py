@@ -1,0 +1,270 @@
+"""Conversion of records and single readings, as users give them, to batches that the engine scores, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from deformer_stream.codec import Codec, Order, WindowAssigner
+from deformer_stream.codec.payloads import Messages, WideRows
+from deformer_stream.codec.validation import is_unicode
+from deformer_stream.engine.events import NO_TIME, EventBatch
+from deformer_stream.errors import InputError
+from deformer_stream.library.frames import (
+    TabularRecords,
+    read_feature_columns,
+    read_single_record,
+    warn_of_unknown_names,
+)
+from deformer_stream.model.schema import Schema
+
+Value = float | int | str | bool | None
+"""The value of a reading; None declares that the feature will not be observed. NumPy scalars are accepted as well."""
+
+Record = Mapping[str, Value]
+"""A record: its values by feature name, in the order of arrival. None and NaN count as not observed."""
+
+ROWS_PER_BATCH = 4096
+"""Number of rows of a table that are decoded and scored at a time. It bounds memory and does not change any score."""
+
+NOT_CONVERTED = object()
+"""The result of `to_json_type` for a value that must be written as JSON text, which the codec then parses."""
+
+
+def make_codec(schema: Schema, grace: float) -> Codec:
+    """Return a codec (decoder of readings) with limits on message size that are too high to reject any record.
+
+    Such limits protect a service against messages of unknown origin. Here the input comes from the same process.
+
+    Args:
+        schema: The features of the model.
+        grace: Seconds after the end of a time window in which it still accepts readings.
+    """
+    window_assigner = None
+    if schema.window is not None:
+        window_assigner = WindowAssigner(schema.window.width, round(grace * 1e6))
+    # The limit for one message: the codec's default, or more if a complete record has more readings.
+    max_readings = max(4096, len(schema))
+    return Codec(schema, max_message_bytes=2**30, max_readings=max_readings, window_assigner=window_assigner)
+
+
+def read_dicts(records: Any, schema: Schema) -> list[Record]:
+    """Return records as a list of dicts without keys that are not features of the model, of which a warning tells.
+
+    Args:
+        records: One record, or several records. Each is a mapping or a row of a pandas data frame.
+        schema: The features of the model.
+
+    Raises:
+        InputError: The object, or one of several records, is no record.
+    """
+    single = read_single_record(records)
+    if single is None and (isinstance(records, str | bytes | Path) or not hasattr(records, "__iter__")):
+        raise InputError(
+            f"records of type {type(records).__name__} cannot be read: give a dict, a list of dicts, a data frame, "
+            "an Arrow table or a NumPy array; a file is scored by the command deformer-stream replay"
+        )
+    dicts: list[Record] = []
+    unknown_names: dict[str, None] = {}  # in the order of their first use
+    for index, item in enumerate([single] if single is not None else records):
+        record = read_single_record(item)
+        if record is None:
+            raise InputError(
+                f"record {index} has the type {type(item).__name__}: give each record as a dict of values by "
+                "feature name"
+            )
+        unknown_names |= {str(name): None for name in record if name not in schema.code_by_name}
+        dicts.append({name: value for name, value in record.items() if name in schema.code_by_name})
+    warn_of_unknown_names(list(unknown_names), "keys")
+    return dicts
+
+
+def make_batch(records: Sequence[Record], codec: Codec) -> EventBatch:
+    """Return the readings of complete records as one batch; the record ids are "0", "1", and so on.
+
+    Args:
+        records: For each record its values by feature name, in the order of arrival. None and NaN are left out.
+        codec: The decoder of the model's readings.
+
+    Raises:
+        InputError: If a reading cannot be accepted; the message names the record and the feature.
+    """
+    present_values = [{name: value for name, value in record.items() if not _is_missing(value)} for record in records]
+    # JSON messages are the input for which the codec defines the checks and conversions of values.
+    payloads = [encode_json({"record": str(i), "values": values}) for i, values in enumerate(present_values)]
+    batch, rejections = codec.decode(make_messages(payloads))
+    for rejection in rejections:
+        # Each record is one message. The codec also rejects a record without any reading; here this is no error.
+        if present_values[rejection.message_index]:
+            # `detail` names the feature and says what is wrong with its value.
+            raise InputError(
+                f"record {rejection.message_index} cannot be accepted: {rejection.detail} ({rejection.reason.value})"
+            )
+    return batch
+
+
+def _is_missing(value: object) -> bool:
+    """Return whether a value is None or NaN, both of which mean that the feature was not observed."""
+    return value is None or (isinstance(value, float | np.floating) and bool(np.isnan(value)))
+
+
+def decode_table(
+    table: TabularRecords, schema: Schema, order: Order = "arrival"
+) -> Iterator[tuple[int, int, EventBatch]]:
+    """Decode the records of a table, some rows at a time. Record ids are the row numbers, from "0".
+
+    Args:
+        table: The N records.
+        schema: The features of the model.
+        order: The order of the readings of a record (`Detector.score`).
+
+    Yields:
+        (first row, number of rows, batch). The batch has one event per row and feature of the model; the value NaN
+        means that the feature was not observed. Its message indices are counted from the first row.
+
+    Raises:
+        InputError: If a value cannot be accepted; the message names its row.
+    """
+    codec = Codec(schema, order=order)
+    columns = read_feature_columns(table, schema)
+    first_row = 0
+    for rows in pa.table(columns).to_batches(max_chunksize=ROWS_PER_BATCH):
+        record_ids = [str(row) for row in range(first_row, first_row + len(rows))]
+        batch, rejections = codec.decode(WideRows("the table", rows, record_ids, first_row))
+        for rejection in rejections:
+            row = first_row + rejection.message_index
+            raise InputError(f"row {row} cannot be accepted: {rejection.detail} ({rejection.reason.value})")
+        yield first_row, len(rows), batch
+        first_row += len(rows)
+
+
+def pad_readings(
+    batch: EventBatch, num_records: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64], list[dict[int, str]]]:
+    """Return the readings of N complete records as arrays with a row per record.
+
+    Args:
+        batch: The readings of all records, one record after the other; message index i belongs to record i. Readings
+            with the value NaN are left out.
+        num_records: The number N of records.
+
+    Returns:
+        (N, L) feature codes in the order of the batch, −1 as padding at the end; (N, L) values in raw units, or label
+        codes; and for each record the texts of labels that the model does not have, by the position of the reading.
+        L is the number of readings of the longest record, at least 1.
+    """
+    events = np.flatnonzero(~np.isnan(batch.values))
+    rows = batch.message_indices[events].astype(np.int64)
+    counts = np.bincount(rows, minlength=num_records)
+    positions = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
+    shape = (num_records, max(1, int(counts.max(initial=0))))
+    codes, raw_values = np.full(shape, -1, np.int64), np.zeros(shape)
+    codes[rows, positions] = batch.features[events]
+    raw_values[rows, positions] = batch.values[events]
+    unseen_labels: list[dict[int, str]] = [{} for _ in range(num_records)]
+    for event, text in batch.unseen_labels.items():
+        index = int(np.searchsorted(events, event))
+        unseen_labels[rows[index]][int(positions[index])] = text
+    return codes, raw_values, unseen_labels
+
+
+def make_record(row: NDArray[np.float64], schema: Schema) -> dict[str, float | str]:
+    """Return an array of values as a record, a dict of values by feature name.
+
+    Missing values are left out. Labels that did not occur in training are also left out, because the array does not
+    contain their text.
+
+    Args:
+        row: (F,) values of the F features in the order of the schema: numbers in raw units (the units of the
+            input), codes of labels (index among the feature's labels), NaN if missing.
+        schema: The features of the model.
+    """
+    record: dict[str, float | str] = {}
+    for feature, value in zip(schema.features, row.tolist(), strict=True):
+        # The code after the last label stands for all labels that did not occur in training. A missing label is
+        # NaN, for which the comparison is false.
+        if feature.labels and value < len(feature.labels):
+            record[feature.name] = feature.labels[int(value)]
+        elif not feature.labels and not isnan(value):
+            record[feature.name] = value
+    return record
+
+
+def to_json_type(value: object) -> object:
+    """Convert a value to what a JSON round trip (encode, then decode) would give, without creating the JSON text.
+
+    A NumPy scalar becomes a Python scalar, and a datetime becomes text in ISO format.
+
+    Returns:
+        The converted value, or `NOT_CONVERTED` for values that need the actual round trip: containers, subclasses of
+        Python types, integers beyond 64 bits, and text that is not valid Unicode.
+    """
+    value_type = type(value)
+    if value is None or value_type is float or value_type is bool:
+        return value
+    if value_type is str:
+        return value if is_unicode(value) else NOT_CONVERTED  # type: ignore[arg-type]  # it is a str here
+    if value_type is int:
+        return value if -(2**63) <= value < 2**64 else NOT_CONVERTED  # type: ignore[operator]  # it is an int here
+    if isinstance(value, np.generic):
+        item = value.item()
+        # A few NumPy types, such as longdouble, have no Python type; `item` then returns a NumPy scalar again.
+        return NOT_CONVERTED if isinstance(item, np.generic) else to_json_type(item)
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return NOT_CONVERTED
+
+
+def encode_json(document: dict[str, Any]) -> bytes:
+    """Return the JSON text of a message.
+
+    NaN and infinity are written as `NaN` and `Infinity`. The codec then rejects them with the name of their feature.
+
+    Args:
+        document: The fields of the message by name, such as `record` and `values`.
+
+    Raises:
+        InputError: If a value has a type that no reading can have.
+    """
+    try:
+        return json.dumps(document, default=_convert_for_json).encode()
+    except (TypeError, ValueError, RecursionError) as error:  # the last two: nested containers
+        record_id = document.get("record", document.get("device"))
+        raise InputError(
+            f"record {record_id!r} cannot be converted to JSON ({error}); correct this value of the record"
+        ) from None
+
+
+def _convert_for_json(value: object) -> object:
+    """Return a NumPy scalar as a Python value and a datetime as text.
+
+    `json.dumps` calls it for each value that has no JSON type (its argument `default`).
+
+    Raises:
+        TypeError: If the value has another type.
+    """
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, datetime):
+        return value.isoformat()
+    # `encode_json` adds the record to the message.
+    raise TypeError(
+        f"a value of type {type(value).__name__} cannot be a reading: use a number, text, a boolean, a datetime or None"
+    )
+
+
+def make_messages(payloads: Sequence[bytes]) -> Messages:
+    """Return JSON documents as messages without keys and broker timestamps, which the codec can decode."""
+    num_messages = len(payloads)
+    keys: list[bytes | None] = [None] * num_messages
+    times = np.full(num_messages, NO_TIME)
+    partitions, offsets = np.zeros(num_messages, np.int32), np.arange(num_messages, dtype=np.int64)
+    return Messages("library", keys, list(payloads), times, partitions, offsets)
