@@ -70,7 +70,7 @@ def test_run_writes_results_model_and_report(uninterrupted_run: Outcome, table: 
     data = EXPERIMENT.load_data(table, PRESETS["small"], 0)
     row = data.prepared.values[data.prepared.select_rows(Split.TEST)[0]].astype(float)
     raw = detector.schema.denormalise(np.arange(6), row)
-    scorer = detector.scorer()
+    scorer = detector.scorer(alpha=0.05)
     order = [3, 1, 0, 5, 4, 2]
     for code in order:
         update = scorer.update("r", detector.schema.names[code], float(raw[code]))
