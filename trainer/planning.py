@@ -100,8 +100,8 @@ class PlannedRun:
         preset_reason: Why this preset was chosen, as text for the user.
         costs: Measured costs of the phases after training: calibration, ranking and held-out figures. None without a
             time limit.
-        maximum: The numbers of records that these phases use if there is enough time. With `--folds`, ranking, held-out
-            figures and the report follow the last model, so they are not among the phases of a model.
+        maximum: The numbers of records that these phases use if there is enough time. With `--folds`, each model has
+            only a calibration; ranking and held-out figures are made once, for all models together, and count as 0.
         num_prior_records: Number of records to which the Gaussian prior was fitted, 0 if there is none.
         fixed_seconds: Estimated seconds for the report, the model directory and the end of the process.
     """
@@ -271,7 +271,7 @@ class RunPlanner:
             old_model: The model that is adapted (`--init-from`). None for new weights.
             prior: The fitted Gaussian prior.
             settings: All options, with a preset that is not "auto".
-            batch: Number of records in a batch. None for that of the recipe.
+            batch: Number of records in a batch. None to use the number of the recipe.
         """
         torch.manual_seed(settings.seed)  # the initial weights depend on the seed alone
         if old_model is None:
@@ -509,8 +509,8 @@ def estimate_fixed_seconds(start_seconds: float, num_features: int) -> float:
 def create_first_part(budget: TimeBudget, num_folds: int, start_seconds: float, num_features: int) -> TimeBudget:
     """Return the part of the time for the first of several models (`--folds`).
 
-    The first model has more time than the others, because it is planned: planning takes about as long as the start of
-    the command. The time for the report is kept apart.
+    The preset and the batch are planned once, for the first model, which therefore gets additional time. Planning takes
+    about as long as the start of the command. Time for the report is subtracted before the rest is divided.
 
     Args:
         budget: The time of the whole job.

@@ -41,7 +41,7 @@ class ReadingMonitor:
     """Counts the rows that are read in each pass over a table, and measures how long they take.
 
     Attributes:
-        seconds: Seconds that the limited passes may take together, infinite without a time limit.
+        seconds: Seconds that the passes under a time limit may take together, infinite without a limit.
         clock: A function that returns the current time in seconds.
         on_message: Called with a line of text about the progress, at most every `PROGRESS_SECONDS`.
         num_rows: Number of rows of the table. 0 if it is not known, and then nothing is reported.
@@ -85,7 +85,7 @@ class ReadingMonitor:
             num_rows: Number of rows of the batch.
 
         Raises:
-            ReadingTooSlow: The limited passes would take longer than `seconds`.
+            ReadingTooSlow: The passes under the time limit would take longer than `seconds`.
         """
         now = self.clock()
         self._num_done += num_rows
@@ -99,9 +99,11 @@ class ReadingMonitor:
             self._check_time(now)
 
     def _check_time(self, now: float) -> None:
-        """Raise ReadingTooSlow if the limited passes would take longer than `seconds`.
+        """Raise ReadingTooSlow if the passes under the time limit would take longer than `seconds`.
 
-        Decoding a file takes as long for a sample as for all records. Only the processing of the rows is shorter.
+        The time of all passes is estimated from the part of this pass that is done. The error states for which share of
+        the records the time is enough. Files must be decoded as a whole even if only a sample of the records is used,
+        so a sample saves only the time in which rows are processed.
 
         Args:
             now: The current value of the clock.

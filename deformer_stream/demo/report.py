@@ -64,7 +64,8 @@ def format_measurement(feature: str, value: float | str | None) -> str:
     """Return a reading as text with the unit of its sensor, rounded to the sensor's resolution.
 
     Args:
-        feature: Name of the sensor. If it is not one of the simulated `SENSORS`, four digits and no unit are shown.
+        feature: Name of the sensor. Values of sensors that are not simulated (not in `SENSORS`) are shown with four
+            significant digits and without a unit.
         value: A number, a label, or None, which is shown as "None".
     """
     sensor = SENSORS.get(feature)

@@ -197,7 +197,7 @@ def _accept_reading(
     partition: Partition | None,
     reading: SlotReading,
 ) -> None:
-    """Add a combined reading to its record; if no reading of the slot has a value, declare its feature as missing.
+    """Accept the combined reading of a time slot; if no reading of the slot has a value, declare the feature missing.
 
     Args:
         collector: The collector of accepted readings.

@@ -646,7 +646,7 @@ class Detector:
             InputError: If a value cannot be accepted; the message names the record or row, and the feature.
         """
         if draws < 1:
-            raise ValueError(f"draws is {draws}, but the number of copies to return must be at least 1")
+            raise ValueError(f"draws is {draws}, but the number of completed records to return must be at least 1")
         table = read_tabular(records, self.schema, columns)
         values = self._read_values(records, table)
         # (draws, N, F) values of N records and F features.

@@ -154,7 +154,12 @@ class ArrayRecords(TabularRecords):
         return np.column_stack([column.to_numpy(zero_copy_only=False) for column in columns.values()])
 
     def replace_columns(self, columns: Mapping[str, pa.Array], rows: NDArray[np.int64] | None = None) -> Any:
-        """Return a copy of the array with other values in its own columns; columns cannot be appended."""
+        """Return a copy of the array, or of some of its rows, with other values in existing columns.
+
+        Args:
+            columns: The values by name of the column. A matrix cannot get further columns, so other names are ignored.
+            rows: Indexes of the rows to copy; None for all.
+        """
         array = self._array.copy() if rows is None else self._array[rows]
         for index, name in enumerate(self.column_names):
             if name in columns:
@@ -258,8 +263,8 @@ def read_array(array: NDArray[Any], columns: Sequence[str] | None) -> ArrayRecor
     if array.dtype.names is not None:
         if array.ndim != 1 or columns is not None:
             raise InputError(
-                f"the structured array has the shape {array.shape}, but one dimension is expected, and no argument "
-                "columns, because its fields have names"
+                f"the structured array has the shape {array.shape}, but it must have one dimension; leave out the "
+                "argument columns, because its fields have names"
             )
         return ArrayRecords(array, ())
     names = tuple(columns or ())

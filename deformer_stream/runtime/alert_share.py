@@ -124,7 +124,7 @@ class _BlameCounts:
     Attributes:
         num_first: By sensor, the number of alerts whose first contribution is a reading of it.
         num_outside: By sensor, how many of these readings were outside the range of training.
-        num_rises: By sensor, how often such a reading was larger than the one of the alert before.
+        num_rises: By sensor, how often such a reading was larger than the one before it.
         last_value: By sensor, the last such reading.
     """
 
@@ -157,7 +157,7 @@ class _Counts:
             self.num_alerted_by_alpha[alpha] += int(np.count_nonzero(p_values <= alpha))
 
     def report(self, alpha: float, bound: int) -> AlertShareReport:
-        """Return these counts as a report about one alpha, with the largest number of alerts that chance explains."""
+        """Return the numbers of records and alerts at one alpha, and what was blamed, as a report."""
         blame = self.blame
         ((main, num_first),) = blame.num_first.most_common(1) or (("", 0),)
         num_explained = blame.num_first.total()
@@ -261,7 +261,7 @@ class AlertShareMonitor:
         self._reported_alphas: set[float] = set()
 
     def _bound(self, alpha: float, num_records: int, error_rate: float) -> int:
-        """Return the largest number of alerts among so many records that chance explains at this error rate."""
+        """Return the largest number of alerts among `num_records` records that chance explains at an error rate."""
         confidence = 1.0 - max(error_rate, 1e-12)
         return bound_false_alarms(alpha, self._num_calibration_records, num_records, confidence, self._is_grouped)
 
@@ -274,7 +274,7 @@ class AlertShareMonitor:
         return self._latest
 
     def summarize(self) -> AlertShareReport | None:
-        """Return a report about all records so far at the largest alpha that is exceeded; None if none is.
+        """Return a report at the largest alpha at which too many of all records have alerted; None if there is none.
 
         Use it once, at the end of the input: the error rate is that of a single check.
         """

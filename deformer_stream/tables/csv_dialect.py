@@ -232,7 +232,11 @@ def _guess_delimiter(lines: Sequence[str]) -> str:
     """
 
     def rate(delimiter: str) -> tuple[bool, int, int]:
-        """Return how well a delimiter fits; the largest rating is the best."""
+        """Return how well a delimiter fits; the largest rating is the best.
+
+        The rating is whether most lines have the same number of cells, that number, and how often the delimiter occurs
+        in the header.
+        """
         widths = _count_cells(lines, delimiter)
         width, count = Counter(widths).most_common(1)[0] if widths else (1, 0)
         is_consistent = width > 1 and count >= _MIN_CONSISTENT_SHARE * len(widths)

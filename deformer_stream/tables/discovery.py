@@ -52,8 +52,8 @@ def find_files(inputs: Sequence[str | Path], endings: Collection[str] = PARQUET 
     """Return the input files: folders and patterns among the inputs are replaced by the data files that they denote.
 
     The files of a folder or of a pattern are sorted by path. Hidden files, files with other endings, and the metadata
-    of Delta Lake and Iceberg tables are left out there. A file that is named itself may have any ending if it is a
-    Parquet file.
+    of Delta Lake and Iceberg tables are left out there. A Parquet file that is an input itself, and not found
+    in a folder, may have any ending.
 
     Args:
         inputs: Paths of files and folders, and patterns with `*`, `?`, `[…]` and `**` (any number of folders).
@@ -116,7 +116,7 @@ def _name_formats(endings: Collection[str]) -> str:
 
 
 def _is_parquet(path: Path) -> bool:
-    """Return whether a file begins as a Parquet file does. A file that cannot be read counts as another one."""
+    """Return whether a file begins as a Parquet file does. The result is false if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 Value = int | date | str | None
-"""A value of a column of the path."""
+"""The value of a partition column, which a folder name such as `site=north` states."""
 
 _PARTITION = re.compile(r"([^=/\\]+)=([^/\\]*)")
 _NULL = "__HIVE_DEFAULT_PARTITION__"  # what writers use in place of null
@@ -31,10 +31,10 @@ def read_partitions(path: Path) -> dict[str, str | None]:
 
 
 def choose_partition_type(values: Sequence[str | None]) -> pa.DataType:
-    """Return the type of a column of paths: int64 or date32 if all of its values are such, else text.
+    """Return the type of a partition column: int64 if all values are integers, date32 if all are dates, else text.
 
     Args:
-        values: The values of the column in all paths, as text.
+        values: The values of the column in the paths of all files, as text.
     """
     texts = [value for value in values if value is not None]
     if texts and all(_INTEGER.fullmatch(text) for text in texts):
@@ -45,10 +45,10 @@ def choose_partition_type(values: Sequence[str | None]) -> pa.DataType:
 
 
 def convert_partition(value: str | None, column_type: pa.DataType) -> Value:
-    """Return a value of a column of paths as a Python object.
+    """Return the value of a partition column as a Python object.
 
     Args:
-        value: The value as text, or None.
+        value: The value in the path as text, or None.
         column_type: The type of the column, from `choose_partition_type`.
     """
     if value is None:

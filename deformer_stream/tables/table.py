@@ -67,7 +67,7 @@ class TableOptions:
 
         Args:
             settings: Options of a command that reads tables.
-            kept_columns: See the attribute.
+            kept_columns: Names of columns that are kept although they are the index of a data frame.
         """
         csv = CsvOptions(
             settings.delimiter, settings.decimal, settings.encoding, has_header=False if settings.no_header else None
@@ -434,8 +434,9 @@ class Table:
         Args:
             columns: Names of the columns to read.
             max_rows: Maximum number of rows of a batch.
-            forms: For columns that the table holds as text, what their cells are to be. The default is what `schema`
-                says; a text column of a Parquet file stays text. The type of a column may differ between batches.
+            forms: What to convert the cells of text columns to, by name of the column. By default they are converted to
+                the type in `schema`; a text column of a Parquet file stays text. The type of a column may differ
+                between batches.
 
         Raises:
             InputError: The file cannot be read to its end.
@@ -461,7 +462,7 @@ class Table:
         return [name for name in self.schema.names if name not in self.partition_values][:1]
 
     def _make_partition_column(self, name: str, num_rows: int) -> pa.Array:
-        """Return a column of the path, which has the same value in each of `num_rows` rows."""
+        """Return `num_rows` rows of a partition column. The path of the file states its value, the same in each row."""
         return pa.repeat(pa.scalar(self.partition_values[name], self.schema.field(name).type), num_rows)
 
     def _choose_converter(self, name: str, form: CellForm | None) -> _Converter | None:

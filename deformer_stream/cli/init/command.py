@@ -102,7 +102,7 @@ def run_init(inputs: tuple[str, ...], settings: InitSettings) -> None:
 
 
 def format_view(view: TableView) -> str:
-    """Return what was seen, as text for the terminal."""
+    """Return what the first look at the data has shown, as text for the terminal."""
     from deformer_stream.cli.config_report import align_columns
 
     about = "" if view.is_exact else "about "

@@ -249,10 +249,10 @@ def _simplify(name: str) -> str:
 
 
 def _choose_layout(table: Table) -> Layout:
-    """Return the layout of a table.
+    """Return the layout of a table: "long" if a row is one reading, "wide" if a row has a column for each sensor.
 
     Raises:
-        InputError: It has one reading per row, but under names of columns that training does not know.
+        InputError: A row seems to be one reading, but the columns do not have the names that training expects.
     """
     names = table.schema.names
     if FEATURE in names and VALUE in names:
