@@ -214,6 +214,10 @@ class RunPlanner:
         Returns:
             The run. The state of an interrupted run is not restored yet.
         """
+        # Options that cannot be used are reported before the prior is fitted, which may take long.
+        model_store.resolve_device(self.settings.device)
+        if old_model is None:
+            model_config(self._set_preset(resolve_preset(self.settings)), data.schema.has_repeating_sensors)
         self.on_message("fitting the Gaussian prior")
         prior = self._fit_prior(data, old_model)
         self.budget.mark_phase("prior")

@@ -227,12 +227,12 @@ def draw_bars(labels: Sequence[str], values: ArrayLike, title: str, x_label: str
         # `high` are the bounds of the horizontal axis, which includes zero.
         names = [_shorten(replace_illegal_characters(label), MAX_NAME_CHARACTERS) for label in labels]
         name_width = max(map(layout.text_width, names))
-        # Names that leave too little space for bars are written above their bars.
-        is_name_above = name_width > 0.45 * layout.width
-        row_height = BAR_HEIGHT + (LINE_HEIGHT if is_name_above else 0)
-        number_width = max(map(layout.text_width, numbers)) + 8
         # The number of a bar is written at its end: to the left of a negative bar, to the right of any other bar.
+        number_width = min(max(map(layout.text_width, numbers)) + 8, 0.25 * layout.width)
         left_number_width = number_width if low < 0 else 0
+        # Names that leave too little space for bars and numbers are written above their bars.
+        is_name_above = name_width + left_number_width > 0.45 * layout.width
+        row_height = BAR_HEIGHT + (LINE_HEIGHT if is_name_above else 0)
         left = MARGIN + left_number_width + (0 if is_name_above else MARGIN + name_width)
         right = min(MARGIN + number_width, 0.25 * layout.width)
         x_axis = _tight_axis(low, high, unit, layout, layout.width - left - right)

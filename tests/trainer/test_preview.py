@@ -71,7 +71,7 @@ def test_dry_run_reads_more_rows_if_they_contain_too_few_records(
     done = here(table, "--dry-run", "--window", "60s", "--slots", "30")
     assert "from the first 2,000 rows; others may change it (34 records" in done.out
     assert "warning: half of the readings" in done.out
-    assert "use --slots 60, or --per-slot last|mean|min|max" in done.out
+    assert "train with --slots 60, or --per-slot last|mean|min|max" in done.out
 
 
 def test_dry_run_reports_tables_that_cannot_be_used(tmp_path: Path, here: Run) -> None:
