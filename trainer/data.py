@@ -25,7 +25,7 @@ from deformer_stream.model.schema import Feature, FeatureKind, Schema
 from deformer_stream.model.time_slots import collapse_time_slots, expand_time_slots
 from deformer_stream.model.windows import Window, format_duration
 from deformer_stream.tables.csv_dialect import CsvOptions
-from deformer_stream.tables.table import TableOptions
+from deformer_stream.tables.table import TableOptions, join_names
 from trainer.feature_kinds import ColumnStatistics, ExcludedColumn, check_old_feature, infer_feature
 from trainer.reading_time import MAX_SAMPLE_SHARE, MIN_SAMPLED_RECORDS, ReadingMonitor, ReadingTooSlow
 from trainer.settings import TrainConfig, parse_periods, split_names
@@ -474,7 +474,7 @@ def _choose_columns(tables: InputTables, options: DataOptions) -> list[ExcludedC
             if column not in column_names and column not in tables.index_columns:
                 raise ConfigError(
                     f"--{option} {column}: {tables.tables[0].name} has no such column; "
-                    f"give one of its columns: {_list_names(column_names)}"
+                    f"give one of its columns: {join_names(column_names)}"
                 )
     excluded = []
     for name in column_names:
@@ -497,15 +497,10 @@ def _choose_columns(tables: InputTables, options: DataOptions) -> list[ExcludedC
             tables.feature_columns.append(name)
     if not tables.feature_columns:
         raise InputError(
-            f"{tables.description}: none of the columns ({_list_names(column_names)}) can be a feature; "
+            f"{tables.description}: none of the columns ({join_names(column_names)}) can be a feature; "
             "name fewer columns in --exclude, or add columns to the table"
         )
     return [*excluded, *index_columns]
-
-
-def _list_names(names: Sequence[str]) -> str:
-    """Return up to eight names separated by commas, with an ellipsis if there are more."""
-    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
 
 
 def collect_statistics(
@@ -564,7 +559,7 @@ def choose_kinds(
             raise ConfigError(
                 f"--discrete, --continuous, --cycle, --context or --once names {name}, "
                 f"but no feature is called {name}; "
-                f"give one of these names: {_list_names(sorted(statistics_by_name))}"
+                f"give one of these names: {join_names(sorted(statistics_by_name))}"
             )
     # With `--init-from`, the features of the old model are kept, even if the new table has no values of them.
     old_features = collapse_time_slots(options.base).features if options.base is not None else ()

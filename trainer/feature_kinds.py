@@ -17,6 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from deformer_stream.codec.number_texts import BAD_VALUE_TEXTS
+from deformer_stream.codec.tables import mix_bits
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.schema import (
     LINEAR_LIMIT,
@@ -308,15 +309,9 @@ class ColumnStatistics:
 def hash_rows(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return a pseudo-random 64-bit hash of each row number.
 
-    The hashes select a random sample of rows that is the same in every run. The function is the mixing function of
-    SplitMix64 with its published constants (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-    OOPSLA 2014).
+    The hashes select a random sample of rows that is the same in every run.
     """
-    with np.errstate(over="ignore"):  # the arithmetic is modulo 2**64
-        x = rows.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
+    return mix_bits(rows.astype(np.uint64))
 
 
 def find_quantum(sample: NDArray[np.float64], is_integer: bool = False) -> float | None:

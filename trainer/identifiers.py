@@ -46,7 +46,7 @@ MAX_PROBABILITY = 1e-6
 """Integers are ids if measured ones would have so few repetitions with at most this probability."""
 
 MAX_EXACT_INTEGER = 2.0**53
-"""Integers from here on cannot all be represented by float64; no sensor has so many digits."""
+"""Not every larger integer has an exact float64 value. Only ids are so large; no sensor has such a resolution."""
 
 _FIRST_UNIX_SECOND, _LAST_UNIX_SECOND = 315_532_800.0, 4_102_444_800.0  # the years 1980 to 2100
 _UNITS_PER_SECOND = (1.0, 1e3, 1e6, 1e9)

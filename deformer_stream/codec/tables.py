@@ -83,12 +83,12 @@ def compute_shuffle_keys(record_hashes: NDArray[np.uint64], codes: NDArray[Any],
     with np.errstate(over="ignore"):  # sums and products wrap around at 2^64 by design
         # Mixing the seed first makes the orders of consecutive seeds unrelated. Each record then has a seed of its own,
         # and the key of feature code k is output k of the SplitMix64 generator that starts at this seed.
-        mixed_seed = _mix_bits(np.array(seed % 2**64, np.uint64))
-        record_seeds = _mix_bits(record_hashes + mixed_seed)
-        return _mix_bits(record_seeds + np.asarray(codes).astype(np.uint64) * np.uint64(_GOLDEN_GAMMA))
+        mixed_seed = mix_bits(np.array(seed % 2**64, np.uint64))
+        record_seeds = mix_bits(record_hashes + mixed_seed)
+        return mix_bits(record_seeds + np.asarray(codes).astype(np.uint64) * np.uint64(_GOLDEN_GAMMA))
 
 
-def _mix_bits(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix_bits(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return the output of the SplitMix64 generator for each state in `z` (Steele, Lea and Flood, 2014).
 
     The function is a bijection of 64-bit integers whose results look random. Its constants are those of the published
