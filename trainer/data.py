@@ -24,6 +24,7 @@ from deformer_stream.errors import ConfigError, InputError, map_write_errors
 from deformer_stream.model.schema import Feature, FeatureKind, Schema
 from deformer_stream.model.time_slots import collapse_time_slots, expand_time_slots
 from deformer_stream.model.windows import Window, format_duration
+from deformer_stream.runtime.repeated_readings import compute_max_slots
 from deformer_stream.tables.csv_dialect import CsvOptions
 from deformer_stream.tables.table import TableOptions, join_names
 from trainer.feature_kinds import ColumnStatistics, ExcludedColumn, check_old_feature, infer_feature
@@ -33,6 +34,7 @@ from trainer.slot_values import (
     ReadingIntervals,
     SlotAggregator,
     SlotCounts,
+    check_rule_for_cycles,
     describe_repeated_readings,
     suggest_num_slots,
 )
@@ -78,9 +80,6 @@ VALIDATION_SHARE = 0.1
 
 MIN_RECORDS = 20
 """Smallest number of normal records that a training table must have."""
-
-MAX_SLOTS = 1000
-"""Largest number of time slots of a window (`--slots`)."""
 
 MAX_FEATURES = 4096
 """Largest number of features of a record. The time to score a record grows with the square of their number."""
@@ -253,6 +252,8 @@ def prepare_table(
     split, statistics = _collect_within_time(tables, options)  # second pass
     schema, excluded_by_values = choose_kinds(list(statistics.values()), options, tables.time_order.only_rises)
     schema = repeat_by_time_slot(schema, window, once).with_units({**tables.units, **options.units})
+    if options.base is None:  # an old model keeps its rule
+        check_rule_for_cycles(schema)
     tables.monitor.start_pass("converting the records")
     slot_counts = SlotCounts()
     values, arrival_ranks = encode_table(tables, schema, folder, options.ties, slot_counts)  # third pass
@@ -287,7 +288,8 @@ def _check_slots(
     """Return a warning if many readings are left out because their time slot has an earlier one of their sensor."""
     if schema.window is None or schema.window.per_slot != "first":
         return []
-    max_slots = min(MAX_SLOTS, MAX_FEATURES // len(schema.sensor_names))
+    num_single = sum(name in once for name in schema.sensor_names)
+    max_slots = compute_max_slots(len(schema.sensor_names) - num_single, num_single)
     num_slots = suggest_num_slots(schema.window, tables.interval_by_sensor, once, max_slots)
     message = describe_repeated_readings(counts, schema.window, num_slots)
     return [] if message is None else [("repeated_readings", message)]
@@ -649,8 +651,8 @@ def repeat_by_time_slot(schema: Schema, window: Window | None, once: Collection[
     """
     if window is None:
         return schema
-    # This is an upper bound, because the sensors in `once` keep one feature.
-    num_features = len(schema) * window.slots
+    num_single = sum(feature.name in once for feature in schema.features)
+    num_features = num_single + (len(schema) - num_single) * window.slots
     if num_features > MAX_FEATURES:
         raise ConfigError(
             f"--slots {window.slots} would give a record {num_features} features, but it can have at most "
@@ -756,7 +758,11 @@ def _encode_readings_table(
         numbers = create_array_file(folder / "slot_numbers.npy", np.float64, shape)
         counts = create_array_file(folder / "slot_counts.npy", np.int32, shape)
         temporary_files += [folder / "slot_numbers.npy", folder / "slot_counts.npy"]
-        aggregator = SlotAggregator(schema, values, event_indexes, times, numbers, counts)
+        sines = None
+        if any(cycle is not None for cycle in schema.slot_mean_cycles):
+            sines = create_array_file(folder / "slot_sines.npy", np.float64, shape)
+            temporary_files.append(folder / "slot_sines.npy")
+        aggregator = SlotAggregator(schema, values, event_indexes, times, numbers, counts, sines)
     num_repeated = 0
     for readings in tables.iterate_readings():
         is_feature = readings.feature_name in schema.slot_layout_by_sensor

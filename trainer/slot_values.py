@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.errors import ConfigError
+from deformer_stream.model.cycles import compute_circular_mean
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.windows import PerSlot, Window
 from deformer_stream.runtime.repeated_readings import MIN_SHARE, RepeatedReadingsReport
+from deformer_stream.tables.table import join_names
 
 MAX_INTERVALS = 20_000
 """Largest number of intervals between the readings of a sensor that are kept, from the start of the table."""
@@ -98,6 +101,26 @@ def describe_repeated_readings(counts: SlotCounts, window: Window, num_slots: in
     return RepeatedReadingsReport(counts.num_readings, counts.num_repeated, window, num_slots).describe()
 
 
+def check_rule_for_cycles(schema: Schema) -> None:
+    """Check that no positions on a cycle, such as angles, are combined by "min" or "max".
+
+    Args:
+        schema: The features with the window and its rule.
+
+    Raises:
+        ConfigError: The rule of a cyclic feature is "min" or "max".
+    """
+    rule_by_sensor = schema.per_slot_by_sensor
+    cyclic_sensors = dict.fromkeys(f.sensor_name for f in schema.features if f.cycle is not None)
+    names = [name for name in cyclic_sensors if rule_by_sensor[name] in ("min", "max")]
+    if names:
+        rule = rule_by_sensor[names[0]]
+        raise ConfigError(
+            f"--per-slot {rule} cannot combine the readings of {join_names(names)}, because positions on a cycle have "
+            "no smallest or largest one; use --per-slot mean or last, or name the columns in --once or --exclude"
+        )
+
+
 class SlotAggregator:
     """Combines the readings of sensors whose rule for a time slot is not "first".
 
@@ -108,8 +131,10 @@ class SlotAggregator:
         values: (N, F) float32 normalised values or label codes, which are set.
         event_indexes: (N, F) position in the input of the reading that is "last", −1 if there is none yet.
         times: (N, F) its time in microseconds since 1970.
-        numbers: (N, F) float64, zeros: sums, minima or maxima in raw units.
+        numbers: (N, F) float64, zeros: sums, minima or maxima in raw units; sums of cosines for circular means.
         counts: (N, F) int32, zeros: numbers of readings.
+        sines: (N, F) float64, zeros: sums of sines for circular means. None if the schema has no circular means
+            (`Schema.slot_mean_cycles`).
     """
 
     def __init__(
@@ -120,10 +145,11 @@ class SlotAggregator:
         times: NDArray[np.int64],
         numbers: NDArray[np.float64],
         counts: NDArray[np.int32],
+        sines: NDArray[np.float64] | None = None,
     ) -> None:
         self.schema = schema
         self.values, self.event_indexes, self.times = values, event_indexes, times
-        self.numbers, self.counts = numbers, counts
+        self.numbers, self.counts, self.sines = numbers, counts, sines
 
     def add(
         self,
@@ -157,7 +183,13 @@ class SlotAggregator:
         distinct_cells = np.unique(cells)
         new_cells = distinct_cells[counts[distinct_cells] == 0]
         np.add.at(counts, cells, 1)
-        if rule == "mean":
+        # All columns belong to the same sensor, so they have the same cycle.
+        cycle = self.schema.slot_mean_cycles[codes[0]] if len(codes) else None
+        if cycle is not None and self.sines is not None:
+            sines, cosines = cycle.compute_components(numbers)
+            np.add.at(self.sines.reshape(-1), cells, sines)
+            np.add.at(combined, cells, cosines)
+        elif rule == "mean":
             np.add.at(combined, cells, numbers)  # one after the other, in the order of the input
         elif rule in ("min", "max"):
             combined[new_cells] = np.inf if rule == "min" else -np.inf
@@ -183,12 +215,25 @@ class SlotAggregator:
         rules = [rule_by_sensor[feature.sensor_name] for feature in self.schema.features]
         codes = np.array([code for code, rule in enumerate(rules) if rule in ("mean", "min", "max")], np.int64)
         is_mean = np.array([rules[code] == "mean" for code in codes], bool)
+        cycles = [self.schema.slot_mean_cycles[code] for code in codes]
+        # Means that are not circular have the period 0.
+        periods = np.array([0.0 if cycle is None else cycle.period for cycle in cycles])
+        starts = np.array([0.0 if cycle is None else cycle.start for cycle in cycles])
         for start in range(0, len(self.values) if len(codes) else 0, chunk_rows):
             chunk = slice(start, start + chunk_rows)
             counts, numbers = self.counts[chunk][:, codes], self.numbers[chunk][:, codes]
             combined = np.where(is_mean, numbers / np.maximum(counts, 1), numbers)
             rows, columns = np.nonzero(counts)
-            normalised = self.schema.normalise(codes[columns], combined[rows, columns])
             values = self.values[chunk]
+            if self.sines is not None:
+                is_circular = periods[columns] > 0
+                cells = rows[is_circular], columns[is_circular]
+                sums = self.sines[chunk][:, codes][cells], numbers[cells], counts[cells]
+                latest = np.full(len(cells[0]), np.nan)
+                combined[cells] = compute_circular_mean(*sums, latest, periods[cells[1]], starts[cells[1]])
+                # The latest reading, which stands for these cells, is in `values` already.
+                is_replaced = ~np.isnan(combined[rows, columns])
+                rows, columns = rows[is_replaced], columns[is_replaced]
+            normalised = self.schema.normalise(codes[columns], combined[rows, columns])
             values[rows, codes[columns]] = normalised.astype(np.float32)
             self.values[chunk] = values

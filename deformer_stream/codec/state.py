@@ -9,8 +9,9 @@ The body is an Arrow IPC stream with one row, in which every column is a list. A
 body is parsed only after its checksum is verified, and every invariant that the engine relies on is checked before a
 decoded value is returned.
 
-Format versions: the lowest version that holds the state is written, because earlier releases can read it. Version 4 is
-written if readings wait for the end of their time slot (a part of a window), or if windows are complete before they
+Format versions: the lowest version that holds the state is written, because earlier releases can read it. Version 5 is
+written if readings that wait for the end of their time slot are averaged on a cycle. Otherwise version 4 is written if
+readings wait for the end of their time slot (a part of a window), or if windows are complete before they
 are over. Otherwise version 3 is written if tie groups are in use (readings of one record with the same event time are
 scored together), and version 2 if not. Version 1 is still read. It does not state at which alpha (false-alarm rate) a
 record raised its alert, so such a record raises no further alert.
@@ -21,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypeAlias, get_args
 
 import numpy as np
@@ -32,13 +33,20 @@ from deformer_stream.calibration.drift import BET_EXPONENTS, MAX_WEALTH
 from deformer_stream.calibration.drift_state import DriftState
 from deformer_stream.engine.events import NO_ALERT, SUPPRESS_ALL, AlertState, Decisions
 from deformer_stream.engine.id_set import StringColumn
-from deformer_stream.engine.snapshot import CompleteWindows, Snapshot, TieGroups, Vocabulary, WaitingReadings
+from deformer_stream.engine.snapshot import (
+    CircularSums,
+    CompleteWindows,
+    Snapshot,
+    TieGroups,
+    Vocabulary,
+    WaitingReadings,
+)
 from deformer_stream.errors import StateError
 from deformer_stream.model.windows import PerSlot
 from deformer_stream.ragged import ragged_indices
 
 MAGIC = b"deformer"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 HEADER = struct.Struct(">8scH32s")
 SNAPSHOT, DECISIONS = b"S", b"D"
 """The byte `kind` of the header, for the two kinds of saved state."""
@@ -123,13 +131,23 @@ _SLOT_COLUMNS = {
 slot_rule: one text, or none if no reading waits; then the other columns are empty as well."""
 _COMPLETE_COLUMNS = {"full_ids": _TEXT, "full_devices": _TEXT, "full_deadlines": pa.int64()}
 """The columns of windows that are complete before they are over (`CompleteWindows`), in the order of its fields."""
+_CIRCULAR_COLUMNS = {
+    "slot_sine": pa.float64(),
+    "slot_cosine": pa.float64(),
+    "slot_period": pa.float64(),
+    "slot_start": pa.float64(),
+}
+"""The columns of the sums for circular means (`CircularSums`), in the order of its fields."""
 _COLUMNS_ADDED_IN_VERSION = {
     2: {"alert_alpha", *_DRIFT_COLUMNS},
     3: {*_TIE_COLUMNS, *_TIE_DECISION_COLUMNS},
     4: {*_SLOT_COLUMNS, *_COMPLETE_COLUMNS},
+    5: {*_CIRCULAR_COLUMNS},
 }
 
-_SNAPSHOT_TYPES = _SNAPSHOT_COLUMNS | _DRIFT_COLUMNS | _TIE_COLUMNS | _SLOT_COLUMNS | _COMPLETE_COLUMNS
+_SNAPSHOT_TYPES = (
+    _SNAPSHOT_COLUMNS | _DRIFT_COLUMNS | _TIE_COLUMNS | _SLOT_COLUMNS | _COMPLETE_COLUMNS | _CIRCULAR_COLUMNS
+)
 """The type of each column of a snapshot in the newest format version."""
 
 _KIND_NAMES = {SNAPSHOT: "a snapshot", DECISIONS: "decisions"}
@@ -334,9 +352,13 @@ def _windows_to_columns(waiting: WaitingReadings | None, complete: CompleteWindo
     }
     if waiting is not None:
         # The columns after the first one have the order of the other fields.
-        names = [field.name for field in fields(waiting)][1:]
+        names = [field.name for field in fields(waiting)][1 : len(_SLOT_COLUMNS)]
         columns["slot_rule"] = [waiting.rule]
         columns |= {column: getattr(waiting, name) for column, name in zip([*_SLOT_COLUMNS][1:], names, strict=True)}
+        if waiting.circular is not None:
+            names = [field.name for field in fields(waiting.circular)]
+            sums = waiting.circular
+            columns |= {column: getattr(sums, name) for column, name in zip(_CIRCULAR_COLUMNS, names, strict=True)}
     if complete is not None:
         names = [field.name for field in fields(complete)]
         columns |= {column: getattr(complete, name) for column, name in zip(_COMPLETE_COLUMNS, names, strict=True)}
@@ -347,7 +369,8 @@ def _pop_windows(columns: dict[str, Any]) -> tuple[WaitingReadings | None, Compl
     """Remove the columns of waiting readings and of complete windows, and return their content, None if it is empty.
 
     Args:
-        columns: The columns of a snapshot by name. The columns `_SLOT_COLUMNS` and `_COMPLETE_COLUMNS` are removed.
+        columns: The columns of a snapshot by name. The columns `_SLOT_COLUMNS`, `_COMPLETE_COLUMNS` and
+            `_CIRCULAR_COLUMNS` are removed.
 
     Raises:
         _InvalidStateError: If the columns contradict each other. `_check_snapshot` checks them with the other columns.
@@ -360,7 +383,10 @@ def _pop_windows(columns: dict[str, Any]) -> tuple[WaitingReadings | None, Compl
         len(ids) == len(devices) == len(deadlines) == len(set(ids)),
         "the columns of complete windows do not match, or a window occurs twice",
     )
-    waiting = WaitingReadings(rules[0], *slot_columns) if rules else None
+    circular = None
+    if "slot_sine" in columns:  # earlier format versions have no circular means
+        circular = CircularSums(*(columns.pop(name) for name in _CIRCULAR_COLUMNS))
+    waiting = replace(WaitingReadings(rules[0], *slot_columns), circular=circular) if rules else None
     return waiting, CompleteWindows(ids, devices, deadlines) if ids else None
 
 
@@ -730,6 +756,14 @@ def _check_waiting(snapshot: Snapshot, waiting: WaitingReadings) -> None:
     _require(len(np.unique(pairs)) == len(pairs), "a record has a feature twice")
     _require(bool((waiting.num_values >= 0).all()), "the number of combined readings is negative")
     _require(bool(np.isfinite(waiting.value).all()), "a value is not finite")
+    if waiting.circular is not None:
+        sums = [getattr(waiting.circular, field.name) for field in fields(waiting.circular)]
+        _require(
+            all(len(column) == num_waiting and bool(np.isfinite(column).all()) for column in sums)
+            and bool((waiting.circular.period >= 0).all())
+            and waiting.rule == "mean",
+            "the sums of circular means do not fit the waiting readings",
+        )
     num_labels = np.array([len(labels) for labels in snapshot.vocabulary.labels], np.int64)[waiting.feature]
     is_discrete = np.array([kind == "discrete" for kind in snapshot.vocabulary.kinds], bool)[waiting.feature]
     is_label_code = (waiting.value >= 0) & (waiting.value <= num_labels) & (waiting.value == np.floor(waiting.value))

@@ -436,6 +436,7 @@ class Engine:
         has_same_ties = self._holds_ties(calibration) == self.records.holds_ties
         # How several readings of a time slot become one, by sensor.
         has_same_slots = self.schema.per_slot_by_sensor == model.schema.per_slot_by_sensor
+        has_same_slots &= self.schema.slot_mean_cycles == model.schema.slot_mean_cycles
         has_same_slots &= (self.schema.window is None) == (model.schema.window is None)
         can_finish = open_records == "finish" and has_same_vocabulary and has_same_ties and has_same_slots
         # Records to be scored again are exported to snapshots, and imported into a new table below. The import can
@@ -560,7 +561,10 @@ class Engine:
         waiting = snapshot.waiting
         window = self.schema.window
         if waiting is not None and (
-            snapshot.vocabulary != vocabulary or window is None or window.per_slot != waiting.rule
+            snapshot.vocabulary != vocabulary
+            or window is None
+            or window.per_slot != waiting.rule
+            or waiting.list_cycles() != [self.schema.slot_mean_cycles[code] for code in waiting.feature.tolist()]
         ):
             # The current model does not combine the readings of a time slot in the same way, so those that wait for the
             # end of their slot become readings of their records now. They are scored with all others.

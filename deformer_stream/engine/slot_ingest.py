@@ -19,6 +19,7 @@ import numpy as np
 from deformer_stream.engine.events import CloseReason, EventBatch, Rejection, RejectionReason
 from deformer_stream.engine.records import AcceptedReadings, Partition, ReadingCollector, RecordTable, reject
 from deformer_stream.engine.slot_readings import SlotReading
+from deformer_stream.model.cycles import Cycle
 from deformer_stream.model.windows import PerSlot, Window
 
 
@@ -47,7 +48,13 @@ class _BatchBuilder:
         return len(self._origins) - 1
 
     def add_reading(
-        self, record_id: str, partition_id: int, reading: SlotReading, rule: PerSlot, message_index: int
+        self,
+        record_id: str,
+        partition_id: int,
+        reading: SlotReading,
+        rule: PerSlot,
+        cycle: Cycle | None,
+        message_index: int,
     ) -> int:
         """Append a combined reading, and return its index in the new batch.
 
@@ -56,13 +63,14 @@ class _BatchBuilder:
             partition_id: Number of its partition.
             reading: The combined reading.
             rule: The rule with which it was combined.
+            cycle: The cycle on which it was averaged, or None.
             message_index: Index of the message that has ended its time slot, −1 if no message has.
         """
         self._origins.append(-1)
         new_index = len(self._origins) - 1
         self._record_ids.append(record_id)
         self._features.append(reading.feature)
-        self._values.append(reading.combined_value(rule))
+        self._values.append(reading.combined_value(rule, cycle))
         self._times.append(reading.time)
         self._message_indices.append(message_index)
         self._partitions.append(partition_id)
@@ -110,7 +118,7 @@ def ingest_slots(
         Second the accepted readings, which refer to this batch. Third the rejections. Fourth the number of readings
         that were combined with an earlier one of the same time slot.
     """
-    window, rules = records.schema.window, records.slot_rules
+    window, rules, cycles = records.schema.window, records.slot_rules, records.schema.slot_mean_cycles
     has_waiting = any(len(partition.slot_readings) for partition in records.partitions.values())
     if window is None or rules is None or (batch.windows is None and not has_waiting):
         accepted, rejections = records.ingest(batch, now, model_version)
@@ -135,8 +143,8 @@ def ingest_slots(
             message_index = int(batch.message_indices[i])
             for slot_record, reading in partition.pop_finished_slots(device, time):
                 record_index = partition.record_index_by_id[slot_record]
-                rule = rules[reading.feature]
-                event_index = builder.add_reading(slot_record, partition_id, reading, rule, message_index)
+                rule, cycle = rules[reading.feature], cycles[reading.feature]
+                event_index = builder.add_reading(slot_record, partition_id, reading, rule, cycle, message_index)
                 _accept_reading(collector, event_index, record_index, partition, reading)
             reason, ended = partition.advance_watermark(record_id, device, deadlines[i], time)
             collector.close_reasons |= dict.fromkeys(ended, CloseReason.WINDOW)
@@ -160,7 +168,7 @@ def ingest_slots(
             collector.touch(record_index)
             unseen_label = batch.unseen_labels.get(i)
             num_combined += partition.slot_readings.add(
-                device, record_id, feature, rules[feature], value, time, slot_deadline, unseen_label
+                device, record_id, feature, rules[feature], value, time, slot_deadline, unseen_label, cycles[feature]
             )
             continue
         # An event that names its record itself must not repeat a reading that waits for the end of its slot.
@@ -226,7 +234,7 @@ def release_slots(
         The batch and the accepted readings, both extended by the combined readings. Their message index is −1. If no
         reading waits, both are returned without change.
     """
-    rules = records.slot_rules
+    rules, cycles = records.slot_rules, records.schema.slot_mean_cycles
     if rules is None:
         return batch, accepted
     collector, builder = ReadingCollector(records), _BatchBuilder(batch)
@@ -239,7 +247,8 @@ def release_slots(
         if partition.record_index_by_id.get(record_id) != record_index:
             continue  # the record was closed within the batch, so that none of its readings waits
         for reading in partition.slot_readings.pop_record(record_id):
-            event_index = builder.add_reading(record_id, partition_id, reading, rules[reading.feature], -1)
+            rule, cycle = rules[reading.feature], cycles[reading.feature]
+            event_index = builder.add_reading(record_id, partition_id, reading, rule, cycle, -1)
             _accept_reading(collector, event_index, record_index, None, reading)
             num_released += 1
     if not num_released:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import isnan
 from sys import float_info
 
+from deformer_stream.model.cycles import Cycle, compute_circular_mean
 from deformer_stream.model.windows import PerSlot
 
 SLOT_READING_BYTES = 300
@@ -34,11 +35,13 @@ class SlotReading:
         num_values: Number of readings that have a value. 0 if there are only declarations that the feature will not
             be observed.
         value: The combined value so far: the last value, the smallest, the largest, or the sum if the mean is computed.
-            NaN if no reading has a value.
+            It is the last value, too, if the circular mean is computed. NaN if no reading has a value.
         time: The latest event time of these readings, microseconds since 1970.
         arrival_index: Position of the reading with the latest time in the order of arrival. Later ones have larger
             numbers.
         unseen_label: Text of the value if it is a label that the model does not have, otherwise None.
+        sine: Sum of the sines of the readings if the circular mean is computed, otherwise 0.
+        cosine: Sum of their cosines if the circular mean is computed, otherwise 0.
     """
 
     feature: int
@@ -48,8 +51,18 @@ class SlotReading:
     time: int
     arrival_index: int
     unseen_label: str | None = None
+    sine: float = 0.0
+    cosine: float = 0.0
 
-    def add(self, rule: PerSlot, value: float, time: int, arrival_index: int, unseen_label: str | None) -> None:
+    def add(
+        self,
+        rule: PerSlot,
+        value: float,
+        time: int,
+        arrival_index: int,
+        unseen_label: str | None,
+        cycle: Cycle | None = None,
+    ) -> None:
         """Combine one more reading of the sensor in the same time slot with those before.
 
         Args:
@@ -59,16 +72,19 @@ class SlotReading:
             time: Event time of the reading, microseconds since 1970.
             arrival_index: Position of the reading in the order of arrival, larger than that of all readings before.
             unseen_label: Text of the label if the model does not have it, otherwise None.
+            cycle: The cycle of the readings if the rule is "mean" and they are positions on a cycle, otherwise None.
         """
         if isnan(value):
             return
         is_first, is_latest = self.num_values == 0, time >= self.time
         self.num_values += 1
+        if cycle is not None:
+            self._add_components(value, cycle)
         if is_first:
             self.value, self.unseen_label = value, unseen_label
             self.time, self.arrival_index = time, arrival_index
             return
-        if rule == "mean":
+        if rule == "mean" and cycle is None:
             # A sum beyond the range of float64 stays at its end, because a value that is scored must be finite.
             self.value = min(max(self.value + value, -float_info.max), float_info.max)
         elif rule == "min":
@@ -80,12 +96,22 @@ class SlotReading:
         if is_latest:
             self.time, self.arrival_index = time, arrival_index
 
-    def combined_value(self, rule: PerSlot) -> float:
+    def _add_components(self, value: float, cycle: Cycle) -> None:
+        """Add the sine and the cosine of a value to their sums."""
+        sine, cosine = cycle.compute_components(value)
+        self.sine += float(sine)
+        self.cosine += float(cosine)
+
+    def combined_value(self, rule: PerSlot, cycle: Cycle | None = None) -> float:
         """Return the value that stands for the time slot, NaN if no reading has a value.
 
         Args:
             rule: The rule with which the readings were added.
+            cycle: The cycle with which they were added, or None.
         """
+        if cycle is not None:
+            mean = compute_circular_mean(self.sine, self.cosine, self.num_values, self.value, cycle.period, cycle.start)
+            return float(mean)
         return self.value / self.num_values if rule == "mean" and self.num_values else self.value
 
     @property
@@ -126,6 +152,7 @@ class SlotReadings:
         time: int,
         deadline: int,
         unseen_label: str | None = None,
+        cycle: Cycle | None = None,
     ) -> bool:
         """Add a reading to its time slot.
 
@@ -138,6 +165,8 @@ class SlotReadings:
             time: Event time of the reading, microseconds since 1970.
             deadline: Event time at which the slot is over, microseconds since 1970.
             unseen_label: Text of the label if the model does not have it, otherwise None.
+            cycle: The cycle on which the readings of the sensor are averaged, None if they are not
+                (`Schema.slot_mean_cycles`).
 
         Returns:
             Whether the slot had a reading already, with which this one was combined.
@@ -147,11 +176,14 @@ class SlotReadings:
         self._num_arrived += 1
         if reading is None:
             num_values = 0 if isnan(value) else 1
-            readings[feature] = SlotReading(feature, deadline, num_values, value, time, self._num_arrived, unseen_label)
+            reading = SlotReading(feature, deadline, num_values, value, time, self._num_arrived, unseen_label)
+            if cycle is not None and num_values:
+                reading._add_components(value, cycle)
+            readings[feature] = reading
             self._register_deadline(device, deadline)
             self._num_slots += 1
             return False
-        reading.add(rule, value, time, self._num_arrived, unseen_label)
+        reading.add(rule, value, time, self._num_arrived, unseen_label, cycle)
         return True
 
     def _register_deadline(self, device: str, deadline: int) -> None:

@@ -20,6 +20,7 @@ from deformer_stream.calibration.drift_state import DriftState
 from deformer_stream.engine.id_set import BoundedIdSet, StringColumn
 from deformer_stream.engine.records import RUNNING_DTYPE, Partition, RecordTable
 from deformer_stream.engine.slot_readings import SlotReading
+from deformer_stream.model.cycles import Cycle, compute_circular_mean
 from deformer_stream.model.schema import FeatureKind, Schema
 from deformer_stream.model.windows import PerSlot
 from deformer_stream.ragged import ragged_indices
@@ -74,6 +75,23 @@ class TieGroups:
 
 
 @dataclass(frozen=True, slots=True)
+class CircularSums:
+    """The sums from which circular means of S readings are computed (`deformer_stream.model.cycles`).
+
+    Attributes:
+        sine: (S,) float64 sum of the sines of the readings.
+        cosine: (S,) float64 sum of the cosines.
+        period: (S,) float64 period of the cycle in raw units. 0 if the mean of the reading is not circular.
+        start: (S,) float64 smallest raw value of the cycle.
+    """
+
+    sine: NDArray[np.float64]
+    cosine: NDArray[np.float64]
+    period: NDArray[np.float64]
+    start: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
 class WaitingReadings:
     """S readings that wait for the end of their time slot, in the order of arrival.
 
@@ -88,10 +106,12 @@ class WaitingReadings:
         num_values: (S,) int32 number of readings with a value. 0 if the feature was only declared as "will not be
             observed".
         value: (S,) float64 combined value so far: the last, smallest or largest value, or the sum for the rule "mean".
-            For a discrete feature it is the label code. 0 if there is no value.
+            It is the last value, too, if the mean is circular. For a discrete feature it is the label code. 0 if there
+            is no value.
         time: (S,) int64 latest event time of the readings, microseconds since 1970.
         unseen: (U,) int32 index among the S readings of each of U readings with an unseen label.
         unseen_text: Texts of the U labels.
+        circular: Sums for circular means. None if no mean of the S readings is circular.
     """
 
     rule: PerSlot
@@ -103,10 +123,35 @@ class WaitingReadings:
     time: Ints
     unseen: NDArray[np.int32]
     unseen_text: list[str]
+    circular: CircularSums | None = None
 
     def __len__(self) -> int:
         """Return the number of readings."""
         return len(self.record)
+
+    def list_cycles(self) -> list[Cycle | None]:
+        """Return the cycle on which each reading is averaged, None if its mean is not circular."""
+        if self.circular is None:
+            return [None] * len(self)
+        cycles = zip(self.circular.period.tolist(), self.circular.start.tolist(), strict=True)
+        return [Cycle(period, start) if period else None for period, start in cycles]
+
+    def compute_values(self, is_continuous: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Return the values that stand for the time slots if no further reading arrives; 0 if there is no value.
+
+        Args:
+            is_continuous: (S,) whether the values of each reading are numbers.
+        """
+        if self.rule != "mean":
+            return self.value
+        num_values = np.maximum(self.num_values, 1)
+        is_circular = np.zeros(len(self), bool) if self.circular is None else self.circular.period > 0
+        values = np.where(is_continuous & ~is_circular, self.value / num_values, self.value)
+        if self.circular is not None:
+            sums = self.circular
+            columns = (sums.sine, sums.cosine, num_values, self.value, sums.period, sums.start)
+            values[is_circular] = compute_circular_mean(*(column[is_circular] for column in columns))
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +330,8 @@ class Snapshot:
         Args:
             waiting: The waiting readings of this snapshot.
         """
-        is_mean = np.array([kind == "continuous" for kind in self.vocabulary.kinds])[waiting.feature]
-        is_mean &= waiting.rule == "mean"
-        new_values = np.where(is_mean, waiting.value / np.maximum(waiting.num_values, 1), waiting.value)
+        is_continuous = np.array([kind == "continuous" for kind in self.vocabulary.kinds])[waiting.feature]
+        new_values = waiting.compute_values(is_continuous)
         has_value = waiting.num_values > 0
         # Append the new readings to the old ones, and sort all by record. Within a record, the old ones come first.
         added = np.flatnonzero(has_value)
@@ -496,6 +540,15 @@ def _export_waiting(schema: Schema, partition: Partition, position_by_id: Mappin
         return None
     readings = [reading for _, reading in entries]
     unseen = [(i, reading.unseen_label) for i, reading in enumerate(readings) if reading.unseen_label is not None]
+    cycles = [schema.slot_mean_cycles[reading.feature] for reading in readings]
+    circular = None
+    if any(cycle is not None for cycle in cycles):
+        circular = CircularSums(
+            sine=np.array([reading.sine for reading in readings], np.float64),
+            cosine=np.array([reading.cosine for reading in readings], np.float64),
+            period=np.array([0.0 if cycle is None else cycle.period for cycle in cycles], np.float64),
+            start=np.array([0.0 if cycle is None else cycle.start for cycle in cycles], np.float64),
+        )
     return WaitingReadings(
         rule=schema.window.per_slot,
         record=np.array([position_by_id[record_id] for record_id, _ in entries], np.int32),
@@ -506,6 +559,7 @@ def _export_waiting(schema: Schema, partition: Partition, position_by_id: Mappin
         time=np.array([reading.time for reading in readings], np.int64),
         unseen=np.array([i for i, _ in unseen], np.int32),
         unseen_text=[text for _, text in unseen],
+        circular=circular,
     )
 
 
@@ -605,4 +659,6 @@ def _import_waiting(partition: Partition, record_ids: list[str], waiting: Waitin
             reading = SlotReading(
                 feature, deadline, num_values, value if num_values else np.nan, time, i, text_by_reading.get(i)
             )
+            if waiting.circular is not None:
+                reading.sine, reading.cosine = float(waiting.circular.sine[i]), float(waiting.circular.cosine[i])
             partition.slot_readings.restore(device, record_id, reading)

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.model.cycles import Cycle, choose_cycle
 from deformer_stream.model.windows import PerSlot, Window
 
 FeatureKind = Literal["continuous", "discrete"]
@@ -131,6 +132,11 @@ class Feature:
         input messages then use the name of the sensor. Otherwise they use the name of the feature.
         """
         return self.name if self.sensor is None else self.sensor
+
+    @property
+    def cycle(self) -> Cycle | None:
+        """The cycle on which the values are positions, None if they are not. Means of several readings lie on it."""
+        return None if self.period is None else choose_cycle(self.period, self.low)
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict from attribute names to JSON values, for the manifest (manifest.json) of a model directory.
@@ -298,7 +304,8 @@ class Schema:
 
         The rules are described at `Window.per_slot`. A window without time slots counts as one time slot. Sensors that
         report once, although the window has time slots, always use "first", so that their reading is scored when it
-        arrives. Labels cannot be averaged or compared, so "mean", "min" and "max" are "last" for them.
+        arrives. Labels cannot be averaged or compared, so "mean", "min" and "max" are "last" for them. The mean of
+        positions on a cycle is the circular mean (`slot_mean_cycles`).
         """
         window = self.window
         if window is None:
@@ -312,6 +319,15 @@ class Schema:
                 rule = "last"
             rules[f.sensor_name] = rule
         return rules
+
+    @cached_property
+    def slot_mean_cycles(self) -> tuple[Cycle | None, ...]:
+        """For each feature, the cycle on which the readings of a time slot are averaged.
+
+        It is None if the readings are not averaged (`per_slot_by_sensor`), or if their mean is the arithmetic mean.
+        """
+        rules = self.per_slot_by_sensor
+        return tuple(f.cycle if rules[f.sensor_name] == "mean" else None for f in self.features)
 
     @cached_property
     def is_discrete(self) -> NDArray[np.bool_]:

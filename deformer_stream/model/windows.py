@@ -42,7 +42,8 @@ class Window:
             reading in the order of the input. The others combine all finite readings of the slot, when it is over:
             "last" is the reading with the latest time (of equal times, the last one in the input), "min" and "max" are
             the smallest and the largest number, and "mean" is the sum of the numbers in float64, added in the order of
-            the input, divided by their count. The combined reading arrives at the time and the place in the input of
+            the input, divided by their count; for positions on a cycle, such as angles, it is the circular mean
+            (`deformer_stream.model.cycles`). The combined reading arrives at the time and the place in the input of
             the reading that is "last". `Schema.per_slot_by_sensor` says which of the rules applies to which sensor.
 
     Raises:

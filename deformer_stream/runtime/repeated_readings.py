@@ -26,6 +26,16 @@ ROUNDING = 0.1
 """If a slot has up to this many readings more than a whole number on average, fewer slots are suggested."""
 
 
+def compute_max_slots(num_repeating: int, num_single: int) -> int:
+    """Return the largest number of time slots with which a model can be trained.
+
+    Args:
+        num_repeating: Number of sensors that get a feature for each time slot.
+        num_single: Number of sensors that report once in a window, which get a single feature.
+    """
+    return min(MAX_SLOTS, (MAX_FEATURES - num_single) // max(1, num_repeating))
+
+
 @dataclass(frozen=True, slots=True)
 class RepeatedReadingsReport:
     """A share of repeated readings that is worth a warning.
@@ -110,7 +120,10 @@ class RepeatedReadingsMonitor:
             return None
         readings_per_slot = num_readings / max(num_readings - num_repeated, 1)
         num_slots = window.slots * ceil(readings_per_slot - ROUNDING)
-        max_slots = min(MAX_SLOTS, MAX_FEATURES // len(self._schema.sensor_names))
+        # Sensors with a single feature report once in a window, if other sensors have a feature for each time slot.
+        num_sensors = len(self._schema.sensor_names)
+        num_single = sum(f.sensor is None for f in self._schema.features) if window.slots > 1 else 0
+        max_slots = compute_max_slots(num_sensors - num_single, num_single)
         is_useful = window.slots < num_slots <= max_slots
         return RepeatedReadingsReport(
             num_readings, num_repeated, window, num_slots if is_useful else None, is_last_minute

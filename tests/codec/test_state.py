@@ -28,7 +28,14 @@ from deformer_stream.codec.state import (
 )
 from deformer_stream.engine.events import AlertState, Decisions
 from deformer_stream.engine.id_set import StringColumn
-from deformer_stream.engine.snapshot import CompleteWindows, Snapshot, TieGroups, Vocabulary, WaitingReadings
+from deformer_stream.engine.snapshot import (
+    CircularSums,
+    CompleteWindows,
+    Snapshot,
+    TieGroups,
+    Vocabulary,
+    WaitingReadings,
+)
 from deformer_stream.errors import StateError
 from tests.engine.restarts import assert_same_snapshot
 
@@ -97,6 +104,21 @@ SLOTTED = replace(
     complete_windows=CompleteWindows(["pump-9@0"], ["pump-9"], np.array([7])),
 )
 """With readings that wait for the end of their time slot, and with a window that is complete before it is over."""
+
+assert SLOTTED.waiting is not None
+CIRCULAR = replace(
+    SLOTTED,
+    waiting=replace(
+        SLOTTED.waiting,
+        circular=CircularSums(
+            sine=np.array([0.0, 0.5]),
+            cosine=np.array([0.0, -1.25]),
+            period=np.array([0.0, 360.0]),
+            start=np.array([0.0, -180.0]),
+        ),
+    ),
+)
+"""With a reading whose mean is circular."""
 
 texts = st.text(max_size=12)
 """Any text but lone surrogates, which no JSON that is accepted carries."""
@@ -192,7 +214,7 @@ def test_large_state_is_compressed(records: int, smaller: bool) -> None:
 
 def test_format_version_2_is_read() -> None:
     """Bytes written by a release must stay readable; a change of the format increases FORMAT_VERSION."""
-    assert FORMAT_VERSION == 4
+    assert FORMAT_VERSION == 5
     assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v2").read_bytes()), EXAMPLE)
     assert decode_decisions((GOLDEN / "decisions.v2").read_bytes()) == DECIDED
     head = (GOLDEN / "snapshot.v2").read_bytes()[: HEADER.size]
@@ -216,6 +238,14 @@ def test_format_version_4_is_written_only_for_time_slots(ties: TieGroups | None,
     assert data[10] == 4
     assert_same_snapshot(decode_snapshot(data), snapshot)
     assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v4").read_bytes()), SLOTTED)
+
+
+def test_format_version_5_is_written_only_for_circular_means() -> None:
+    """The sums of sines and cosines are an addition, so version 4 has the same other columns."""
+    data = encode_snapshot(CIRCULAR)
+    assert data[10] == 5
+    assert_same_snapshot(decode_snapshot(data), CIRCULAR)
+    assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v5").read_bytes()), CIRCULAR)
 
 
 def test_format_version_1_suppresses_further_alerts() -> None:
@@ -243,6 +273,7 @@ KINDS: dict[str, tuple[Callable[[bytes, str], object], bytes]] = {
     "decisions": (decode_decisions, encode_decisions(DECIDED)),
     "ties": (decode_snapshot, encode_snapshot(TIED)),
     "slots": (decode_snapshot, encode_snapshot(SLOTTED)),
+    "cycles": (decode_snapshot, encode_snapshot(CIRCULAR)),
 }
 
 
@@ -269,7 +300,7 @@ def test_random_bytes_are_rejected(kind: str, data: bytes) -> None:
     assert_rejected(decode, add_header(data, DECISIONS if kind == "decisions" else SNAPSHOT), "cannot be read")
 
 
-@pytest.mark.parametrize("version", [0, 5, 65535])
+@pytest.mark.parametrize("version", [0, 6, 65535])
 def test_unsupported_format_version_is_named(version: int) -> None:
     data = encode_snapshot(EXAMPLE)
     head = HEADER.pack(MAGIC, SNAPSHOT, version, data[11 : HEADER.size])
@@ -334,6 +365,15 @@ def test_inconsistent_time_slots_are_rejected() -> None:
     ]
     for fault in faults:
         assert_rejected(decode_snapshot, encode_snapshot(replace(SLOTTED, waiting=replace(waiting, **fault))), "")
+    circular_waiting = CIRCULAR.waiting
+    assert circular_waiting is not None
+    assert circular_waiting.circular is not None
+    for fault in ({"sine": np.array([0.0, np.nan])}, {"period": np.array([0.0, -1.0])}, {"start": np.zeros(1)}):
+        sums = replace(circular_waiting.circular, **fault)
+        damaged = replace(CIRCULAR, waiting=replace(circular_waiting, circular=sums))
+        assert_rejected(decode_snapshot, encode_snapshot(damaged), "circular")
+    wrong_rule = replace(CIRCULAR, waiting=replace(circular_waiting, rule="last"))
+    assert_rejected(decode_snapshot, encode_snapshot(wrong_rule), "circular")
     for fault in ({"devices": []}, {"deadlines": np.array([1, 2])}, {"ids": []}):
         damaged = replace(SLOTTED, complete_windows=replace(complete, **fault))
         assert_rejected(decode_snapshot, encode_snapshot(damaged), "")

@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.model.schema import Schema
 from deformer_stream.model.time_slots import collapse_time_slots
-from deformer_stream.model.windows import Window
+from deformer_stream.model.windows import PerSlot, Window
 from tests.series import draw_event_series, make_long_table
 from trainer.data import DataOptions, PreparedTable, prepare_table
 
@@ -82,8 +83,8 @@ def test_repeated_and_unassignable_readings_are_counted(tmp_path: Path) -> None:
         ({}, {"window": None, "once": ()}, "add --window, such as 60s, to make records of them"),
         (
             {},
-            {"window": Window(60 * SECOND, 2000)},
-            "--slots 2000 would give a record 6000 features, but it can have at most 4096",
+            {"window": Window(60 * SECOND, 3000)},
+            "--slots 3000 would give a record 6001 features, but it can have at most 4096",
         ),
         ({}, {"once": ("nope",)}, "no feature is called nope"),
     ],
@@ -93,6 +94,25 @@ def test_tables_that_cannot_be_cut_into_windows_are_rejected(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         prepared(tmp_path, [event | columns for event in draw_event_series(40, seed=0)], **options)
+
+
+def test_sensors_that_report_once_do_not_count_in_each_slot(tmp_path: Path) -> None:
+    """2001 slots give 2 + 2001 features, not 3 times 2001."""
+    window = Window(60 * SECOND, 2001)
+    data = prepared(tmp_path, draw_event_series(40, seed=0), window=window, once=("site", "pressure"))
+    assert len(data.schema) == 2003
+
+
+@pytest.mark.parametrize("rule", ["min", "max"])
+def test_positions_on_a_cycle_have_no_smallest_or_largest(tmp_path: Path, rule: PerSlot) -> None:
+    events, cycle = draw_event_series(40, seed=0), (("flow", 360.0),)
+    window = Window(60 * SECOND, 6, rule)
+    with pytest.raises(ConfigError, match=f"--per-slot {rule} cannot combine the readings of flow, because positions"):
+        prepared(tmp_path, events, window=window, cycle=cycle)
+    once = prepared(tmp_path, events, window=window, cycle=cycle, once=("site", "flow"))
+    assert prepared(tmp_path, events, window=None, once=(), base=once.schema).schema == once.schema
+    old = Schema(prepared(tmp_path, events, cycle=cycle).schema.features, window)
+    assert prepared(tmp_path, events, window=None, once=(), base=old).schema == old, "an old model keeps its rule"
 
 
 def test_long_layout_and_window_need_their_columns(tmp_path: Path) -> None:
