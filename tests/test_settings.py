@@ -53,7 +53,7 @@ def get_example_values(cls: type[Settings], field: str) -> list[Any]:
             return ([t for t in texts if t.startswith("SASL") or field != "security_protocol"] * 3)[:3]
     if field in ("alpha", "interval", "trim", "quantiles"):
         return ["0.2", "0.3", "0.4"]
-    if annotation is bool:
+    if bool in (annotation, *get_args(annotation)):
         return ["true", "false", "true"]
     if field == "timezone":
         return ["UTC", "Europe/Berlin", "Asia/Tokyo"]
@@ -147,7 +147,9 @@ def test_every_field_is_a_flag(command: str) -> None:
 
     fields = SETTINGS_BY_COMMAND[command].model_fields
     value_by_field = {field: get_example_values(SETTINGS_BY_COMMAND[command], field)[0] for field in fields}
-    switches = {field for field, info in fields.items() if info.annotation is bool}  # flags without a value
+    switches = {
+        field for field, info in fields.items() if bool in (info.annotation, *get_args(info.annotation))
+    }  # flags without a value
     words = [
         word
         for field, value in value_by_field.items()
@@ -517,3 +519,13 @@ def test_printed_units_can_be_loaded(clean_environment: pytest.MonkeyPatch, tmp_
     printed = tmp_path / "printed.toml"
     printed.write_text(line)
     assert load_settings(ReplaySettings, dict(REQUIRED["replay"]), printed, "replay").units == {"flow": "m³/h"}
+
+
+def test_a_flag_about_the_header_replaces_the_other_one_in_the_file(tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text("no-header = true\n")
+    settings = load_settings(ProduceSettings, {"topic": "t", "header": True}, config, "produce")
+    assert (settings.header, settings.no_header) == (True, False)
+    assert load_settings(ProduceSettings, {"topic": "t"}, config, "produce").no_header
+    with pytest.raises(ConfigError, match="--header and --no-header contradict each other"):
+        load_settings(ProduceSettings, {"topic": "t", "header": True, "no_header": True}, None, "produce")

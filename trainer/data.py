@@ -25,8 +25,7 @@ from deformer_stream.model.schema import Feature, FeatureKind, Schema
 from deformer_stream.model.time_slots import collapse_time_slots, expand_time_slots
 from deformer_stream.model.windows import Window, format_duration
 from deformer_stream.runtime.repeated_readings import compute_max_slots
-from deformer_stream.tables.csv_dialect import CsvOptions
-from deformer_stream.tables.table import TableOptions, join_names
+from deformer_stream.tables.table import TableOptions, describe_bad_rows, join_names
 from trainer.feature_kinds import ColumnStatistics, ExcludedColumn, check_old_feature, infer_feature
 from trainer.reading_time import MAX_SAMPLE_SHARE, MIN_SAMPLED_RECORDS, ReadingMonitor, ReadingTooSlow
 from trainer.settings import TrainConfig, parse_periods, split_names
@@ -244,9 +243,10 @@ def prepare_table(
     tables.monitor.start_pass("counting the records")
     index_records(tables)  # first pass over the input: numbers the records
     if tables.num_records < MIN_RECORDS:
+        bad_rows = describe_bad_rows(tables.tables)
         raise TooFewRecordsError(
             f"{tables.description}: {tables.num_records} records to train on are too few; "
-            f"give at least {MIN_RECORDS} normal records, better 1000"
+            f"give at least {MIN_RECORDS} normal records, better 1000{f' ({bad_rows})' if bad_rows else ''}"
         )
     num_input_records = tables.num_records
     split, statistics = _collect_within_time(tables, options)  # second pass
@@ -277,9 +277,15 @@ def prepare_table(
         ties=options.ties,
         num_input_records=num_input_records,
         time_span=tables.time_span,
-        warnings=tuple(_check_slots(tables, schema, once, slot_counts)),
+        warnings=(*_check_rows(tables), *_check_slots(tables, schema, once, slot_counts)),
         notes=tuple(_describe_reading(tables)),
     )
+
+
+def _check_rows(tables: InputTables) -> list[tuple[str, str]]:
+    """Return a warning if rows of CSV files are left out because they have a wrong number of cells."""
+    message = describe_bad_rows(tables.tables)
+    return [] if message is None else [("malformed_rows", message)]
 
 
 def _check_slots(
@@ -333,12 +339,7 @@ def create_data_options(settings: TrainConfig, base: Schema | None = None) -> Da
         units=settings.units,
         time_column=settings.time_column,
         device_column=None if settings.device_column == DEVICE else settings.device_column,
-        reading=TableOptions(
-            csv=CsvOptions(
-                settings.delimiter, settings.decimal, settings.encoding, False if settings.no_header else None
-            ),
-            timezone=settings.timezone,
-        ),
+        reading=TableOptions.from_settings(settings),
     )
 
 

@@ -93,7 +93,10 @@ Cycles = Annotated[str, BeforeValidator(_join_list), AfterValidator(_check_perio
 OPTION_GROUPS: OptionGroups = {
     "Model directory": ("out", "resume", "init_from"),
     "Time and size": ("max_time", "preset", "epochs", "device", "training_precision", "accumulate", "seed", "dry_run"),
-    "Tables": ("layout", "time_column", "device_column", "timezone", "delimiter", "decimal", "encoding", "no_header"),
+    "Tables": (
+        *("layout", "time_column", "device_column", "timezone", "delimiter", "decimal", "encoding"),
+        *("header", "no_header"),
+    ),
     "Normal records": ("label", "normal", "contamination", "faults"),
     "Columns": ("exclude", "context", "discrete", "continuous", "cycle", "units"),
     "Windows": ("window", "slots", "per_slot", "once"),

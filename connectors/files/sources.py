@@ -10,8 +10,9 @@ import os
 import selectors
 import sys
 import time as clock
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
@@ -24,11 +25,12 @@ from connectors.files.reorder import reorder_lines, reorder_rows
 from deformer_stream import log
 from deformer_stream.codec import ROW_NUMBER_COLUMN, FieldNames, Order, WindowAssigner
 from deformer_stream.codec.columns import convert_ids, to_python_values
-from deformer_stream.codec.payloads import LongRows, Messages, Payload, WideRows
-from deformer_stream.engine.events import NO_TIME
+from deformer_stream.codec.payloads import LongRows, Messages, Payload, UnreadablePayload, WideRows
+from deformer_stream.engine.events import NO_TIME, RejectionReason
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.runtime.ports import PollResult
+from deformer_stream.tables.csv_rows import BadRow
 from deformer_stream.tables.discovery import JSON_LINES, find_files, get_stem, has_ending
 from deformer_stream.tables.table import (
     DEFAULT_RECORD_COLUMN,
@@ -36,12 +38,16 @@ from deformer_stream.tables.table import (
     Layout,
     Table,
     TableOptions,
+    describe_bad_rows,
     join_names,
 )
 from deformer_stream.tables.unpivot import unpivot_rows
 
 STANDARD_INPUT = "-"
 """The name of standard input among the inputs of a command."""
+
+MAX_PENDING_BAD_ROWS = 10_000
+"""Largest number of consecutive malformed rows of a CSV file of which each becomes a message of its own."""
 
 DEFAULT_DEVICE_COLUMN = "device"
 """The column of devices in wide tables unless another one is chosen. A table need not have it."""
@@ -133,13 +139,13 @@ def open_source(
         id_column, feature_column, value_column = options.list_required_columns(table)[:3]
         if table.choose_layout(layout, id_column, feature_column, value_column) == "long":
             long_tables.append(_LongTable.check(table, options))
-            payload_iterators.append(long_tables[-1].iterate_rows())
+            payload_iterators.append(_insert_bad_rows(long_tables[-1].iterate_rows(), [long_tables[-1].bad_rows]))
         elif window_time := options.choose_window_time(table):
             long_tables.append(_WindowedTable.check(table, window_time, options))
-            payload_iterators.append(long_tables[-1].iterate_rows())
+            payload_iterators.append(_insert_bad_rows(long_tables[-1].iterate_rows(), [long_tables[-1].bad_rows]))
         else:
             wide_tables.append(_WideTable.check(table, prefix_by_file[path], options))
-            payload_iterators.append(wide_tables[-1].iterate_rows())
+            payload_iterators.append(_insert_bad_rows(wide_tables[-1].iterate_rows(), [wide_tables[-1].bad_rows]))
     if order != "arrival":
         if window_assigner is not None and (long_tables or line_files):
             raise ConfigError(
@@ -152,7 +158,8 @@ def open_source(
     row_counts = [table.num_rows for table in tables if table.num_rows is not None]
     num_rows = sum(row_counts) if len(row_counts) == len(files) else None
     ignored_columns = dict.fromkeys(name for table in tables for name in table.ignored_columns)
-    return FileSource(chain.from_iterable(payload_iterators), num_rows, tuple(ignored_columns))
+    payloads = chain(chain.from_iterable(payload_iterators), _log_at_end(table_by_file.values()))
+    return FileSource(payloads, num_rows, tuple(ignored_columns))
 
 
 def _open_tables(files: Sequence[Path], options: _ReadOptions, table_options: TableOptions) -> dict[Path, Table]:
@@ -187,6 +194,23 @@ def log_dialects(tables: Iterable[Table]) -> None:
             names_by_dialect.setdefault(table.dialect.describe(), []).append(table.name)
     for description, names in names_by_dialect.items():
         log.get_logger("files").info("csv_dialect", files=join_names(names), dialect=description)
+
+
+def log_bad_rows(tables: Iterable[Table]) -> None:
+    """Log a warning if rows of CSV files were left out because they have a wrong number of cells.
+
+    Args:
+        tables: The tables, of any format, whose rows were read.
+    """
+    description = describe_bad_rows(tables)
+    if description is not None:
+        log.get_logger("files").warning("malformed_rows", description=description)
+
+
+def _log_at_end(tables: Iterable[Table]) -> Iterator[Payload]:
+    """Yield nothing, but call `log_bad_rows` when this is found out: after the rows of all tables."""
+    log_bad_rows(tables)
+    yield from ()
 
 
 class FileSource:
@@ -356,6 +380,7 @@ class _WideTable:
         time_column: Name of the column of times, or None if there is none.
         ignored_columns: Names of all other columns.
         options: How to read the table.
+        bad_rows: The rows of the file that are malformed.
     """
 
     table: Table
@@ -365,6 +390,7 @@ class _WideTable:
     time_column: str | None
     ignored_columns: list[str]
     options: _ReadOptions
+    bad_rows: _BadRows
 
     @staticmethod
     def check(table: Table, id_prefix: str | None, options: _ReadOptions) -> _WideTable:
@@ -393,7 +419,9 @@ class _WideTable:
         record_column = options.record_column if has_record_column else None
         used_columns = (*feature_columns, record_column, time_column)
         ignored_columns = [column for column in columns if column not in used_columns]
-        return _WideTable(table, id_prefix, feature_columns, record_column, time_column, ignored_columns, options)
+        return _WideTable(
+            table, id_prefix, feature_columns, record_column, time_column, ignored_columns, options, _BadRows(table)
+        )
 
     @property
     def num_rows(self) -> int | None:
@@ -413,7 +441,7 @@ class _WideTable:
             forms[self.time_column] = "time"
         first_row = 0
         batch_size = max(1, self.options.batch_events // len(schema))  # rows; each has an event per feature
-        for batch in self.table.iterate_batches(columns, batch_size, forms):
+        for batch in self.table.iterate_batches(columns, batch_size, forms, self.bad_rows.add):
             record_ids = self._make_record_ids(batch, first_row)
             yield WideRows(self.table.name, batch, record_ids, first_row, self.time_column)
             first_row += batch.num_rows
@@ -446,12 +474,14 @@ class _LongTable:
         columns: Names of the columns that are read.
         ignored_columns: Names of all other columns.
         options: How to read the table.
+        bad_rows: The rows of the file that are malformed.
     """
 
     table: Table
     columns: list[str]
     ignored_columns: list[str]
     options: _ReadOptions
+    bad_rows: _BadRows
 
     @staticmethod
     def check(table: Table, options: _ReadOptions) -> _LongTable:
@@ -484,7 +514,7 @@ class _LongTable:
         known_columns = (*id_columns, names.feature, names.value, names.label, names.time)
         used_columns = [name for name in known_columns if name in columns]
         ignored_columns = [name for name in columns if name not in used_columns]
-        return _LongTable(table, used_columns, ignored_columns, options)
+        return _LongTable(table, used_columns, ignored_columns, options, _BadRows(table))
 
     @property
     def num_rows(self) -> int | None:
@@ -501,7 +531,7 @@ class _LongTable:
         forms |= {names.value: "mixed", names.time: "time"}
         forms = {name: form for name, form in forms.items() if name in self.columns}
         first_row = 0
-        for batch in self.table.iterate_batches(self.columns, self.options.batch_events, forms):
+        for batch in self.table.iterate_batches(self.columns, self.options.batch_events, forms, self.bad_rows.add):
             yield LongRows(self.table.name, batch, first_row)
             first_row += batch.num_rows
 
@@ -517,6 +547,7 @@ class _WindowedTable:
         device_column: Name of the column of devices. None if the name of the file is the device.
         ignored_columns: Names of all other columns.
         options: How to read the table.
+        bad_rows: The rows of the file that are malformed.
     """
 
     table: Table
@@ -525,6 +556,7 @@ class _WindowedTable:
     device_column: str | None
     ignored_columns: list[str]
     options: _ReadOptions
+    bad_rows: _BadRows
 
     @staticmethod
     def check(table: Table, time_column: str, options: _ReadOptions) -> _WindowedTable:
@@ -549,7 +581,8 @@ class _WindowedTable:
         device_column = options.device_column if options.device_column in columns else None
         used_columns = (*feature_columns, time_column, device_column)
         ignored_columns = [column for column in columns if column not in used_columns]
-        return _WindowedTable(table, feature_columns, time_column, device_column, ignored_columns, options)
+        bad_rows = _BadRows(table)
+        return _WindowedTable(table, feature_columns, time_column, device_column, ignored_columns, options, bad_rows)
 
     @property
     def num_rows(self) -> None:
@@ -568,7 +601,7 @@ class _WindowedTable:
         long_names = [names.device, names.feature, names.value, names.label, names.time, ROW_NUMBER_COLUMN]
         batch_size = max(1, self.options.batch_events // len(self.feature_columns))  # rows of the wide table
         first_row = 0
-        for batch in self.table.iterate_batches(columns, batch_size, forms):
+        for batch in self.table.iterate_batches(columns, batch_size, forms, self.bad_rows.add):
             if self.device_column is None:
                 devices = self.table.stem
             else:
@@ -577,6 +610,72 @@ class _WindowedTable:
             readings = unpivot_rows(batch, self.feature_columns, label_columns, self.time_column, devices, first_row)
             yield LongRows(self.table.name, readings.rename_columns(long_names), first_row)
             first_row += batch.num_rows
+
+
+@dataclass(slots=True)
+class _BadRows:
+    """The rows of a CSV file that have a wrong number of cells, until they are returned as messages.
+
+    At most `MAX_PENDING_BAD_ROWS` rows are kept at a time. Further ones are only counted.
+
+    Attributes:
+        table: The file.
+    """
+
+    table: Table
+    _pending: deque[BadRow] = field(default_factory=deque)
+    _num_further: int = 0
+    _located: Iterator[tuple[int, BadRow]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._located = self.table.find_bad_rows(self._take_pending())
+
+    def add(self, row: BadRow) -> None:
+        """Add a row that was found."""
+        if len(self._pending) < MAX_PENDING_BAD_ROWS:
+            self._pending.append(row)
+        else:
+            self._num_further += 1
+
+    def take_messages(self) -> Messages | None:
+        """Return the rows that were added since the last call as messages that the codec rejects; None without any.
+
+        The offset of a message is the number of its line in the file, from 0, as for a file of JSON lines.
+        """
+        located = [next(self._located) for _ in range(len(self._pending))]
+        if not located:
+            return None
+        payloads: list[bytes | None] = []
+        for line, row in located:
+            detail = f"line {line} of the file has {row.describe()}"
+            payloads.append(UnreadablePayload(RejectionReason.MALFORMED_ROW, detail, 1, row.text.encode()))
+        if self._num_further:
+            detail = f"{self._num_further} further rows of the file, after line {located[-1][0]}, are like this one"
+            payloads.append(UnreadablePayload(RejectionReason.MALFORMED_ROW, detail, self._num_further))
+            located.append(located[-1])
+            self._num_further = 0
+        num_rows = len(payloads)
+        offsets = np.array([line - 1 for line, _ in located], np.int64)
+        partitions, times = np.zeros(num_rows, np.int32), np.full(num_rows, NO_TIME)
+        return Messages(self.table.name, [None] * num_rows, payloads, times, partitions, offsets)
+
+    def _take_pending(self) -> Iterator[BadRow]:
+        """Yield the rows in the order in which they were added. The caller knows how many there are."""
+        while True:
+            yield self._pending.popleft()
+
+
+def _insert_bad_rows(payloads: Iterator[Payload], bad_rows: Sequence[_BadRows]) -> Iterator[Payload]:
+    """Yield the rows of tables, and the rows that are malformed as messages that the codec rejects.
+
+    Args:
+        payloads: The rows of the tables.
+        bad_rows: The malformed rows of each table, which are found while the others are read.
+    """
+    for payload in chain(payloads, [None]):  # the last bad rows are found when the other rows have ended
+        yield from (messages for rows in bad_rows if (messages := rows.take_messages()) is not None)
+        if payload is not None and len(payload):
+            yield payload
 
 
 def _choose_form(feature: Feature) -> CellForm:
@@ -614,10 +713,13 @@ def _reorder_payloads(
         options: How to read the files.
     """
     schema, names, order, seed = options.schema, options.field_names, options.order, options.seed
-    payload_iterators: list[Iterator[Payload]] = [table.iterate_rows() for table in wide_tables]
+    payload_iterators: list[Iterator[Payload]] = [
+        _insert_bad_rows(table.iterate_rows(), [table.bad_rows]) for table in wide_tables
+    ]
     if long_tables:
         row_iterators = [table.iterate_rows() for table in long_tables]
-        payload_iterators.append(reorder_rows(row_iterators, schema, names, order, seed, options.batch_events))
+        reordered = reorder_rows(row_iterators, schema, names, order, seed, options.batch_events)
+        payload_iterators.append(_insert_bad_rows(reordered, [table.bad_rows for table in long_tables]))
     if line_files:
         payload_iterators.append(
             reorder_lines(line_files, schema, names, order, seed, options.batch_events, options.max_message_bytes)

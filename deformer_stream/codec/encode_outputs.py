@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from deformer_stream.calibration.drift_state import DriftNotice
 from deformer_stream.codec.columns import decode_dictionary, is_text, to_python_values
-from deformer_stream.codec.payloads import LongRows, Messages, Payload, WideRows
+from deformer_stream.codec.payloads import LongRows, Messages, Payload, UnreadablePayload, WideRows
 from deformer_stream.codec.tables import ROW_FILE_COLUMN, ROW_NUMBER_COLUMN
 from deformer_stream.codec.timestamps import format_rfc3339
 from deformer_stream.engine.events import Alert, Contribution, Rejection
@@ -173,7 +173,8 @@ def get_message(data: Payload, message_index: int) -> tuple[bytes | None, bytes]
         message_index: The index of the message or row in `data`.
     """
     if isinstance(data, Messages):
-        return data.keys[message_index], data.payloads[message_index] or b""
+        payload = data.payloads[message_index]
+        return data.keys[message_index], payload.content if isinstance(payload, UnreadablePayload) else payload or b""
     row = {
         name: _cell_to_json(column.slice(message_index, 1))
         for name, column in zip(data.table.schema.names, data.table.columns, strict=True)

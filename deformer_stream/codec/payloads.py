@@ -26,6 +26,7 @@ class UnreadablePayload(bytes):
     Attributes:
         reason: Why the messages were not readable.
         detail: One line that describes the problem.
+        content: What was read of the messages, for their dead letter; empty if nothing was.
         num_messages: How many messages it replaces. It is more than 1 if only the number of messages in a damaged batch
             is known.
     """
@@ -33,9 +34,13 @@ class UnreadablePayload(bytes):
     reason: RejectionReason
     detail: str
     num_messages: int
+    content: bytes
 
-    def __new__(cls, reason: RejectionReason, detail: str, num_messages: int = 1) -> UnreadablePayload:
-        payload = super().__new__(cls)
+    def __new__(
+        cls, reason: RejectionReason, detail: str, num_messages: int = 1, content: bytes = b""
+    ) -> UnreadablePayload:
+        payload = super().__new__(cls)  # empty, so that the decoder does not take the content for a message
+        payload.content = content
         payload.reason, payload.detail, payload.num_messages = reason, detail, num_messages
         return payload
 

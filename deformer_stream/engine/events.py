@@ -37,6 +37,8 @@ class RejectionReason(StrEnum):
 
     NOT_JSON = "not_json"
     """The message cannot be decoded, as JSON or in another configured format."""
+    MALFORMED_ROW = "malformed_row"
+    """A row of a CSV file has too few or too many cells."""
     MISSING_FIELD = "missing_field"
     """A field that is required is missing or empty."""
     UNKNOWN_FEATURE = "unknown_feature"

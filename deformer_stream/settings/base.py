@@ -244,6 +244,12 @@ class Settings(BaseSettings):
     If a flag or the environment sets one of them, the others in the configuration file have no effect.
     """
 
+    contradictory: ClassVar[tuple[str, ...]] = ()
+    """Names of options of which at most one may be set.
+
+    If a flag or the environment sets one of them, all of them in the configuration file have no effect.
+    """
+
     model_config = SettingsConfigDict(
         env_prefix=VARIABLE_PREFIX, extra="forbid", validate_default=True, protected_namespaces=()
     )

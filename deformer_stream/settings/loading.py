@@ -138,7 +138,9 @@ class CommandTableSource(TomlConfigSettingsSource):
             ConfigError: The file cannot be read or is not valid TOML.
         """
         self._path, self._table = path, table
-        self._alternatives = settings_cls.alternatives if issubclass(settings_cls, Settings) else ()
+        self._alternatives: tuple[tuple[str, ...], ...] = ()
+        if issubclass(settings_cls, Settings):
+            self._alternatives = (settings_cls.alternatives, settings_cls.contradictory)
         try:
             with path.open("rb"):  # reports a missing file as an error; pydantic-settings would ignore it
                 pass
@@ -182,9 +184,9 @@ class CommandTableSource(TomlConfigSettingsSource):
         # of the table replace those of the top level.
         values = self._select_values(top_values, all_names, field_by_name)
         values |= self._select_values(table_values, field_by_name.keys(), field_by_name)
-        alternatives = set(self._alternatives)
-        if alternatives & self.current_state.keys():  # a flag or the environment has set one of them
-            return {name: value for name, value in values.items() if name not in alternatives}
+        for alternatives in self._alternatives:
+            if self.current_state.keys() & set(alternatives):  # a flag or the environment has set one of them
+                values = {name: value for name, value in values.items() if name not in alternatives}
         return values
 
     def _select_values(

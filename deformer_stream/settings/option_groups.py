@@ -15,7 +15,7 @@ OTHER_HEADING, GENERAL_HEADING = "Further options", "General"
 
 _TABLES = (
     *("layout", "order", "record_column", "device_column", "time_column", "timezone"),
-    *("delimiter", "decimal", "encoding", "no_header", "seed"),
+    *("delimiter", "decimal", "encoding", "header", "no_header", "seed"),
 )
 """Fields of the options that say how tables are read."""
 
@@ -66,7 +66,7 @@ INIT_GROUPS: OptionGroups = {
     "Answers": (
         *("record", "window", "slots", "label", "normal", "contamination", "exclude", "timezone", "alpha", "max_time"),
     ),
-    "Tables": ("time_column", "device_column", "delimiter", "decimal", "encoding", "no_header"),
+    "Tables": ("time_column", "device_column", "delimiter", "decimal", "encoding", "header", "no_header"),
     "Kafka": ("topic", "listen", "save", "bootstrap_servers"),
     "Kafka security": _SECURITY,
 }

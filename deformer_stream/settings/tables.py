@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import codecs
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, Self
 from zoneinfo import ZoneInfo
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from deformer_stream.settings.base import Settings
 
@@ -48,6 +48,8 @@ def check_timezone(value: str) -> str:
 class TableSettings(Settings):
     """The options of every command that reads tables."""
 
+    contradictory: ClassVar[tuple[str, ...]] = ("header", "no_header")
+
     timezone: Annotated[str, AfterValidator(check_timezone)] | None = Field(
         None,
         description="Time zone of times that are written without one, such as Europe/Berlin. Default: UTC for "
@@ -62,11 +64,21 @@ class TableSettings(Settings):
     encoding: Annotated[str, AfterValidator(_check_encoding)] | None = Field(
         None, description="Encoding of CSV files, such as utf-8 or cp1252. Default: recognised."
     )
+    header: bool | None = Field(
+        None, description="CSV files have a line with the names of the columns. Default: recognised."
+    )
     no_header: bool = Field(
         False,
         description="CSV files have no line with names; the columns are then column_1, column_2 and so on. Default: "
         "recognised.",
     )
+
+    @model_validator(mode="after")
+    def _check_header(self) -> Self:
+        """Raise `ValueError` if files are said to have a header and to have none."""
+        if self.header and self.no_header:
+            raise ValueError("--header and --no-header contradict each other; leave one of them out")
+        return self
 
 
 class WindowedTableSettings(TableSettings):

@@ -17,7 +17,6 @@ from typing import Literal, Protocol
 from zoneinfo import ZoneInfo
 
 import pyarrow as pa
-import pyarrow.csv as pc_csv
 import pyarrow.parquet as pq
 
 from deformer_stream.codec.columns import is_text
@@ -26,6 +25,7 @@ from deformer_stream.errors import InputError
 from deformer_stream.settings.tables import TableSettings
 from deformer_stream.tables import conversion
 from deformer_stream.tables.csv_dialect import CsvDialect, CsvOptions, guess_dialect, read_sample
+from deformer_stream.tables.csv_rows import BadRow, BadRowCounter, CsvRows, OnBadRow, find_bad_rows
 from deformer_stream.tables.discovery import CSV, get_stem, has_ending
 from deformer_stream.tables.partitions import Value, choose_partition_type, convert_partition, read_partitions
 
@@ -69,14 +69,10 @@ class TableOptions:
             settings: Options of a command that reads tables.
             kept_columns: Names of columns that are kept although they are the index of a data frame.
         """
-        csv = CsvOptions(
-            settings.delimiter, settings.decimal, settings.encoding, has_header=False if settings.no_header else None
-        )
+        has_header = False if settings.no_header else settings.header
+        csv = CsvOptions(settings.delimiter, settings.decimal, settings.encoding, has_header)
         return TableOptions(csv, settings.timezone, frozenset(kept_columns))
 
-
-BLOCK_BYTES = 1 << 20
-"""Bytes of a CSV file that are read at a time."""
 
 SAMPLE_ROWS = 1024
 """Number of rows from which the decimal character of a column of texts is guessed."""
@@ -92,8 +88,6 @@ _MEANINGFUL_COLUMNS = frozenset({"record", "device", "feature", "value", "label"
 
 _INDEX_NAME = re.compile(r"__index_level_\d+__")
 _CSV_INDEX_NAMES = ("", "Unnamed: 0")  # what pandas writes above an index without a name, and reads from it
-_CSV_NULLS = ["", "NA", "N/A", "null", "NULL"]
-"""Cells of CSV files that are null in columns of labels as well. Columns of numbers have further ones."""
 
 
 @contextmanager
@@ -121,10 +115,36 @@ def join_names(names: Sequence[str]) -> str:
     return (", ".join(names[:MAX_LISTED_NAMES]) + ending) or "none"
 
 
+def describe_bad_rows(tables: Iterable[Table]) -> str | None:
+    """Return a sentence about the rows of CSV files that have a wrong number of cells; None if there are none.
+
+    It states their number, the line of the first one, and what to do.
+
+    Args:
+        tables: The tables, of any format, whose rows were read.
+    """
+    first_rows = [(table, table.bad_rows.first) for table in tables if table.bad_rows.first is not None]
+    if not first_rows:
+        return None
+    num_rows = sum(table.bad_rows.num_rows for table, _ in first_rows)
+    table, row = first_rows[0]
+    line, _ = next(table.find_bad_rows([row]))
+    where = f"line {line} of {table.name} has {row.describe()}"
+    if num_rows == 1:
+        return f"1 row was left out because of a wrong number of cells: {where}; correct it, or check --delimiter"
+    files = f" of {len(first_rows)} files" if len(first_rows) > 1 else ""
+    return (
+        f"{num_rows} rows{files} were left out because of a wrong number of cells, the first one: {where}; "
+        "correct them, or check --delimiter"
+    )
+
+
 class _Rows(Protocol):
     """The rows of one format, which can be read any number of times."""
 
-    def read(self, columns: Sequence[str], max_rows: int) -> Iterator[pa.RecordBatch]:
+    def read(
+        self, columns: Sequence[str], max_rows: int, on_bad_row: OnBadRow | None = None
+    ) -> Iterator[pa.RecordBatch]:
         """Yield the rows of the given columns, in this order, in batches of at most `max_rows` rows."""
 
 
@@ -138,7 +158,9 @@ class _ParquetRows:
 
     path: Path
 
-    def read(self, columns: Sequence[str], max_rows: int) -> Iterator[pa.RecordBatch]:
+    def read(
+        self, columns: Sequence[str], max_rows: int, on_bad_row: OnBadRow | None = None
+    ) -> Iterator[pa.RecordBatch]:
         """Yield the rows of the given columns, in this order, in batches of at most `max_rows` rows."""
         # With pre_buffer, Arrow would keep all row groups in memory until the file is closed.
         with pq.ParquetFile(self.path, pre_buffer=False) as file:
@@ -156,68 +178,11 @@ class _MemoryRows:
 
     table: pa.Table
 
-    def read(self, columns: Sequence[str], max_rows: int) -> Iterator[pa.RecordBatch]:
+    def read(
+        self, columns: Sequence[str], max_rows: int, on_bad_row: OnBadRow | None = None
+    ) -> Iterator[pa.RecordBatch]:
         """Yield the rows of the given columns, in this order, in batches of at most `max_rows` rows."""
         yield from self.table.select(list(columns)).to_batches(max_chunksize=max_rows)
-
-
-@dataclass(frozen=True, slots=True)
-class _CsvRows:
-    """The rows of a CSV file; all of their cells are texts.
-
-    Attributes:
-        path: The file.
-        dialect: How its bytes become cells.
-        column_names: The names of its columns.
-    """
-
-    path: Path
-    dialect: CsvDialect
-    column_names: tuple[str, ...]
-
-    def read(self, columns: Sequence[str], max_rows: int) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of the given columns, in this order, in batches of at most `max_rows` rows."""
-        with self._open(columns) as reader:
-            for block in reader:  # a block has as many rows as `BLOCK_BYTES` bytes of text hold
-                for start in range(0, block.num_rows, max_rows):
-                    yield block.slice(start, max_rows)
-
-    def read_first_block(self) -> pa.RecordBatch:
-        """Return the rows of all columns in the first `BLOCK_BYTES` bytes of the file."""
-        with self._open([name for name in self.column_names if name]) as reader:
-            return next(iter(reader), pa.RecordBatch.from_pylist([], reader.schema))
-
-    def _open(self, columns: Sequence[str]) -> pc_csv.CSVStreamingReader:
-        """Open the file for reading block by block.
-
-        Args:
-            columns: The columns to read.
-
-        Raises:
-            ArrowException: The file is malformed.
-        """
-        dialect = self.dialect
-        # Names in quotes may contain line ends.
-        num_header_lines = 1 + sum(name.count("\n") for name in dialect.column_names) if dialect.has_header else 0
-        is_utf8 = dialect.encoding.lower().replace("_", "-") in ("utf-8", "utf8", "utf-8-sig")
-        return pc_csv.open_csv(
-            str(self.path),
-            read_options=pc_csv.ReadOptions(
-                block_size=BLOCK_BYTES,
-                # Arrow skips the byte order mark of UTF-8 itself.
-                encoding="utf8" if is_utf8 else dialect.encoding,
-                column_names=list(self.column_names),
-                skip_rows=dialect.num_skipped_lines + num_header_lines + int(dialect.has_units_row),
-            ),
-            parse_options=pc_csv.ParseOptions(delimiter=dialect.delimiter, newlines_in_values=True),
-            convert_options=pc_csv.ConvertOptions(
-                check_utf8=False,  # bytes that are not UTF-8 make one bad cell, not a file that cannot be read
-                strings_can_be_null=True,
-                null_values=_CSV_NULLS,
-                include_columns=list(columns),
-                column_types=dict.fromkeys(columns, pa.string()),
-            ),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +272,24 @@ class Table:
     def describe_dialect(self) -> str | None:
         """Return how a CSV file is read, "pumps.csv: delimiter ';', decimal comma, …"; None for other formats."""
         return None if self.dialect is None else f"{self.name}: {self.dialect.describe()}"
+
+    @property
+    def bad_rows(self) -> BadRowCounter:
+        """The number of rows of a CSV file that were left out when it was read, because of a wrong number of cells."""
+        return self._rows.bad_rows if isinstance(self._rows, CsvRows) else BadRowCounter()
+
+    def find_bad_rows(self, rows: Iterable[BadRow]) -> Iterator[tuple[int, BadRow]]:
+        """Yield bad rows, each with the number of the line in which it begins, counted from 1.
+
+        Args:
+            rows: Bad rows of this table in the order of the file, from `iterate_batches`.
+
+        Raises:
+            InputError: The file cannot be read.
+        """
+        if isinstance(self._rows, CsvRows):
+            with map_read_errors(self.name):
+                yield from find_bad_rows(self._rows, rows)
 
     def check_columns(
         self, time: str | None = None, record: str = DEFAULT_RECORD_COLUMN, device: str | None = None
@@ -428,8 +411,11 @@ class Table:
         columns: Sequence[str],
         max_rows: int,
         forms: Mapping[str, CellForm] | None = None,
+        on_bad_row: OnBadRow | None = None,
     ) -> Iterator[pa.RecordBatch]:
         """Yield the rows of the given columns in batches, in bounded memory.
+
+        Rows of a CSV file with a wrong number of cells are left out and counted (`bad_rows`).
 
         Args:
             columns: Names of the columns to read.
@@ -437,6 +423,8 @@ class Table:
             forms: What to convert the cells of text columns to, by name of the column. By default they are converted to
                 the type in `schema`; a text column of a Parquet file stays text. The type of a column may differ
                 between batches.
+            on_bad_row: Receives each row of a CSV file that is left out, before the batch with the rows around it. With
+                this function, batches without rows may be yielded.
 
         Raises:
             InputError: The file cannot be read to its end.
@@ -447,7 +435,7 @@ class Table:
             converters = {name: self._choose_converter(name, forms.get(name)) for name in file_columns}
             decimals = self._guess_decimals([name for name, form in forms.items() if name in file_columns], forms)
             # A file without any column to read is read for its number of rows.
-            for batch in self._rows.read(file_columns or self._choose_any_column(), max_rows):
+            for batch in self._rows.read(file_columns or self._choose_any_column(), max_rows, on_bad_row):
                 arrays: dict[str, pa.Array] = {}
                 for name, column in zip(batch.schema.names, batch.columns, strict=True):
                     converter = converters.get(name)
@@ -598,7 +586,7 @@ def _open_csv(path: Path, options: TableOptions) -> Table:
         if names[0] in _CSV_INDEX_NAMES and len(names) > 1:
             # An index without a name gets one, so that it can be used if it holds times.
             names = ("__index_level_0__", *names[1:])
-        rows = _CsvRows(path, dialect, names)
+        rows = CsvRows(path, dialect, names)
         block = rows.read_first_block()
     decimals: dict[str, Decimal | None] = {}
     fields: list[pa.Field] = []

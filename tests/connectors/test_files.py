@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from connectors.files import FileSource, StandardInput, open_source
+from connectors.files import FileSource, StandardInput, open_source, sources
 from connectors.files.lines import LineSplitter
-from deformer_stream.codec import Codec, Order, WindowAssigner, get_position
+from deformer_stream.codec import Codec, Order, WindowAssigner, encode_rejected, get_position
 from deformer_stream.engine.events import NO_TIME, Rejection
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Feature, Schema
@@ -318,7 +318,6 @@ def test_input_errors_name_the_file_and_the_reason(tmp_path: Path) -> None:
     good = write_parquet(tmp_path / "good.parquet", a=np.arange(5000.0))
     cut = tmp_path / "cut.parquet"
     cut.write_bytes(good.read_bytes()[:-200])
-    (tmp_path / "ragged.csv").write_text("a,b\n1,2\n3\n")
     (tmp_path / "empty.csv").write_text("")
     (tmp_path / "data.xlsx").write_text("")
     (tmp_path / "void").mkdir()
@@ -329,7 +328,6 @@ def test_input_errors_name_the_file_and_the_reason(tmp_path: Path) -> None:
     cases = {
         "missing.parquet": "no such file",
         "cut.parquet": "cannot be read",
-        "ragged.csv": "cannot be read",
         "empty.csv": "header",
         "data.xlsx": "unknown kind of file",
         "void": "no Parquet, CSV or JSON lines",
@@ -412,3 +410,57 @@ def test_folder_of_a_delta_table_is_read_as_its_parquet_files(tmp_path: Path) ->
     write_lines(tmp_path / "_delta_log" / f"{1:020}.json", {"remove": {"path": "part-0.parquet"}})
     with pytest.raises(InputError, match="may hold files of older versions"):
         read_events([tmp_path])
+
+
+# --- malformed rows of CSV files
+
+
+MALFORMED = "record,a,b\nx,1,2\ny,3\nz,5,6\nw,7,8,9\n"
+
+
+def test_malformed_rows_of_a_wide_table_are_dead_letters(tmp_path: Path) -> None:
+    (tmp_path / "w.csv").write_text(MALFORMED)
+    events, refused, _ = read_events([tmp_path / "w.csv"])
+    readings = [event for event in events if event[1] != "state"]  # the table has no column for it
+    assert readings == [("x", "a", 1.0), ("x", "b", 2.0), ("z", "a", 5.0), ("z", "b", 6.0)]
+    assert [(r.reason.value, r.detail, r.num_readings) for r in refused] == [
+        ("malformed_row", "line 3 of the file has 2 cells in place of 3", 1),
+        ("malformed_row", "line 5 of the file has 4 cells in place of 3", 1),
+    ]
+
+
+def test_a_dead_letter_holds_the_malformed_row(tmp_path: Path) -> None:
+    # A row that would be a valid message must not become an event.
+    row = '{"record":"x","feature":"a","value":1}'
+    (tmp_path / "w.csv").write_text(f"record;a\n{row}\nx;1\n")
+    source = open_source([tmp_path / "w.csv"], SCHEMA)
+    data = source.poll(0.0).data
+    assert data is not None
+    events, refused = Codec(SCHEMA).decode(data)
+    assert len(events) == 0
+    document = orjson.loads(encode_rejected(refused[0], data))
+    assert document["payload"] == row
+    assert document["source"] == {"topic": str(tmp_path / "w.csv"), "partition": 0, "offset": 1}
+
+
+@pytest.mark.parametrize("order", ["arrival", "random"])
+def test_malformed_rows_of_long_tables_are_dead_letters(tmp_path: Path, order: Order) -> None:
+    (tmp_path / "one.csv").write_text("record,feature,value\nx,a,1\nx,b\n")
+    (tmp_path / "two.csv").write_text("record,feature,value\nx\nx,b,2\n")
+    events, refused, _ = read_events([tmp_path / "one.csv", tmp_path / "two.csv"], order)
+    assert sorted(events) == [("x", "a", 1.0), ("x", "b", 2.0)]
+    assert [r.detail.split(" of")[0] for r in refused] == ["line 3", "line 2"]
+
+
+def test_malformed_rows_of_windowed_tables_are_dead_letters(tmp_path: Path) -> None:
+    (tmp_path / "w.csv").write_text("time,a,b\n10,1,2\n11\n95,3,4\n")
+    events, refused, _ = read_events([tmp_path / "w.csv"], window_assigner=WindowAssigner(60_000_000))
+    assert (len(events), [r.reason.value for r in refused]) == (4, ["malformed_row"])
+
+
+def test_memory_for_malformed_rows_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_PENDING_BAD_ROWS", 3)
+    (tmp_path / "w.csv").write_text("record,a,b\n" + "x\n" * 10 + "y,1,2\n" + "z\n")
+    events, refused, _ = read_events([tmp_path / "w.csv"])
+    assert (len(events), sum(r.num_readings for r in refused), len(refused)) == (3, 11, 4)
+    assert refused[-1].detail == "8 further rows of the file, after line 4, are like this one"

@@ -14,8 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from deformer_stream.errors import InputError
+from deformer_stream.settings import ProduceSettings, load_settings
 from deformer_stream.tables.csv_dialect import CsvOptions
-from deformer_stream.tables.table import BLOCK_BYTES, CellForm, Table, TableOptions
+from deformer_stream.tables.csv_rows import BLOCK_BYTES, BadRow
+from deformer_stream.tables.table import CellForm, Table, TableOptions, describe_bad_rows
 
 
 def write_csv(path: Path, text: str, encoding: str = "utf-8") -> Path:
@@ -214,10 +216,79 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "cut.csv.gz").write_bytes(gzip.compress(b"a,b\n" + b"1,2\n" * 1000)[:-20])
     (tmp_path / "not.parquet").write_bytes(b"text")
     write_csv(tmp_path / "twice.csv", "a,a\n1,2\n")
-    write_csv(tmp_path / "ragged.csv", "a,b\n1,2\n3\n")
     cases = {"cut.csv.gz": "cannot be read", "not.parquet": "cannot be read", "twice.csv": "two columns are called 'a'"}
-    cases["ragged.csv"] = "cannot be read"
     for name, words in cases.items():
         with pytest.raises(InputError, match=name) as caught:
             read_columns(Table.open(tmp_path / name))
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("ending", ["csv", "csv.gz"])
+def test_rows_with_a_wrong_number_of_cells_are_left_out_and_counted(tmp_path: Path, ending: str) -> None:
+    text = '# title\na,b,c\n1,2,"x\ny"\n\n4,5\n6,7,z\n8,9,"x\ny",1\n'
+    path = tmp_path / f"t.{ending}"
+    path.write_bytes(gzip.compress(text.encode()) if ending == "csv.gz" else text.encode())
+    table = Table.open(path)
+    for _ in range(2):  # a second pass counts no row twice
+        assert read_columns(table) == {"a": [1, 6], "b": [2, 7], "c": ["x\ny", "z"]}
+        assert table.bad_rows.num_rows == 2
+    found: list[BadRow] = []
+    list(table.iterate_batches(["a"], 10, on_bad_row=found.append))
+    lines = list(table.find_bad_rows(found))
+    # Empty lines and the two lines of a cell count as well.
+    assert [(line, row.text, row.num_cells) for line, row in lines] == [(6, "4,5", 2), (8, '8,9,"x\ny",1', 4)]
+    assert describe_bad_rows([table]) == (
+        f"2 rows were left out because of a wrong number of cells, the first one: line 6 of {path} has 2 cells in "
+        "place of 3; correct them, or check --delimiter"
+    )
+
+
+def test_a_table_without_malformed_rows_has_nothing_to_describe(tmp_path: Path) -> None:
+    tables = [Table.open(write_csv(tmp_path / "t.csv", "a,b\n1,2\n")), Table.from_arrow(pa.table({"a": [1]}))]
+    assert [read_columns(table)["a"] for table in tables] == [[1], [1]]
+    assert describe_bad_rows(tables) is None
+
+
+def test_malformed_rows_that_are_not_utf_8_are_left_out_as_well(tmp_path: Path) -> None:
+    # The bytes come after the sample from which the encoding is guessed.
+    num_rows = (1 << 18) // 4 + 10
+    text = b"a,b\n" + b"1,2\n" * num_rows + b"\xff\n" + b"\xe9,5\n" + b'"\xff,\xfe",1,2\n' + b"6,7\n"
+    (tmp_path / "t.csv").write_bytes(text)
+    table = Table.open(tmp_path / "t.csv")
+    found: list[BadRow] = []
+    batches = list(table.iterate_batches(["b"], 1 << 20, on_bad_row=found.append))
+    assert sum(batch.num_rows for batch in batches) == num_rows + 2  # a bad cell does not make a malformed row
+    lines = [(line, row.text) for line, row in table.find_bad_rows(found)]
+    assert lines == [(num_rows + 2, "\ufffd"), (num_rows + 4, '"\ufffd,\ufffd",1,2')]
+
+
+def test_malformed_rows_are_reported_before_the_rows_of_later_blocks(tmp_path: Path) -> None:
+    num_rows = BLOCK_BYTES // 4 + 10
+    path = write_csv(tmp_path / "t.csv", "a,b\n1,2\n" + "3\n" * BLOCK_BYTES + "1,2\n" * num_rows + "3\n")
+    table, found, counts = Table.open(path), list[BadRow](), []
+    for batch in table.iterate_batches(["a"], 1 << 20, on_bad_row=found.append):
+        counts.append((batch.num_rows, len(found)))
+    assert len(found) == table.bad_rows.num_rows == BLOCK_BYTES + 1
+    assert sum(count for count, _ in counts) == num_rows + 1
+    assert any(count == 0 for count, _ in counts), "a block of malformed rows gives a batch, to bound the memory"
+    assert counts[0][1] < BLOCK_BYTES
+    assert all(batch.num_rows for batch in table.iterate_batches(["a"], 1 << 20))
+
+
+def test_a_file_in_which_each_row_is_malformed_has_no_rows(tmp_path: Path) -> None:
+    table = Table.open(write_csv(tmp_path / "t.csv", "a,b\n1,2,\n3,4,\n"))
+    assert read_columns(table) == {"a": [], "b": []} or not any(read_columns(table).values())
+    assert table.bad_rows.num_rows == 2
+
+
+def test_the_user_can_state_whether_there_is_a_header(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "t.csv", "2019,2020\n1,2\n")
+    assert Table.open(path).schema.names == ["column_1", "column_2"]
+
+    def make_options(**flags: bool) -> TableOptions:
+        return TableOptions.from_settings(load_settings(ProduceSettings, {"topic": "t", **flags}, None, "produce"))
+
+    assert Table.open(path, make_options(header=True)).schema.names == ["2019", "2020"]
+    write_csv(path, "x,y\n1,2\n")
+    for options in (make_options(header=False), make_options(no_header=True)):
+        assert Table.open(path, options).schema.names == ["column_1", "column_2"]

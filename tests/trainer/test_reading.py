@@ -246,3 +246,24 @@ def test_label_of_a_csv_file_matches_in_every_spelling(tmp_path: Path, rng: np.r
     data = prepare_in(tmp_path, write_csv(tmp_path / "t.csv", columns), label="anomaly", normal="0")
     assert len(data.values) == 250
     assert data.skipped_by_reason == {"rows that are not normal": 50}
+
+
+def test_malformed_rows_are_left_out_of_training_with_a_warning(tmp_path: Path, columns: dict[str, list[Any]]) -> None:
+    whole = prepare_in(tmp_path, write_csv(tmp_path / "t.csv", columns))
+    assert whole.warnings == ()
+    lines = (tmp_path / "t.csv").read_text().splitlines()
+    lines[10:10] = ["1,2", "1,2,3,high,5"]
+    (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
+    data = prepare_in(tmp_path, tmp_path / "t.csv")
+    assert_equal_tables(data, whole)
+    assert [code for code, _ in data.warnings] == ["malformed_rows"]
+    assert (
+        f"2 rows were left out because of a wrong number of cells, the first one: line 11 of {tmp_path}"
+        in (data.warnings[0][1])
+    )
+
+
+def test_a_table_of_malformed_rows_only_names_them(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,b\n" + "1,2,\n" * 100)
+    with pytest.raises(InputError, match=r"100 rows were left out because of a wrong number of cells.* line 2 of"):
+        prepare_in(tmp_path, tmp_path / "t.csv")
