@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deformer_stream import log
 from deformer_stream.calibration.conformal import DEFAULT_ALPHAS
+from deformer_stream.counts import format_count
 from trainer.fit import TrainingStatus
 from trainer.job import TrainingOutput
 from trainer.report import describe_expected_alerts
@@ -94,12 +95,11 @@ def _describe_model(result: TrainingOutput) -> str:
     (stored training records), the mean distance to the nearest of them counts too.
     """
     config = result.model.config
-    plural = "" if config.gaussians == 1 else "s"
-    prior = f"prior of {config.gaussians} Gaussian{plural}" if config.gaussians else "no Gaussian prior"
-    exemplars = f"{config.exemplars} exemplars and " if config.exemplars else ""
+    prior = f"prior of {format_count(config.gaussians, 'Gaussian')}" if config.gaussians else "no Gaussian prior"
+    exemplars = f"{format_count(config.exemplars, 'exemplar')} and " if config.exemplars else ""
     preset = result.summary["preset"]["name"]
     return (
-        f"{config.layers} layers of {config.d_model} (preset {preset}), {prior}; "
+        f"{format_count(config.layers, 'layer')} of {config.d_model} (preset {preset}), {prior}; "
         f"ranks records by {exemplars}the density"
     )
 
@@ -135,8 +135,10 @@ def format_summary(result: TrainingOutput) -> str:
             f"alerts       {describe_expected_alerts(result.data, calibration)}",
             f"p-values     smallest {calibration.min_p_value:.2g}: {reachability}",
             f"held out     −ln p is {held_out.mean_nll:.3f} nats a record, "
-            f"{held_out.mean_nll / num_scored_features:.3f} a feature, from {len(held_out.nll_by_record)} records "
-            f"(smaller is better; {result.training_result.steps} steps, {result.summary['seconds']:.0f} s)",
+            f"{held_out.mean_nll / num_scored_features:.3f} a feature, from "
+            f"{format_count(len(held_out.nll_by_record), 'record')} "
+            f"(smaller is better; {format_count(result.training_result.steps, 'step')}, "
+            f"{result.summary['seconds']:.0f} s)",
             *(f"warning      {warning['message']}" for warning in result.summary["warnings"]),
             f"written      {result.directory} ({result.fingerprint}), report {result.directory / 'report.html'}",
             f"next         deformer-stream replay TABLE --model {result.directory} --records records.parquet",

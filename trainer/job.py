@@ -25,6 +25,7 @@ from deformer_stream import model_store
 from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS, Calibration
 from deformer_stream.calibration.seen_records import RecordSet, find_seen_records
 from deformer_stream.calibration.torch_scoring import RecordScores
+from deformer_stream.counts import format_count
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
 from trainer import checkpoint
@@ -445,8 +446,11 @@ class _FinalPhases:
             later_seconds: Seconds that must be left at its end for the phases after it.
             num_available: Number of records that it would use without a time limit. None if there is no limit.
         """
-        total = "" if num_available in (None, num_records) else f" of {num_available:,}"
-        self.on_message(f"{name}: {num_records:,}{total} records")
+        is_complete = num_available is None or num_available == num_records
+        used = "" if is_complete else f"{num_records:,} of "
+        self.on_message(
+            f"{name}: {used}{format_count(num_records if num_available is None else num_available, 'record')}"
+        )
         deadline, clock = math.inf, self.budget.clock
         if self.costs is not None:
             limit_at = clock() + self.budget.remaining

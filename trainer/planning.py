@@ -17,6 +17,7 @@ import torch
 
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS
+from deformer_stream.counts import format_count
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from trainer import finetune, gaussian_prior
 from trainer.budget import (
@@ -403,8 +404,8 @@ class RunPlanner:
                 reason = "the time limit leaves enough training steps for it"
                 return large_run, large_settings, reason, large_seconds
         reason = (
-            f"--max-time leaves time for at most about {num_steps} training steps of preset {large}, which should have "
-            f"at least {num_needed}"
+            f"--max-time leaves time for at most about {format_count(num_steps, 'training step')} of preset {large}, "
+            f"which should have at least {num_needed}"
         )
         self.on_message(f"preset {small}: {reason}")
         return run, settings, reason, seconds
@@ -494,7 +495,8 @@ class RunPlanner:
             return recipe.batch
         batch = 1 << int(math.log2(max(num_affordable, 1.0)))  # the largest power of two that is affordable
         self.on_message(
-            f"the batch is reduced from {recipe.batch} to {batch} records, so that --max-time allows enough steps"
+            f"the batch is reduced from {recipe.batch} to {format_count(batch, 'record')}, so that --max-time "
+            "allows enough steps"
         )
         return batch
 

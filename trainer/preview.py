@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from deformer_stream.counts import format_count
 from deformer_stream.model.schema import Schema
 from trainer.data import DataOptions, PreparedTable, Split, create_data_options, prepare_table
 from trainer.feature_table import print_features
@@ -61,11 +62,15 @@ def print_preview(sources: Sequence[TableSource], settings: TrainConfig) -> None
     print_features(data)
     for _, message in data.warnings:
         print(f"warning: {message}")
-    rows = f"all {num_rows:,} rows" if are_all_rows else f"the first {num_rows:,} rows; others may change it"
+    rows = (
+        f"all {format_count(num_rows, 'row')}"
+        if are_all_rows
+        else f"the first {format_count(num_rows, 'row')}; others may change it"
+    )
     num_train = len(data.select_rows(Split.TRAIN))
     print(
-        f"dry run: {len(data.schema)} features from {rows} "
-        f"({len(data.split):,} records, {num_train:,} of them for training); nothing was written"
+        f"dry run: {format_count(len(data.schema), 'feature')} from {rows} "
+        f"({format_count(len(data.split), 'record')}, {num_train:,} of them for training); nothing was written"
     )
 
 

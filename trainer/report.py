@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from deformer_stream.calibration.conformal import DEFAULT_ALPHAS, Calibration
+from deformer_stream.counts import format_count
 from deformer_stream.model.time_slots import collapse_time_slots, describe_records
 from deformer_stream.report import charts, pages
 from trainer.data import PreparedTable
 from trainer.evaluate import HeldOutLikelihood
 from trainer.feature_table import describe_feature
 from trainer.fit import TrainingResult
+from trainer.training_warnings import MIN_STEPS
 
 MAIN_ALPHA = 0.01
 """The alpha (false-alarm rate) for which the report first states how many false alerts to expect."""
@@ -269,11 +271,17 @@ def _render_learning_curves(fitted: TrainingResult) -> list[str]:
     steps = [row["step"] for row in fitted.history]  # the history has one row for each validation
     # Step 0 stands for the initial weights, which predict what the Gaussian prior or the old model predicts.
     kept = f"the averaged weights of step {fitted.best_step:,}" if fitted.best_step else "the initial weights"
-    end = "stopped early, because validation did not improve" if fitted.stopped_early else "ran its complete schedule"
+    if fitted.stopped_early:
+        end = "stopped early, because validation did not improve"
+    elif fitted.steps < MIN_STEPS:
+        end = "was too short to learn how the features depend on each other"
+    else:
+        end = "ran its complete schedule"
     return [
         pages.render_heading("Learning"),
         pages.render_paragraph(
-            f"Training {end}: {fitted.steps:,} steps, {fitted.epochs:.1f} passes over the training records. "
+            f"Training {end}: {format_count(fitted.steps, 'step')}, {fitted.epochs:.1f} passes over the training "
+            "records. "
             f"The model has {kept}, which have the smallest validation loss. "
             "Smaller is better. A training curve far below the validation curve is a sign of overfitting. The training "
             "curve can be above the validation curve, because training adds noise to the readings and uses the "

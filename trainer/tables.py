@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from deformer_stream.codec import columns
 from deformer_stream.codec.columns import convert_times_of_day, is_time_of_day
 from deformer_stream.codec.number_texts import parse_number_texts
+from deformer_stream.counts import format_count
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import format_label
@@ -649,7 +650,7 @@ def _count_normal_rows(tables: InputTables, label_column: str, normal_label: str
     tables.skipped_by_reason["rows that are not normal"] = num_rows - tables.num_records
     if not tables.num_records:
         first_labels = list(count_by_label.items())[:10]
-        contents = ", ".join(f"{label} ({count} rows)" for label, count in first_labels) or "nothing"
+        contents = ", ".join(f"{label} ({format_count(count, 'row')})" for label, count in first_labels) or "nothing"
         raise TooFewRecordsError(
             f"no row of {tables.description} has {label_column} = {normal_label}; the column contains {contents}: "
             "give one of these values to --normal"

@@ -45,10 +45,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> PreparedTable:
     return prepare_table([folder / "t.parquet"], DataOptions(), folder)
 
 
-def render(data: PreparedTable, num_calibration_records: int, **training: Any) -> list[str]:
+def render(data: PreparedTable, num_calibration_records: int, steps: int = 3, **training: Any) -> list[str]:
     """Return the texts of the report of a training with this number of calibration records."""
     history = [{"step": step, "train": 1.0, "validation": 2.0 - step / 10} for step in (1.0, 2.0, 3.0)]
-    fitted: Any = SimpleNamespace(history=history, steps=3, epochs=1.5, stopped_early=False, best_step=3)
+    fitted: Any = SimpleNamespace(history=history, steps=steps, epochs=1.5, stopped_early=False, best_step=3)
     scores = np.random.default_rng(1).normal(size=num_calibration_records)
     calibration = Calibration.from_statistics(scores, "random")
     held_out = HeldOutLikelihood(np.array([1.0, 2.0]), np.array([1.4, 0.1]), 2)
@@ -93,6 +93,17 @@ def test_warnings_stand_at_the_top(data: PreparedTable) -> None:
     assert texts.index("only 3 steps: use --max-time 60s") < texts.index("at most 864 a day")
     assert "Warning" in texts
     assert "Warning" not in render(data, 500)
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        (1, "Training was too short to learn how the features depend on each other: 1 step, 1.5 passes"),
+        (1200, "Training ran its complete schedule: 1,200 steps, 1.5 passes"),
+    ],
+)
+def test_schedule_of_few_steps_is_no_success(data: PreparedTable, steps: int, text: str) -> None:
+    assert any(line.startswith(text) for line in render(data, 500, steps=steps))
 
 
 def test_features_have_their_units(data: PreparedTable) -> None:
