@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deformer_stream.calibration.conformal import DEFAULT_ALPHAS, Calibration
+from deformer_stream.counts import format_count
 
 PROGRESS_SECONDS = 5.0
 """Seconds between two messages about the progress of a phase (a step of the work after training)."""
@@ -32,6 +33,13 @@ MIN_RANKING_RECORDS, MIN_HELD_OUT_PASSES = 10, 8
 """Smallest numbers of records from which ranking statistics and held-out figures are computed, even if time is over.
 
 For held-out figures, a pass is one record in one random order of its readings.
+"""
+
+
+MIN_ALPHA = 0.01
+"""The alpha (false-alarm rate) that calibration brings into reach even if time is over.
+
+It is the default of --alpha of the commands that score. A model for which it is out of reach raises no alert with them.
 """
 
 
@@ -172,12 +180,12 @@ def compute_min_counts(maximum: RecordCounts) -> RecordCounts:
     """Return the smallest numbers of records that the phases after training use, even if the time is over.
 
     The phases are calibration, ranking and held-out figures. An alert rule with false-alarm rate alpha needs about
-    1 / alpha calibration records. The result has enough of them for the largest of `DEFAULT_ALPHAS`.
+    1 / alpha calibration records. The result has enough of them for `MIN_ALPHA`.
 
     Args:
         maximum: The numbers of records without a time limit. No count of the result exceeds its maximum.
     """
-    num_calibration = Calibration.count_required_records(max(DEFAULT_ALPHAS))
+    num_calibration = Calibration.count_required_records(MIN_ALPHA)
     return RecordCounts(
         calibration=min(maximum.calibration, num_calibration),
         ranking=min(maximum.ranking, MIN_RANKING_RECORDS),
@@ -261,7 +269,7 @@ class Phase:
         now = self._clock()
         if num_done and now - self._last_message_at > PROGRESS_SECONDS:
             self._last_message_at = now
-            self._on_message(f"{self.name}: {num_done:,} of {self.num_records:,} records")
+            self._on_message(f"{self.name}: {num_done:,} of {format_count(self.num_records, 'record')}")
         return num_done < self.min_records or now < self._deadline
 
 

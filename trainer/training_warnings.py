@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import DEFAULT_ALPHAS, Calibration
+from deformer_stream.counts import format_count
 from trainer.fit import TrainingResult
 from trainer.recipes import MIN_USEFUL_STEPS
 
@@ -111,8 +112,9 @@ def check_best_step(result: TrainingResult, has_prior: bool, has_old_model: bool
             TrainingWarning(
                 "no_better_than_prior" if has_prior or has_old_model else "no_better_than_initial_weights",
                 f"training did not improve on {origin}: validation was {result.initial_validation:.3f} nats before the "
-                f"first of {result.steps} steps and {result.history[-1]['validation']:.3f} nats after the last one, so "
-                f"the model predicts what {origin} predicts; give more normal records, or more time with --max-time",
+                f"first of {format_count(result.steps, 'step')} and {result.history[-1]['validation']:.3f} nats "
+                f"after the last one, so the model predicts what {origin} predicts; give more normal records, or more "
+                "time with --max-time",
             )
         ]
     if result.steps >= MIN_STEPS and result.best_step <= EARLY_SHARE * result.steps:
@@ -169,15 +171,17 @@ def check_calibration(
     """
     num_used = len(calibration.scores)
     unreachable = calibration.find_unreachable_alphas(DEFAULT_ALPHAS)  # needed records by alpha
+    reachable = [f"{alpha:g}" for alpha in DEFAULT_ALPHAS if alpha not in unreachable]
     if limit is not None and num_used < num_available:
         cut = {alpha: num_needed for alpha, num_needed in unreachable.items() if num_needed <= num_available}
         if cut:
+            in_reach = f"these alphas stay in reach: {', '.join(reachable)}" if reachable else "no alert is possible"
             needs = " and ".join(f"alpha {alpha:g} need {num_needed:,}" for alpha, num_needed in cut.items())
             return [
                 TrainingWarning(
                     "calibration_cut_short",
                     f"alerts with {needs} calibration records; --max-time left time for {num_used:,} of "
-                    f"{num_available:,} records: allow more time",
+                    f"{format_count(num_available, 'record')} ({in_reach}): allow more time",
                 )
             ]
     if max(DEFAULT_ALPHAS) not in unreachable:

@@ -19,9 +19,11 @@ import torch
 from deformer_stream import model_store
 from deformer_stream.calibration.torch_scoring import RecordScores
 from deformer_stream.model.distributions import Head
+from deformer_stream.settings.commands import ScoringSettings
 from tests.trainer.tables import correlated, mixed, write
 from trainer import calibrate, exemplars
 from trainer.budget import (
+    MIN_ALPHA,
     Phase,
     PhaseCosts,
     RecordCounts,
@@ -92,8 +94,7 @@ def test_job_without_time_trains_one_step_and_says_so(tmp_path: Path) -> None:
     assert output.training_result.steps == 1
     assert any("next to no time to train (steps: 1)" in line for line in messages)
     assert any("--max-time 5s is too short" in line and "needs at least about" in line for line in messages)
-    assert len(output.calibration.scores) >= 19
-    assert any("alpha 0.01" not in line or "allow more time" in line for line in messages)
+    assert len(output.calibration.scores) == 60, "all that the table has, because 99 are the least"
 
 
 @pytest.mark.slow
@@ -108,7 +109,7 @@ def test_command_ends_within_its_time_limit(tmp_path: Path, limit: float, cli: A
     assert min(time.monotonic() - started, time.process_time() - cpu_started) < 1.1 * limit
     used = model_store.read_manifest(tmp_path / "model")["training"]["records_used"]
     assert f"{used['calibration']} " in done.out
-    assert used["calibration"] >= 19
+    assert used["calibration"] >= 99, "alpha 1%, the default of the commands that score, is in reach"
 
 
 COSTS = PhaseCosts(calibration=0.01, ranking=0.002, held_out=0.005, fixed=1.0)
@@ -124,6 +125,14 @@ def test_planned_phases_fit_into_their_time(seconds: float) -> None:
         assert getattr(minimum, field.name) <= getattr(counts, field.name) <= getattr(ALL_RECORDS, field.name)
     if seconds >= 1000.0:
         assert counts == ALL_RECORDS
+
+
+def test_least_calibration_brings_the_default_alpha_into_reach() -> None:
+    minimum = compute_min_counts(ALL_RECORDS)
+    assert minimum.calibration == 99
+    assert plan_record_counts(COSTS, 0.0, ALL_RECORDS).calibration == 99
+    assert compute_min_counts(replace(ALL_RECORDS, calibration=40)).calibration == 40
+    assert ScoringSettings.model_fields["alpha"].default == MIN_ALPHA
 
 
 def test_calibration_has_priority_until_the_smallest_alpha_is_reachable() -> None:
