@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import pytest
 import deformer_stream
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.report.pages import render_page, render_paragraph
 from deformer_stream.runtime.reload import ModelReloader
 from tests.models import SCHEMA, draw_rows, write_model
 
@@ -93,8 +95,22 @@ def test_output_and_report_compare_both_calibrations(cli: Run, model_dir: Path, 
     assert "it takes 999 calibration records, there are 99" in result.out
     assert rows["smallest"] == ["p", "0.005", "0.01"]
     report = (out / "report.html").read_text()
-    assert "New calibration" in report
+    today = datetime.now(UTC).date().isoformat()
+    assert f"New calibration of {today}" in report
+    assert model_store.read(out).manifest["training"]["recalibrated"]["date"] == today
     assert f"{after.compute_threshold(0.01):.3f}" in report
+
+
+def test_report_names_only_the_calibration_in_force_below_its_title(cli: Run, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    (model / "report.html").write_text(render_page("Training report", render_paragraph("x"), lead="How it went."))
+    for count in (60, 99):
+        new = write_wide_table(tmp_path / f"{count}.parquet", count, count)
+        assert cli("calibrate", new, "--model", model, "--alpha", "0.05").code == 0
+    report = (model / "report.html").read_text()
+    assert report.count("its calibration was replaced by") == 1
+    assert "replaced by one of 99 records; the smallest α in reach is 1% now" in report
+    assert report.index("How it went.") < report.index("replaced by") < report.index("New calibration of")
 
 
 def test_trim_leaves_out_the_largest_scores(cli: Run, model_dir: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from deformer_stream import model_store
 from deformer_stream.calibration.recalibrate import Recalibration
 from deformer_stream.calibration.seen_records import SeenRecords
+from deformer_stream.counts import format_count
 from deformer_stream.model_store import Artifact
 from deformer_stream.report import charts, pages
 
@@ -20,11 +22,12 @@ def write_recalibrated_model(
     directory: Path,
     alphas: Sequence[float],
     seen_records: SeenRecords,
+    today: date,
 ) -> str:
     """Write a model directory with the new calibration, and return the fingerprint of the model in it.
 
-    A section about the calibration is appended to the model's report. If the report cannot be read, the new report
-    consists of this section only.
+    A section about the calibration is appended to the model's report, and a notice below its title says that the rest
+    of the report describes the training. If the report cannot be read, the new report consists of the section only.
 
     Args:
         recalibration: The new calibration, together with the one that it replaces.
@@ -32,11 +35,13 @@ def write_recalibrated_model(
         directory: The model directory to write. It may be the directory of the old model, which is then replaced.
         alphas: False-alarm rates whose thresholds the report shows.
         seen_records: Fingerprints of the records of the training and of the new calibration.
+        today: The date of the new calibration.
     """
     new = recalibration.new
     # What the manifest of the new model states about the calibration; the keys are part of the file format.
     note = {
         "from": loaded.fingerprint,
+        "date": today.isoformat(),
         "records": recalibration.num_records,
         "order": new.arrival_order,
         "ties": new.tie_policy,
@@ -48,14 +53,22 @@ def write_recalibrated_model(
         training_report = (loaded.directory / model_store.REPORT).read_text("utf-8")
     except (OSError, UnicodeDecodeError):
         training_report = ""
-    section = _render_section(recalibration, loaded.fingerprint, alphas)
+    notice = (
+        f"This page describes the training. On {today.isoformat()}, its calibration was replaced by one of "
+        f"{format_count(len(new.scores), 'record')}; the smallest α in reach is {pages.format_alpha(new.min_p_value)} "
+        "now. The last section of the page, New calibration, has the thresholds in force."
+    )
+    training_report = pages.set_notice(training_report, notice)
+    section = _render_section(recalibration, loaded.fingerprint, alphas, today)
     # "Calibration report" is the title of a new page, if there is no training report to append to.
     report = pages.append_blocks(training_report, "Calibration report", *section)
     training = loaded.manifest["training"] | {"recalibrated": note}
     return model_store.write(directory, loaded.model, new, training, report, seen_records)
 
 
-def _render_section(recalibration: Recalibration, old_fingerprint: str, alphas: Sequence[float]) -> list[str]:
+def _render_section(
+    recalibration: Recalibration, old_fingerprint: str, alphas: Sequence[float], today: date
+) -> list[str]:
     """Return the HTML elements of the report's section about the new calibration, in their order on the page.
 
     They are a heading, an introduction, a histogram of the calibration records' anomaly scores, a table that compares
@@ -65,17 +78,18 @@ def _render_section(recalibration: Recalibration, old_fingerprint: str, alphas: 
         recalibration: The new calibration, together with the one that it replaces.
         old_fingerprint: Fingerprint of the model with its old calibration.
         alphas: False-alarm rates whose thresholds the section shows.
+        today: The date of the new calibration.
     """
     new = recalibration.new
     ties = " (readings of one record with the same time scored together)" if new.tie_policy == "hold" else ""
     threshold_by_name = {f"α = {pages.format_alpha(alpha)}": new.compute_threshold(alpha) for alpha in alphas}
     header = ["α", "score that alerts (before)", "score that alerts (now)", "in reach?"]
     return [
-        pages.render_heading("New calibration"),
+        pages.render_heading(f"New calibration of {today.isoformat()}"),
         pages.render_paragraph(
-            f"{recalibration.num_records:,} normal records in {new.arrival_order} order{ties} calibrate this model. "
-            f"Its weights are those of the model {old_fingerprint}. The section above about alerts describes the "
-            "calibration before this one."
+            f"This model is calibrated by {recalibration.num_records:,} normal records in {new.arrival_order} "
+            f"order{ties}. Its weights are those of the model {old_fingerprint}. The sections above about alerts and "
+            "calibration describe what was in force before."
         ),
         charts.draw_histogram(
             new.scores,

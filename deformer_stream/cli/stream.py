@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -475,7 +476,8 @@ def build_calibrate() -> click.Command:
             loaded.calibration, statistics, settings.alpha, settings.group_by, settings.trim, settings.seed
         )
         seen_records = replace_calibration_records(seen_records, sink.fingerprints[is_used])
-        fingerprint = write_recalibrated_model(recalibration, loaded, target, settings.alpha, seen_records)
+        today = datetime.now(UTC).date()
+        fingerprint = write_recalibrated_model(recalibration, loaded, target, settings.alpha, seen_records, today)
         click.echo(align_columns([("alpha", "before", "now", "in reach?"), *recalibration.format_rows(settings.alpha)]))
         for sentence in recalibration.describe_groups():
             click.echo(sentence)

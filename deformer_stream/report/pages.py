@@ -105,6 +105,22 @@ def append_blocks(document: str, title: str, *blocks: str) -> str:
     return before + "\n" + str(Markup("\n").join(blocks)) + end_of_parts + after  # `join` escapes plain texts
 
 
+def set_notice(document: str, words: str) -> str:
+    """Return a document that was rendered by `render_page`, with a notice below its title.
+
+    A document has one notice. It replaces an earlier one.
+
+    Args:
+        document: The existing document. If it was not rendered by `render_page`, it is returned unchanged.
+        words: Plain text of the notice.
+    """
+    document = re.sub(r'\n<p class="notice">[^<]*</p>', "", document)
+    title = re.search(r'<main>\s*<h1>[^<]*</h1>(\s*<p class="lead">[^<]*</p>)?', document)
+    if title is None:
+        return document
+    return f"{document[: title.end()]}\n{render_part('notice', words)}{document[title.end() :]}"
+
+
 def render_heading(words: str) -> Markup:
     """Return the heading of a section with the text `words`, as a part of a page."""
     return render_part("heading", words)
