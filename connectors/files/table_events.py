@@ -19,7 +19,7 @@ import orjson
 import pyarrow as pa
 
 from connectors.files.lines import read_lines
-from connectors.files.sources import log_dialects, make_record_prefixes
+from connectors.files.sources import DEFAULT_DEVICE_COLUMN, log_bad_rows, log_dialects, make_record_prefixes
 from deformer_stream.codec.columns import (
     convert_ids,
     convert_times_of_day,
@@ -62,6 +62,34 @@ MAX_LINE_BYTES = 64 * 2**20
 """Maximum length of a JSON line; a longer one is sent cut."""
 
 
+@dataclass(slots=True)
+class SkippedRows:
+    """The rows of tables that are not sent, because their time or their record id cannot be read.
+
+    Attributes:
+        num_rows: Number of these rows.
+        first: Which row was the first one, and why it was not sent; "" if there is none.
+    """
+
+    num_rows: int = 0
+    first: str = ""
+
+    def add(self, description: str) -> None:
+        """Count a row.
+
+        Args:
+            description: Which row it is, and why it is not sent.
+        """
+        self.num_rows += 1
+        self.first = self.first or description
+
+    def describe(self) -> str:
+        """Return the number of rows and the first one: "2 rows were left out, the first one: pumps.csv: row 7, …"."""
+        if self.num_rows == 1:
+            return f"1 row was left out: {self.first}"
+        return f"{self.num_rows} rows were left out, the first one: {self.first}"
+
+
 def iterate_events(
     inputs: Sequence[str | Path],
     *,
@@ -74,16 +102,20 @@ def iterate_events(
     features: Sequence[str] | None = None,
     prefix: str = "",
     table_options: TableOptions | None = None,
+    device_column: str | None = None,
+    has_windows: bool = False,
+    skipped_rows: SkippedRows | None = None,
 ) -> Iterator[OutgoingEvent]:
     """Return the readings of tables as events of one reading each, in the order of their times.
 
     The time of a reading is the time of its row plus a random delay, uniform between 0 and `shuffle_within`. A row
     without a time gets that of the row before. If a table has no time column, row n of the input is at n seconds since
     1970. Rows must be sorted by time; the readings of a row that is out of order are sent as soon as it is read. Nulls
-    and numbers that are not finite give no event.
+    and numbers that are not finite give no event. Rows whose time or record id cannot be read are left out.
 
     A table is wide (a row is a record) or long (a row is one reading). The events of a long table with a column of
-    devices instead of records name the device, so that the consumer can assign them to time windows (`--window`). JSON
+    devices instead of records name the device, so that the consumer can assign them to time windows (`--window`). So do
+    the events of a wide table if `has_windows` is true, unless it has a column of record ids, or has no times. JSON
     lines are passed on unchanged and without a delay.
 
     Args:
@@ -99,9 +131,13 @@ def iterate_events(
         features: The only features that are sent, or None for all.
         prefix: Text that is put before each record id or device.
         table_options: How tables are read: dialect of CSV files and zone of times. None for the defaults.
+        device_column: The column of devices of wide tables, if records are time windows. None for `device`, if there is
+            such a column; otherwise the name of the file is the device.
+        has_windows: Whether records are time windows of devices, which the consumer forms.
+        skipped_rows: Counts the rows that are left out.
 
     Raises:
-        InputError: A file is missing or unreadable, or a table lacks a column. Problems with rows are raised by the
+        InputError: A file is missing or unreadable, or a table lacks a column. Problems with a table are raised by the
             iterator when it reaches them.
         ConfigError: No table has a column that was excluded.
     """
@@ -110,7 +146,7 @@ def iterate_events(
     files = find_files(inputs)
     paths = [path for path in files if not has_ending(path, JSON_LINES)]
     table_options = table_options or TableOptions()
-    chosen_columns = {record_column, *(features or ()), *([] if time_column is None else [time_column])}
+    chosen_columns = {record_column, *(features or ()), *filter(None, (time_column, device_column))}
     kept_columns = table_options.kept_columns | chosen_columns
     tables = Table.open_all(paths, replace(table_options, kept_columns=kept_columns))
     table_by_file = dict(zip(paths, tables, strict=True))
@@ -119,7 +155,25 @@ def iterate_events(
     log_dialects(tables)
     selection = _FeatureSelection(frozenset(exclude), None if features is None else frozenset(features))
     max_delay, rng = round(shuffle_within * 1e6), np.random.default_rng(seed)
-    return _iterate_delayed(files, table_by_file, max_delay, rng, layout, record_column, time_column, selection, prefix)
+    columns = _RowColumns(record_column, time_column, device_column, has_windows, skipped_rows or SkippedRows())
+    return _iterate_delayed(files, table_by_file, max_delay, rng, layout, columns, selection, prefix)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowColumns:
+    """Which columns of a table say to what a row belongs. Each attribute is an argument of `iterate_events`."""
+
+    record: str
+    time: str | None
+    device: str | None
+    has_windows: bool
+    skipped_rows: SkippedRows
+
+    def choose_window_time(self, table: Table) -> str | None:
+        """Return the time column of a wide table whose readings are those of devices; None if its rows are records."""
+        if not self.has_windows or self.record in table.schema.names:
+            return None
+        return self.time or table.choose_time_column(has_windows=True)
 
 
 def _check_excluded(
@@ -169,8 +223,7 @@ def _iterate_delayed(
     max_delay: int,
     rng: np.random.Generator,
     layout: Layout | None,
-    record_column: str,
-    time_column: str | None,
+    columns: _RowColumns,
     selection: _FeatureSelection,
     prefix: str,
 ) -> Iterator[OutgoingEvent]:
@@ -186,9 +239,7 @@ def _iterate_delayed(
         max_delay: Maximum delay of a reading in microseconds.
         rng: The generator of the delays.
         layout: The layout of all tables, or None to choose it for each table by its column names.
-        record_column: The column of record ids of wide tables (a row is a record).
-        time_column: The column of times. None selects the first column with timestamps of a wide table, and the column
-            `time` of a long table.
+        columns: The columns that say to what a row belongs.
         selection: The features that are sent.
         prefix: Text that is put before each id of a record or device.
     """
@@ -206,10 +257,10 @@ def _iterate_delayed(
             continue
         id_field = _choose_id_column(table)
         if table.choose_layout(layout, id_field) == "long":
-            rows = _iterate_long_rows(table, id_field, time_column, selection, default_times)
+            rows = _iterate_long_rows(table, id_field, columns, selection, default_times)
         else:
-            id_field = "record"
-            rows = _iterate_wide_rows(table, prefix_by_file[path], record_column, time_column, selection, default_times)
+            id_field = "record" if columns.choose_window_time(table) is None else "device"
+            rows = _iterate_wide_rows(table, prefix_by_file[path], columns, selection, default_times)
         for row_time, row_id, readings in _map_row_errors(path, rows):
             # Rows are sorted by time, so no later row has an event before `row_time`. A full heap is emptied earlier,
             # to bound the memory.
@@ -224,6 +275,7 @@ def _iterate_delayed(
                 num_events += 1
     while delayed:
         yield _encode_event(*heapq.heappop(delayed))
+    log_bad_rows(table_by_file.values())
 
 
 def _map_row_errors(path: Path, rows: Iterator[RowReadings]) -> Iterator[RowReadings]:
@@ -257,28 +309,37 @@ class _FeatureSelection:
 def _iterate_wide_rows(
     table: Table,
     id_prefix: str | None,
-    record_column: str,
-    time_column: str | None,
+    row_columns: _RowColumns,
     selection: _FeatureSelection,
     default_times: Iterator[int],
 ) -> Iterator[RowReadings]:
-    """Yield the time, the record id and the readings of each row of a table in which a row is a record.
+    """Yield the time, the record id or the device, and the readings of each row of a wide table.
+
+    A row is a record, or it holds readings of a device that the consumer assigns to a time window.
 
     Args:
         table: The table.
         id_prefix: If the table has no record ids, they are made of this text and the row number ("prefix:0"). None
             makes them of the row number alone.
-        record_column: The column of record ids, which may be absent if it is the default one.
-        time_column: The column of times. None selects the first column with timestamps.
+        row_columns: The columns that say to what a row belongs.
         selection: The features that are sent.
         default_times: An iterator over the times of rows in a table without a time column, in microseconds.
 
     Raises:
-        InputError: The table lacks a column or has nothing to send, or a row has a malformed time or no record id.
+        InputError: The table lacks a column or has nothing to send.
     """
-    columns = table.schema.names
-    table.check_columns(time_column, record_column)
-    id_column = record_column if record_column in columns else None
+    columns, skipped_rows = table.schema.names, row_columns.skipped_rows
+    window_time = row_columns.choose_window_time(table)
+    time_column = row_columns.time
+    if window_time is None:
+        table.check_columns(time_column, row_columns.record)
+        id_column = row_columns.record if row_columns.record in columns else None
+    else:
+        time_column = window_time
+        table.check_columns(time_column, device=row_columns.device)
+        table.check_time_zone(time_column)
+        device_column = row_columns.device or DEFAULT_DEVICE_COLUMN
+        id_column = device_column if device_column in columns else None
     type_by_column = dict(zip(columns, table.schema.types, strict=True))
     time_column = time_column or table.choose_time_column()
     feature_columns = [
@@ -298,12 +359,19 @@ def _iterate_wide_rows(
     forms = _choose_forms(id_column, time_column)
     for batch in table.iterate_batches(read_columns, ROWS_PER_BATCH, forms):
         row_numbers = range(first_row, first_row + batch.num_rows)
-        ids = [str(row) if id_prefix is None else f"{id_prefix}:{row}" for row in row_numbers]
         if id_column is not None:
             ids = _get_ids(table, batch, id_column)
-        times = _get_times(table, batch, time_column, first_row, default_times)
+        elif window_time is not None:
+            ids = [table.stem] * batch.num_rows
+        else:
+            ids = [str(row) if id_prefix is None else f"{id_prefix}:{row}" for row in row_numbers]
+        times, error_by_row = _get_times(table, batch, time_column, default_times)
         cells_by_column = [_list_cells(table, batch.column(name), name) for name in feature_columns]
-        for i in range(batch.num_rows):
+        for i, row_id in enumerate(ids):
+            fault = _find_fault(row_id, error_by_row.get(i), id_column, time_column)
+            if row_id is None or fault is not None:
+                skipped_rows.add(f"{table.name}: row {first_row + i}, {fault}")
+                continue
             # A row without a time has the time of the row before.
             last_time = times[i] if times[i] != NO_TIME else last_time
             readings = [
@@ -311,14 +379,14 @@ def _iterate_wide_rows(
                 for name, cells in zip(feature_columns, cells_by_column, strict=True)
                 if cells[i] is not None
             ]
-            yield last_time, ids[i], readings
+            yield last_time, row_id, readings
         first_row += batch.num_rows
 
 
 def _iterate_long_rows(
     table: Table,
     id_column: str,
-    time_column: str | None,
+    row_columns: _RowColumns,
     selection: _FeatureSelection,
     default_times: Iterator[int],
 ) -> Iterator[RowReadings]:
@@ -329,14 +397,14 @@ def _iterate_long_rows(
     Args:
         table: The table.
         id_column: The column with the record or the device of a reading.
-        time_column: The column of times. None selects the column `time` if there is one.
+        row_columns: The columns that say to what a row belongs.
         selection: The features that are sent.
         default_times: An iterator over the times of rows in a table without a time column, in microseconds.
 
     Raises:
-        InputError: The table lacks a column, or a row has a malformed time or no id.
+        InputError: The table lacks a column.
     """
-    columns = table.schema.names
+    columns, time_column = table.schema.names, row_columns.time
     for name in (id_column, "feature", "value"):
         if name not in columns:
             raise InputError(
@@ -354,7 +422,7 @@ def _iterate_long_rows(
     if time_column is not None:
         table.check_time_zone(time_column)
     for batch in table.iterate_batches(read_columns, ROWS_PER_BATCH, forms):
-        times = _get_times(table, batch, time_column, first_row, default_times)
+        times, error_by_row = _get_times(table, batch, time_column, default_times)
         cells = convert_times_of_day(batch.column("value")).to_pylist()
         values = [_convert_number_text(_to_json_value(cell)) for cell in cells]
         if "label" in read_columns:  # the reading of a discrete feature is in this column
@@ -362,6 +430,10 @@ def _iterate_long_rows(
             values = [value if label is None else label for value, label in zip(values, labels, strict=True)]
         feature_names = batch.column("feature").to_pylist()
         for i, row_id in enumerate(_get_ids(table, batch, id_column)):
+            fault = _find_fault(row_id, error_by_row.get(i), id_column, time_column)
+            if row_id is None or fault is not None:
+                row_columns.skipped_rows.add(f"{table.name}: row {first_row + i}, {fault}")
+                continue
             # A row without a time has the time of the row before.
             last_time = times[i] if times[i] != NO_TIME else last_time
             if values[i] is not None and selection.contains(feature_names[i]):
@@ -369,47 +441,51 @@ def _iterate_long_rows(
         first_row += batch.num_rows
 
 
+def _find_fault(
+    row_id: str | None, time_error: RejectionError | None, id_column: str | None, time_column: str | None
+) -> str | None:
+    """Return why a row cannot be sent, None if it can.
+
+    Args:
+        row_id: The record id or the device, None if the cell is null.
+        time_error: Why the time cannot be read, None if it can.
+        id_column: The column of record ids or devices.
+        time_column: The column of times.
+    """
+    if row_id is None:
+        return f"column {id_column!r}, has no id of a record or device"
+    return None if time_error is None else f"column {time_column!r}, holds no valid time ({time_error.detail})"
+
+
 def _get_times(
-    table: Table, batch: pa.RecordBatch, time_column: str | None, first_row: int, default_times: Iterator[int]
-) -> list[int]:
-    """Return the time of each row in microseconds since 1970, or `NO_TIME` for a null.
+    table: Table, batch: pa.RecordBatch, time_column: str | None, default_times: Iterator[int]
+) -> tuple[list[int], dict[int, RejectionError]]:
+    """Return the time of each row in microseconds since 1970, and by row the errors of times that cannot be read.
+
+    The time is `NO_TIME` for a null and for a time that cannot be read.
 
     Args:
         table: The table, for error messages.
         batch: Rows of the table.
         time_column: The column of times, or None if the table has none.
-        first_row: Number of the first of these rows in the table, for error messages.
         default_times: An iterator over the times to return if the table has no time column.
-
-    Raises:
-        InputError: A time is malformed.
     """
     if time_column is None:
-        return list(itertools.islice(default_times, batch.num_rows))
+        return list(itertools.islice(default_times, batch.num_rows)), {}
     times, error_by_row = parse_times(batch.column(time_column), f"{table.name}: column {time_column!r}")
-    for row, error in error_by_row.items():  # the first error is raised
-        raise InputError(
-            f"{table.name}: row {first_row + row}, column {time_column!r}, holds no valid time ({error.detail}); "
-            "correct this cell"
-        )
-    return [int(time) for time in times]
+    return times.tolist(), error_by_row
 
 
-def _get_ids(table: Table, batch: pa.RecordBatch, column: str) -> list[str]:
-    """Return the record id or the device of each row as text.
+def _get_ids(table: Table, batch: pa.RecordBatch, column: str) -> list[str | None]:
+    """Return the record id or the device of each row as text, None for a null.
 
     Args:
         table: The table, for error messages.
         batch: Rows of the table.
         column: The column of record ids or devices.
-
-    Raises:
-        InputError: A row has none.
     """
     ids = convert_ids(batch.column(column), f"{table.name}: column {column!r}")
-    if ids.null_count:
-        raise InputError(f"{table.name}: column {column!r} has a null; give every row the id of a record or device")
-    return [str(row_id) for row_id in ids.to_pylist()]
+    return [None if row_id is None else str(row_id) for row_id in ids.to_pylist()]
 
 
 def _choose_forms(id_column: str | None, time_column: str | None) -> dict[str, CellForm]:

@@ -26,6 +26,7 @@ from deformer_stream.cli_utils import (
 )
 
 if TYPE_CHECKING:
+    from connectors.files.table_events import SkippedRows
     from deformer_stream.codec.encode_events import Packing
     from deformer_stream.progress import Progress
     from deformer_stream.settings import ProduceSettings
@@ -46,31 +47,50 @@ def build_produce() -> click.Command:
         'logs/*.csv'.
         """
         settings = load_settings(ProduceSettings, flags, config, "produce")
+        is_model_flag = flags["model"] is not None
+        if settings.model is not None and not is_model_flag and not (settings.model / "manifest.json").exists():
+            # A file of options for several commands may name a model that was not trained yet. Nothing is scored here.
+            missing_model, settings = settings.model, settings.model_copy(update={"model": None})
+        else:
+            missing_model = None
         check_paths(inputs, settings.model, {"--output": settings.output})
+        from connectors.files.table_events import SkippedRows
         from deformer_stream import log
         from deformer_stream.progress import Progress
 
         log.configure(is_debugging())
+        if missing_model is not None:
+            log.get_logger("produce").info(
+                "model_not_found", model=str(missing_model), remedy="all columns are sent; --exclude leaves columns out"
+            )
         stop = stop_on_signals()
+        skipped_rows = SkippedRows()
         # A signal sets `stop`; then no further event is read, and the events so far are sent completely.
-        events = itertools.takewhile(lambda _: not stop.is_set(), _read_events(inputs, settings))
+        events = itertools.takewhile(lambda _: not stop.is_set(), _read_events(inputs, settings, skipped_rows))
         with Progress("produce", None, "events") as progress:
             if settings.topic is None:
                 num_sent = _write_lines(str(settings.output), events, settings.rate, progress.advance, settings.payload)
             else:
                 num_sent = _send_to_kafka(events, settings, settings.topic, progress)
-        click.echo(f"{num_sent} events sent to {settings.topic or settings.output}", err=True)
+        skipped = f"; {skipped_rows.describe()}"
+        click.echo(
+            f"{num_sent} events sent to {settings.topic or settings.output}{skipped if skipped_rows.num_rows else ''}",
+            err=True,
+        )
         return INTERRUPTED_EXIT_CODE if stop.is_set() else 0
 
     return command
 
 
-def _read_events(inputs: Sequence[str], settings: ProduceSettings) -> Iterable[tuple[bytes, bytes, int]]:
+def _read_events(
+    inputs: Sequence[str], settings: ProduceSettings, skipped_rows: SkippedRows
+) -> Iterable[tuple[bytes, bytes, int]]:
     """Return the readings of the input files in the order in which they are sent.
 
     Args:
         inputs: Files or folders.
         settings: Options of `produce`. If they name a model, only its features are returned.
+        skipped_rows: Counts the rows that cannot be sent.
 
     Returns:
         For each reading, the message key (the record id), the JSON message, and the event time in microseconds since
@@ -80,9 +100,11 @@ def _read_events(inputs: Sequence[str], settings: ProduceSettings) -> Iterable[t
     from deformer_stream import model_store
     from deformer_stream.tables.table import TableOptions
 
-    features = None
+    features, has_windows = None, settings.device_column is not None
     if settings.model is not None:
-        entries = model_store.read_manifest(settings.model)["features"]
+        manifest = model_store.read_manifest(settings.model)
+        has_windows = has_windows or "window" in manifest
+        entries = manifest["features"]
         # A model of windows has several features per sensor (one per time slot). The input has the sensor's column.
         features = [str(entry.get("sensor") or entry["name"]) for entry in entries]
     return iterate_events(
@@ -96,6 +118,9 @@ def _read_events(inputs: Sequence[str], settings: ProduceSettings) -> Iterable[t
         features=features,
         prefix=settings.record_prefix,
         table_options=TableOptions.from_settings(settings),
+        device_column=settings.device_column,
+        has_windows=has_windows,
+        skipped_rows=skipped_rows,
     )
 
 

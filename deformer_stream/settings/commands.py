@@ -462,7 +462,13 @@ class ProduceSettings(TableSettings, _KafkaSettings):
     time_column: str | None = Field(
         None, description="Column of tables with the time. Default: the first column of timestamps."
     )
-    record_prefix: str = Field("", description="Text that is put before every record id.")
+    device_column: str | None = Field(
+        None,
+        min_length=1,
+        description="Column of wide tables with the device. Readings then name the device and no record, for consumers "
+        "whose records are time windows. Default: device, or the name of the file, if the model has windows.",
+    )
+    record_prefix: str = Field("", description="Text that is put before every record id or device.")
     partitions: int = Field(4, ge=1, description="Number of partitions of the topic if it must be created.")
 
     @model_validator(mode="after")

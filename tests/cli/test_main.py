@@ -387,6 +387,26 @@ def test_produced_events_can_be_consumed(cli: RunCommand, model_dir: Path, wide:
     assert (stopped["events"], stopped["rejected"]) == (len(read_json_lines(out)), {})
 
 
+def test_produce_needs_no_model_that_only_the_configuration_names(
+    cli: RunCommand, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deformer.toml").write_text('model = "not-trained-yet"\n')
+    result = cli("produce", wide, "--output", tmp_path / "x.jsonl")
+    assert result.code == 0, result.err
+    assert {e["feature"] for e in read_json_lines(tmp_path / "x.jsonl")} == {*SCHEMA.names, "note"}
+    assert_command_failed(cli("produce", wide, "--output", tmp_path / "x", "--model", "no-model"), 3, "manifest.json")
+
+
+def test_produce_counts_rows_that_cannot_be_sent(cli: RunCommand, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("time,a\n2020-01-01T00:00:00Z,1\nnoon,2\n2020-01-01T00:00:02Z,3\n")
+    result = cli("produce", tmp_path / "t.csv", "--time-column", "time", "--output", tmp_path / "x.jsonl")
+    assert result.code == 0
+    assert "2 events sent to" in result.lines[-1]
+    assert "1 row was left out" in result.lines[-1]
+    assert "row 1, column 'time', holds no valid time" in result.lines[-1]
+
+
 def test_produce_rejects_impossible_options(cli: RunCommand, wide: Path, tmp_path: Path) -> None:
     assert_command_failed(cli("produce", wide), 2, "--topic or --output")
     assert_command_failed(cli("produce", wide, "--output", tmp_path / "no" / "x"), 2, "no/x")

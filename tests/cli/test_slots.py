@@ -120,6 +120,24 @@ def test_sample_and_impute_use_time_slots(cli: Run, trained: Path, odd: Path, tm
     assert "100 records in arrival order" in cli(*again).err
 
 
+def test_rows_of_a_produced_wide_table_follow_the_windows(cli: Run, trained: Path, tmp_path: Path) -> None:
+    """The alerts on a wide table that was sent as a stream are those of a replay of the table."""
+    events = draw_event_series(60, seed=1, lag=2)
+    names = sorted({event["feature"] for event in events})
+    columns = {name: [e["value"] if e["feature"] == name else None for e in events] for name in names}
+    columns["time"] = [event["time"] for event in events]
+    columns["pump"] = [event["device"] for event in events]
+    wide, sent = tmp_path / "wide.parquet", tmp_path / "sent.jsonl"
+    pq.write_table(pa.table(columns), wide)
+    options = ("--device-column", "pump", "--time-column", "time")
+    assert cli("produce", wide, "--model", trained, "--output", sent, *options).code == 0
+    assert {json.loads(line)["device"] for line in sent.read_text().splitlines()} == set(columns["pump"])
+    consumed = alerts_of(cli, tmp_path / "live.jsonl", "consume", "--source", sent, "--model", trained)
+    replayed = alerts_of(cli, tmp_path / "replay.jsonl", "replay", wide, "--model", trained, *options)
+    assert consumed
+    assert [(a["record"], a["raised_at"]) for a in consumed] == [(a["record"], a["raised_at"]) for a in replayed]
+
+
 def test_library_scores_devices(trained: Path, loaded: deformer_stream.Detector) -> None:
     """The library returns the scores of a replay, and rejects a reading after the grace period."""
     batch, _ = loaded.codec.decode(make_messages(*(json.dumps(event).encode() for event in WINDOW)))

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from connectors.files import iterate_events, table_events
+from connectors.files.table_events import SkippedRows
 from deformer_stream.codec import Codec
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
@@ -166,10 +167,41 @@ def test_input_errors_are_reported(tmp_path: Path) -> None:
         list(iterate_events([labels], exclude=["anomaly"]))
     with pytest.raises(InputError, match=r"there is no column 'record', which a long table"):
         list(iterate_events([labels], layout="long"))
-    nameless = write_parquet(tmp_path / "nameless.parquet", record=[None, "a"], a=[1.0, 2.0])
-    with pytest.raises(InputError, match=r"nameless\.parquet: column 'record' has a null"):
-        list(iterate_events([nameless]))
     with pytest.raises(InputError, match="no time column 'noon'"):
         list(iterate_events([labels], time_column="noon"))
     with pytest.raises(InputError, match="must be finite and at least 0"):
         list(iterate_events([labels], shuffle_within=-1.0))
+
+
+@pytest.mark.parametrize("layout", ["wide", "long"])
+def test_rows_without_a_valid_time_or_id_are_left_out_and_counted(tmp_path: Path, layout: str) -> None:
+    columns: dict[str, Any] = {"record": ["x", "y", None, "z"], "time": ["1970-01-01T00:00:05Z", "noon", None, None]}
+    values = {"a": [1.0, 2.0, 3.0, 4.0]} if layout == "wide" else {"feature": ["a"] * 4, "value": [1.0, 2.0, 3.0, 4.0]}
+    path = write_parquet(tmp_path / "t.parquet", **columns, **values)
+    skipped = SkippedRows()
+    sent = [orjson.loads(value) for _, value, _ in iterate_events([path], time_column="time", skipped_rows=skipped)]
+    assert [(d["record"], d["value"], d["time"]) for d in sent] == [("x", 1.0, 5.0), ("z", 4.0, 5.0)]
+    assert skipped.num_rows == 2
+    assert skipped.first.startswith(f"{path}: row 1, column 'time', holds no valid time (")
+
+
+def test_malformed_rows_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("record,a\nx,1\ny\nz,2\n")
+    assert [key for key, _, _ in iterate_events([tmp_path / "t.csv"])] == [b"x", b"z"]
+
+
+def test_rows_of_a_wide_table_name_the_device_if_records_are_windows(tmp_path: Path) -> None:
+    columns = {"time": [5.0, 65.0], "a": [1.0, 2.0]}
+    with_pumps = write_parquet(tmp_path / "p.parquet", pump=["p1", "p2"], **columns)
+    sent = list(iterate_events([with_pumps], device_column="pump", has_windows=True, prefix="north/"))
+    assert [(key, orjson.loads(value)) for key, value, _ in sent] == [
+        (b"north/p1", {"device": "north/p1", "feature": "a", "value": 1.0, "time": 5.0}),
+        (b"north/p2", {"device": "north/p2", "feature": "a", "value": 2.0, "time": 65.0}),
+    ]
+    alone = write_parquet(tmp_path / "pump-7.parquet", **columns)
+    assert [key for key, _, _ in iterate_events([alone], has_windows=True)] == [b"pump-7", b"pump-7"]
+    named = write_parquet(tmp_path / "named.parquet", record=["x", "y"], **columns)
+    records = [orjson.loads(value) for _, value, _ in iterate_events([named], features=["a"], has_windows=True)]
+    assert [d["record"] for d in records] == ["x", "y"]
+    with pytest.raises(InputError, match="no device column 'pump'"):
+        list(iterate_events([alone], device_column="pump", has_windows=True))
