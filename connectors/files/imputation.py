@@ -6,7 +6,7 @@ Both read and write a limited number of rows at a time, so tables may be larger 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -17,12 +17,13 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from connectors.files.sinks import ParquetSink
-from connectors.files.sources import log_dialects
+from connectors.files.sources import log_bad_rows, log_dialects
 from deformer_stream import log
 from deformer_stream.codec import Codec
 from deformer_stream.codec.columns import convert_times_of_day, decode_dictionary, is_text, parse_numbers
 from deformer_stream.codec.payloads import WideRows
 from deformer_stream.engine import imputation
+from deformer_stream.engine.events import Rejection
 from deformer_stream.errors import InputError
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature
@@ -89,15 +90,18 @@ class ImputeOptions:
         return bounds + [f"{name}__q{quantile:g}" for quantile in sorted(self.quantiles)]
 
 
-def impute_table(
-    source: Path,
+def impute_tables(
+    sources: Sequence[str | Path],
     output: Path,
     model: DEformer,
     options: ImputeOptions,
     report_progress: ReportProgress | None = None,
     table_options: TableOptions | None = None,
 ) -> int:
-    """Fill the nulls and NaNs in the feature columns of a wide table (one record per row), and write it as Parquet.
+    """Fill the nulls and NaNs in the feature columns of wide tables (one record per row), and write them as Parquet.
+
+    All tables must have the same columns. The output is one table with the rows of all of them, in the order of the
+    input.
 
     A missing value (gap) is filled from the distribution of its feature given the present features of its row. A
     continuous feature gets the estimate of `options.estimate`, a discrete feature its most probable label. Filled
@@ -110,36 +114,42 @@ def impute_table(
     Columns that are not features are copied, and so are context features (they condition the others, but the model has
     no distribution for them).
 
+    Cells that cannot be read, such as a text in a column of numbers, are no gaps: they become null, and the readings of
+    their row are filled without them. A warning is logged with their number. Rows of a CSV file with a wrong number of
+    cells are left out, with a warning as well.
+
     Args:
-        source: A Parquet or CSV file, or a folder or pattern with one such file.
+        sources: Parquet and CSV files, folders of such files, and patterns.
         output: The Parquet file to write.
         model: The network, in evaluation mode.
         options: How to fill the gaps.
         report_progress: A function that is called after each batch, with the number of rows of the batch.
-        table_options: How the table is read: dialect of a CSV file and zone of times. None for the defaults.
+        table_options: How tables are read: dialect of CSV files and zone of times. None for the defaults.
 
     Returns:
         The number of gaps that were filled.
 
     Raises:
-        InputError: The table cannot be read or has no feature of the model, or a column of the table has the name of a
-            column that is added.
+        InputError: A table cannot be read or has no feature of the model, a column of a table has the name of a column
+            that is added, or the tables have different columns.
     """
-    table = _open_table(source, model, options, table_options or TableOptions())
-    log_dialects([table])
+    tables = _open_tables(sources, model, options, table_options or TableOptions())
+    log_dialects(tables)
     feature_by_name = {name: model.schema.features[code] for name, code in model.schema.code_by_name.items()}
-    feature_columns = [name for name in table.schema.names if name in feature_by_name]
-    forms = _choose_forms(table, feature_by_name)
-    type_by_column = _find_column_types(table, forms, feature_by_name)
+    columns = tables[0].schema.names
+    feature_columns = [name for name in columns if name in feature_by_name]
+    type_by_column = _unify_column_types(tables, feature_by_name)
     output_schema = _make_output_schema(type_by_column, feature_by_name, options)
     codec = Codec(model.schema, order="schema")
     has_column = np.isin(np.arange(len(model.schema)), [model.schema.code_by_name[name] for name in feature_columns])
     num_filled = first_row = 0
+    bad_cells = _BadCells()
     sink = _RowsParquet(output, output_schema)
     try:
-        for batch in table.iterate_batches(table.schema.names, ROWS_PER_BATCH, forms):
+        for table, batch, row_in_table in _iterate_batches(tables, columns, feature_by_name):
             row_ids = [str(row) for row in range(first_row, first_row + batch.num_rows)]
-            events, _ = codec.decode(WideRows(table.name, batch, row_ids, first_row))
+            events, rejections = codec.decode(WideRows(table.name, batch, row_ids, row_in_table))
+            bad_cells.add(table, row_in_table, rejections)
             # The codec decodes a null as an event with the value NaN, and rejects infinite values and bad texts.
             values = np.full((batch.num_rows, len(model.schema)), np.nan)
             is_accepted = np.zeros(values.shape, bool)  # false for a rejected cell: neither present nor a gap
@@ -156,7 +166,8 @@ def impute_table(
                     arrays.append(_copy_column(column.take(rows), output_schema.field(name).type))
                     continue
                 description = f"{table.name}: column {name!r}"
-                arrays.append(fill_gaps(column.take(rows), feature, new_values[:, code], description))
+                filled = fill_gaps(column.take(rows), feature, new_values[:, code], description)
+                arrays.append(_copy_column(filled, output_schema.field(name).type))
                 if _is_continuous_reading(feature):
                     arrays += [make_nullable(added[:, code]) for added in added_columns]
             if options.draws:
@@ -169,7 +180,63 @@ def impute_table(
     finally:
         sink.discard()  # does nothing after `close`; after an error it deletes the incomplete file
     _log_features_without_column(feature_by_name, feature_columns)
+    bad_cells.log()
+    log_bad_rows(tables)
     return num_filled
+
+
+@dataclass(slots=True)
+class _BadCells:
+    """The cells of features that cannot be read.
+
+    Attributes:
+        num_cells: Number of these cells.
+        first: Which cell was the first one, and what is wrong with it; "" if there is none.
+    """
+
+    num_cells: int = 0
+    first: str = ""
+
+    def add(self, table: Table, first_row: int, rejections: Sequence[Rejection]) -> None:
+        """Count the cells that were rejected in some rows.
+
+        Args:
+            table: The table.
+            first_row: Number of the first of these rows in the table.
+            rejections: The rejections of the codec.
+        """
+        self.num_cells += sum(rejection.num_readings for rejection in rejections)
+        if rejections and not self.first:
+            row = first_row + min(rejection.message_index for rejection in rejections)
+            first = min(rejections, key=lambda rejection: rejection.message_index)
+            self.first = f"{table.name}: row {row}, {first.detail}"
+
+    def log(self) -> None:
+        """Log a warning if there are such cells."""
+        if self.num_cells:
+            log.get_logger("impute").warning(
+                "cells_not_read",
+                cells=self.num_cells,
+                first=self.first,
+                remedy="correct these cells, or empty them to have them filled",
+            )
+
+
+def _iterate_batches(
+    tables: Sequence[Table], columns: Sequence[str], feature_by_name: dict[str, Feature]
+) -> Iterator[tuple[Table, pa.RecordBatch, int]]:
+    """Yield the rows of all tables in batches, each with its table and the number of its first row in this table.
+
+    Args:
+        tables: The tables.
+        columns: Names of the columns to read.
+        feature_by_name: The features of the model by name.
+    """
+    for table in tables:
+        first_row = 0
+        for batch in table.iterate_batches(columns, ROWS_PER_BATCH, _choose_forms(table, feature_by_name)):
+            yield table, batch, first_row
+            first_row += batch.num_rows
 
 
 def _log_features_without_column(feature_by_name: dict[str, Feature], feature_columns: list[str]) -> None:
@@ -260,31 +327,56 @@ def write_samples(
         sink.discard()  # does nothing after `close`; after an error it deletes the incomplete file
 
 
-def _open_table(source: Path, model: DEformer, options: ImputeOptions, table_options: TableOptions) -> Table:
-    """Open a wide table (one record per row) and check that its gaps can be filled.
+def _open_tables(
+    sources: Sequence[str | Path], model: DEformer, options: ImputeOptions, table_options: TableOptions
+) -> list[Table]:
+    """Open wide tables (one record per row) and check that their gaps can be filled.
 
     Args:
-        source: A Parquet or CSV file.
+        sources: Parquet and CSV files, folders and patterns.
         model: The network, whose features are looked for among the columns.
         options: How to fill the gaps (missing values). This determines the columns that are added to the output.
-        table_options: How to read the table.
+        table_options: How to read the tables.
 
     Raises:
-        InputError: The input is not one table or has no feature of the model, or a column of the table has the name of
-            a column that is added.
+        InputError: An input is no table or has no feature of the model, a column of a table has the name of a column
+            that is added, or the tables have different columns.
     """
-    files = find_files([source])
-    if len(files) > 1 or has_ending(files[0], JSON_LINES):
-        raise InputError(
-            f"{source}: this input is not a single wide table (one row per record), as imputation needs; "
-            "name one Parquet or CSV file"
-        )
-    table = Table.open(files[0], replace(table_options, kept_columns=frozenset(model.schema.names)))
+    files = find_files(sources)
+    for path in files:
+        if has_ending(path, JSON_LINES):
+            raise InputError(
+                f"{path}: this input is not a wide table (one row per record), as imputation needs; "
+                "name Parquet or CSV files"
+            )
+    tables = Table.open_all(files, replace(table_options, kept_columns=frozenset(model.schema.names)))
+    for table in tables:
+        _check_table(table, model, options)
+        if set(table.schema.names) != set(tables[0].schema.names):
+            different = sorted(set(table.schema.names) ^ set(tables[0].schema.names))
+            raise InputError(
+                f"{table.name}: this table and {tables[0].name} have different columns ({join_names(different)}); "
+                "impute them one by one"
+            )
+    return tables
+
+
+def _check_table(table: Table, model: DEformer, options: ImputeOptions) -> None:
+    """Check that the gaps of a wide table can be filled.
+
+    Args:
+        table: The table.
+        model: The network, whose features are looked for among the columns.
+        options: How to fill the gaps (missing values). This determines the columns that are added to the output.
+
+    Raises:
+        InputError: The table has no feature of the model, or a column has the name of a column that is added.
+    """
     columns = set(table.schema.names)
     features = [feature for feature in model.schema.features if feature.name in columns]
     if not features:
         raise InputError(
-            f"{source}: no column is a feature of the model (the columns are {table.format_column_names()}, "
+            f"{table.name}: no column is a feature of the model (the columns are {table.format_column_names()}, "
             f"the features are {join_names(model.schema.names)}); choose another model or another table"
         )
     table.check_number_columns([feature.name for feature in features if not feature.labels])
@@ -297,10 +389,9 @@ def _open_table(source: Path, model: DEformer, options: ImputeOptions, table_opt
         conflicts = columns & added_columns
         if conflicts:
             raise InputError(
-                f"{source}: imputation adds a column {min(conflicts)!r}, but the table already has a column of this "
-                "name; rename or remove the column of the table"
+                f"{table.name}: imputation adds a column {min(conflicts)!r}, but the table already has a column of "
+                "this name; rename or remove the column of the table"
             )
-    return table
 
 
 def _get_value_type(feature: Feature) -> pa.DataType:
@@ -333,6 +424,32 @@ def _choose_forms(table: Table, feature_by_name: dict[str, Feature]) -> dict[str
         if feature is not None and (feature.labels or not is_clock):  # times of day are recognised anyway
             forms[name] = "text" if feature.labels else "number"
     return forms
+
+
+def _unify_column_types(tables: Sequence[Table], feature_by_name: dict[str, Feature]) -> dict[str, pa.DataType]:
+    """Return the type of each column, which fits its cells in all tables.
+
+    Args:
+        tables: The tables, which have the same columns.
+        feature_by_name: The features of the model by name.
+
+    Raises:
+        InputError: A column has types in two tables that do not fit each other.
+    """
+    type_by_column: dict[str, pa.DataType] = {}
+    for table in tables:
+        types = _find_column_types(table, _choose_forms(table, feature_by_name), feature_by_name)
+        for name, column_type in types.items():
+            fields = [pa.field(name, known) for known in (type_by_column.get(name, column_type), column_type)]
+            try:
+                unified = pa.unify_schemas([pa.schema([field]) for field in fields], promote_options="permissive")
+            except pa.ArrowException as error:
+                raise InputError(
+                    f"{table.name}: column {name!r} has the type {column_type}, but another table has "
+                    f"{type_by_column[name]}; convert the columns to the same type, or impute the tables one by one"
+                ) from error
+            type_by_column[name] = unified.field(name).type
+    return {name: type_by_column[name] for name in tables[0].schema.names}
 
 
 def _find_column_types(

@@ -155,25 +155,36 @@ def iterate_events(
     log_dialects(tables)
     selection = _FeatureSelection(frozenset(exclude), None if features is None else frozenset(features))
     max_delay, rng = round(shuffle_within * 1e6), np.random.default_rng(seed)
-    columns = _RowColumns(record_column, time_column, device_column, has_windows, skipped_rows or SkippedRows())
+    skipped_rows = SkippedRows() if skipped_rows is None else skipped_rows
+    columns = _RowColumns(record_column, time_column, device_column, has_windows, tuple(features or ()), skipped_rows)
     return _iterate_delayed(files, table_by_file, max_delay, rng, layout, columns, selection, prefix)
 
 
 @dataclass(frozen=True, slots=True)
 class _RowColumns:
-    """Which columns of a table say to what a row belongs. Each attribute is an argument of `iterate_events`."""
+    """How the rows of a table are assigned to records or devices.
+
+    Attributes:
+        record: The column of record ids of wide tables.
+        time: The column of times, None to choose it.
+        device: The column of devices of wide tables, None for the default one.
+        has_windows: Whether records are time windows of devices.
+        features: The features of the model, which are no column of times.
+        skipped_rows: Counts the rows that are left out.
+    """
 
     record: str
     time: str | None
     device: str | None
     has_windows: bool
+    features: tuple[str, ...]
     skipped_rows: SkippedRows
 
     def choose_window_time(self, table: Table) -> str | None:
         """Return the time column of a wide table whose readings are those of devices; None if its rows are records."""
         if not self.has_windows or self.record in table.schema.names:
             return None
-        return self.time or table.choose_time_column(has_windows=True)
+        return self.time or table.choose_time_column(self.features, has_windows=True)
 
 
 def _check_excluded(

@@ -189,21 +189,22 @@ def _write_lines(
 
 def build_impute() -> click.Command:
     """Return the command `impute`, which fills the missing values of a table."""
-    from deformer_stream.settings import ImputeSettings, add_options, load_settings
+    from deformer_stream.settings import ImputeSettings, PathText, add_options, load_settings
 
     @click.command("impute", cls=HelpCommand, examples=EXAMPLES_BY_COMMAND["impute"], context_settings=HELP)
-    @click.argument("table", metavar="INPUT", type=click.Path(path_type=Path))
+    @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True, type=PathText())
     @add_options(ImputeSettings)
     @add_debug_option
-    def command(table: Path, config: Path | None, **flags: Any) -> None:
+    def command(inputs: tuple[str, ...], config: Path | None, **flags: Any) -> None:
         """Fill the missing values of a table, given the other values of each row.
 
         Each missing value is replaced by an estimate with an interval, or each row by several random completions
-        (--draws). INPUT is a Parquet or CSV table in which each row is a record.
+        (--draws). INPUT is a Parquet or CSV table in which each row is a record, a folder of such files, or a quoted
+        pattern such as 'logs/*.csv'. Several tables must have the same columns; the output is one table.
         """
         interrupt_on_termination()
         settings = load_settings(ImputeSettings, flags, config, "impute")
-        check_paths([table], settings.model)
+        check_paths(inputs, settings.model)
         # These imports take seconds.
         from connectors.files import imputation
         from deformer_stream import log, model_store
@@ -216,8 +217,8 @@ def build_impute() -> click.Command:
             options = imputation.ImputeOptions(
                 settings.interval, settings.estimate, settings.quantiles or (), settings.draws, settings.seed
             )
-            num_filled = imputation.impute_table(
-                table, settings.output, model, options, progress.advance, TableOptions.from_settings(settings)
+            num_filled = imputation.impute_tables(
+                inputs, settings.output, model, options, progress.advance, TableOptions.from_settings(settings)
             )
         times = f" ({settings.draws} times each)" if settings.draws else ""
         click.echo(

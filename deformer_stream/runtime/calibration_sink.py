@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.calibration.drift import average_neg_log_p_by_feature
 from deformer_stream.calibration.seen_records import RecordHasher
-from deformer_stream.codec.payloads import Payload, WideRows
+from deformer_stream.codec.payloads import Messages, Payload, UnreadablePayload, WideRows
 from deformer_stream.engine.events import Effects
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
@@ -72,7 +72,9 @@ class MaxStatisticSink:
         """
         is_wide = isinstance(data, WideRows)
         self.has_wide_rows |= is_wide
-        self.has_ordered_readings |= data is not None and not is_wide
+        # Malformed rows of a wide CSV file come as messages that hold no readings.
+        is_unreadable = isinstance(data, Messages) and all(isinstance(p, UnreadablePayload) for p in data.payloads)
+        self.has_ordered_readings |= data is not None and not is_wide and not is_unreadable
         self._keep_readings(effects)
         closed = effects.closed
         indices = np.flatnonzero(closed.num_readings > 0)  # a record without readings has no score

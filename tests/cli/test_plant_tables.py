@@ -192,3 +192,28 @@ def test_wrong_paths_are_reported_before_heavy_imports(words: tuple[str, ...], m
     ended = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert ended.returncode == 3, ended.stderr
     assert set(ended.stdout.split()).isdisjoint({"torch", "pyarrow", "numpy", "kafka"})
+
+
+def test_malformed_rows_end_no_command(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    lines = [f"record,{NAMES[0]},{NAMES[1]}", *(f"r{i},{20 + i % 3},{i % 5}" for i in range(60))]
+    lines[10:10] = ["x,1", "y,1,2,3"]
+    path.write_text("\n".join(lines))
+    rejected = tmp_path / "rejected.jsonl"
+    ended = cli("replay", path, "--model", model_dir, "--rejected", rejected)
+    assert ended.code == 0, ended.err
+    assert "120 events accepted, 2 refused (2 malformed_row), 60 records" in ended.lines[-1]
+    letters = [orjson.loads(line) for line in rejected.read_bytes().splitlines()]
+    assert [(letter["reason"], letter["payload"], letter["source"]["offset"]) for letter in letters] == [
+        ("malformed_row", "x,1", 10),
+        ("malformed_row", "y,1,2,3", 11),
+    ]
+    for words in (
+        ("replay", path, "--model", model_dir),
+        ("calibrate", path, "--model", model_dir, "--out", tmp_path / "again"),
+        ("impute", path, "--model", model_dir, "--output", tmp_path / "filled.parquet"),
+        ("produce", path, "--output", tmp_path / "sent.jsonl"),
+    ):
+        ended = cli(*words)
+        assert ended.code == 0, ended.err
+        assert f"2 rows were left out because of a wrong number of cells, the first one: line 11 of {path}" in ended.err

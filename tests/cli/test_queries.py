@@ -200,6 +200,44 @@ def test_impute_reads_csv(cli: RunCommand, model_dir: Path, tmp_path: Path) -> N
     assert filled.column("note").to_pylist()[:2] == ["a", "b"]
 
 
+def test_impute_counts_cells_that_are_no_numbers(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
+    """They stay without a value, because nothing says that the reading is missing."""
+    (tmp_path / "t.csv").write_text("temperature,pressure\n21.5,1\nhot,2\n,3\n20,4\n22,warm\n21,x,y\n")
+    ended = cli("impute", tmp_path / "t.csv", "--model", model_dir, "--output", tmp_path / "f.parquet")
+    assert ended.code == 0, ended.err
+    filled = pq.read_table(tmp_path / "f.parquet")
+    assert filled.num_rows == 5
+    assert [i for i, value in enumerate(filled["temperature"].to_pylist()) if value is None] == [1]
+    warnings = {entry["event"]: entry for entry in map(json.loads, ended.lines[:-1])}
+    assert warnings["cells_not_read"]["cells"] == 2
+    assert f"{tmp_path / 't.csv'}: row 1, " in warnings["cells_not_read"]["first"]
+    assert "line 7 of" in warnings["malformed_rows"]["description"]
+    assert "1 missing values filled in 5 rows" in ended.lines[-1]
+
+
+def test_impute_reads_several_tables(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    (folder / "a.csv").write_text("temperature,n\n21.5,1\n,2\n")
+    pq.write_table(pa.table({"n": [2.5], "temperature": pa.array([None], pa.float32())}), folder / "b.parquet")
+    out = tmp_path / "f.parquet"
+    for words in ((folder,), (folder / "a.csv", folder / "b.parquet"), (f"{folder}/*",)):
+        ended = cli("impute", *words, "--model", model_dir, "--output", out)
+        assert ended.code == 0, ended.err
+        filled = pq.read_table(out)
+        assert filled["n"].to_pylist() == [1.0, 2.0, 2.5]
+        assert filled["temperature"].null_count == 0
+        assert "2 missing values filled in 3 rows" in ended.lines[-1]
+    pq.write_table(pa.table({"temperature": [20.0]}), folder / "c.parquet")
+    ended = cli("impute", folder, "--model", model_dir, "--output", out)
+    assert ended.code == 3
+    assert "c.parquet: this table and" in ended.lines[-1]
+    assert "different columns (n)" in ended.lines[-1]
+    pq.write_table(pa.table({"temperature": [20.0], "n": ["x"]}), folder / "c.parquet")
+    ended = cli("impute", folder, "--model", model_dir, "--output", out)
+    assert (ended.code, "column 'n' has the type string" in ended.lines[-1]) == (3, True)
+
+
 def test_impute_keeps_infinite_readings(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
     """An infinite reading is not used for predictions, and is not replaced either."""
     pq.write_table(pa.table({"temperature": [float("inf"), None], "pressure": [None, 1.0]}), tmp_path / "t.parquet")
