@@ -559,6 +559,11 @@ class InitSettings(WindowedTableSettings, _KafkaSettings):
     slots: int | None = Field(
         None, ge=1, le=1000, description="Number of readings of a sensor in a window. Default: asked."
     )
+    per_slot: Literal["first", "last", "mean", "min", "max"] | None = Field(
+        None,
+        description="Which value counts if a sensor has several readings in a time slot. Default: asked if at least 1% "
+        "of the readings share a time slot with an earlier one.",
+    )
     label: str | None = Field(
         None, description='Column that says whether a row is normal, "" if there is none. Default: asked.'
     )

@@ -64,7 +64,8 @@ TABLE_GROUPS: OptionGroups = {
 INIT_GROUPS: OptionGroups = {
     "Configuration file": ("yes", "output", "force"),
     "Answers": (
-        *("record", "window", "slots", "label", "normal", "contamination", "exclude", "timezone", "alpha", "max_time"),
+        *("record", "window", "slots", "per_slot", "label", "normal", "contamination", "exclude", "timezone"),
+        *("alpha", "max_time"),
     ),
     "Tables": ("time_column", "device_column", "delimiter", "decimal", "encoding", "header", "no_header"),
     "Kafka": ("topic", "listen", "save", "bootstrap_servers"),

@@ -96,7 +96,7 @@ def test_defaults_of_a_table_with_labels(cli: RunCommand, plant: Path) -> None:
 
 def test_every_question_has_an_option(cli: RunCommand, plant: Path) -> None:
     options = "--record window --window 2m --slots 6 --label state --normal running --exclude order_no,changepoint"
-    others = "--timezone Europe/Berlin --alpha 0.5% --max-time 90s --output plant.toml"
+    others = "--per-slot last --timezone Europe/Berlin --alpha 0.5% --max-time 90s --output plant.toml"
     result = cli("init", "plant.csv", *options.split(), *others.split())
     assert result.code == 0
     assert "    deformer-train plant.csv --config plant.toml" in result.out.splitlines()
@@ -106,6 +106,7 @@ def test_every_question_has_an_option(cli: RunCommand, plant: Path) -> None:
         "out": "model",
         "window": "2m",
         "slots": 6,
+        "per-slot": "last",
         "label": "state",
         "normal": "running",
         "exclude": ["order_no", "changepoint"],
@@ -124,10 +125,26 @@ def test_answers_of_a_user(plant: Path, monkeypatch: pytest.MonkeyPatch) -> None
             return True
 
     monkeypatch.setattr(click.testing, "_NamedTextIOWrapper", Terminal)
-    answers = ["window", "", "5", "-", "3%", "nothing", "order_no,state,fault,changepoint", "", "0,02", "2%", "10m"]
+    answers = [
+        "window",
+        "",
+        "5",
+        "median",
+        "mean",
+        "-",
+        "3%",
+        "nothing",
+        "order_no,state,fault,changepoint",
+        "",
+        "0,02",
+        "2%",
+        "10m",
+    ]
     result = CliRunner().invoke(init.build_init(), ["plant.csv"], input="\n".join(answers) + "\n")
     assert result.exit_code == 0, result.output
     assert "What is a record? row = a row, window = a time window of a device [row]" in result.output
+    assert "17% of the readings share a time slot with an earlier reading of their sensor" in result.output
+    assert "'median' is not a choice; answer one of: first, last, mean, min, max" in result.output
     assert "there is no column 'nothing'" in result.output
     assert "decimal comma; write 0.02 or 2%" in result.output
     config = read_config()
@@ -136,6 +153,7 @@ def test_answers_of_a_user(plant: Path, monkeypatch: pytest.MonkeyPatch) -> None
         "out": "model",
         "window": "1m",
         "slots": 5,
+        "per-slot": "mean",
         "contamination": 0.03,
         "exclude": ["order_no", "state", "fault", "changepoint"],
         "max-time": "10m",
@@ -162,6 +180,7 @@ def test_an_existing_configuration_is_kept(cli: RunCommand, plant: Path) -> None
         (["plant.csv", "--label", "flow"], 2, "needs --normal"),
         (["plant.csv", "--label", "", "--normal", "0"], 2, "--normal needs --label"),
         (["plant.csv", "--exclude", "flwo"], 2, "there is no column 'flwo'"),
+        (["plant.csv", "--per-slot", "mean"], 2, "--per-slot combines readings of one window; add --record window"),
         (["plant.csv", "--contamination", "2%"], 2, "--contamination"),
         (["plant.csv", "--time-column", "time"], 3, "there is no time column 'time'"),
     ],
@@ -205,6 +224,32 @@ def test_a_long_table_has_windows_of_its_devices(plant: Path) -> None:
     assert "a reading of each sensor every 1 s" in result.output
     config = read_config()
     assert config["train"] == {"out": "model", "window": "10s", "slots": 10, "exclude": [], "max-time": "5m"}
+
+
+@pytest.mark.parametrize("layout", ["long", "wide"])
+def test_shared_time_slots_are_mentioned_in_the_configuration(plant: Path, layout: str) -> None:
+    """Each sensor reports every second, so every second reading shares a slot of two seconds."""
+    times = pd.Timestamp("2026-01-01", tz="UTC") + pd.to_timedelta(np.repeat(np.arange(300), 2), unit="s")
+    # In the wide table, each row has a reading of one sensor.
+    numbers = np.random.default_rng(0).normal(size=600).round(4)
+    rows: dict[str, Any] = {"device": "p1", "time": times}
+    if layout == "long":
+        rows |= {"feature": np.tile(["flow", "speed"], 300), "value": numbers}
+    else:
+        is_flow = np.tile([True, False], 300)
+        rows |= {"flow": np.where(is_flow, numbers, np.nan), "speed": np.where(is_flow, np.nan, numbers)}
+    pd.DataFrame(rows).to_parquet("series.parquet", index=False)
+    words = ["series.parquet", "--yes", "--force", "--record", "window", "--window", "20s", "--slots"]
+    runner = CliRunner()
+    assert runner.invoke(init.build_init(), [*words, "10"]).exit_code == 0
+    text = Path("deformer.toml").read_text()
+    assert "# 50% of the readings share a time slot with an earlier reading of their sensor." in text
+    assert '# Only the first reading of a time slot counts. To use all of them: per-slot = "mean"' in text
+    assert "per-slot" not in read_config()["train"], "the default is that of the training"
+    assert runner.invoke(init.build_init(), [*words, "10", "--per-slot", "max"]).exit_code == 0
+    assert read_config()["train"]["per-slot"] == "max"
+    assert runner.invoke(init.build_init(), [*words, "20"]).exit_code == 0
+    assert "of the readings share" not in Path("deformer.toml").read_text(), "each reading has a slot of its own"
 
 
 def test_a_table_of_readings_under_other_names_is_explained(cli: RunCommand, plant: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from deformer_stream.model.windows import format_duration
+from deformer_stream.model.windows import PerSlot, format_duration
 
 RecordKind = Literal["row", "window", "id"]
 """What a record is: a row of a table, a time window of a device, or all readings with one id."""
@@ -34,6 +34,9 @@ class Answers:
         max_time: Time limit of the training in seconds.
         window: Length of a window in seconds, None if records are not windows.
         slots: Number of time slots of a window.
+        per_slot: Which value counts if a sensor has several readings in a time slot.
+        repeated_share: Share of the readings that share a time slot with an earlier reading of their sensor, from 0 to
+            1. 0 if it is too small to be mentioned.
         label: Column that says whether a row is normal, None if there is none.
         normal: Value of this column in normal rows.
         exclude: Columns that are left out.
@@ -47,6 +50,8 @@ class Answers:
     max_time: float
     window: float | None = None
     slots: int = 1
+    per_slot: PerSlot = "first"
+    repeated_share: float = 0.0
     label: str | None = None
     normal: str | None = None
     exclude: tuple[str, ...] = ()
@@ -185,6 +190,7 @@ def _format_training(subject: Subject, answers: Answers) -> list[str]:
         lines.append(_format_entry("window", format_duration(round(answers.window * 1e6))))
         if answers.slots > 1:
             lines.append(_format_entry("slots", answers.slots))
+        lines += _format_per_slot(answers)
     elif answers.record == "id":
         lines.append("# A record is all readings with the same id in the column `record`.")
     else:
@@ -208,6 +214,23 @@ def _format_training(subject: Subject, answers: Answers) -> list[str]:
     lines.append("# Time limit of the whole training. More time gives a better model.")
     lines.append(_format_entry("max-time", format_duration(round(answers.max_time * 1e6))))
     return lines
+
+
+def _format_per_slot(answers: Answers) -> list[str]:
+    """Return the lines about several readings of a sensor in one time slot; none if there are next to none."""
+    if not answers.repeated_share and answers.per_slot == "first":
+        return []
+    place = "time slot" if answers.slots > 1 else "window"
+    lines = []
+    if answers.repeated_share:
+        lines.append(
+            f"# {answers.repeated_share:.0%} of the readings share a {place} with an earlier reading of their sensor."
+        )
+    if answers.per_slot == "first":
+        return [*lines, f'# Only the first reading of a {place} counts. To use all of them: per-slot = "mean"']
+    lines.append(f"# Which value counts if a sensor has several readings in a {place}: first, last, mean, min or max.")
+    lines.append("# All but first are known only when it is over, so that alerts come later.")
+    return [*lines, _format_entry("per-slot", answers.per_slot)]
 
 
 def _format_entries(values: Mapping[str, Any]) -> list[str]:

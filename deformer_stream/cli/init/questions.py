@@ -7,7 +7,7 @@ from the user or from a default.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 from pydantic import TypeAdapter, ValidationError
@@ -15,7 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 from deformer_stream.cli.init.config_file import Answers, RecordKind
 from deformer_stream.cli.init.table_view import TableView, choose_normal_value
 from deformer_stream.errors import ConfigError
-from deformer_stream.model.windows import format_duration
+from deformer_stream.model.windows import PerSlot, Window, format_duration
+from deformer_stream.runtime.repeated_readings import MIN_SHARE
 from deformer_stream.settings import InitSettings, MinorityShare, Share, Timeout, WindowWidth, explain_error
 from deformer_stream.settings.tables import check_timezone
 
@@ -50,6 +51,7 @@ def ask_questions(view: TableView, settings: InitSettings, asks: bool) -> Answer
     """
     record = _choose_record(view, settings, asks)
     window, slots = _choose_window(view, settings, asks) if record == "window" else (None, 1)
+    per_slot, repeated_share = _choose_per_slot(view, settings, window, slots, asks)
     label, normal = _choose_label(view, settings, asks)
     if label is not None and settings.contamination:
         raise ConfigError("--contamination is for tables without a label: leave it out, or add --label ''")
@@ -77,6 +79,8 @@ def ask_questions(view: TableView, settings: InitSettings, asks: bool) -> Answer
         max_time=max_time,
         window=window,
         slots=slots,
+        per_slot=per_slot,
+        repeated_share=repeated_share,
         label=label,
         normal=normal,
         exclude=exclude,
@@ -196,6 +200,45 @@ def _choose_window(view: TableView, settings: InitSettings, asks: bool) -> tuple
         question = "Readings of a sensor in a window (time slots)"
         slots = _ask(question, str(proposed_slots), _parse_slots, asks)
     return window, slots
+
+
+def _choose_per_slot(
+    view: TableView, settings: InitSettings, window: float | None, slots: int, asks: bool
+) -> tuple[PerSlot, float]:
+    """Return which value counts if a sensor has several readings in a time slot, and the share of such readings.
+
+    Args:
+        view: What the input shows.
+        settings: Options of `init`.
+        window: Length of a window in seconds, None if records are not windows.
+        slots: Number of its time slots.
+        asks: Whether the user is asked. If not, the default is that of the training, "first".
+
+    Returns:
+        (rule, share). The share of the readings, from 0 to 1, have an earlier reading of their sensor in their slot. It
+        is 0 if it is below `MIN_SHARE`; nothing is asked then.
+
+    Raises:
+        ConfigError: The option `--per-slot` is set, and records are not windows.
+    """
+    if window is None:
+        if settings.per_slot is not None:
+            raise ConfigError("--per-slot combines readings of one window; add --record window, or remove --per-slot")
+        return "first", 0.0
+    share = 0.0
+    if view.reading_times is not None:
+        share = view.reading_times.compute_repeated_share(Window(round(window * 1e6), slots))
+    share = share if share >= MIN_SHARE else 0.0
+    if settings.per_slot is not None or not share:
+        return settings.per_slot or "first", share
+    rules: tuple[PerSlot, ...] = get_args(PerSlot)
+    place = "time slot" if slots > 1 else "window"
+    question = (
+        f"{share:.0%} of the readings share a {place} with an earlier reading of their sensor. Which value counts? "
+        f"{', '.join(rules)}"
+    )
+    answer = _ask(question, "first", _make_choice(rules), asks)
+    return next(rule for rule in rules if rule == answer), share
 
 
 def _parse_slots(text: str) -> int:

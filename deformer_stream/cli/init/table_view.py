@@ -19,6 +19,7 @@ from deformer_stream.codec.columns import parse_times
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Feature, format_label
+from deformer_stream.model.windows import Window
 from deformer_stream.tables import conversion
 from deformer_stream.tables.discovery import CSV, PARQUET, find_files, has_ending
 from deformer_stream.tables.table import DEFAULT_RECORD_COLUMN, CellForm, Table, TableOptions, map_read_errors
@@ -88,6 +89,32 @@ class ColumnView:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadingTimes:
+    """The times of the M readings of the rows that were looked at.
+
+    Attributes:
+        times: (M,) microseconds since 1970.
+        sources: (M,) int64 number of the sensor of a device that each reading is from.
+    """
+
+    times: NDArray[np.int64]
+    sources: NDArray[np.int64]
+
+    def compute_repeated_share(self, window: Window) -> float:
+        """Return the share of the readings that have an earlier reading of their sensor in their time slot.
+
+        Args:
+            window: The window and its time slots.
+        """
+        if not len(self.times):
+            return 0.0
+        slots = self.times // window.width * window.slots + window.time_slot_index(self.times)
+        order = np.lexsort((slots, self.sources))
+        is_repeated = (np.diff(slots[order]) == 0) & (np.diff(self.sources[order]) == 0)
+        return float(is_repeated.sum()) / len(self.times)
+
+
+@dataclass(frozen=True, slots=True)
 class TableView:
     """What the first rows of a table show.
 
@@ -110,6 +137,7 @@ class TableView:
             column first.
         suggested_exclusions: Columns that became features and probably should not: ids and answers.
         dialect: How a CSV file is read, as one line; None for other formats.
+        reading_times: The times of the readings. None if there are no times.
     """
 
     inputs: tuple[str, ...]
@@ -129,6 +157,7 @@ class TableView:
     label_counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     suggested_exclusions: tuple[str, ...] = ()
     dialect: str | None = None
+    reading_times: ReadingTimes | None = None
 
     @property
     def feature_names(self) -> list[str]:
@@ -202,6 +231,7 @@ def look_at_table(
     statistics = _collect_statistics(batch, is_long, {time_column, devices_of_rows[0] if is_long else None})
     views, features = _describe_columns(table, batch, statistics, time_column, is_long)
     label_counts = _find_labels(batch, time_column, is_long)
+    sensors = [name for name in features if is_long or name != devices_of_rows[0]]
     return TableView(
         inputs=tuple(inputs),
         num_files=max(1, len(files)),
@@ -224,6 +254,7 @@ def look_at_table(
             if not is_long and (_ID_NAME.search(_simplify(name)) or _ANSWER_NAME.search(_simplify(name)))
         ),
         dialect=table.describe_dialect(),
+        reading_times=None if times is None else _collect_reading_times(batch, times, devices_of_rows[1], sensors),
     )
 
 
@@ -378,6 +409,35 @@ def _measure_times(
     known = times[order]
     span = float(known.max() - known.min()) / 1e6
     return (float(np.median(positive)) / 1e6 if len(positive) else None), span or None
+
+
+def _collect_reading_times(
+    batch: pa.RecordBatch, times: NDArray[np.int64], devices: Sequence[str | None] | None, sensors: Sequence[str]
+) -> ReadingTimes:
+    """Return the times of the readings of some sensors.
+
+    Args:
+        batch: The M first rows.
+        times: (M,) their times in microseconds since 1970, `NO_TIME` if unknown.
+        devices: The device of each row, None if there are no devices.
+        sensors: Names of the sensors, which are columns unless a row is one reading.
+    """
+    device_of_row = np.zeros(len(times), np.int64)
+    if devices is not None:
+        device_of_row = np.unique([str(name) for name in devices], return_inverse=True)[1].astype(np.int64)
+    all_times, all_sources = [], []
+    if FEATURE in batch.schema.names and VALUE in batch.schema.names:  # a row is one reading
+        sensor_of_row, names = encode_labels(batch.column(FEATURE))
+        is_known = (times != NO_TIME) & np.isin(sensor_of_row, [i for i, name in enumerate(names) if name in sensors])
+        all_times.append(times[is_known])
+        all_sources.append(device_of_row[is_known] * len(names) + sensor_of_row[is_known])
+    else:
+        for index, name in enumerate(sensors):
+            is_known = (times != NO_TIME) & batch.column(name).is_valid().to_numpy(zero_copy_only=False)
+            all_times.append(times[is_known])
+            all_sources.append(device_of_row[is_known] * len(sensors) + index)
+    empty = np.empty(0, np.int64)
+    return ReadingTimes(np.concatenate([empty, *all_times]), np.concatenate([empty, *all_sources]))
 
 
 def _collect_statistics(
