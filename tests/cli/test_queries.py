@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -75,7 +74,7 @@ def test_signal_removes_incomplete_output(
 
     def signalled(*given: object) -> None:
         seen.extend(tmp_path.glob("*.part"))
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)  # returns only after the handler, which raises
 
     monkeypatch.setattr(imputation, "sample_records", signalled)
     monkeypatch.setattr(imputation, "impute", signalled)
