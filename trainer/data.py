@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from deformer_stream.counts import format_count
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError, map_write_errors
 from deformer_stream.model.schema import Feature, FeatureKind, Schema
@@ -245,7 +246,8 @@ def prepare_table(
     if tables.num_records < MIN_RECORDS:
         bad_rows = describe_bad_rows(tables.tables)
         raise TooFewRecordsError(
-            f"{tables.description}: {tables.num_records} records to train on are too few; "
+            f"{tables.description}: {format_count(tables.num_records, 'record')} to train on "
+            f"{'is' if tables.num_records == 1 else 'are'} too few; "
             f"give at least {MIN_RECORDS} normal records, better 1000{f' ({bad_rows})' if bad_rows else ''}"
         )
     num_input_records = tables.num_records

@@ -147,18 +147,18 @@ def test_angles_are_combined_by_their_circular_mean() -> None:
     """A waiting reading keeps its sums in a snapshot. A model with another period gets the mean so far."""
     schema = make_schema("mean")
     engine = make_engine(schema=schema)
-    handle(engine, make_event(schema, "wind", 0, 5.0), make_event(schema, "wind", 1, 2.0))
+    handle(engine, make_event(schema, "wind", 0, 5.0), make_event(schema, "wind", 1, 1.0))
     restored = make_engine(schema=schema)
     restored.restore(0, encode_and_decode(engine.snapshot(0, 0)), 0)
     effects = handle(restored, make_event(schema, "wind", 1, 5.0), make_event(schema, "site", 12, 0.0))
-    assert list_scored(effects)[0] == ("a@0", "wind+0s", pytest.approx(5.0, abs=1e-9), 1)
+    assert list_scored(effects)[0] == ("a@0", "wind+0s", pytest.approx(5.5), 1)
     other = Schema(tuple(replace(f, period=f.period and 12.0) for f in schema.features), schema.window)
     changed = make_engine(schema=other)
     handle(engine, make_event(schema, "wind", 1, 4.0))
     changed.restore(0, encode_and_decode(engine.snapshot(0, 0)), 0)
     assert len(changed.records.partition(0).slot_readings) == 0
     row = changed.records.partition(0).record_index_by_id["a@0"]
-    assert changed.records.readings_of(row)[1].tolist() == [pytest.approx(4.0)]
+    assert changed.records.readings_of(row)[1].tolist() == [pytest.approx(5.0)]
 
 
 def test_labels_are_combined_by_the_last_one() -> None:
