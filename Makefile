@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 KAFKA_PORT ?= 9092
 CHAOS ?= full
 FUZZ_SECONDS ?= 60
-WORKERS ?= auto
+WORKERS ?= 3
 SHELL := /bin/bash
 # The tests of a file run in one process. Each process starts its own broker, so the number of processes is limited.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
