@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -33,6 +34,9 @@ settings.register_profile(
     "invariants", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
 )
 settings.load_profile("invariants")
+# A shell ignores SIGINT in commands that it starts in the background, and programs inherit that. Tests send SIGINT.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 
