@@ -41,13 +41,13 @@ from deformer_stream.kernels.cpu import is_supported
 from deformer_stream.model.deformer import DEformer, ModelConfig, count_state_values
 from deformer_stream.model.schema import Schema
 
-BASE_VERSION, GROUPS_VERSION, TIES_VERSION, WINDOW_VERSION, PER_SLOT_VERSION = 1, 2, 3, 4, 5
+BASE_VERSION, GROUPS_VERSION, TIES_VERSION, WINDOW_VERSION, PER_SLOT_VERSION, READING_TIMES_VERSION = 1, 2, 3, 4, 5, 6
 """Format versions of the manifest (manifest.json of a model directory), each with one addition to the one before.
 
 Version 2 adds separate calibrations of groups of records, version 3 a rule for readings with equal event times, version
-4 the windows of time that are the records, and version 5 a rule for several readings in one time slot. A manifest gets
-the lowest version that has all of its contents. Older releases can therefore read it, unless they would ignore a part
-of it.
+4 the windows of time that are the records, version 5 a rule for several readings in one time slot, and version 6
+irregular readings, which keep their own times. A manifest gets the lowest version that has all of its contents. Older
+releases can therefore read it, unless they would ignore a part of it.
 """
 WEIGHTS, MANIFEST, REPORT = "model.safetensors", "manifest.json", "report.html"
 SEEN_RECORDS = "seen-records.safetensors"
@@ -234,12 +234,13 @@ def _create_manifest(
         weights: The contents of model.safetensors, for their size and checksum.
         seen_records: The entry `seen_records`, which describes the file of this name; None if there is no such file.
     """
-    window = model.schema.window
+    window, reading_times = model.schema.window, model.schema.reading_times
     manifest: dict[str, Any] = {
         "format_version": BASE_VERSION,  # is replaced below; here it keeps its place at the start of the file
         "package_version": __version__,
         "features": model.schema.to_json(),
         **({} if window is None else {"window": window.to_json()}),
+        **({} if reading_times is None else {"reading_times": reading_times.to_json()}),
         "schema_fingerprint": model.schema.fingerprint,
         "hyperparameters": model.config.to_json(),
         "calibration": calibration.to_json(),
@@ -398,6 +399,7 @@ def _determine_version(manifest: dict[str, Any]) -> int:
 
     A manifest gets the lowest version, so that releases that know only this version can still read it:
 
+    - Version 6 is needed if readings are irregular, that is, if they keep their own times ("reading_times").
     - Version 5 is needed if the readings of a sensor in one time slot are combined ("per_slot" of the window).
     - Version 4 is needed if each record is a window of event time.
     - Version 3 is needed for a rule for readings with equal event times ("ties").
@@ -407,6 +409,8 @@ def _determine_version(manifest: dict[str, Any]) -> int:
         manifest: The parsed manifest; its contents may be invalid.
     """
     # Each version can also express what lower versions can, so the highest version is checked first.
+    if "reading_times" in manifest:
+        return READING_TIMES_VERSION
     if "window" in manifest:
         window = manifest["window"]
         return PER_SLOT_VERSION if isinstance(window, dict) and "per_slot" in window else WINDOW_VERSION
@@ -458,10 +462,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise ArtifactError(f"{path} contains {_shorten(manifest)} instead of a JSON object: {_REMEDY}")
     version = manifest.get("format_version")
     expected_version = _determine_version(manifest)
-    if isinstance(version, int) and version > PER_SLOT_VERSION:
+    if isinstance(version, int) and version > READING_TIMES_VERSION:
         raise ArtifactError(
             f"{path} has format version {_shorten(version)}, but this release reads no version above "
-            f"{PER_SLOT_VERSION}: install the newer deformer-stream that wrote it, or train again"
+            f"{READING_TIMES_VERSION}: install the newer deformer-stream that wrote it, or train again"
         )
     # `write` always states the lowest version that can express the contents.
     if version != expected_version:
@@ -607,7 +611,7 @@ def _build_model(manifest: dict[str, Any], weights: bytes, directory: Path) -> t
         if hashlib.sha256(weights).hexdigest() != manifest["files"][WEIGHTS]["sha256"]:
             raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {_REMEDY}")
         tensors = safetensors.torch.load(weights)
-        schema = Schema.from_json(manifest["features"], manifest.get("window"))
+        schema = Schema.from_json(manifest["features"], manifest.get("window"), manifest.get("reading_times"))
         config = ModelConfig.from_json(manifest["hyperparameters"])
         _check_manifest(manifest, schema, directory)
         _check_tensors(tensors, schema, config, directory)

@@ -21,6 +21,8 @@ import torch
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.errors import ArtifactError, ConfigError, Unavailable
+from deformer_stream.model.deformer import DEformer
+from deformer_stream.model.reading_times import ReadingTimes
 from tests.engine.random_models import draw_records, make_model, normalise_values
 from tests.fuzz.forgery import sign
 from tests.models import CONFIG, SCHEMA, TRAINING_SUMMARY, make_calibration, make_small_model, write_model
@@ -100,6 +102,21 @@ def test_fingerprint_depends_on_weights_and_calibration_and_not_on_the_training_
     other_calibration = model_store.write(tmp_path / "c", model, make_calibration(model, 50), {}, "")
     other_weights = model_store.write(tmp_path / "w", make_small_model(1), calibration, {}, "")
     assert len({*other_summary, other_calibration, other_weights}) == 3
+
+
+def test_model_of_irregular_readings_survives_a_round_trip(tmp_path: Path) -> None:
+    schema = replace(SCHEMA, reading_times=ReadingTimes(48 * 3_600_000_000, 60_000_000))
+    context = {"context_recent": 8, "context_block": 16}
+    model = DEformer(schema, replace(CONFIG, neighbors=4, process_rank=2, process_scales=3, **context)).eval()
+    model_store.write(tmp_path / "m", model, make_calibration(make_small_model()), {}, "")
+    manifest = json.loads((tmp_path / "m" / model_store.MANIFEST).read_text())
+    assert manifest["format_version"] == 6
+    restored = model_store.read(tmp_path / "m").model
+    assert restored.schema == schema
+    codes, values = torch.tensor([[0, 1, 0]]), torch.tensor([[0.5, 0.1, 0.2]])
+    ages = torch.tensor([[0.0, 60.0, 90.0]], dtype=torch.float64)
+    expected = model.log_prob(codes, values, ages=ages)
+    torch.testing.assert_close(restored.log_prob(codes, values, ages=ages), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", [model_store.WEIGHTS, model_store.MANIFEST])

@@ -56,7 +56,7 @@ def is_supported(model: DEformer) -> bool:
     # Matrix products compute tiles (parts of the result) of 32 columns.
     has_whole_tiles = config.feedforward % COLUMNS == 0
     is_float32_on_cpu = model.device.type == "cpu" and model.dtype == torch.float32
-    has_token_pairs = config.tokens == "pair"
+    has_token_pairs = config.tokens == "pair" and model.schema.reading_times is None
     return is_float32_on_cpu and has_token_pairs and has_whole_vectors and has_whole_tiles and config.heads <= MAX_HEADS
 
 

@@ -8,12 +8,20 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
+from deformer_stream.model.bounded_context import ContextLimit
+
 Norm = Literal["pre", "post"]
 ActivationName = Literal["gelu", "relu"]
 Identity = Literal["embedding", "coordinates", "both"]
 AttentionContext = Literal["all", "values"]
 Tokens = Literal["pair", "single"]
 Precision = Literal["float32", "bfloat16"]
+
+IRREGULAR = ("neighbors", "process_rank", "process_scales", "context_recent", "context_block")
+"""Names of the hyperparameters of models for irregular readings. They are 0 in other models."""
+
+NON_NEGATIVE = ("gaussians", "exemplars", *IRREGULAR)
+"""Names of the integer hyperparameters that may be 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,13 @@ class ModelConfig:
         gaussians: The number of components of the Gaussian prior, 0 for a network without a prior. The prior is a
             mixture of Gaussians that is fitted before training. Its exact conditional distributions are inputs of the
             network.
+        neighbors: The number of earlier readings on which the Gaussian process prior of irregular readings is
+            conditioned for each reading, 0 for a network without it. It takes the place of the mixture of `gaussians`.
+        process_rank: The rank of the covariance matrices of the Gaussian process prior, without their diagonals.
+        process_scales: The number of time scales of the Gaussian process prior.
+        context_recent: The number of latest readings before a block that belong to the context of the readings of the
+            block (`bounded_context.ContextLimit`).
+        context_block: The number of readings of a block. 0 if a reading is conditional on all earlier readings.
         exemplars: The number of training records that are stored as exemplars. Complete records are ranked by their
             distance to the nearest exemplars. 0 stores none.
         precision: "bfloat16" rounds the factors of the matrix products in the Transformer layers to bfloat16 when the
@@ -70,14 +85,24 @@ class ModelConfig:
     memory: AttentionContext = "values"
     tokens: Tokens = "pair"
     gaussians: int = 0
+    neighbors: int = 0
+    process_rank: int = 0
+    process_scales: int = 0
+    context_recent: int = 0
+    context_block: int = 0
     exemplars: int = 0
     precision: Precision = "float32"
 
     def __post_init__(self) -> None:
         for name in ("d_model", "layers", "heads", "feedforward", "mixtures", "embedding"):
             _check_integer(f"the hyperparameter {name}", getattr(self, name), minimum=1)
-        for name in ("gaussians", "exemplars"):
+        for name in NON_NEGATIVE:
             _check_integer(f"the hyperparameter {name}", getattr(self, name), minimum=0)
+        if self.neighbors and (self.gaussians or not self.process_scales):
+            raise ValueError(
+                "the hyperparameter neighbors needs process_scales of at least 1, and cannot be combined with "
+                "gaussians: a network has one prior"
+            )
         for width in self.hidden:
             _check_integer("each width in the hyperparameter hidden", width, minimum=1)
         if self.d_model % self.heads:
@@ -94,9 +119,18 @@ class ModelConfig:
         _check_choice("tokens", self.tokens, Tokens)
         _check_choice("precision", self.precision, Precision)
 
+    @property
+    def context_limit(self) -> ContextLimit | None:
+        """How many earlier readings the context of a reading has at most, None if there is no limit."""
+        return ContextLimit(self.context_recent, self.context_block) if self.context_block else None
+
     def to_json(self) -> dict[str, Any]:
-        """Return a dict from hyperparameter names to values, for the manifest (manifest.json) of a model directory."""
-        return asdict(self)
+        """Return a dict from hyperparameter names to values, for the manifest (manifest.json) of a model directory.
+
+        Hyperparameters of irregular readings are left out if they are 0. So the fingerprints of models without them
+        stay as they are.
+        """
+        return {name: value for name, value in asdict(self).items() if value or name not in IRREGULAR}
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> ModelConfig:

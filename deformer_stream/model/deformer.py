@@ -15,8 +15,12 @@ The causal mask lets z_k attend to u_1 … u_{k−1} and u_k to u_1 … u_k, so 
 predicts or on later readings. There are no positional encodings: a feature's identity is all that the order needs.
 
 The hyperparameters (`config.ModelConfig`) select variants: whether tokens also attend to earlier query tokens
-(`memory`), one token per reading in place of two (`tokens`), and a Gaussian prior, whose exact conditionals are added
-to the query tokens and whose components join the output distribution (`gaussians`).
+(`memory`), one token per reading in place of two (`tokens`), and a Gaussian prior, whose conditionals are added to the
+query tokens and whose components join the output distribution (`gaussians`, `neighbors`).
+
+If the readings of the schema are irregular (`Schema.reading_times`), a sensor has any number of readings in a record.
+The identity of a reading is then its feature and its time (`time_inputs`). The readings that a method gets are the
+context of the last one: the earlier readings of its record, or some of them (`bounded_context`).
 
 `DEformer` computes the same conditionals in two ways:
 
@@ -47,9 +51,11 @@ from deformer_stream.model.attention import attend
 from deformer_stream.model.config import PRESETS, AttentionContext, ModelConfig
 from deformer_stream.model.distributions import Conditional, Head
 from deformer_stream.model.gaussian_prior import MAX_CONDITIONING_VALUE, GaussianPrior, PriorConditional
+from deformer_stream.model.gaussian_process import NUM_COMPONENTS, GaussianProcessPrior
 from deformer_stream.model.layers import Encoder, TransformerLayer
 from deformer_stream.model.ranking import Ranking
 from deformer_stream.model.schema import LINEAR_LIMIT, Schema
+from deformer_stream.model.time_inputs import compute_gaps, encode_times
 
 __all__ = ["PRESETS", "DEformer", "KVCacheView", "ModelConfig", "StepOutput"]
 
@@ -66,12 +72,15 @@ class KVCacheView:
         readings: (N, P, 2), for each token two floating-point numbers that describe its reading: the feature code (the
             feature's index in the schema) and the normalised value or label code. None if the model does not need them
             (`DEformer.has_cached_readings`).
+        ages: (N, P) float64, for each token the seconds from the origin of the record to its reading. None if the
+            readings of the schema are not irregular.
     """
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     lengths: Tensor
     readings: Tensor | None = None
+    ages: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +97,15 @@ class StepOutput:
         values: The attention values of the new tokens, one tensor (N, H, M, d_head) per Transformer layer.
         readings: (N, M, 2), for each token two floating-point numbers that describe its reading: the feature code (the
             feature's index in the schema) and the normalised value or label code. None if the model does not need them.
+        ages: (N, M) float64, for each token the seconds from the origin of the record to its reading. None if the
+            readings of the schema are not irregular.
     """
 
     conditional: Conditional
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     readings: Tensor | None = None
+    ages: Tensor | None = None
 
 
 class DEformer(nn.Module):
@@ -103,7 +115,8 @@ class DEformer(nn.Module):
     records with at most L readings is given as two tensors, both in arrival order. `features` (N, L) int64 holds the
     codes of the features (indexes in the schema), −1 for padding at the end of a record. `values` (N, L) holds the
     values in normalised units (`Schema.normalise`), or the label's code for a discrete feature. A feature that was not
-    observed does not appear.
+    observed does not appear. If readings are irregular, a third tensor `ages` (N, L) float64 holds the seconds from the
+    origin of the record to each reading.
 
     Args:
         schema: The features of the records.
@@ -114,12 +127,13 @@ class DEformer(nn.Module):
             `model_store.read` attaches them; `kernels.cpu.CpuKernels` calls them. The model's own methods ignore them.
 
     Raises:
-        ValueError: The hyperparameter `identity` needs coordinates, but the features of the schema have none.
+        ValueError: The hyperparameter `identity` needs coordinates, but the features of the schema have none. Or the
+            hyperparameters do not fit the schema, because only one of them is for irregular readings.
     """
 
     # Attributes that hold parameters or persistent buffers keep their names, because these are keys in
-    # model.safetensors: embedding, label_embedding, identity_encoder, value_encoder, start, blocks, norm, gaussians,
-    # guidance, head, ranking.
+    # model.safetensors: embedding, label_embedding, identity_encoder, value_encoder, start, query_times,
+    # observation_times, blocks, norm, gaussians, process, guidance, head, ranking.
 
     identity_encoder: Encoder | None
     start: nn.Parameter | None
@@ -138,17 +152,25 @@ class DEformer(nn.Module):
         self._init_labels()
         self._init_cycles()
         self._init_encoders()
+        self._init_times()
         self.blocks = nn.ModuleList(TransformerLayer(config) for _ in range(config.layers))
         # With "post", the last layer has already normalised its output.
         self.norm = nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
         self.gaussians: GaussianPrior | None = None
+        self.process: GaussianProcessPrior | None = None
         self.guidance: nn.Linear | None = None  # maps the prior's conditionals to what is added to the tokens
-        # The prior contains only features whose values are numbers on a line, no labels or cyclic values.
-        if config.gaussians and schema.is_linear.any():
-            self.gaussians = GaussianPrior(schema, config.gaussians)
+        # A prior contains only features whose values are numbers on a line, no labels or cyclic values.
+        if schema.is_linear.any():
+            if config.gaussians:
+                self.gaussians = GaussianPrior(schema, config.gaussians)
+            if config.neighbors:
+                self.process = GaussianProcessPrior(
+                    schema, config.process_rank, config.process_scales, config.neighbors
+                )
+        num_prior_components = self.num_prior_components
+        if num_prior_components:
             # The inputs are the weight, the mean and the scale of each component (PriorConditional.to_network_input).
-            self.guidance = nn.Linear(3 * config.gaussians, config.d_model)
-        num_prior_components = 0 if self.gaussians is None else self.gaussians.num_components
+            self.guidance = nn.Linear(3 * num_prior_components, config.d_model)
         self.head = Head(schema, config.d_model, config.mixtures, num_prior_components)
         self.ranking = Ranking(schema, config.exemplars) if config.exemplars else None
         self.register_buffer("is_context", torch.tensor(schema.is_context), persistent=False)
@@ -239,6 +261,34 @@ class DEformer(nn.Module):
             self.value_encoder = Encoder(reading_width, hidden, d_model)
             self.start = None
 
+    def _init_times(self) -> None:
+        """Create the linear maps of time inputs that are added to the tokens of irregular readings.
+
+        Raises:
+            ValueError: Only one of the hyperparameters and the schema is for irregular readings, or the network has a
+                single token for each reading.
+        """
+        times, d = self.schema.reading_times, self.config.d_model
+        if times is None and self.config.neighbors:
+            raise ValueError(
+                "the hyperparameter neighbors is for irregular readings, but the schema has no reading_times: use "
+                "gaussians in place of neighbors"
+            )
+        if times is not None and (self.config.gaussians or self.config.tokens == "single"):
+            raise ValueError(
+                "a model of irregular readings needs two tokens for each reading (tokens='pair') and no mixture of "
+                "Gaussians (gaussians=0): use neighbors for a prior"
+            )
+        self.query_times = None if times is None else nn.Linear(times.num_inputs, d)
+        self.observation_times = None if times is None else nn.Linear(times.num_inputs, d)
+
+    @property
+    def num_prior_components(self) -> int:
+        """The number of Gaussians in the distribution of a reading under the Gaussian prior, 0 without a prior."""
+        if self.gaussians is not None:
+            return self.gaussians.num_components
+        return 0 if self.process is None else self.process.num_components
+
     @property
     def attention_context(self) -> AttentionContext | None:
         """The earlier tokens that a token attends to, if each reading has a query token and an observation token.
@@ -264,9 +314,9 @@ class DEformer(nn.Module):
 
         They are needed if the model has a Gaussian prior, because its distributions depend on the values of the earlier
         readings. They are also needed if each reading has a single token, because that token is made from the reading
-        before it, which can be a cached one.
+        before it, which can be a cached one. Irregular readings need them for the time since the sensor's previous one.
         """
-        return self.start is not None or self.gaussians is not None
+        return self.start is not None or self.num_prior_components > 0 or self.schema.reading_times is not None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -284,6 +334,8 @@ class DEformer(nn.Module):
         values: Tensor,
         prior: PriorConditional | None = None,
         earlier_mask: Tensor | None = None,
+        ages: Tensor | None = None,
+        time_inputs: Tensor | None = None,
     ) -> Conditional:
         """Return the distribution of each reading given the earlier readings, for complete records.
 
@@ -297,20 +349,27 @@ class DEformer(nn.Module):
             earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
                 With such a mask, one call computes several arrival orders of the same readings. Readings with which
                 several orders begin are then present only once (`engine.order_trees`). If the model has a Gaussian
-                prior, `prior` must then be passed too, because the default computation ignores the mask.
+                prior, `prior` must then be passed too, because the default computation ignores the mask. The same holds
+                for `time_inputs`.
+            ages: (N, L) float64 seconds from the origin of the record to each reading, if readings are irregular.
+            time_inputs: (N, L, T) inputs that express the times of irregular readings. By default they are computed
+                from `ages` (`encode_times`).
 
         Returns:
             Distributions of shape (N, L); those of padding are meaningless.
         """
         codes = features.clamp(min=0)
-        if prior is None and self.gaussians is not None:
-            prior = self.gaussians(features, values)
+        if prior is None:
+            prior = self._apply_prior(features, values, ages)
+        if time_inputs is None:
+            time_inputs = self.encode_times(features, ages)
         num_readings = codes.shape[1]
         # Readings and densities need full precision, even if the caller computes the layers under autocast.
         full_precision = torch.autocast(self.device.type, enabled=False)
         with full_precision:
             # (N, 2L, d): the L query tokens, then the L observation tokens. (N, L, d) with single tokens.
-            x = torch.cat(self._embed_tokens(codes, values, prior, cache=None, earlier_mask=earlier_mask), 1)
+            tokens = self._embed_tokens(codes, values, prior, None, earlier_mask, time_inputs)
+            x = torch.cat(tokens, 1)
         for layer_index, layer in enumerate(self._iterate_layers()):
             q, k, v = layer.project_qkv(x)  # (N, H, 2L, d_head) each, or (N, H, L, d_head) with single tokens
             if layer_index == self.config.layers - 1:
@@ -322,7 +381,13 @@ class DEformer(nn.Module):
         with full_precision:
             return cast(Conditional, self.head(self.norm(x.to(self.dtype)), codes, prior))
 
-    def log_prob(self, features: Tensor, values: Tensor, prior: PriorConditional | None = None) -> Tensor:
+    def log_prob(
+        self,
+        features: Tensor,
+        values: Tensor,
+        prior: PriorConditional | None = None,
+        ages: Tensor | None = None,
+    ) -> Tensor:
         """Return ln p(value | earlier readings of the record) for each reading of complete records.
 
         Args:
@@ -331,23 +396,81 @@ class DEformer(nn.Module):
             values: (N, L), the normalised values of continuous features and the label codes of discrete ones.
             prior: The conditional distributions of the same readings under a Gaussian prior (a mixture that was fitted
                 before training). By default they are computed with the model's own prior, if it has one.
+            ages: (N, L) float64 seconds from the origin of the record to each reading, if readings are irregular.
 
         Returns:
             (N, L) natural logarithms, larger is more probable. They are 0 for padding and for context features, which
             are inputs to the predictions of other features and are never scored.
         """
-        log_prob = self.conditionals(features, values, prior).log_prob(values)
+        log_prob = self.conditionals(features, values, prior, ages=ages).log_prob(values)
         is_padding = features < 0
         is_context = self.is_context[features.clamp(min=0)]
         return log_prob.masked_fill(is_padding | is_context, 0.0)
 
-    def prefill(self, features: Tensor, values: Tensor) -> StepOutput:
+    def encode_times(self, features: Tensor, ages: Tensor | None, cache: KVCacheView | None = None) -> Tensor | None:
+        """Return the inputs of the network that express the times of irregular readings.
+
+        Args:
+            features: (N, L), for each of N records the feature codes (indexes in the schema) of L new readings in
+                arrival order; −1 for padding.
+            ages: (N, L) float64 seconds from the origin of the record to each reading.
+            cache: The KV cache with the earlier readings of the records; None if there are none.
+
+        Returns:
+            (N, L, T) in the dtype of the model. None if the readings of the schema are not irregular.
+
+        Raises:
+            ValueError: Readings are irregular, but there are no ages.
+        """
+        if self.schema.reading_times is None:
+            return None
+        if ages is None:
+            raise ValueError("the readings of the model's schema are irregular: pass the age of each reading (ages)")
+        all_codes, all_ages = features, ages
+        if cache is not None and cache.readings is not None and cache.ages is not None:
+            cached_codes, _ = self._unpack_cached_readings(cache)
+            all_codes = torch.cat([cached_codes, features], 1)
+            all_ages = torch.cat([cache.ages[:, :: self.cached_tokens_per_reading], ages], 1)
+        gaps = compute_gaps(all_codes, all_ages)[:, all_codes.shape[1] - features.shape[1] :]
+        return encode_times(self.schema.reading_times, ages, gaps).to(self.dtype)
+
+    def _apply_prior(self, features: Tensor, values: Tensor, ages: Tensor | None) -> PriorConditional | None:
+        """Return the distributions of the readings of contexts under the Gaussian prior, None if there is no prior.
+
+        Args:
+            features: (N, L), for each of N records the feature codes of L readings in arrival order; −1 for padding.
+            values: (N, L), the normalised values of continuous features and the label codes of discrete ones.
+            ages: (N, L) float64 seconds from the origin of the record to each reading, if readings are irregular.
+        """
+        prior: PriorConditional | None = None
+        if self.gaussians is not None:
+            prior = self.gaussians(features, values)
+        elif self.process is not None and ages is not None:
+            prior = self.process(features, values, ages)
+        return prior
+
+    def _unpack_cached_readings(self, cache: KVCacheView) -> tuple[Tensor, Tensor]:
+        """Return the feature codes and the values of the cached readings, both (N, P'), for P' readings per record.
+
+        The code of padding is −1. The cache must hold readings. If a reading has two cached tokens, it occurs once.
+        """
+        if cache.readings is None:
+            raise ValueError("the KV cache has no readings (KVCacheView.readings is None)")
+        is_padding = torch.arange(cache.readings.shape[1], device=self.device) >= cache.lengths[:, None]
+        codes, values = cache.readings.unbind(-1)  # one entry per cached token
+        codes = codes.long().masked_fill(is_padding, -1)
+        # If a reading has two cached tokens, both have the same entry. Use the first one.
+        step = self.cached_tokens_per_reading
+        return codes[:, ::step], values[:, ::step]
+
+    def prefill(self, features: Tensor, values: Tensor, ages: Tensor | None = None) -> StepOutput:
         """Return the conditional distributions and the KV cache entries of the first readings of records.
 
         Args:
             features: (N, L), for each of N records the feature codes (indexes in the schema) of L readings in arrival
                 order; −1 for padding at the end.
             values: (N, L), the normalised values of continuous features and the label codes of discrete ones.
+            ages: (N, L) float64 seconds from the origin of the record to each reading, if readings are irregular.
 
         Returns:
             The conditionals and the cache entries. Entries of padding are included; the caller must not store them.
@@ -361,11 +484,17 @@ class DEformer(nn.Module):
             values=no_tokens_by_layer,
             lengths=self._zeros(num_records),
             readings=self._zeros(num_records, 0, 2),
+            ages=torch.zeros(num_records, 0, dtype=torch.float64, device=self.device),
         )
-        return self.forward_cached(features, values, empty_cache)
+        return self.forward_cached(features, values, empty_cache, ages=ages)
 
     def forward_cached(
-        self, features: Tensor, values: Tensor, cache: KVCacheView, prior: PriorConditional | None = None
+        self,
+        features: Tensor,
+        values: Tensor,
+        cache: KVCacheView,
+        prior: PriorConditional | None = None,
+        ages: Tensor | None = None,
     ) -> StepOutput:
         """Return the conditional distributions and the KV cache entries of new readings, given cached earlier ones.
 
@@ -380,6 +509,7 @@ class DEformer(nn.Module):
             cache: The cached tokens of the earlier readings of the N records.
             prior: The distributions of the new readings under the Gaussian prior (a mixture that was fitted before
                 training), as `compute_prior` returns them for the same arguments. By default, this method calls it.
+            ages: (N, L) float64 seconds from the origin of the record to each new reading, if readings are irregular.
 
         Returns:
             The conditionals and the cache entries. Entries of padding are included. For a record with n new readings,
@@ -389,15 +519,18 @@ class DEformer(nn.Module):
             ValueError: The model needs the cached readings, but the cache does not hold them.
         """
         if cache.readings is None and self.has_cached_readings:
-            reason = "has a Gaussian prior" if self.gaussians is not None else "makes a single token for each reading"
+            reason = "makes a single token for each reading" if self.start is not None else "has a Gaussian prior"
+            if self.schema.reading_times is not None:
+                reason = "is for irregular readings"
             raise ValueError(
                 f"the KV cache has no readings (KVCacheView.readings is None), but a model that {reason} needs them: "
                 "store StepOutput.readings in the cache"
             )
         codes = features.clamp(min=0)
-        prior = self.compute_prior(features, values, cache) if prior is None else prior
+        prior = self.compute_prior(features, values, cache, ages) if prior is None else prior
+        time_inputs = self.encode_times(features, ages, cache)
         # (N, T, d): z_1, u_1, z_2, u_2, …, or one token per reading.
-        x = torch.stack(self._embed_tokens(codes, values, prior, cache), -2).flatten(1, 2)
+        x = torch.stack(self._embed_tokens(codes, values, prior, cache, None, time_inputs), -2).flatten(1, 2)
         tokens_per_reading = 1 if self.attention_context is None else 2
         # The tokens that later tokens attend to: with "values" only u_1, u_2, …, otherwise all.
         stored_tokens = slice(1, None, 2) if self.attention_context == "values" else slice(None)
@@ -428,43 +561,48 @@ class DEformer(nn.Module):
         if self.has_cached_readings:
             readings = torch.stack([codes.to(self.dtype), values.to(self.dtype)], -1)  # (N, L, 2)
             readings = readings.repeat_interleave(self.cached_tokens_per_reading, 1)
-        return StepOutput(self.head(self.norm(x), codes, prior), stored_keys, stored_values, readings)
+        stored_ages = None
+        if self.schema.reading_times is not None and ages is not None:
+            stored_ages = ages.repeat_interleave(self.cached_tokens_per_reading, 1)
+        conditional = self.head(self.norm(x), codes, prior)
+        return StepOutput(conditional, stored_keys, stored_values, readings, stored_ages)
 
-    def compute_prior(self, features: Tensor, values: Tensor, cache: KVCacheView) -> PriorConditional | None:
+    def compute_prior(
+        self, features: Tensor, values: Tensor, cache: KVCacheView, ages: Tensor | None = None
+    ) -> PriorConditional | None:
         """Return the distributions of new readings under the Gaussian prior, given the earlier readings.
 
-        The Gaussian prior is a mixture that was fitted before training; its exact conditionals are inputs of the
-        network. The earlier readings of a new reading are all cached readings of its record and the new readings before
-        it.
+        The Gaussian prior was fitted before training; its conditionals are inputs of the network. The earlier readings
+        of a new reading are all cached readings of its record and the new readings before it.
 
         Args:
             features: (N, L), for each of N records the feature codes (indexes in the schema) of L new readings in
                 arrival order; −1 for padding at the end.
             values: (N, L), the normalised values of continuous features and the label codes of discrete ones.
-            cache: The KV cache of the earlier readings. Only its attributes `readings` and `lengths` are used. Records
-                without cached readings have length 0.
+            cache: The KV cache of the earlier readings. Only its attributes `readings`, `ages` and `lengths` are used.
+                Records without cached readings have length 0.
+            ages: (N, L) float64 seconds from the origin of the record to each new reading, if readings are irregular.
 
         Returns:
             Distributions of shape (N, L). None if the model has no prior, or if `cache.readings` is None, that is, if
             the cache does not store readings.
         """
-        if self.gaussians is None or cache.readings is None:
+        if not self.num_prior_components or cache.readings is None:
             return None
-        max_cached_tokens = cache.readings.shape[1]
-        is_padding = torch.arange(max_cached_tokens, device=self.device) >= cache.lengths[:, None]
-        cached_codes, cached_values = cache.readings.unbind(-1)  # one entry per cached token
-        cached_codes = cached_codes.long().masked_fill(is_padding, -1)  # the prior ignores the code −1
-        # If a reading has two cached tokens, both have the same entry. Use the first one.
-        tokens_per_reading = self.cached_tokens_per_reading
-        cached_codes, cached_values = cached_codes[:, ::tokens_per_reading], cached_values[:, ::tokens_per_reading]
+        cached_codes, cached_values = self._unpack_cached_readings(cache)  # the prior ignores the code −1 of padding
         all_codes = torch.cat([cached_codes, features], 1)
         all_values = torch.cat([cached_values.to(values.dtype), values], 1)
-        prior: PriorConditional = self.gaussians(all_codes, all_values)
+        all_ages = ages
+        if ages is not None and cache.ages is not None:
+            all_ages = torch.cat([cache.ages[:, :: self.cached_tokens_per_reading], ages], 1)
+        prior = cast(PriorConditional, self._apply_prior(all_codes, all_values, all_ages))
         # Return the distributions of the new readings only.
         num_cached_readings = cached_codes.shape[1]
         return prior[:, num_cached_readings:]
 
-    def embed_query_tokens(self, features: Tensor, prior: PriorConditional | None) -> Tensor:
+    def embed_query_tokens(
+        self, features: Tensor, prior: PriorConditional | None, time_inputs: Tensor | None = None
+    ) -> Tensor:
         """Return the query tokens: the inputs of the Transformer that say which feature's value to predict.
 
         The model must have two tokens per reading, not single tokens.
@@ -473,6 +611,7 @@ class DEformer(nn.Module):
             features: Feature codes (indexes in the schema) in a batch of any shape S.
             prior: The conditional distributions of the same readings under the Gaussian prior (a mixture that was
                 fitted before training), which are a further input of the tokens. None to leave them out.
+            time_inputs: (*S, T) inputs that express the times of the readings. None if readings are not irregular.
 
         Returns:
             (*S, d), tokens of width d.
@@ -480,9 +619,10 @@ class DEformer(nn.Module):
         encoder = cast(Encoder, self.identity_encoder)
         token_by_feature = encoder(self.embed_identities())  # (F, d)
         # The backward pass of an embedding lookup is much faster than that of indexing.
-        return self._add_prior(nn.functional.embedding(features, token_by_feature), prior)
+        tokens = nn.functional.embedding(features, token_by_feature)
+        return self._add_times(self._add_prior(tokens, prior), self.query_times, time_inputs)
 
-    def embed_observation_tokens(self, features: Tensor, values: Tensor) -> Tensor:
+    def embed_observation_tokens(self, features: Tensor, values: Tensor, time_inputs: Tensor | None = None) -> Tensor:
         """Return the observation tokens: the inputs of the Transformer that hold observed features and their values.
 
         The model must have two tokens per reading, not single tokens.
@@ -490,13 +630,13 @@ class DEformer(nn.Module):
         Args:
             features: Feature codes (indexes in the schema) in a batch of any shape S.
             values: The normalised values of continuous features and the label codes of discrete ones, of shape S.
+            time_inputs: (*S, T) inputs that express the times of the readings. None if readings are not irregular.
 
         Returns:
             (*S, d), tokens of width d.
         """
         reading_inputs = self._build_reading_inputs(self.embed_identities(), features, values)
-        tokens: Tensor = self.value_encoder(reading_inputs)
-        return tokens
+        return self._add_times(self.value_encoder(reading_inputs), self.observation_times, time_inputs)
 
     def embed_identities(self) -> Tensor:
         """Return the vector that identifies each of the F features: a learned embedding, coordinates or both.
@@ -523,6 +663,7 @@ class DEformer(nn.Module):
         prior: PriorConditional | None,
         cache: KVCacheView | None = None,
         earlier_mask: Tensor | None = None,
+        time_inputs: Tensor | None = None,
     ) -> list[Tensor]:
         """Return the input tokens of the Transformer: two tokens for each reading, or a single one.
 
@@ -538,13 +679,15 @@ class DEformer(nn.Module):
                 before training), of shape (N, L); None if the model has no prior.
             cache: The KV cache with the earlier readings; None if there are none. Single tokens use its last reading.
             earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
+            time_inputs: (N, L, T) inputs that express the times of irregular readings; None if they are not irregular.
 
         Returns:
             [query tokens, observation tokens], two tensors (N, L, d) of tokens of width d, or [single tokens], one such
             tensor.
         """
         if self.identity_encoder is not None:
-            return [self.embed_query_tokens(features, prior), self.embed_observation_tokens(features, values)]
+            query_tokens = self.embed_query_tokens(features, prior, time_inputs)
+            return [query_tokens, self.embed_observation_tokens(features, values, time_inputs)]
         identities = self.embed_identities()
         reading_inputs = self._build_reading_inputs(identities, features, values)
         previous = self._select_previous_readings(identities, reading_inputs, cache, earlier_mask)
@@ -570,6 +713,21 @@ class DEformer(nn.Module):
             return tokens
         prior_term: Tensor = self.guidance(prior.to_network_input().to(self.dtype))
         return tokens + math.sqrt(self.config.d_model) * prior_term
+
+    def _add_times(self, tokens: Tensor, time_map: nn.Linear | None, time_inputs: Tensor | None) -> Tensor:
+        """Return tokens plus a linear map of the inputs that express the times of their readings.
+
+        The output of the map is multiplied by √d, as the outputs of the encoders are.
+
+        Args:
+            tokens: (*S, d), tokens of width d in a batch of any shape S.
+            time_map: The linear map of the tokens; None if readings are not irregular, which returns the tokens.
+            time_inputs: (*S, T) inputs that express the times.
+        """
+        if time_map is None or time_inputs is None:
+            return tokens
+        time_term: Tensor = time_map(time_inputs)
+        return tokens + math.sqrt(self.config.d_model) * time_term
 
     def _build_reading_inputs(self, identities: Tensor, features: Tensor, values: Tensor) -> Tensor:
         """Return vectors that represent readings, as inputs of the encoder that makes tokens.
@@ -764,6 +922,13 @@ def count_state_values(schema: Schema, config: ModelConfig) -> int:
         # The weights, means and covariances of the mixture, then the linear maps that use the prior.
         count += num_prior_components * (1 + num_linear + num_linear**2)
         count += count_linear(3 * num_prior_components, d) + count_linear(d, 3 * num_prior_components)
+    if config.neighbors and num_linear:
+        # The means, noise and outliers, the covariances of each time scale, then the linear maps that use the prior.
+        per_scale = len(schema) * (config.process_rank + 1) + 1
+        count += 4 * len(schema) + config.process_scales * per_scale
+        count += count_linear(3 * NUM_COMPONENTS, d) + count_linear(d, 3 * NUM_COMPONENTS)
+    if schema.reading_times is not None:
+        count += 2 * count_linear(schema.reading_times.num_inputs, d)
     if config.exemplars:
         # The buffers of `Ranking`: `positions` and `known` (exemplars, F), `deviations` (F,) and `typical` (2, 2).
         count += (2 * config.exemplars + 1) * len(schema) + 4

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.model.cycles import Cycle, choose_cycle
+from deformer_stream.model.reading_times import ReadingTimes
 from deformer_stream.model.windows import PerSlot, Window
 
 FeatureKind = Literal["continuous", "discrete"]
@@ -159,6 +160,8 @@ class Schema:
             and in the order of the time slots.
         window: The width and the time slots of the windows, if each window of a device's event time is one record.
             None if the input messages contain record ids.
+        reading_times: The time scales of the records, if readings are irregular: a sensor reports any number of times
+            in a record, and each reading keeps its own time. None if a feature has at most one reading per record.
 
     Raises:
         ValueError: The features contradict each other or the window.
@@ -166,6 +169,7 @@ class Schema:
 
     features: tuple[Feature, ...]
     window: Window | None = None
+    reading_times: ReadingTimes | None = None
 
     def __post_init__(self) -> None:
         if not self.features:
@@ -183,6 +187,11 @@ class Schema:
                     "the same number of coordinates"
                 )
         self._check_sensors()
+        if self.reading_times is not None and self.window is not None and self.window.slots > 1:
+            raise ValueError(
+                f"readings that keep their own times cannot be assigned to the {self.window.slots} time slots of the "
+                "window: use a window without time slots, or a schema without reading_times"
+            )
 
     def _check_sensors(self) -> None:
         """Check that each sensor has the features that it must have.
@@ -443,12 +452,17 @@ class Schema:
         return [f.to_json() for f in self.features]
 
     @staticmethod
-    def from_json(rows: Iterable[dict[str, Any]], window: dict[str, Any] | None = None) -> Schema:
-        """Return the schema from the JSON values that `to_json` and `Window.to_json` returned.
+    def from_json(
+        rows: Iterable[dict[str, Any]],
+        window: dict[str, Any] | None = None,
+        reading_times: dict[str, Any] | None = None,
+    ) -> Schema:
+        """Return the schema from the JSON values that `to_json`, `Window.to_json` and `ReadingTimes.to_json` returned.
 
         Args:
             rows: One JSON object for each feature.
             window: The JSON object of the window, or None if the input messages contain record ids.
+            reading_times: The JSON object of the time scales, or None if readings are not irregular.
 
         Raises:
             ValueError: The features contradict each other or the window.
@@ -462,7 +476,8 @@ class Schema:
                 row["coordinates"] = tuple(row["coordinates"])
             return Feature(**row)
 
-        return Schema(tuple(read_feature(row) for row in rows), Window.from_json(window))
+        features = tuple(read_feature(row) for row in rows)
+        return Schema(features, Window.from_json(window), ReadingTimes.from_json(reading_times))
 
     def with_units(self, unit_by_name: Mapping[str, str]) -> Schema:
         """Return the schema with units of features added or replaced. The fingerprint stays the same.
@@ -475,20 +490,22 @@ class Schema:
         for f in self.features:
             unit = unit_by_name.get(f.name, unit_by_name.get(f.sensor_name, f.unit))
             features.append(replace(f, unit=unit or None))
-        return Schema(tuple(features), self.window)
+        return replace(self, features=tuple(features))
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the schema (16 hexadecimal digits), by which files that were made with another schema are detected.
 
-        It covers the window and all attributes of the features except `Feature.reason` and `Feature.unit`, which are
-        texts for people.
+        It covers the window, the time scales of irregular readings, and all attributes of the features except
+        `Feature.reason` and `Feature.unit`, which are texts for people.
         """
         # These texts do not affect how the model reads or scores values, so they may change.
         texts = ("reason", "unit")
         rows: list[Any] = [{key: v for key, v in row.items() if key not in texts} for row in self.to_json()]
         if self.window is not None:
             rows.append(self.window.to_json())
+        if self.reading_times is not None:
+            rows.append({"reading_times": self.reading_times.to_json()})
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
 
 

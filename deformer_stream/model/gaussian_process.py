@@ -1,0 +1,250 @@
+"""The Gaussian process prior of records with irregular readings, whose conditionals are inputs of the network.
+
+A network learns slowly that a sensor's next value is near its last one, and that sensors move together. A Gaussian
+process over (sensor, time) expresses it directly. It is fitted to the training records before the network is trained.
+For each reading, it gives a distribution given earlier readings of the record, which the output of the network may
+shift, widen and reweight (`distributions.Head`), as that of the mixture of `gaussian_prior`.
+
+The covariance of two readings of the sensors s and s' at the times t and t' is a linear model of coregionalisation
+(Journel and Huijbregts, "Mining Geostatistics", 1978):
+
+    Σ_q A_q[s, s'] exp(−|t − t'| / ℓ_q),    A_q = B_q B_qᵀ + diag(d_q²),
+
+plus the variance of the sensor's noise if it is the same reading. Each time scale ℓ_q thus has a covariance matrix of
+the sensors. A scale that is much longer than a record stands for what differs from record to record.
+
+A reading is not conditioned on all earlier readings of its context, whose cost would grow with the cube of their
+number, but on the `neighbors` ones with the largest absolute correlation with it. This is Vecchia's approximation
+(Vecchia, "Estimation and model identification for continuous spatial processes", 1988). The cost of a record then grows
+linearly with its number of readings, if its contexts are bounded.
+
+Real readings have more outliers than a Gaussian distribution. So the distribution of a reading is a mixture of two
+Gaussians with the same mean: the conditional of the process, and a wider one for outliers.
+
+The process contains only features whose values are numbers on a line (`Schema.is_linear`). Shapes use these letters: N
+is the number of records, L the number of readings of each record, S the number of features, Q the number of time
+scales, R the rank of B_q, K the number of neighbors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deformer_stream.model.gaussian_prior import PriorConditional
+from deformer_stream.model.schema import Schema
+
+NUM_COMPONENTS = 2
+"""Number of Gaussians in the distribution of a reading: that of the process, and a wider one for outliers."""
+
+MAX_NEIGHBOR_VALUE = 6.0
+"""The limit to which the difference of a neighbor's value from its mean is clipped, in normalised units.
+
+An outlier then cannot distort the distributions of the readings after it.
+"""
+
+MIN_NOISE_VARIANCE = 1e-4
+"""Smallest variance of the noise of a reading, in squared normalised units. It keeps covariance matrices regular."""
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbors:
+    """The readings on which M readings are conditioned, padded to K for each.
+
+    Attributes:
+        features: (M, K) feature codes.
+        values: (M, K) values in normalised units.
+        ages: (M, K) seconds since the origin of the record.
+        is_neighbor: (M, K) bool, false for padding.
+    """
+
+    features: Tensor
+    values: Tensor
+    ages: Tensor
+    is_neighbor: Tensor
+
+
+class GaussianProcessPrior(nn.Module):
+    """A Gaussian process over sensors and times, with Vecchia's approximation of its conditionals.
+
+    Args:
+        schema: The features. Labels and cyclic values are left out.
+        rank: The rank R of the matrices B_q.
+        num_scales: The number Q of time scales.
+        num_neighbors: The number K of earlier readings on which a reading is conditioned at most.
+
+    Attributes:
+        is_linear: (S + 1,) bool, whether the process contains the feature. The last entry, false, is for the feature
+            code −1 of padding.
+        means: (S,) means in normalised units.
+        factors: (Q, S, R) the matrices B_q.
+        deviations: (Q, S) the standard deviations d_q of each sensor's own process.
+        noise: (S,) standard deviations of the noise of a reading.
+        scales: (Q,) the time scales ℓ_q in seconds.
+        outlier_share: (S,) the probability of the wider Gaussian.
+        outlier_factor: (S,) its standard deviation relative to that of the process.
+    """
+
+    def __init__(self, schema: Schema, rank: int, num_scales: int, num_neighbors: int) -> None:
+        super().__init__()
+        self.num_neighbors = num_neighbors
+        num_features = len(schema)
+        is_linear = torch.cat([torch.from_numpy(schema.is_linear.copy()), torch.zeros(1, dtype=torch.bool)])
+        self.register_buffer("is_linear", is_linear, persistent=False)
+
+        def add_buffer(name: str, *shape: int, value: float) -> None:
+            self.register_buffer(name, torch.full(shape, value, dtype=torch.float64))
+
+        # Until the process is fitted or loaded, all readings are independent and standard normal. The names of these
+        # buffers are part of the keys in model.safetensors.
+        add_buffer("means", num_features, value=0.0)
+        add_buffer("factors", num_scales, num_features, rank, value=0.0)
+        add_buffer("deviations", num_scales, num_features, value=0.0)
+        add_buffer("noise", num_features, value=1.0)
+        add_buffer("scales", num_scales, value=1.0)
+        add_buffer("outlier_share", num_features, value=0.05)
+        add_buffer("outlier_factor", num_features, value=3.0)
+        self.is_linear: Tensor
+        self.means: Tensor
+        self.factors: Tensor
+        self.deviations: Tensor
+        self.noise: Tensor
+        self.scales: Tensor
+        self.outlier_share: Tensor
+        self.outlier_factor: Tensor
+
+    @property
+    def num_components(self) -> int:
+        """The number of Gaussians in the distribution of a reading."""
+        return NUM_COMPONENTS
+
+    def compute_covariances(self) -> Tensor:
+        """Return the covariance matrices A_q of the sensors, (Q, S, S)."""
+        return self.factors @ self.factors.transpose(1, 2) + torch.diag_embed(self.deviations.square())
+
+    def compute_noise_variances(self) -> Tensor:
+        """Return the variance of the noise of each sensor's readings, (S,)."""
+        return self.noise.square() + MIN_NOISE_VARIANCE
+
+    def forward(self, features: Tensor, values: Tensor, ages: Tensor) -> PriorConditional:
+        """Return the distribution of each reading given its neighbors among the earlier readings of its record.
+
+        Args:
+            features: (N, L) feature codes of N contexts of L readings in arrival order, −1 for padding, which may be at
+                any position.
+            values: (N, L) values of continuous features in normalised units. Label codes are ignored.
+            ages: (N, L) float64 seconds since the origin of the record.
+
+        Returns:
+            Distributions of shape (N, L), each a mixture of two Gaussians with the same mean.
+        """
+        has_prior = self.is_linear[features]  # the index −1 of padding selects the last entry, which is false
+        codes = features.clamp(min=0)
+        index, is_neighbor = self.choose_neighbors(codes, ages, has_prior)
+        flat = (len(features) * features.shape[1], -1)
+        record = torch.arange(len(features), device=features.device)[:, None, None]
+        neighbors = Neighbors(
+            codes[record, index].reshape(flat),
+            values.double()[record, index].reshape(flat),
+            ages[record, index].reshape(flat),
+            is_neighbor.reshape(flat),
+        )
+        mean, deviation = self.condition(codes.flatten(), ages.flatten(), neighbors)
+        mean, deviation = mean.view(features.shape), deviation.view(features.shape)
+        share, factor = self.outlier_share[codes], self.outlier_factor[codes]
+        log_weights = torch.stack([torch.log1p(-share), share.log()], -1)
+        means = torch.where(has_prior, mean, 0.0).unsqueeze(-1).expand_as(log_weights)
+        scales = torch.stack([deviation, factor * deviation], -1)
+        scales = torch.where(has_prior.unsqueeze(-1), scales, 1.0)
+        log_weights, means, scales = (t.to(values.dtype) for t in (log_weights, means, scales))
+        return PriorConditional(log_weights, means, scales, has_prior)
+
+    def choose_neighbors(self, codes: Tensor, ages: Tensor, has_prior: Tensor) -> tuple[Tensor, Tensor]:
+        """Return, for each reading, the K earlier readings with the largest absolute correlation with it.
+
+        Of equal correlations, that of the later reading counts as larger.
+
+        Args:
+            codes: (N, L) feature codes in arrival order, any valid code for padding.
+            ages: (N, L) seconds since the origin of the record.
+            has_prior: (N, L) bool, whether the process contains the reading.
+
+        Returns:
+            (index, is_neighbor), both (N, L, K'), where K' is the smaller of K and L: indexes from 0 to L − 1 of the
+            neighbors, and whether there are as many of them.
+        """
+        num_readings = codes.shape[1]
+        covariances = self.compute_covariances()
+        lag = (ages.unsqueeze(2) - ages.unsqueeze(1)).abs()  # (N, L, L)
+        covariance = torch.zeros_like(lag)
+        for matrix, scale in zip(covariances, self.scales, strict=True):
+            covariance += matrix[codes.unsqueeze(2), codes.unsqueeze(1)] * torch.exp(-lag / scale)
+        variances = covariances.diagonal(dim1=1, dim2=2).sum(0) + self.compute_noise_variances()
+        # The variance of the reading itself is the same for all its candidates, so it need not be divided by.
+        correlation = covariance.abs() / variances.sqrt()[codes].unsqueeze(1)
+        is_earlier = torch.ones(num_readings, num_readings, dtype=torch.bool, device=codes.device).tril(-1)
+        is_candidate = is_earlier & has_prior.unsqueeze(1) & has_prior.unsqueeze(2)
+        correlation = correlation.masked_fill(~is_candidate, -1.0)
+        # A stable descending sort of the reversed readings puts the later one of equal correlations first.
+        num_neighbors = min(self.num_neighbors, num_readings)
+        order = torch.sort(correlation.flip(2), dim=2, descending=True, stable=True).indices[..., :num_neighbors]
+        index = num_readings - 1 - order
+        return index, is_candidate.gather(2, index)
+
+    def condition(self, features: Tensor, ages: Tensor, neighbors: Neighbors) -> tuple[Tensor, Tensor]:
+        """Return the means and the standard deviations of M readings given their neighbors.
+
+        Args:
+            features: (M,) feature codes.
+            ages: (M,) seconds since the origin of the record.
+            neighbors: The readings on which they are conditioned.
+
+        Returns:
+            (mean, standard deviation), both (M,) float64, in normalised units.
+        """
+        # Put the reading itself after its neighbors. For the Cholesky factor C of their covariance matrix and the
+        # values x, with z = C⁻¹(x − μ), the reading is Gaussian with standard deviation C_kk and mean x_k − C_kk z_k.
+        codes = torch.cat([neighbors.features, features.unsqueeze(1)], 1)
+        times = torch.cat([neighbors.ages, ages.unsqueeze(1)], 1)
+        is_present = nn.functional.pad(neighbors.is_neighbor, (0, 1), value=True)
+        lag = (times.unsqueeze(2) - times.unsqueeze(1)).abs()
+        covariance = torch.zeros_like(lag)
+        for matrix, scale in zip(self.compute_covariances(), self.scales, strict=True):
+            covariance = covariance + matrix[codes.unsqueeze(2), codes.unsqueeze(1)] * torch.exp(-lag / scale)
+        covariance = covariance * (is_present.unsqueeze(2) & is_present.unsqueeze(1))
+        # Padding is independent of all readings and has variance 1.
+        diagonal = torch.where(is_present, self.compute_noise_variances()[codes], 1.0)
+        factor = torch.linalg.cholesky(covariance + torch.diag_embed(diagonal))
+        residual = (neighbors.values - self.means[neighbors.features]).clamp(-MAX_NEIGHBOR_VALUE, MAX_NEIGHBOR_VALUE)
+        residual = torch.where(neighbors.is_neighbor, residual, 0.0)
+        z = torch.linalg.solve_triangular(factor[:, :-1, :-1], residual.unsqueeze(-1), upper=False).squeeze(-1)
+        mean = self.means[features] + (factor[:, -1, :-1] * z).sum(-1)
+        return mean, factor[:, -1, -1]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load the buffers, as `nn.Module` does, but refuse parameters that are out of range.
+
+        Args:
+            state_dict: A mapping from names to all tensors of the model.
+            prefix: The first part of the names of this module's tensors.
+            args: The other arguments of the overridden method, passed on unchanged.
+
+        Raises:
+            ValueError: A parameter is not finite, a time scale or an outlier factor is not positive, or an outlier
+                share is not between 0 and 1.
+        """
+        tensors = {name: state_dict[prefix + name] for name, _ in self.named_buffers() if prefix + name in state_dict}
+        is_valid = all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
+        is_valid &= all(bool((tensors[name] > 0).all()) for name in ("scales", "outlier_factor") if name in tensors)
+        share = tensors.get("outlier_share")
+        if share is not None:
+            is_valid &= bool(((share > 0) & (share < 1)).all())
+        if not is_valid:
+            raise ValueError(
+                f"the tensors {prefix}* of the weights file are not the parameters of a Gaussian process, so the file "
+                "is damaged: restore it or train the model again"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)

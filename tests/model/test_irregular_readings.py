@@ -1,0 +1,324 @@
+"""Tests of models of irregular readings: a sensor reports any number of times, and each reading has its own time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deformer_stream.model.bounded_context import ContextLimit, select_contexts
+from deformer_stream.model.deformer import DEformer, KVCacheView, ModelConfig, count_state_values
+from deformer_stream.model.gaussian_process import MIN_NOISE_VARIANCE, GaussianProcessPrior, Neighbors
+from deformer_stream.model.reading_times import ReadingTimes
+from deformer_stream.model.schema import Feature, Schema
+from deformer_stream.model.time_inputs import compute_gaps, encode_times, find_previous_of_sensor
+from deformer_stream.model.time_slots import expand_time_slots
+from deformer_stream.model.windows import Window
+
+TIMES = ReadingTimes(duration=48 * 3_600_000_000, resolution=60_000_000)
+SCHEMA = Schema(
+    (
+        *(Feature(f"sensor{i}", "continuous") for i in range(3)),
+        Feature("direction", "continuous", period=360.0, scale=90.0),
+        Feature("mode", "discrete", labels=("off", "on")),
+    ),
+    reading_times=TIMES,
+)
+seeds = st.integers(0, 2**16)
+
+
+def make_config(memory: str = "values", neighbors: int = 3) -> ModelConfig:
+    return ModelConfig(
+        d_model=16,
+        layers=2,
+        heads=2,
+        feedforward=32,
+        mixtures=3,
+        embedding=4,
+        hidden=(8,),
+        memory=memory,  # type: ignore[arg-type]
+        neighbors=neighbors,
+        process_rank=2 if neighbors else 0,
+        process_scales=3 if neighbors else 0,
+    )
+
+
+def make_irregular_model(config: ModelConfig, seed: int) -> DEformer:
+    """Return a model whose weights and Gaussian process are random, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    model = DEformer(SCHEMA, config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    if model.process is not None:
+        randomize_process(model.process, generator)
+    return model
+
+
+def randomize_process(process: GaussianProcessPrior, generator: torch.Generator) -> None:
+    def draw(like: torch.Tensor) -> torch.Tensor:
+        return torch.randn(like.shape, generator=generator, dtype=torch.float64)
+
+    process.means.copy_(0.3 * draw(process.means))
+    process.factors.copy_(0.5 * draw(process.factors))
+    process.deviations.copy_(0.3 * draw(process.deviations).abs())
+    process.noise.copy_(0.2 + 0.2 * draw(process.noise).abs())
+    process.scales.copy_(torch.tensor([600.0, 10_000.0, 1e6], dtype=torch.float64)[: len(process.scales)])
+
+
+def draw_contexts(num_records: int, num_readings: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes, values and ages of contexts whose sensors report several times; some readings are late."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, len(SCHEMA), (num_records, num_readings))
+    values = rng.normal(size=codes.shape)
+    values[codes == 4] = rng.integers(0, 3, int((codes == 4).sum()))  # label codes; 2 is that of an unseen label
+    ages = np.sort(rng.integers(0, 2880, codes.shape), 1) * 60.0
+    ages += np.where(rng.random(codes.shape) < 0.2, -7200.0, 0.0)
+    return torch.from_numpy(codes), torch.from_numpy(values), torch.from_numpy(ages)
+
+
+def log_prob_by_steps(
+    model: DEformer, codes: torch.Tensor, values: torch.Tensor, ages: torch.Tensor, cuts: list[int]
+) -> torch.Tensor:
+    parts: list[torch.Tensor] = []
+    cache: KVCacheView | None = None
+    for start, stop in zip([0, *cuts], [*cuts, codes.shape[1]], strict=True):
+        c, v, a = codes[:, start:stop], values[:, start:stop], ages[:, start:stop]
+        output = model.prefill(c, v, a) if cache is None else model.forward_cached(c, v, cache, ages=a)
+        parts.append(output.conditional.log_prob(v))
+        assert output.readings is not None
+        assert output.ages is not None
+        keys, cached_values, readings, all_ages = output.keys, output.values, output.readings, output.ages
+        if cache is not None:
+            assert cache.readings is not None
+            assert cache.ages is not None
+            keys = [torch.cat(pair, 2) for pair in zip(cache.keys, keys, strict=True)]
+            cached_values = [torch.cat(pair, 2) for pair in zip(cache.values, cached_values, strict=True)]
+            readings, all_ages = torch.cat([cache.readings, readings], 1), torch.cat([cache.ages, all_ages], 1)
+        cache = KVCacheView(keys, cached_values, torch.full((len(codes),), keys[0].shape[2]), readings, all_ages)
+    return torch.cat(parts, 1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), seed=seeds, memory=st.sampled_from(["values", "all"]), neighbors=st.sampled_from([0, 1, 3, 50]))
+def test_any_split_into_prefill_and_steps_equals_log_prob(
+    data: st.DataObject, seed: int, memory: str, neighbors: int
+) -> None:
+    model = make_irregular_model(make_config(memory, neighbors), seed)
+    codes, values, ages = draw_contexts(3, 12, seed)
+    random_cuts = sorted(data.draw(st.sets(st.integers(1, 11), max_size=4)))
+    with torch.inference_mode():
+        expected = model.log_prob(codes, values, ages=ages)
+        for cuts in (list(range(1, 12)), random_cuts):
+            actual = log_prob_by_steps(model, codes, values, ages, cuts)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=seeds, changed=st.integers(1, 11))
+def test_later_readings_and_padding_change_no_score(seed: int, changed: int) -> None:
+    model = make_irregular_model(make_config(), seed)
+    codes, values, ages = draw_contexts(2, 12, seed)
+    other_codes, other_values, other_ages = draw_contexts(2, 12, seed + 1)
+    with torch.inference_mode():
+        before = model.log_prob(codes, values, ages=ages)
+        for t, other in ((codes, other_codes), (values, other_values), (ages, other_ages)):
+            t[:, changed:] = other[:, changed:]
+        after = model.log_prob(codes, values, ages=ages)
+        torch.testing.assert_close(after[:, :changed], before[:, :changed], rtol=0, atol=1e-10)
+        codes[0, changed:] = -1
+        padded = model.log_prob(codes, values, ages=ages)
+        torch.testing.assert_close(padded[1], after[1], rtol=0, atol=1e-10)
+        torch.testing.assert_close(padded[0, :changed], before[0, :changed], rtol=0, atol=1e-10)
+        assert (padded[0, changed:] == 0).all()
+
+
+@pytest.mark.parametrize("shift", ["age", "order", "sensor"])
+def test_a_prediction_depends_on_the_time_and_on_the_earlier_readings_of_the_sensor(shift: str) -> None:
+    model = make_irregular_model(make_config(neighbors=0), seed=5)
+    codes, values, ages = (
+        torch.tensor([[0, 1, 0]]),
+        torch.tensor([[0.3, -0.4, 0.5]]).double(),
+        torch.zeros(1, 3).double(),
+    )
+    ages[0] = torch.tensor([0.0, 60.0, 3600.0])
+    with torch.inference_mode():
+        before = float(model.log_prob(codes, values, ages=ages)[0, 2])
+        if shift == "age":
+            ages[0, 2] = 7200.0
+        elif shift == "order":
+            ages[0, 0] = 120.0  # the sensor's previous reading is nearer
+        else:
+            codes[0, 0] = 2  # the sensor has not reported before
+        assert abs(float(model.log_prob(codes, values, ages=ages)[0, 2]) - before) > 1e-3
+
+
+def test_continuous_conditionals_integrate_to_one() -> None:
+    model = make_irregular_model(make_config(), seed=1)
+    codes, values, ages = draw_contexts(1, 8, seed=3)
+    codes[0, 7] = 1
+    grid = torch.linspace(-60, 60, 24_001, dtype=torch.float64)
+    with torch.inference_mode():
+        conditional = model.conditionals(codes, values, ages=ages)
+        density = torch.stack(
+            [conditional.log_prob(values.index_fill(1, torch.tensor([7]), float(x)))[0, 7] for x in grid[::40]]
+        )
+    assert float(torch.trapezoid(density.exp(), grid[::40])) == pytest.approx(1.0, abs=2e-3)
+
+
+def test_prior_with_enough_neighbors_is_the_exact_conditional_of_the_process() -> None:
+    process = GaussianProcessPrior(SCHEMA, rank=2, num_scales=3, num_neighbors=50)
+    randomize_process(process, torch.Generator().manual_seed(2))
+    codes = torch.tensor([[0, 2, 1, 0, 2]])
+    ages = torch.tensor([[0.0, 300.0, 300.0, 5000.0, 9000.0]], dtype=torch.float64)
+    values = torch.tensor([[0.5, -0.2, 0.9, 0.1, -1.0]], dtype=torch.float64)
+    prior = process(codes, values, ages)
+    matrices = process.compute_covariances()
+    c, t = codes[0], ages[0]
+    covariance = sum(
+        (matrix[c[:, None], c[None]] * torch.exp(-(t[:, None] - t[None]).abs() / scale))
+        for matrix, scale in zip(matrices, process.scales, strict=True)
+    ) + torch.diag(process.noise[c] ** 2 + MIN_NOISE_VARIANCE)
+    assert isinstance(covariance, torch.Tensor)
+    residual = values[0] - process.means[c]
+    for k in range(5):
+        weights = torch.linalg.solve(covariance[:k, :k], covariance[:k, k]) if k else torch.zeros(0).double()
+        mean = process.means[c[k]] + weights @ residual[:k]
+        variance = covariance[k, k] - weights @ covariance[:k, k]
+        assert float(prior.means[0, k, 0]) == pytest.approx(float(mean), abs=1e-9)
+        assert float(prior.scales[0, k, 0]) == pytest.approx(math.sqrt(float(variance)), abs=1e-9)
+        assert float(prior.scales[0, k, 1] / prior.scales[0, k, 0]) == pytest.approx(3.0)
+
+
+def test_prior_conditions_on_the_most_correlated_earlier_readings() -> None:
+    process = GaussianProcessPrior(SCHEMA, rank=1, num_scales=1, num_neighbors=2)
+    process.scales.fill_(1000.0)
+    process.factors.copy_(torch.tensor([[[1.0], [0.9], [0.01], [1.0], [1.0]]]).double())
+    codes = torch.tensor([[0, 1, 2, 3, 0, 1, 0]])  # code 3 is cyclic, so the process does not contain it
+    ages = torch.tensor([[0.0, 900.0, 990.0, 995.0, 100.0, 901.0, 1000.0]], dtype=torch.float64)
+    has_prior = torch.from_numpy(SCHEMA.is_linear)[codes]
+    index, is_neighbor = process.choose_neighbors(codes, ages, has_prior)
+    assert index[0, 6].tolist() == [5, 1]
+    assert is_neighbor[0].sum(1).tolist() == [0, 1, 2, 0, 2, 2, 2]
+
+
+def test_outlier_among_the_neighbors_is_clipped() -> None:
+    process = GaussianProcessPrior(SCHEMA, rank=1, num_scales=1, num_neighbors=1)
+    process.scales.fill_(1000.0)
+    process.factors.fill_(1.0)
+
+    def condition(value: float) -> float:
+        neighbors = Neighbors(*(torch.tensor([[x]]) for x in (0, value, 0.0, True)))
+        neighbors = Neighbors(
+            neighbors.features, neighbors.values.double(), neighbors.ages.double(), neighbors.is_neighbor
+        )
+        return float(process.condition(torch.tensor([1]), torch.zeros(1).double(), neighbors)[0])
+
+    assert condition(100.0) == condition(6.0) > condition(5.0)
+
+
+def test_damaged_process_is_refused() -> None:
+    model = make_irregular_model(make_config(), seed=0)
+    state = model.state_dict()
+    state["process.scales"] = torch.zeros_like(state["process.scales"])
+    with pytest.raises(ValueError, match="Gaussian process, so the file is damaged"):
+        model.load_state_dict(state)
+
+
+@pytest.mark.parametrize("neighbors", [0, 4])
+def test_number_of_state_values_is_computed_without_the_model(neighbors: int) -> None:
+    config = make_config(neighbors=neighbors)
+    state = DEformer(SCHEMA, config).state_dict()
+    assert count_state_values(SCHEMA, config) == sum(tensor.numel() for tensor in state.values())
+
+
+def test_hyperparameters_must_fit_the_schema() -> None:
+    with pytest.raises(ValueError, match="no reading_times"):
+        DEformer(Schema(SCHEMA.features), make_config())
+    with pytest.raises(ValueError, match="two tokens for each reading"):
+        DEformer(SCHEMA, ModelConfig(gaussians=2))
+    with pytest.raises(ValueError, match="one prior"):
+        ModelConfig(neighbors=2, gaussians=2, process_scales=1)
+    with pytest.raises(ValueError, match="one prior"):
+        ModelConfig(neighbors=2)
+    with pytest.raises(ValueError, match="pass the age"):
+        DEformer(SCHEMA, make_config()).log_prob(torch.tensor([[0]]), torch.tensor([[0.0]]))
+
+
+def test_hyperparameters_of_other_models_keep_their_json() -> None:
+    assert "neighbors" not in ModelConfig().to_json()
+    config = ModelConfig(neighbors=8, process_rank=4, process_scales=5, context_recent=32, context_block=64)
+    assert ModelConfig.from_json(config.to_json()) == config
+    assert config.context_limit == ContextLimit(32, 64)
+    assert ModelConfig().context_limit is None
+
+
+def test_time_scales_are_part_of_the_schema() -> None:
+    restored = Schema.from_json(SCHEMA.to_json(), None, TIMES.to_json())
+    assert restored == SCHEMA
+    assert restored.fingerprint == SCHEMA.fingerprint != Schema(SCHEMA.features).fingerprint
+    with pytest.raises(ValueError, match="time slots"):
+        replace(expand_time_slots(Schema((Feature("a", "continuous"),)), Window(10, 2)), reading_times=TIMES)
+    for duration, resolution in ((0, 1), (10, 0), (10, 11), (10.0, 1)):
+        with pytest.raises(ValueError, match="positive integers"):
+            ReadingTimes(duration, resolution)  # type: ignore[arg-type]
+
+
+def test_gaps_are_the_times_since_the_previous_reading_of_the_sensor() -> None:
+    codes = torch.tensor([[1, 0, 1, 1, -1, 0], [2, 2, 2, 0, 1, 2]])
+    ages = torch.tensor([[5.0, 6.0, 8.0, 7.0, 0.0, 9.0], [0.0, 0.0, 4.0, 5.0, 6.0, 3.0]], dtype=torch.float64)
+    assert find_previous_of_sensor(codes)[0, [0, 1, 2, 3, 5]].tolist() == [-1, -1, 0, 2, 1]
+    gaps = compute_gaps(codes, ages)
+    nan = math.nan
+    np.testing.assert_array_equal(gaps[0, [0, 1, 2, 3, 5]], [nan, nan, 3.0, -1.0, 3.0])
+    np.testing.assert_array_equal(gaps[1], [nan, 0.0, 4.0, nan, nan, -1.0])
+
+
+def test_time_inputs_tell_gaps_apart() -> None:
+    ages = torch.full((5,), 3600.0, dtype=torch.float64)
+    gaps = torch.tensor([math.nan, 0.0, 60.0, -60.0, 3600.0], dtype=torch.float64)
+    inputs = encode_times(TIMES, ages, gaps)
+    assert inputs.shape == (5, TIMES.num_inputs)
+    log_gap, has_previous, is_simultaneous = inputs[:, -3:].unbind(1)
+    assert has_previous.tolist() == [0, 1, 1, 1, 1]
+    assert is_simultaneous.tolist() == [0, 1, 0, 0, 0]
+    assert log_gap[2] == -log_gap[3]
+    assert 0 < log_gap[2] < log_gap[4] < 1
+    # The shortest period is longer than two minutes: 48 h / 2**10 is 169 s.
+    assert TIMES.num_octaves == 11
+    assert torch.isfinite(encode_times(TIMES, ages * 1e9, gaps * 1e9)).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data(), recent=st.integers(0, 5))
+def test_selected_context_is_the_recent_readings_and_the_last_of_each_sensor(data: st.DataObject, recent: int) -> None:
+    records = data.draw(st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=4))
+    offsets = np.concatenate([[0], np.cumsum([len(r) for r in records])])
+    codes = np.array([code for record in records for code in record], np.int16)
+    selected, selected_offsets = select_contexts(codes, offsets, 4, recent)
+    for i, record in enumerate(records):
+        last = {code: place for place, code in enumerate(record)}
+        expected = sorted({*last.values(), *range(max(0, len(record) - recent), len(record))})
+        actual = selected[selected_offsets[i] : selected_offsets[i + 1]] - offsets[i]
+        assert actual.tolist() == expected
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=seeds, recent=st.integers(0, 4), block=st.integers(1, 6))
+def test_next_context_needs_only_the_block_and_its_context(seed: int, recent: int, block: int) -> None:
+    codes = np.random.default_rng(seed).integers(0, 4, 40)
+    context = np.empty(0, np.int64)
+    for start in range(0, 40 - block, block):
+        stop = start + block
+        kept = np.concatenate([context, np.arange(start, stop)])
+        from_all, _ = select_contexts(codes[:stop], np.array([0, stop]), 4, recent)
+        from_kept, _ = select_contexts(codes[kept], np.array([0, len(kept)]), 4, recent)
+        context = kept[from_kept]
+        assert context.tolist() == from_all.tolist()
+        assert len(context) + block <= ContextLimit(recent, block).max_readings(4)
