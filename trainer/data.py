@@ -141,27 +141,22 @@ class DataOptions:
         return frozenset((*self.discrete, *self.continuous, *self.context, *dict(self.cycle)))
 
 
-@dataclass(frozen=True)
-class PreparedTable:
-    """A training table of N records with F features: the normalised values on disk, and facts about the input.
+@dataclass(frozen=True, kw_only=True)
+class TrainingTable:
+    """Facts about the input of a training: its features and the split of its N records.
 
     Attributes:
         schema: The F features.
         excluded_columns: Columns that are not features, with the reason.
-        values: (N, F) float32 on disk: normalised numbers or label codes, NaN if missing.
-        arrival_ranks: (N, F) int16 on disk: position (from 0) of each reading in its record's order of arrival, −1 if
-            missing. None for a wide table, which has no arrival order.
         split: (N,) uint8, the value of `Split` of each record.
         layout: "wide" if a row of the input is a record, "long" if it is a reading.
         time_column: Name of the input's column with the time. None if there is none.
         missing_by_feature: By feature name, the number of missing readings over all records.
         infinite_by_feature: By feature name, the number of infinite readings, which are treated as missing.
+        skipped_by_reason: By reason as text, the number of input records or readings that were left out.
+        fingerprint: Hexadecimal digest of schema, values, order or times of the readings, and split.
         texts_by_feature: By feature name, the number of texts among numbers, which are treated as missing, and the most
             frequent of them.
-        skipped_by_reason: By reason as text, the number of input records or readings that were left out.
-        fingerprint: Hexadecimal digest of schema, values, arrival order and split.
-        ties: With "hold", readings of a record with the same time have the same arrival rank. With "arrival", all ranks
-            of a record are different.
         num_input_records: Number of normal records of the input. N is smaller if a time limit permits only a sample. 0
             if it is not known.
         time_span: The first and the last time in the normal records, in microseconds since 1970. None if the input has
@@ -172,8 +167,6 @@ class PreparedTable:
 
     schema: Schema
     excluded_columns: tuple[ExcludedColumn, ...]
-    values: NDArray[np.float32]
-    arrival_ranks: NDArray[np.int16] | None
     split: NDArray[np.uint8]
     layout: Layout
     time_column: str | None
@@ -182,7 +175,6 @@ class PreparedTable:
     skipped_by_reason: dict[str, int]
     fingerprint: str = field(repr=False)
     texts_by_feature: dict[str, tuple[int, str]] = field(default_factory=dict)
-    ties: TiePolicy = "arrival"
     num_input_records: int = 0
     time_span: tuple[int, int] | None = None
     warnings: tuple[tuple[str, str], ...] = ()
@@ -215,6 +207,62 @@ class PreparedTable:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreparedTable(TrainingTable):
+    """A training table of N records with F features, each with at most one reading, as a matrix of values on disk.
+
+    Attributes:
+        values: (N, F) float32 on disk: normalised numbers or label codes, NaN if missing.
+        arrival_ranks: (N, F) int16 on disk: position (from 0) of each reading in its record's order of arrival, −1 if
+            missing. None for a wide table, which has no arrival order.
+        ties: With "hold", readings of a record with the same time have the same arrival rank. With "arrival", all ranks
+            of a record are different.
+    """
+
+    values: NDArray[np.float32]
+    arrival_ranks: NDArray[np.int16] | None
+    ties: TiePolicy = "arrival"
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedInput:
+    """The input of a training after two passes: its records are numbered and split, its features are chosen.
+
+    Attributes:
+        tables: The input.
+        schema: One feature for each sensor, without a window.
+        excluded_columns: Columns that are not features, with the reason.
+        split: (N,) uint8, the value of `Split` of each record.
+        statistics: The statistics of the columns that became features, by the name of the sensor.
+        num_input_records: Number of normal records of the input, of which N are used.
+    """
+
+    tables: InputTables
+    schema: Schema
+    excluded_columns: tuple[ExcludedColumn, ...]
+    split: NDArray[np.uint8]
+    statistics: dict[str, ColumnStatistics]
+    num_input_records: int
+
+    def describe(self) -> dict[str, Any]:
+        """Return those facts of the `TrainingTable` that follow from the first two passes, by attribute name."""
+        tables, statistics = self.tables, self.statistics
+        return {
+            "excluded_columns": self.excluded_columns,
+            "split": self.split,
+            "layout": tables.layout,
+            "time_column": tables.time_column,
+            "missing_by_feature": _count_missing(self.schema, statistics),
+            "infinite_by_feature": {
+                name: column.num_infinite for name, column in statistics.items() if column.num_infinite
+            },
+            "texts_by_feature": _collect_texts(self.schema, statistics),
+            "num_input_records": self.num_input_records,
+            "time_span": tables.time_span,
+            "notes": tuple(_describe_reading(tables)),
+        }
+
+
 def prepare_table(
     sources: Sequence[TableSource],
     options: DataOptions,
@@ -238,6 +286,46 @@ def prepare_table(
         Unavailable: The disk has no space for the matrix.
     """
     window, once = _choose_window(options)
+    collected = collect_input(sources, options, window, monitor, max_rows)
+    tables, split = collected.tables, collected.split
+    schema = repeat_by_time_slot(collected.schema, window, once).with_units({**tables.units, **options.units})
+    if options.base is None:  # an old model keeps its rule
+        check_rule_for_cycles(schema)
+    tables.monitor.start_pass("converting the records")
+    slot_counts = SlotCounts()
+    values, arrival_ranks = encode_table(tables, schema, folder, options.ties, slot_counts)  # third pass
+    return PreparedTable(
+        **collected.describe(),
+        schema=schema,
+        values=values,
+        arrival_ranks=arrival_ranks,
+        skipped_by_reason=tables.skipped_by_reason,
+        fingerprint=compute_fingerprint(schema, values, arrival_ranks, split),
+        ties=options.ties,
+        warnings=(*check_rows(tables), *_check_slots(tables, schema, once, slot_counts)),
+    )
+
+
+def collect_input(
+    sources: Sequence[TableSource],
+    options: DataOptions,
+    window: Window | None,
+    monitor: ReadingMonitor | None = None,
+    max_rows: int | None = None,
+) -> CollectedInput:
+    """Read tables twice: number and split the records, and infer the features from the training records.
+
+    Args:
+        sources: Files, folders and patterns of files, and tables in memory.
+        options: How to read them.
+        window: The window of time that is a record, None if the input contains record ids.
+        monitor: As for `prepare_table`.
+        max_rows: Largest number of rows of the input that are read. None to read all rows.
+
+    Raises:
+        InputError: A file cannot be used.
+        ConfigError: An option does not fit the files.
+    """
     tables = _open_tables(sources, options, window)
     tables.monitor, tables.max_rows = monitor or ReadingMonitor(), max_rows
     excluded_by_name = _choose_columns(tables, options)
@@ -253,38 +341,13 @@ def prepare_table(
     num_input_records = tables.num_records
     split, statistics = _collect_within_time(tables, options)  # second pass
     schema, excluded_by_values = choose_kinds(list(statistics.values()), options, tables.time_order.only_rises)
-    schema = repeat_by_time_slot(schema, window, once).with_units({**tables.units, **options.units})
-    if options.base is None:  # an old model keeps its rule
-        check_rule_for_cycles(schema)
-    tables.monitor.start_pass("converting the records")
-    slot_counts = SlotCounts()
-    values, arrival_ranks = encode_table(tables, schema, folder, options.ties, slot_counts)  # third pass
     # Statistics of the columns that became features. The names in the input are those of sensors.
     feature_statistics = {name: column for name, column in statistics.items() if name in schema.sensor_names}
-    return PreparedTable(
-        schema=schema,
-        excluded_columns=(*excluded_by_name, *excluded_by_values),
-        values=values,
-        arrival_ranks=arrival_ranks,
-        split=split,
-        layout=tables.layout,
-        time_column=tables.time_column,
-        missing_by_feature=_count_missing(schema, feature_statistics),
-        infinite_by_feature={
-            name: column.num_infinite for name, column in feature_statistics.items() if column.num_infinite
-        },
-        skipped_by_reason=tables.skipped_by_reason,
-        fingerprint=compute_fingerprint(schema, values, arrival_ranks, split),
-        texts_by_feature=_collect_texts(schema, feature_statistics),
-        ties=options.ties,
-        num_input_records=num_input_records,
-        time_span=tables.time_span,
-        warnings=(*_check_rows(tables), *_check_slots(tables, schema, once, slot_counts)),
-        notes=tuple(_describe_reading(tables)),
-    )
+    excluded_columns = (*excluded_by_name, *excluded_by_values)
+    return CollectedInput(tables, schema, excluded_columns, split, feature_statistics, num_input_records)
 
 
-def _check_rows(tables: InputTables) -> list[tuple[str, str]]:
+def check_rows(tables: InputTables) -> list[tuple[str, str]]:
     """Return a warning if rows of CSV files are left out because they have a wrong number of cells."""
     message = describe_bad_rows(tables.tables)
     return [] if message is None else [("malformed_rows", message)]

@@ -1,9 +1,10 @@
 """The training loop: it minimises the negative log-likelihood of records whose readings are in random order.
 
 The loss of a record is −Σ ln p(value | earlier readings) / F. The sum is over its readings, F is the number of scored
-features, and each sample has a new random order (equation 2 of arXiv 2106.06989). The learning rate rises linearly at
-first and then falls along half a cosine. The weights are averaged over the last steps. The result is the average with
-the smallest validation loss.
+features, and each sample has a new random order (equation 2 of arXiv 2106.06989). Records with irregular readings are
+learnt in blocks, and the loss is the mean of −ln p over readings (`trainer.examples`). The learning rate rises linearly
+at first and then falls along half a cosine. The weights are averaged over the last steps. The result is the average
+with the smallest validation loss.
 
 All random numbers of step t depend on the seed and t alone. Therefore a run that was interrupted and continued has
 bit-identical results to one that was not, unless a time limit is set.
@@ -29,26 +30,19 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
 from trainer import checkpoint
 from trainer.budget import Costs, TimeBudget, choose_batch_size
-from trainer.data import PreparedTable, Split
+from trainer.data import PreparedTable
 from trainer.distributed import Ranks
-from trainer.evaluate import BATCH_SIZE, evaluate_held_out
+from trainer.evaluate import BATCH_SIZE
+from trainer.examples import BlockExamples, Examples, RecordExamples
 from trainer.gaussian_prior import CrossFittedPriors
-from trainer.sampling import (
-    Noise,
-    Samples,
-    create_generator,
-    draw_samples,
-    gather_values,
-    move_to_device,
-    order_readings,
-)
+from trainer.sampling import create_generator
 from trainer.settings import Optimizer, Precision
 
 EVALUATIONS = 30
 """Number of validations in a run that is not stopped early. They are at equal distances."""
 
-VALIDATION_ROWS, VALIDATION_ORDERS = 1000, 4
-"""Largest number of validation records, and the number of orders of its readings in which each is scored."""
+VALIDATION_ROWS = 1000
+"""Largest number of validation records, or of blocks of records with irregular readings."""
 
 MIN_VALIDATION_ROWS = 2
 """Number of validation records that are used even if they take more than `VALIDATION_SHARE` of a time limit."""
@@ -184,7 +178,7 @@ class TrainingRun:
     The order of calls is: create the run, `restore` to continue from a checkpoint, `run`.
 
     Args:
-        data: The prepared table.
+        data: The prepared table, or the examples of a table of irregular readings.
         model: The model to train, on the device for training.
         recipe: The hyperparameters of training.
         seed: Seed of orders, noise and batches.
@@ -198,7 +192,7 @@ class TrainingRun:
 
     def __init__(
         self,
-        data: PreparedTable,
+        data: PreparedTable | BlockExamples,
         model: DEformer,
         recipe: Recipe,
         seed: int,
@@ -208,22 +202,25 @@ class TrainingRun:
         priors: CrossFittedPriors | None = None,
         ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
-        self.data, self.model, self.recipe, self.seed = data, model, recipe, seed
+        self.model, self.recipe, self.seed = model, recipe, seed
+        self.examples: Examples = (
+            RecordExamples(data, recipe.smoothing, recipe.forget, recipe.arrival_share, priors)
+            if isinstance(data, PreparedTable)
+            else data
+        )
         self.folder, self.budget = folder, budget  # the folder for checkpoints, the time that training may take
         self.identity = identity  # options and fingerprint of the data, which must be the same in a continued run
         self.priors = priors  # the Gaussian prior, None if the model has none
         self.ranks = ranks  # the processes that train together
-        self.train_rows = data.select_rows(Split.TRAIN)
+        self.train_rows = self.examples.train_indexes  # rows of the table, or indexes of blocks
         # The order is random, because a time limit may reduce the validation records to the first ones.
-        shuffled_rows = np.random.default_rng([seed, 0x7A1]).permutation(data.select_rows(Split.VALIDATION))
+        shuffled_rows = np.random.default_rng([seed, 0x7A1]).permutation(self.examples.validation_indexes)
         self.validation_rows = shuffled_rows[:VALIDATION_ROWS]
         self.validation_batch_size = BATCH_SIZE
         # Number of records of one step, in all processes together.
         self.batch_size = min(recipe.batch * recipe.accumulate * ranks.world_size, len(self.train_rows))
         self.steps_per_epoch = len(self.train_rows) // self.batch_size
         self.steps = max(1, recipe.epochs * self.steps_per_epoch)
-        self.noise = Noise.from_schema(data.schema, recipe.smoothing, recipe.forget)
-        self.num_scored_features = int((~data.schema.is_context).sum())
         self.averaged_model = copy.deepcopy(model).eval().requires_grad_(False)
         # The averaged weights with the smallest validation loss; before the first validation the initial weights.
         self.best_weights = {name: p.clone() for name, p in self.averaged_model.named_parameters()}
@@ -245,6 +242,17 @@ class TrainingRun:
         self._epoch_permutation: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
         self._validated_at = -math.inf  # clock at the end of the last validation
         self._validation_seconds = 0.0  # duration of the last validation
+
+    @property
+    def data(self) -> PreparedTable:
+        """The prepared table, if its features report once in a record.
+
+        Raises:
+            TypeError: The examples are blocks of a table of irregular readings.
+        """
+        if not isinstance(self.examples, RecordExamples):
+            raise TypeError("the examples of this run are blocks of records, so there is no matrix of values")
+        return self.examples.data
 
     @property
     def progress(self) -> float:
@@ -342,8 +350,8 @@ class TrainingRun:
             limit: The time limit in seconds.
         """
         self.has_measured_costs = True
-        # `costs.record` is the time of one record in one order of its readings. Validation uses several orders.
-        seconds_per_record = max(VALIDATION_ORDERS * costs.record, 1e-9)
+        # `costs.record` is the time of one record in one order of its readings. Validation may use several orders.
+        seconds_per_record = max(self.examples.num_orders * costs.record, 1e-9)
         num_affordable = VALIDATION_SHARE * limit / seconds_per_record
         self.validation_rows = self.validation_rows[: max(MIN_VALIDATION_ROWS, int(num_affordable))]
         self.validation_batch_size = choose_batch_size(costs.record, BATCH_SIZE)
@@ -365,11 +373,11 @@ class TrainingRun:
         They show which batch size a time limit allows. No weight is changed.
         """
         rows = self.train_rows[:num_records]
-        samples = draw_samples(self.data, rows, self.noise, self.recipe.arrival_share, create_generator(self.seed))
+        batch = self.examples.draw(rows, create_generator(self.seed))
         started = self.budget.elapsed
         self.model.train()
         with _deterministic_algorithms(self.model.device):
-            self._accumulate_gradients(samples, rows, len(rows))
+            self._accumulate_gradients(batch, slice(0, len(rows)))
         self.model.zero_grad(set_to_none=True)
         return self.budget.elapsed - started
 
@@ -395,14 +403,14 @@ class TrainingRun:
         """
         rows = self._choose_batch_rows()
         generator = create_generator(self.seed, 0x57E9, self.step)
-        samples = draw_samples(self.data, rows, self.noise, self.recipe.arrival_share, generator)
+        batch = self.examples.draw(rows, generator)
         self.model.zero_grad(set_to_none=True)
-        loss = torch.zeros((), device=self.model.device)  # mean over the batch of −ln p / number of scored features
+        loss = torch.zeros((), device=self.model.device)
         # All processes drew the same batch. Each computes the gradients of its own slices, one after the other.
         for part in self.ranks.select_slices(len(rows), self.recipe.accumulate):
             if self.model.config.dropout:  # dropout uses PyTorch's global generator, which must depend on the step
                 torch.manual_seed(create_generator(self.seed, 0x57E9, self.step, part.start).initial_seed())
-            loss += self._accumulate_gradients(samples[part], rows[part], len(rows))
+            loss += self._accumulate_gradients(batch, part)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         self.ranks.sum_in_place([loss, *gradients])  # over all processes
         norm = float(torch.nn.utils.get_total_norm(gradients))
@@ -416,7 +424,7 @@ class TrainingRun:
         self._update_weights()
         self.step += 1
         self._update_average()
-        self.losses.append(float(loss) * self.num_scored_features)
+        self.losses.append(float(loss) * self.examples.nats_factor)
 
     def _update_weights(self) -> None:
         """Set the learning rate of this step and let the optimizers update the weights from their gradients."""
@@ -427,29 +435,17 @@ class TrainingRun:
                 group["lr"] = learning_rate * MUON_RATE_FACTOR if is_muon else learning_rate
             optimizer.step()
 
-    def _accumulate_gradients(self, samples: Samples, rows: NDArray[np.int64], num_records: int) -> Tensor:
+    def _accumulate_gradients(self, batch: Any, part: slice) -> Tensor:
         """Compute the gradient of a part of a batch and add it to the gradients of the weights.
 
         Args:
-            samples: The B records of the part, with noise and order.
-            rows: (B,) row numbers of these records in the table.
-            num_records: Number of records in the complete batch, by which the loss is divided.
+            batch: The complete batch, which `examples.draw` has returned.
+            part: The examples of the batch that belong to the part.
 
         Returns:
-            A scalar: the part's share of the batch's loss. The sum over all parts is the mean over the batch's records
-            of −ln p / number of scored features.
+            A scalar: the part's share of the batch's loss. The sum over all parts is the loss.
         """
-        device = self.model.device
-        features, columns = order_readings(samples.values, samples.keys)
-        # (B, L) like `features`, where L is the number of readings of the longest record.
-        values, is_hidden = gather_values(samples.values, columns), samples.is_hidden.gather(1, columns)
-        features, values, is_hidden = (move_to_device(tensor, device) for tensor in (features, values, is_hidden))
-        conditionals = None if self.priors is None else self.priors.compute_conditionals(features, values, rows)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.is_low_precision):
-            log_p = self.model.log_prob(features, values, conditionals)
-        # A hidden label was replaced by the code of an unseen label, which the network should not learn to predict.
-        log_p = log_p.masked_fill(is_hidden, 0.0)
-        loss = -log_p.sum() / num_records / self.num_scored_features
+        loss = self.examples.compute_loss(self.model, batch, part, self.is_low_precision)
         torch.autograd.backward(loss)
         return loss.detach()
 
@@ -524,16 +520,8 @@ class TrainingRun:
         The records and the orders of their readings are the same in every validation. As in training, the share
         `recipe.arrival_share` of the orders is the logged order of arrival.
         """
-        held_out = evaluate_held_out(
-            self.averaged_model,
-            self.data,
-            self.validation_rows,
-            VALIDATION_ORDERS,
-            self.seed,
-            self.recipe.arrival_share,
-            self.validation_batch_size,
-        )
-        return self.ranks.broadcast(held_out.mean_nll)
+        nll = self.examples.evaluate(self.averaged_model, self.validation_rows, self.seed, self.validation_batch_size)
+        return self.ranks.broadcast(nll)
 
     def _validate_initial_weights(self) -> float:
         """Return the mean −ln p of the validation records under the initial weights, in nats.

@@ -32,8 +32,9 @@ from trainer.calibrate import choose_order, compute_statistics
 from trainer.data import PreparedTable, Split
 from trainer.distributed import Ranks
 from trainer.evaluate import evaluate_held_out
+from trainer.examples import VALIDATION_ORDERS
 from trainer.exemplars import MAX_REFERENCE_RECORDS, measure_distance_seconds
-from trainer.fit import MIN_VALIDATION_ROWS, SINGLE_PROCESS, VALIDATION_ORDERS, TrainingRun
+from trainer.fit import MIN_VALIDATION_ROWS, SINGLE_PROCESS, TrainingRun
 from trainer.gaussian_prior import CrossFittedPriors
 from trainer.recipes import (
     AUTO_PRESETS,

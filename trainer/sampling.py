@@ -59,6 +59,12 @@ class Noise:
             forget,
         )
 
+    def select(self, codes: Tensor) -> Noise:
+        """Return the noise for readings of any shape S, whose feature codes are given, in place of all F features."""
+        return Noise(
+            self.quantum_widths[codes], self.is_discrete[codes], self.label_counts[codes], self.smoothing, self.forget
+        )
+
     def apply(self, values: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Add noise to the measurements of B records, and hide some of their labels.
 

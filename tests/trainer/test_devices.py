@@ -13,7 +13,7 @@ import torch
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from tests.engine.fake_gpu import fake_gpu, move_to_fake_gpu
 from tests.trainer.tables import mixed, prepared
-from trainer import fit as training
+from trainer import examples as training
 from trainer import gaussian_prior
 from trainer.budget import TimeBudget
 from trainer.data import Split
@@ -48,7 +48,7 @@ def test_training_step_runs_on_a_simulated_gpu(tmp_path: Path, optimizer: Optimi
         places = [mode.from_tensor(tensor) for tensor in arranged]
         samples = Samples(*(mode.from_tensor(tensor) for tensor in (drawn.values, drawn.keys, drawn.is_hidden)))
         with patch.object(training, "order_readings", lambda values, keys: places), patch("torch.autograd.backward"):
-            loss = run._accumulate_gradients(samples, rows, len(rows))
+            loss = run._accumulate_gradients((samples, rows), slice(0, len(rows)))
         for weight in run.parameters:
             weight.grad = torch.zeros_like(weight)
         for part in run.optimizers:

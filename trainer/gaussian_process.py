@@ -1,0 +1,253 @@
+"""Fit the Gaussian process prior of irregular readings (`model.gaussian_process`) before the network is trained.
+
+The parameters maximise the mean ln p(reading | its neighbors) of random blocks of training records, by Adam. The
+density is that which the prior uses: a mixture of the conditional Gaussian of the process and of a wider one for
+outliers. The neighbors of a reading depend on the parameters, so they are chosen anew in each round. In a round, the
+readings of random blocks are drawn, their neighbors are chosen, and some steps are done with these readings.
+
+The process has few parameters compared with the readings of a table of long records. Unlike the mixture of
+`trainer.gaussian_prior`, it therefore needs no cross-fitting.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from deformer_stream.model.gaussian_process import GaussianProcessPrior, Neighbors
+from deformer_stream.model.schema import Schema
+from trainer.examples import BlockExamples
+from trainer.sampling import create_generator
+
+NUM_ROUNDS, STEPS_PER_ROUND, BATCH_READINGS = 8, 75, 512
+"""Number of rounds, steps of Adam in each, and readings of a step."""
+
+BLOCKS_PER_ROUND = 200
+"""Number of random blocks whose readings are used in a round."""
+
+LEARNING_RATE = 0.03
+"""Learning rate of the first step. It falls linearly to 0."""
+
+LONG_SCALE = 1000.0
+"""The longest time scale in units of `ReadingTimes.duration`. It stands for what differs from record to record."""
+
+MIN_SHARE, MAX_SHARE = 1e-4, 0.5
+"""Limits of the probability of the wider Gaussian."""
+
+MIN_FACTOR = 1.5
+"""Smallest standard deviation of the wider Gaussian, relative to that of the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """M readings with the readings on which they are conditioned.
+
+    Attributes:
+        features: (M,) feature codes.
+        values: (M,) float64 values in normalised units.
+        ages: (M,) float64 seconds since the origin of the record.
+        neighbors: The readings on which they are conditioned.
+    """
+
+    features: Tensor
+    values: Tensor
+    ages: Tensor
+    neighbors: Neighbors
+
+    def __getitem__(self, index: Tensor) -> Targets:
+        """Return some of the readings."""
+        n = self.neighbors
+        neighbors = Neighbors(n.features[index], n.values[index], n.ages[index], n.is_neighbor[index])
+        return Targets(self.features[index], self.values[index], self.ages[index], neighbors)
+
+
+class _Parameters(nn.Module):
+    """The parameters of a Gaussian process without bounds, from which its buffers are computed.
+
+    Args:
+        schema: The features, with the time scales of their readings.
+        process: The process, for the shapes of its buffers.
+        generator: The source of random numbers.
+    """
+
+    def __init__(self, schema: Schema, process: GaussianProcessPrior, generator: torch.Generator) -> None:
+        super().__init__()
+        times = schema.reading_times
+        if times is None:
+            raise ValueError("the readings of the schema are not irregular (Schema.reading_times is None)")
+
+        def create(like: Tensor, value: float) -> nn.Parameter:
+            return nn.Parameter(torch.full_like(like, value))
+
+        self.means = create(process.means, 0.0)
+        factors = 0.1 * torch.randn(process.factors.shape, generator=generator, dtype=torch.float64)
+        self.factors = nn.Parameter(factors)
+        self.log_deviations = create(process.deviations, -1.5)
+        self.log_noise = create(process.noise, -1.0)
+        # From the resolution to a third of the duration; the last scale is longer than any record, and fixed.
+        num_fitted = len(process.scales) - 1
+        duration, resolution = times.duration / 1e6, times.resolution / 1e6
+        spread = np.geomspace(resolution, max(duration / 3.0, resolution), num_fitted) if num_fitted else np.empty(0)
+        self.log_scales = nn.Parameter(torch.from_numpy(np.log(spread)))
+        self.long_scale = torch.tensor([LONG_SCALE * duration], dtype=torch.float64)
+        self.share_logits = create(process.outlier_share, math.log(0.05 / 0.45))
+        self.log_excess = create(process.outlier_factor, math.log(3.0 - MIN_FACTOR))
+
+    def fill(self, process: GaussianProcessPrior) -> None:
+        """Set the buffers of the process, which are then differentiable functions of the parameters."""
+        process.means, process.factors = self.means, self.factors
+        process.deviations, process.noise = self.log_deviations.exp(), self.log_noise.exp()
+        process.scales = torch.cat([self.log_scales.exp(), self.long_scale])
+        process.outlier_share = MIN_SHARE + (MAX_SHARE - MIN_SHARE) * self.share_logits.sigmoid()
+        process.outlier_factor = MIN_FACTOR + self.log_excess.exp()
+
+
+def fit_process(
+    process: GaussianProcessPrior,
+    examples: BlockExamples,
+    seed: int,
+    seconds: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
+    on_progress: Callable[[float], None] = lambda nll: None,
+) -> int:
+    """Fit a Gaussian process to the training records, in place.
+
+    Args:
+        process: The process. Its parameters before the call have no effect.
+        examples: The blocks of the records.
+        seed: Seed of the initial parameters and of the choice of readings.
+        seconds: Seconds that the fit may take. Fewer rounds are made if the time is short, but at least one.
+        clock: A function that returns the current time in seconds.
+        on_progress: Called after each round with the mean −ln p of its readings in nats.
+
+    Returns:
+        The number of rounds that were made.
+    """
+    schema = examples.table.schema
+    parameters = _Parameters(schema, process, create_generator(seed, 0x6B))
+    optimizer = torch.optim.Adam(parameters.parameters(), lr=LEARNING_RATE)
+    started = clock()
+    num_rounds, step = 0, 0
+    total_steps = NUM_ROUNDS * STEPS_PER_ROUND
+    for round_index in range(NUM_ROUNDS):
+        generator = create_generator(seed, 0x6B, 1 + round_index)
+        with torch.no_grad():
+            parameters.fill(process)
+            targets = draw_targets(process, examples, BLOCKS_PER_ROUND, generator)
+        if not len(targets.features):
+            break
+        losses = []
+        for _ in range(STEPS_PER_ROUND):
+            progress = max(step / total_steps, (clock() - started) / seconds)
+            if progress >= 1.0:
+                break
+            for group in optimizer.param_groups:
+                group["lr"] = LEARNING_RATE * (1.0 - progress)
+            chosen = torch.randint(len(targets.features), (BATCH_READINGS,), generator=generator)
+            parameters.fill(process)
+            loss = -compute_log_prob(process, targets[chosen]).mean()
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            step += 1
+        num_rounds += 1
+        if losses:
+            on_progress(float(np.mean(losses)))
+        if clock() - started > seconds:
+            break
+    with torch.no_grad():
+        parameters.fill(process)
+        for name, buffer in list(process.named_buffers()):
+            setattr(process, name, buffer.detach().clone())
+    return num_rounds
+
+
+def draw_targets(
+    process: GaussianProcessPrior, examples: BlockExamples, num_blocks: int, generator: torch.Generator
+) -> Targets:
+    """Return the readings of random training blocks with their neighbors.
+
+    Args:
+        process: The process, whose parameters decide which readings are neighbors.
+        examples: The blocks of the records.
+        num_blocks: Number of blocks.
+        generator: The source of random numbers.
+    """
+    chosen = torch.randint(len(examples.train_indexes), (num_blocks,), generator=generator).numpy()
+    indexes = examples.train_indexes[chosen]
+    parts = []
+    for start in range(0, num_blocks, 25):  # few blocks at once, because all pairs of their readings are compared
+        batch = examples.gather(indexes[start : start + 25], generator)
+        parts.append(find_targets(process, batch.features, batch.values, batch.ages, batch.weights > 0))
+    return _concatenate(parts)
+
+
+def find_targets(
+    process: GaussianProcessPrior, features: Tensor, values: Tensor, ages: Tensor, is_target: Tensor
+) -> Targets:
+    """Return the readings of contexts that the process predicts, with their neighbors.
+
+    Args:
+        process: The process.
+        features: (N, L) feature codes, −1 for padding.
+        values: (N, L) normalised values.
+        ages: (N, L) float64 seconds since the origin of the record.
+        is_target: (N, L) bool, which readings are predicted. Those that the process does not contain are left out.
+    """
+    has_prior = process.is_linear[features]
+    codes = features.clamp(min=0)
+    index, is_neighbor = process.choose_neighbors(codes, ages, has_prior)
+    row, place = torch.nonzero(is_target & has_prior, as_tuple=True)
+    near = index[row, place]
+    of_row = row.unsqueeze(1)
+    values = values.double()
+    neighbors = Neighbors(codes[of_row, near], values[of_row, near], ages[of_row, near], is_neighbor[row, place])
+    # All targets must have the same number K of neighbors; a short context has fewer.
+    return Targets(codes[row, place], values[row, place], ages[row, place], _pad(neighbors, process.num_neighbors))
+
+
+def _pad(neighbors: Neighbors, num_neighbors: int) -> Neighbors:
+    """Return the neighbors padded to K for each reading."""
+    missing = num_neighbors - neighbors.features.shape[1]
+    if missing <= 0:
+        return neighbors
+    return Neighbors(
+        nn.functional.pad(neighbors.features, (0, missing)),
+        nn.functional.pad(neighbors.values, (0, missing)),
+        nn.functional.pad(neighbors.ages, (0, missing)),
+        nn.functional.pad(neighbors.is_neighbor, (0, missing)),
+    )
+
+
+def _concatenate(parts: list[Targets]) -> Targets:
+    """Return the readings of several parts."""
+    neighbors = Neighbors(
+        torch.cat([part.neighbors.features for part in parts]),
+        torch.cat([part.neighbors.values for part in parts]),
+        torch.cat([part.neighbors.ages for part in parts]),
+        torch.cat([part.neighbors.is_neighbor for part in parts]),
+    )
+    return Targets(
+        torch.cat([part.features for part in parts]),
+        torch.cat([part.values for part in parts]),
+        torch.cat([part.ages for part in parts]),
+        neighbors,
+    )
+
+
+def compute_log_prob(process: GaussianProcessPrior, targets: Targets) -> Tensor:
+    """Return ln p of each of M readings given its neighbors, (M,), with the mixture of two Gaussians of the prior."""
+    mean, deviation = process.condition(targets.features, targets.ages, targets.neighbors)
+    share, factor = process.outlier_share[targets.features], process.outlier_factor[targets.features]
+    z = (targets.values - mean) / deviation
+    log_peak = -deviation.log() - 0.5 * math.log(2.0 * math.pi)
+    usual = torch.log1p(-share) - 0.5 * z.square()
+    outlier = share.log() - factor.log() - 0.5 * (z / factor).square()
+    return log_peak + torch.logaddexp(usual, outlier)
