@@ -397,7 +397,7 @@ class DriftMonitor:
             model: The network, with which the recent records are scored again.
             now: The time of the notice in microseconds since 1970, UTC.
         """
-        recent = average_neg_log_p_by_feature(model, self._recent_readings[alarm.partition])
+        recent = average_neg_log_p_by_feature(model, self._recent_readings.get(alarm.partition, ()))
         return DriftNotice(
             id=make_notice_id(alarm, self.model),
             record=alarm.record,

@@ -69,11 +69,14 @@ def encode_alert(alert: Alert, data: Payload | None) -> bytes:
 def _contribution_to_json(contribution: Contribution) -> dict[str, Any]:
     """Return a reading's contribution to an alert (how it explains the alert) as a JSON object of the public format."""
     expected = contribution.expected
-    unit = {} if contribution.unit is None else {"unit": contribution.unit}  # the key is left out if it is not known
+    # These keys are left out if they are not known.
+    unit = {} if contribution.unit is None else {"unit": contribution.unit}
+    time = {} if contribution.time is None else {"time": format_rfc3339(contribution.time)}
     return {
         "feature": contribution.feature,
         "value": contribution.value,
         **unit,
+        **time,
         "surprise": contribution.surprise,
         "expected": {"low": expected.low, "median": expected.median, "high": expected.high},
         "attribution": contribution.attribution,

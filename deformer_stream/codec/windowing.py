@@ -121,7 +121,7 @@ class WindowAssigner:
         return record_id
 
     def make_membership(self, devices: list[str], times: NDArray[np.int64]) -> WindowMembership:
-        """Return the device of each of N events and the deadline of its window, after which the window is closed.
+        """Return the device of each of N events, and the start and the deadline of its window.
 
         The deadline is the end of the window plus the grace period for late readings. The engine closes the window when
         an event of the device has this time or a later one.
@@ -130,5 +130,5 @@ class WindowAssigner:
             devices: N device names, "" for an event that names its record explicitly.
             times: (N,) event times, microseconds since 1970. If an event names its record, its deadline is not used.
         """
-        deadlines = floor_to_window(times, self.width) + (self.width + self.grace)
-        return WindowMembership(devices, deadlines)
+        starts = floor_to_window(times, self.width)
+        return WindowMembership(devices, starts + (self.width + self.grace), starts)

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.engine.events import NO_TIME, Alert, EventBatch, Explanation, ScoredReadings
-from deformer_stream.engine.explain import ExplanationEffort, explain_records
+from deformer_stream.engine.explain import ExplanationEffort, explain_context, explain_records
 from deformer_stream.engine.records import AcceptedReadings, RecordTable
 from deformer_stream.engine.scoring import ModelVersion
+from deformer_stream.model.bounded_context import select_contexts
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -87,7 +88,12 @@ class AlertBuilder:
         record_index, num_readings = readings.record_indices[alerting], readings.seq[alerting] + 1
         record_ids = [batch.record_ids[event] for event in readings.event_indices[alerting].tolist()]
         explanations = self._explain(record_index, num_readings, record_ids)
-        num_expected = self._count_expected_features(batch, readings, arrivals, alerting)
+        if self.records.is_irregular:
+            num_seen = self.records.count_sensors_seen(record_index, num_readings)
+            num_expected = np.full(len(alerting), len(self.records.schema))
+        else:
+            num_seen = num_readings
+            num_expected = self._count_expected_features(batch, readings, arrivals, alerting)
         alerts = []
         for i, reading in enumerate(alerting.tolist()):
             event = int(readings.event_indices[reading])
@@ -102,7 +108,7 @@ class AlertBuilder:
                     id=compute_alert_id(record_ids[i], fingerprint, alpha),
                     record=record_ids[i],
                     raised_at=int(num_readings[i]),
-                    features_seen=int(num_readings[i]),
+                    features_seen=int(num_seen[i]),
                     features_expected=int(num_expected[i]),
                     time=int(batch.times[event]),
                     p_value=float(p_value),
@@ -197,6 +203,11 @@ class AlertBuilder:
         # Records of one model version are explained together; `members` are their indexes, from 0 to A − 1.
         for version, members in self.group_by_version(record_index):
             member_index, member_counts = record_index[members], num_readings[members]
+            if self.records.is_irregular:
+                for member in members.tolist():
+                    explanation = self._explain_irregular(version, int(record_index[member]), int(num_readings[member]))
+                    explanations[member] = version.fingerprint, explanation
+                continue
             codes, values = self.records.log.gather_padded(member_index, member_counts)
             # Readings of a record with the same event time (a tie group) can be scored together. Then only the last of
             # them can raise an alert. None means that every reading can.
@@ -218,6 +229,39 @@ class AlertBuilder:
             for member, explanation in zip(members.tolist(), explained, strict=True):
                 explanations[member] = version.fingerprint, explanation
         return explanations
+
+    def _explain_irregular(self, version: ModelVersion, record_index: int, num_readings: int) -> Explanation:
+        """Explain the alert of a record with irregular readings by the context of the alerting reading.
+
+        Args:
+            version: The model version that scores the record.
+            record_index: Row of the record in the record table.
+            num_readings: Number of readings of the record when the alert was raised. Later readings are ignored.
+        """
+        limit, log = version.context_limit, self.records.log
+        if self.effort == "off" or limit is None:
+            return Explanation(())
+        block_start = (num_readings - 1) // limit.block * limit.block
+        earlier_codes = log.gather_features(np.full(block_start, record_index), np.arange(block_start))
+        offsets = np.array([0, block_start])
+        selected, _ = select_contexts(earlier_codes, offsets, len(self.records.schema), limit.recent)
+        places = np.concatenate([selected, np.arange(block_start, num_readings)])
+        rows = np.full(len(places), record_index)
+        codes, values = log.gather(rows, places)
+        label_by_place = self.records.unseen_labels.get(record_index, {})
+        return explain_context(
+            version.model,
+            codes,
+            values,
+            self.records.ages_of(rows, places),
+            log.gather_times(rows, places),
+            unseen_labels={
+                position: label_by_place[place]
+                for position, place in enumerate(places.tolist())
+                if place in label_by_place
+            },
+            kernels=version.kernels,
+        )
 
     def _find_group_ends(self, record_index: Ints, num_readings: Ints) -> Bools:
         """Return which readings of A records are the last of their tie groups.

@@ -30,12 +30,13 @@ from deformer_stream.engine.events import (
     ScoredReadings,
 )
 from deformer_stream.engine.explain import ExplanationEffort
+from deformer_stream.engine.irregular_ingest import ingest_irregular
 from deformer_stream.engine.records import MAX_CLOSED_IDS, AcceptedReadings, RecordTable
 from deformer_stream.engine.scoring import NO_ALPHAS, Cache, ModelVersion
 from deformer_stream.engine.slot_ingest import ingest_slots, release_slots
 from deformer_stream.engine.snapshot import Snapshot, Vocabulary, export_state, import_state
 from deformer_stream.engine.ties import decide_tie_groups
-from deformer_stream.errors import InvariantViolated
+from deformer_stream.errors import ConfigError, InvariantViolated
 from deformer_stream.kernels.kv_cache import CacheShape
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Schema
@@ -164,11 +165,16 @@ class Engine:
             effort: How thoroughly alerts are explained: "full", "fast" (one forward pass per record) or "off".
             ties: How readings of one record with the same event time are scored: "arrival" for one after the other,
                 "hold" for together as a tie group. None for the policy with which the calibration was made; the
-                false-alarm rate is only guaranteed with that policy.
+                false-alarm rate is only guaranteed with that policy. Irregular readings are always scored one after the
+                other.
+
+        Raises:
+            ConfigError: Readings are irregular, and `ties` is "hold", or the contexts of the model are not bounded.
         """
         self.alphas = np.unique(np.atleast_1d(np.asarray(alpha, np.float64)))[::-1]
         self.limits, self.effort, self._tie_policy = limits or Limits(), effort, ties
-        self.records = RecordTable(model.schema, self.limits.max_closed_ids, self._holds_ties(calibration))
+        holds_ties = self._holds_ties(model, calibration)
+        self.records = RecordTable(model.schema, self.limits.max_closed_ids, holds_ties)
         self.num_dropped_readings = 0
         self.num_cache_rebuilds = 0
         self._unscorable: UnscorableReadings | None = None
@@ -433,7 +439,9 @@ class Engine:
             event time are scored) of the new model differ.
         """
         has_same_vocabulary = Vocabulary.from_schema(self.schema) == Vocabulary.from_schema(model.schema)
-        has_same_ties = self._holds_ties(calibration) == self.records.holds_ties
+        has_same_vocabulary &= (self.schema.reading_times is None) == (model.schema.reading_times is None)
+        holds_ties = self._holds_ties(model, calibration)
+        has_same_ties = holds_ties == self.records.holds_ties
         # How several readings of a time slot become one, by sensor.
         has_same_slots = self.schema.per_slot_by_sensor == model.schema.per_slot_by_sensor
         has_same_slots &= self.schema.slot_mean_cycles == model.schema.slot_mean_cycles
@@ -448,7 +456,7 @@ class Engine:
             # Evidence about the old calibration says nothing about the new one.
             self._drift_monitor = DriftMonitor(calibration, fingerprint, self._drift_monitor.level)
         if not can_finish:
-            self.records = self.records.empty_copy(model.schema, self._holds_ties(calibration))
+            self.records = self.records.empty_copy(model.schema, holds_ties)
             self._models_by_version = {self._newest_version: self.current_version}
             self._cache_by_shape.clear()  # the table of records is new, so the rows of the caches have no meaning
         self._drop_unused_models()
@@ -537,12 +545,21 @@ class Engine:
         closed = self._close(open_records, CloseReason.END)
         return Effects(batch, scored, alerts, rejections=[], closed=closed)
 
-    def _holds_ties(self, calibration: Calibration) -> bool:
+    def _holds_ties(self, model: DEformer, calibration: Calibration) -> bool:
         """Return whether readings of one record with the same event time are scored together as a tie group.
 
         The engine's argument `ties` decides. If it is None, the policy with which the calibration was made decides.
+
+        Raises:
+            ConfigError: They would be scored together, but the readings of the model are irregular.
         """
-        return (self._tie_policy or calibration.tie_policy) == "hold"
+        holds_ties = (self._tie_policy or calibration.tie_policy) == "hold"
+        if holds_ties and model.schema.reading_times is not None:
+            raise ConfigError(
+                "irregular readings are scored one after the other, in order of arrival, so readings of the same time "
+                "cannot be scored together: use ties 'arrival' in place of 'hold'"
+            )
+        return holds_ties
 
     def _import_snapshot(self, partition: int, snapshot: Snapshot, now: int) -> None:
         """Load a snapshot into a partition without state, and score its records again if necessary.
@@ -624,7 +641,9 @@ class Engine:
             the readings of a time slot, the batch also has an event for each combined reading.
         """
         num_combined = 0
-        if self.records.slot_rules is None:
+        if self.records.is_irregular:
+            accepted, rejections = ingest_irregular(self.records, batch, now, self._newest_version)
+        elif self.records.slot_rules is None:
             accepted, rejections = self.records.ingest(batch, now, self._newest_version)
         else:
             batch, accepted, rejections, num_combined = ingest_slots(self.records, batch, now, self._newest_version)
@@ -926,7 +945,8 @@ class Engine:
             [closed.record_ids[i] for i in observed.tolist()],
             closed.score[observed],
             # The monitor requests the readings of only a few of the observed records, so they are not all copied.
-            get_readings=lambda i: self.records.readings_of(table_rows[i]),
+            # A notice about irregular readings does not name the features that have shifted.
+            get_readings=None if self.records.is_irregular else lambda i: self.records.readings_of(table_rows[i]),
         )
 
     def _release(self, closed: list[int]) -> None:

@@ -48,7 +48,8 @@ class RejectionReason(StrEnum):
     NOT_FINITE = "not_finite"
     """A value or a time is NaN or infinite."""
     DUPLICATE = "duplicate"
-    """The record has this feature already."""
+    """The record has this feature already; if readings are irregular, the same value of the sensor at the same time, or
+    the declaration that the sensor will not report."""
     REPEATED = "repeated"
     """The window of the device, or the time slot of the window, has a reading of this sensor already.
 
@@ -88,10 +89,14 @@ class WindowMembership:
             belongs to no window.
         deadlines: (N,) int64 event time at which the event's window closes, microseconds since 1970. The window closes
             when the device sends an event of this time or later. Arbitrary if the event belongs to no window.
+        starts: (N,) int64 event time at which the event's window begins, microseconds since 1970. Only models of
+            irregular readings need it, which count ages from it. None if it is not known; ages are then counted from
+            the first reading of the window. Arbitrary if the event belongs to no window.
     """
 
     devices: list[str]
     deadlines: NDArray[np.int64]
+    starts: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +287,8 @@ class Contribution:
             such that there is no alert if their values are replaced by expected ones. If no such set was found, they
             are the largest set that was tried.
         unit: The unit of the value and of the expected range, such as "m³/h"; None if it is not known.
+        time: Event time of the reading, microseconds since 1970. None if readings are not irregular: a feature then has
+            one reading in a record.
     """
 
     feature: str
@@ -293,6 +300,7 @@ class Contribution:
     relief: float | None = None
     suspect: bool = False
     unit: str | None = None
+    time: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,8 +326,10 @@ class Alert:
             repetitions.
         record: Id of the record.
         raised_at: Number of readings of the record when it alerted.
-        features_seen: The same number as `raised_at`, for comparison with `features_expected`.
-        features_expected: Number of features of the schema without those declared as "will not be observed".
+        features_seen: The same number as `raised_at`, for comparison with `features_expected`. If readings are
+            irregular, the number of different sensors that have reported.
+        features_expected: Number of features of the schema without those declared as "will not be observed". If
+            readings are irregular, the number of all sensors.
         time: Event time of the reading that raised the alert, microseconds since 1970; `NO_TIME` if it has none.
         p_value: p-value of the record after that reading.
         alpha: The alpha that the p-value has reached.
@@ -368,12 +378,14 @@ class ClosedRecords:
         reasons: Why each of the R records was closed.
         partitions: (R,) int32 number of each record's partition.
         num_readings: (R,) int32 number of readings of each record.
-        is_complete: (R,) whether every feature was observed or declared as "will not be observed".
+        is_complete: (R,) whether every feature was observed or declared as "will not be observed". If readings are
+            irregular, whether every sensor was declared so.
         log_likelihood: (R,) sum of ln p(value | earlier values) over the scored readings.
         anomaly_score: (R,) score for ranking complete records; larger is more anomalous. It is the sum of centered NLLs
             (negative log-likelihood of a value minus the entropy of its conditional) over the scored readings, in nats.
             If the model has exemplars (stored training records), the sum is combined with the distance to the nearest
-            exemplars (`deformer_stream.model.ranking`).
+            exemplars (`deformer_stream.model.ranking`). If readings are irregular, the sum is divided by the square
+            root of the number of scored readings.
         p_value: (R,) p-value of the record after its last reading.
         alert_seq: (R,) int32 position in the record, from 0, of the reading that raised the first alert, -1 if there
             was none.

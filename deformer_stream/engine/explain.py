@@ -15,6 +15,9 @@ value given earlier readings, in nats; the surprisal of a record is the sum over
 
 Expected ranges are conditioned on the trusted readings, which are all readings but the suspects. The orders of one
 record share prefixes and are computed together as a tree (`engine.order_trees`).
+
+An alert of a record with irregular readings is explained by `explain_context` alone: how improbable each reading of the
+alert's context was given the readings before it.
 """
 
 from __future__ import annotations
@@ -343,6 +346,66 @@ def explain_records(
                 model.schema, findings, index, group_codes[index], group_raw_values[index], unseen_labels[row]
             )
     return explanations
+
+
+def explain_context(
+    model: DEformer,
+    codes: Ints,
+    raw_values: Floats,
+    ages: Floats,
+    times: Ints,
+    unseen_labels: Mapping[int, str],
+    kernels: CpuKernels | None = None,
+) -> Explanation:
+    """Explain why a record with irregular readings has raised an alert, by the readings of the alert's context.
+
+    The context consists of the readings on which the alerting reading is conditional, and of the reading itself. For
+    each of them, the contribution is how improbable it was given the readings before it in the context, and which
+    values were expected. For the readings of the current block, these are the distributions by which they were scored.
+    Suspects are not searched for, because the alert may depend on readings before the context.
+
+    Args:
+        model: The network, in evaluation mode.
+        codes: (L,) feature codes (indexes in the schema) of the context in the order of acceptance.
+        raw_values: (L,) values in raw units, or label codes.
+        ages: (L,) seconds from the origin of the record to each reading.
+        times: (L,) event times, microseconds since 1970.
+        unseen_labels: Texts of labels that the model does not have, by position in the context, from 0.
+        kernels: The model's compiled kernels, or None to compute with PyTorch.
+
+    Returns:
+        The explanation, with the `MAX_CANDIDATES` most improbable readings at most. Readings of context features, which
+        are not scored, are left out.
+    """
+    schema = model.schema
+    values = schema.normalise(codes, raw_values)
+    with torch.inference_mode():
+        code_tensor, value_tensor = to_tensor(codes[None], model), to_tensor(values[None], model)
+        age_tensor = torch.from_numpy(ages[None]).to(model.device)  # float64, whatever the dtype of the model
+        if kernels is None:
+            conditional = model.conditionals(code_tensor, value_tensor, ages=age_tensor)
+            quantiles = conditional.quantiles(EXPECTED_QUANTILES)
+        else:
+            conditional = kernels.conditionals_of_records(code_tensor, value_tensor, ages=age_tensor)
+            quantiles = kernels.quantiles(conditional, EXPECTED_QUANTILES)
+        surprise = -_compute_log_p_value(conditional, value_tensor, kernels)[0]
+    expected = schema.denormalise(codes, quantiles.double().cpu().numpy()[:, 0])  # (3, L)
+    likeliest_label = find_likeliest_labels(schema, codes[None], conditional)[0]
+    contributions = []
+    for position in np.flatnonzero(~schema.is_context[codes]).tolist():
+        feature = schema.features[codes[position]]
+        contributions.append(
+            Contribution(
+                feature=feature.name,
+                value=_format_value(feature, float(raw_values[position]), unseen_labels.get(position)),
+                surprise=float(surprise[position]),
+                expected=_make_expected_range(feature, expected[:, position], int(likeliest_label[position])),
+                unit=feature.unit,
+                time=int(times[position]),
+            )
+        )
+    contributions.sort(key=lambda contribution: -contribution.surprise)  # a stable sort: equal ones in arrival order
+    return Explanation(tuple(contributions[:MAX_CANDIDATES]))
 
 
 def _group_similar_records(schema: Schema, codes: Ints) -> Iterator[Ints]:

@@ -3,6 +3,9 @@
 Few records have a reading of every feature, so a row of fixed width per record would be mostly empty. A `ReadingLog`
 gives each record an extent (consecutive elements of shared arrays) of about the size that it needs. When an extent is
 full, it is replaced by one of twice the size. The extent of a closed record is used again for another record.
+
+If readings are irregular, a record has any number of readings of a sensor, and the log also stores when each of them
+was made.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ Bools = NDArray[np.bool_]
 MIN_EXTENT_SIZE = 8
 """Readings that fit into the smallest extent (the part of the shared arrays that one record occupies). Smaller extents
 would save little compared with the record's row in the table, and growing records would be copied more often."""
+MAX_EXTENT_SIZE = 2**30
+"""Readings that fit into the largest extent, if readings are irregular. The sizes of extents are int32."""
 INITIAL_NUM_PLACES = 1024
 """Length of the shared arrays of a new log, in readings."""
 
@@ -59,30 +64,36 @@ class ReadingLog:
     use are therefore the same after a restart.
 
     Args:
-        num_features: Number of features of the schema; a record has at most one reading of each.
+        num_features: Number of features of the schema; a record has at most one reading of each, unless readings are
+            irregular.
         has_ties: Whether to store a flag for each reading: whether it belongs to the same tie group as the reading
             before it. A tie group is the readings of one record with the same event time.
+        has_times: Whether readings are irregular. The log then also stores the time of each reading, and the size of a
+            record is not limited.
 
     Attributes:
         num_places: How many readings fit into all extents in use.
     """
 
-    def __init__(self, num_features: int, has_ties: bool) -> None:
+    def __init__(self, num_features: int, has_ties: bool, has_times: bool = False) -> None:
         # An extent is the part of the shared arrays that one record occupies. Extent sizes double, except that the
-        # first is `MIN_EXTENT_SIZE` and the last holds a reading of every feature. A size class is the index of a size
-        # in this list. Size class 0 is that of a record without an extent.
-        sizes = [0]
-        while sizes[-1] < num_features:
-            sizes.append(min(num_features, max(MIN_EXTENT_SIZE, 2 * sizes[-1])))
+        # first is `MIN_EXTENT_SIZE` and the last holds a reading of every feature, if a feature has at most one. A size
+        # class is the index of a size in this list. Size class 0 is that of a record without an extent.
+        sizes, largest_size = [0], MAX_EXTENT_SIZE if has_times else num_features
+        while sizes[-1] < largest_size:
+            sizes.append(min(largest_size, max(MIN_EXTENT_SIZE, 2 * sizes[-1])))
         self._extent_sizes = np.array(sizes, np.int64)
         self._free_extents = [_IndexStack() for _ in sizes]  # starts of freed extents, by size class
-        self._has_ties = has_ties
+        self._has_ties, self._has_times = has_ties, has_times
         self.num_places = 0
         # The shared arrays, with one element per reading. Elements from index `_end` on were never part of an extent.
         self._end = 0
         self._features = np.empty(INITIAL_NUM_PLACES, np.int16)
         self._values = np.empty(INITIAL_NUM_PLACES, np.float64)
         self._is_tied = np.empty(INITIAL_NUM_PLACES if has_ties else 0, np.bool_)
+        self._times = np.empty(INITIAL_NUM_PLACES if has_times else 0, np.int64)
+        names = ("_features", "_values", "_is_tied", "_times")
+        self._array_names = [name for name in names if len(getattr(self, name))]
         # The extent of the record in each row of the record table; size 0 for a row without an extent.
         self._extent_start = np.zeros(0, np.int64)
         self._extent_size = np.zeros(0, np.int32)
@@ -93,9 +104,9 @@ class ReadingLog:
 
         It stores the feature code and the value of the reading. If readings of one record with the same event time (a
         tie group) are scored together, it also stores a flag: whether the reading continues the group of the reading
-        before it.
+        before it. If readings are irregular, it stores their times.
         """
-        return self._features.itemsize + self._values.itemsize + (self._is_tied.itemsize if self._has_ties else 0)
+        return sum(getattr(self, name).itemsize for name in self._array_names)
 
     @property
     def num_bytes(self) -> int:
@@ -140,17 +151,15 @@ class ReadingLog:
         # For each stored reading: the index of its record in `growing`, and its position in the record.
         record, place = ragged_indices(num_stored[too_small])
         old_elements = self._extent_start[growing[record]] + place
-        features, values = self._features[old_elements], self._values[old_elements]
-        is_tied = self._is_tied[old_elements] if self._has_ties else None
+        stored_arrays = {name: getattr(self, name)[old_elements] for name in self._array_names}
         self.free(growing)
         for size_class in np.bincount(size_classes).nonzero()[0].tolist():  # each size class that occurs
             members = growing[size_classes == size_class]
             self._extent_start[members] = self._allocate(size_class, len(members))
             self._extent_size[members] = self._extent_sizes[size_class]
         new_elements = self._extent_start[growing[record]] + place
-        self._features[new_elements], self._values[new_elements] = features, values
-        if is_tied is not None:
-            self._is_tied[new_elements] = is_tied
+        for name, stored in stored_arrays.items():
+            getattr(self, name)[new_elements] = stored
 
     def _allocate(self, size_class: int, num_extents: int) -> Ints:
         """Allocate extents of one size (consecutive elements of the shared arrays, each for the readings of a record).
@@ -182,7 +191,7 @@ class ReadingLog:
             num_places: New length of the arrays, in readings. The caller at least doubles it, so that the average cost
                 of copying per reading is constant.
         """
-        for name in ("_features", "_values", *(("_is_tied",) if self._has_ties else ())):
+        for name in self._array_names:
             array = getattr(self, name)
             larger = np.empty(num_places, array.dtype)
             larger[: len(array)] = array
@@ -215,6 +224,47 @@ class ReadingLog:
         elements = self._extent_start[record_indices] + places  # indexes in the shared arrays
         self._features[elements] = features
         self._values[elements] = values
+
+    def write_times(self, record_indices: Ints, places: Ints, times: Ints) -> None:
+        """Store the times of M irregular readings, which `write` has stored.
+
+        Args:
+            record_indices: (M,) row of each reading's record in the record table.
+            places: (M,) position of each reading in its record, from 0.
+            times: (M,) event times, microseconds since 1970.
+        """
+        self._times[self._extent_start[record_indices] + places] = times
+
+    def gather_times(self, record_indices: Indexes, places: Ints) -> Ints:
+        """Return the event times of irregular readings, in microseconds since 1970.
+
+        Args:
+            record_indices: Row of each reading's record in the record table.
+            places: Position of each reading in its record, from 0.
+
+        Returns:
+            An array of the shape to which `record_indices` and `places` broadcast.
+        """
+        times: Ints = self._times[self._extent_start[record_indices] + places]
+        return times
+
+    def find_repetitions(self, record_index: int, num_readings: int, feature: int, time: int, value: float) -> Ints:
+        """Return the positions of the irregular readings of a record that have a given sensor, time and value.
+
+        Args:
+            record_index: Row of the record in the record table.
+            num_readings: Number of readings of the record to search, from the first.
+            feature: Feature code of the sensor.
+            time: Event time, microseconds since 1970.
+            value: Raw value, or label code.
+        """
+        start = int(self._extent_start[record_index])
+        extent = slice(start, start + num_readings)
+        places = np.flatnonzero(self._times[extent] == time)
+        elements = start + places
+        is_equal = (self._features[elements] == feature) & (self._values[elements] == value)
+        repetitions: Ints = places[is_equal]
+        return repetitions
 
     def gather(self, record_indices: Indexes, places: Ints) -> tuple[Ints, Floats]:
         """Return the feature codes and the raw values of readings.

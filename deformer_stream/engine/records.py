@@ -25,6 +25,9 @@ that are scored together once the group is complete (`deformer_stream.engine.tie
 rejected as late; if the record is a window of a model with windows and closed because it is complete, as repeated. If
 the model combines the readings of a time slot, a record can also have readings that wait for the end of their slot
 (`deformer_stream.engine.slot_readings`).
+
+If readings are irregular (`Schema.reading_times`), a record has any number of readings of a sensor, and each keeps its
+time (`deformer_stream.engine.irregular_ingest`). It is complete when all sensors are declared as "will not report".
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ from deformer_stream.engine.events import (
 from deformer_stream.engine.id_set import BoundedIdSet
 from deformer_stream.engine.idle_queue import IdleQueue
 from deformer_stream.engine.reading_log import ReadingLog
+from deformer_stream.engine.record_contexts import RecordContexts
 from deformer_stream.engine.slot_readings import SLOT_READING_BYTES, SlotReading, SlotReadings
 from deformer_stream.engine.watermarks import Watermarks
 from deformer_stream.model.schema import Schema
@@ -254,6 +258,8 @@ class RecordTable:
     Attributes:
         has_windows: Whether the model was trained on windows (records of one device's readings within an interval of
             event time). A second reading of a feature of a window is then a repeated reading and not a duplicate.
+        is_irregular: Whether readings are irregular: a sensor reports any number of times in a record.
+        contexts: The bounded contexts of the records, None if readings are not irregular.
         slot_rules: By feature code, which value stands for several readings of a sensor in one time slot (a part of a
             window). None if all of them are "first", so that no reading waits for the end of its slot.
         partitions: The `Partition` of each partition number.
@@ -274,7 +280,12 @@ class RecordTable:
         num_readings: Number of accepted readings.
         num_declared_missing: Number of features that an event has declared as "will not be observed".
         observed_mask: (capacity, bytes) bit set of features that were observed or declared missing. Feature f is bit
-            f % 8, counted from the least significant, of byte f // 8.
+            f % 8, counted from the least significant, of byte f // 8. If readings are irregular, only those that were
+            declared missing are in the set.
+        origin: Event time from which the ages of readings are counted: the start of the record's window, else the time
+            of its first reading; `NO_TIME` before the first reading. Only if readings are irregular.
+        latest_time: (capacity, F) the latest event time of each sensor's readings, `NO_TIME` if there is none. Only if
+            readings are irregular.
         num_pending: How many readings at the end of the record wait for further readings of their tie group. They are
             not scored yet.
         tie_time: Event time of the record's last tie group, `NO_TIME` if there is none.
@@ -283,15 +294,21 @@ class RecordTable:
         alert_alpha: The strictest (smallest) alpha at which the record has alerted, `NO_ALERT` if there is none.
     """
 
+    origin: Ints
+    latest_time: Ints
+
     def __init__(self, schema: Schema, max_closed_ids: int = MAX_CLOSED_IDS, holds_ties: bool = False) -> None:
         self.schema = schema
         self.max_closed_ids = max_closed_ids
         self.holds_ties = holds_ties  # whether readings with the same event time wait for each other (a tie group)
         # Whether the model was trained on windows, so that a second reading of a feature is a repeated reading.
         self.has_windows = schema.window is not None
+        self.is_irregular = schema.reading_times is not None
+        self.contexts = RecordContexts(len(schema)) if self.is_irregular else None
         # The rule for several readings of a time slot, by feature code. None if every reading is scored at once.
         rules = [schema.per_slot_by_sensor[feature.sensor_name] for feature in schema.features]
-        self.slot_rules: list[PerSlot] | None = rules if any(rule != "first" for rule in rules) else None
+        combines_readings = any(rule != "first" for rule in rules) and not self.is_irregular
+        self.slot_rules: list[PerSlot] | None = rules if combines_readings else None
         self.partitions: dict[int, Partition] = {}
         # Records whose id is open in another partition, too, and the latest example: id, partition, other partition.
         self.num_misrouted = 0
@@ -299,7 +316,7 @@ class RecordTable:
         self.record_ids: list[str] = []
         # By row, then by position of the reading in its record: text of a label that the model does not have.
         self.unseen_labels: dict[int, dict[int, str]] = {}
-        self.log = ReadingLog(len(schema), holds_ties)
+        self.log = ReadingLog(len(schema), holds_ties, self.is_irregular)
         self._num_opened = 0
         self._num_late_tie_groups = 0
         self._free_indices: list[int] = []  # rows without a record
@@ -323,10 +340,14 @@ class RecordTable:
         self.running: NDArray[np.void] = self._add_array("running", RUNNING_DTYPE)
         self.alert_seq: NDArray[np.int32] = self._add_array("alert_seq", np.int32)
         self.alert_alpha: Floats = self._add_array("alert_alpha", np.float64)
+        if self.is_irregular:
+            self.origin = self._add_array("origin", np.int64)
+            self.latest_time = self._add_array("latest_time", np.int64, (len(schema),))
         # Bytes of a record without its readings, for `num_bytes`.
         arrays = [getattr(self, name) for name in self._array_names]
         row_widths = [array.dtype.itemsize * int(np.prod(array.shape[1:])) for array in arrays]
-        self._row_bytes: int = sum(row_widths) + self.log.row_bytes + ID_BYTES
+        context_bytes = 0 if self.contexts is None else self.contexts.row_bytes
+        self._row_bytes: int = sum(row_widths) + self.log.row_bytes + context_bytes + ID_BYTES
 
     def _add_array(self, name: str, dtype: Any, row_shape: tuple[int, ...] = ()) -> NDArray[Any]:
         """Return a new array with 0 rows, and register it so that `_grow` enlarges it with the table.
@@ -418,6 +439,9 @@ class RecordTable:
             larger[:old_capacity] = array
             setattr(self, name, larger)
         self.log.resize(new_capacity)
+        if self.contexts is not None:
+            self.contexts.resize(new_capacity)
+            self.latest_time[old_capacity:] = NO_TIME
         self.record_ids.extend([""] * (new_capacity - old_capacity))
         # In descending order, because `allocate` takes the last free row first: rows are used from the lowest on.
         self._free_indices.extend(range(new_capacity - 1, old_capacity - 1, -1))
@@ -458,6 +482,9 @@ class RecordTable:
         self.alert_alpha[record_indices] = NO_ALERT
         self.num_pending[record_indices] = 0
         self.tie_time[record_indices] = NO_TIME
+        if self.contexts is not None:
+            self.origin[record_indices] = NO_TIME
+            self.contexts.reset(record_indices)
         self.reset_scores(record_indices)
 
     def close(self, record_indices: Sequence[int], reason: CloseReason | Sequence[CloseReason]) -> ClosedRecords:
@@ -517,6 +544,8 @@ class RecordTable:
         """Make the rows of closed records, and the memory of their readings, available to new records."""
         rows = np.fromiter(record_indices, np.int64, len(record_indices))
         self.observed_mask[rows] = 0  # `allocate` returns rows with an empty mask
+        if self.is_irregular:
+            self.latest_time[rows] = NO_TIME
         self.log.free(rows)
         self._free_indices.extend(record_indices)
         if self.unseen_labels:
@@ -562,6 +591,10 @@ class RecordTable:
         Args:
             record_indices: (R,) rows of the records.
         """
+        if self.is_irregular:
+            # Any sensor can report again, unless it is declared as "will not report".
+            is_over: Bools = self.num_declared_missing[record_indices] == len(self.schema)
+            return is_over
         # A record has at most one reading or declaration of each feature.
         num_observed_or_missing = self.num_readings[record_indices] + self.num_declared_missing[record_indices]
         is_complete: Bools = num_observed_or_missing == len(self.schema)
@@ -574,6 +607,31 @@ class RecordTable:
         event time may be sorted.
         """
         return self.log.gather(np.int64(record_index), np.arange(int(self.num_readings[record_index])))
+
+    def ages_of(self, record_indices: Ints, places: Ints) -> Floats:
+        """Return the ages of M irregular readings, (M,) float64 seconds from the origins of their records.
+
+        An age is negative if the reading is before the origin.
+
+        Args:
+            record_indices: (M,) row of each reading's record.
+            places: (M,) position of each reading in its record, from 0.
+        """
+        ages: Floats = (self.log.gather_times(record_indices, places) - self.origin[record_indices]) / 1e6
+        return ages
+
+    def count_sensors_seen(self, record_indices: Ints, num_readings: Ints) -> Ints:
+        """Return how many different sensors the first readings of R records with irregular readings are from, (R,).
+
+        Args:
+            record_indices: (R,) rows of the records; a row may occur several times.
+            num_readings: (R,) number of readings of each record to count, from the first.
+        """
+        record, place = ragged_indices(num_readings)
+        codes = self.log.gather_features(record_indices[record], place)
+        distinct = np.unique(record * len(self.schema) + codes)
+        num_sensors: Ints = np.bincount(distinct // len(self.schema), minlength=len(record_indices))
+        return num_sensors
 
     def missing_features(self, record_indices: Ints) -> tuple[Ints, Ints]:
         """Return the A features that were declared missing ("will not be observed") in any of R records.
@@ -589,11 +647,12 @@ class RecordTable:
         with_missing = np.flatnonzero(self.num_declared_missing[record_indices] > 0)
         rows = record_indices[with_missing]
         mask = np.unpackbits(self.observed_mask[rows], axis=1, count=len(self.schema), bitorder="little")
-        # The mask holds observed and missing features. Those with a reading are observed; the others are missing.
         is_missing = mask.astype(np.bool_)
-        record_of_reading, place = ragged_indices(self.num_readings[rows])
-        observed_codes = self.log.gather_features(rows[record_of_reading], place)
-        is_missing[record_of_reading, observed_codes] = False
+        if not self.is_irregular:
+            # The mask holds observed and missing features. Those with a reading are observed; the others are missing.
+            record_of_reading, place = ragged_indices(self.num_readings[rows])
+            observed_codes = self.log.gather_features(rows[record_of_reading], place)
+            is_missing[record_of_reading, observed_codes] = False
         record_of_feature, code = np.nonzero(is_missing)
         return with_missing[record_of_feature], code
 
@@ -874,7 +933,8 @@ class RecordTable:
             self.log.mark_tied(record_indices[record], place, np.zeros(len(record), np.bool_))
         # One boolean per record and feature, then packed to the bit set of `observed_mask`.
         is_observed_or_missing = np.zeros((len(record_indices), len(self.schema)), np.bool_)
-        is_observed_or_missing[record, features] = True
+        if not self.is_irregular:  # otherwise the bit set holds only the features that are declared missing
+            is_observed_or_missing[record, features] = True
         record_of_missing, _ = ragged_indices(num_declared_missing)
         is_observed_or_missing[record_of_missing, missing_features] = True
         self.observed_mask[record_indices] = np.packbits(is_observed_or_missing, axis=1, bitorder="little")
@@ -883,6 +943,24 @@ class RecordTable:
         self.alert_seq[record_indices] = alert_seq
         self.alert_alpha[record_indices] = alert_alpha
         self._idle_queue.push(record_indices, last_accepted_at)
+
+    def restore_times(self, record_indices: Ints, origins: Ints, times: Ints) -> None:
+        """Store when the irregular readings of R restored records were made.
+
+        It must be called after `restore_records`. The records have T readings in total.
+
+        Args:
+            record_indices: (R,) rows of the records.
+            origins: (R,) event time from which the ages of each record's readings are counted, `NO_TIME` if the record
+                has no reading.
+            times: (T,) event times of the readings, one record after the other, microseconds since 1970.
+        """
+        self.origin[record_indices] = origins
+        record, place = ragged_indices(self.num_readings[record_indices])
+        rows = record_indices[record]
+        codes = self.log.gather_features(rows, place)
+        np.maximum.at(self.latest_time, (rows, codes), times)
+        self.log.write_times(rows, place, times)
 
     def restore_ties(
         self, record_indices: Ints, is_tied: Bools, num_pending: NDArray[np.int32], tie_time: Ints
@@ -927,7 +1005,7 @@ def ingest(
     # The row of each event's record. None if an event belongs to a window or would be rejected.
     owners = _open_owners(records, batch, model_version) if batch.windows is None else None
     if owners is None:
-        return _ingest_sequential(records, batch, now, model_version)
+        return ingest_sequential(ReadingCollector(records), batch, now, model_version)
     return _ingest_vectorized(records, batch, owners, now), []
 
 
@@ -1062,15 +1140,15 @@ def _ingest_vectorized(records: RecordTable, batch: EventBatch, owners: Ints, no
     return accepted
 
 
-def _ingest_sequential(
-    records: RecordTable, batch: EventBatch, now: int, model_version: int
+def ingest_sequential(
+    collector: ReadingCollector, batch: EventBatch, now: int, model_version: int
 ) -> tuple[AcceptedReadings, list[Rejection]]:
     """Store the readings of events one by one, because some are rejected or belong to windows.
 
     A window is a record that collects the readings of one device within an interval of time.
 
     Args:
-        records: The record table.
+        collector: A new collector, which decides which readings are accepted.
         batch: Events in the order of arrival.
         now: Time of arrival, microseconds since 1970.
         model_version: Number of the model version that scores the records that are opened.
@@ -1078,14 +1156,18 @@ def _ingest_sequential(
     Returns:
         The accepted readings and the rejections. Records that are complete, or whose window is over, are closed.
     """
-    collector = ReadingCollector(records)
+    records = collector.records
     rejections: list[Rejection] = []
     unseen_labels, windows = batch.unseen_labels, batch.windows
     devices = [""] * len(batch) if windows is None else windows.devices
     features, is_missing = batch.features.tolist(), np.isnan(batch.values).tolist()
+    has_time = [True] * len(batch) if not records.is_irregular else (batch.times != NO_TIME).tolist()
     current_id, partition = -1, Partition(max_closed_ids=0)  # placeholders, replaced at the first event
     index_by_id, closed_ids = partition.record_index_by_id, partition.closed_ids
     for i, (record_id, partition_id) in enumerate(zip(batch.record_ids, batch.partitions.tolist(), strict=True)):
+        if not has_time[i]:
+            rejections.append(reject(records, batch, i, RejectionReason.MISSING_FIELD))
+            continue
         if partition_id != current_id:
             current_id, partition = partition_id, records.partition(partition_id)
             index_by_id, closed_ids = partition.record_index_by_id, partition.closed_ids
@@ -1104,9 +1186,8 @@ def _ingest_sequential(
                 continue
             record_index = collector.open_record(record_id, partition_id, partition)
         if not collector.accept(i, record_index, partition, features[i], is_missing[i], unseen_labels.get(i)):
-            is_repeated = records.has_windows and device
-            reason = RejectionReason.REPEATED if is_repeated else RejectionReason.DUPLICATE
-            rejections.append(reject(records, batch, i, reason))
+            reason, cause = collector.explain_rejection(record_index, features[i], is_in_window=bool(device))
+            rejections.append(reject(records, batch, i, reason, cause))
     return collector.store(batch, now, model_version), rejections
 
 
@@ -1117,12 +1198,13 @@ class ReadingCollector:
     the arrays of the record table.
 
     Attributes:
+        records: The record table.
         close_reasons: The records that the batch has ended, with the reason, by row of the table.
     """
 
     def __init__(self, records: RecordTable) -> None:
         self.close_reasons: dict[int, CloseReason] = {}
-        self._records = records
+        self.records = records
         self._num_features = len(records.schema)
         self._event_indices: list[int] = []
         self._record_indices: list[int] = []
@@ -1145,8 +1227,8 @@ class ReadingCollector:
             partition_id: Number of its partition.
             partition: The `Partition` of this number.
         """
-        record_index = self._records.allocate(record_id, partition_id, partition)
-        self._mask = self._records.observed_mask.reshape(-1).data  # the table may have grown
+        record_index = self.records.allocate(record_id, partition_id, partition)
+        self._mask = self.records.observed_mask.reshape(-1).data  # the table may have grown
         self._partition_by_opened[record_index], self._new_counts[record_index] = partition_id, 0
         self._num_awaited[record_index] = self._num_features
         return record_index
@@ -1169,8 +1251,8 @@ class ReadingCollector:
         """
         count = self._new_counts.get(record_index)
         if count is None:  # the first accepted event of a record that was open before this batch
-            count = self._new_counts[record_index] = int(self._records.num_readings[record_index])
-            num_missing = int(self._records.num_declared_missing[record_index])
+            count = self._new_counts[record_index] = int(self.records.num_readings[record_index])
+            num_missing = int(self.records.num_declared_missing[record_index])
             self._num_awaited[record_index] = self._num_features - count - num_missing
         return count
 
@@ -1215,11 +1297,36 @@ class ReadingCollector:
             self._record_indices.append(record_index)
             self._seq.append(place)
             if unseen_label is not None:
-                self._records.add_unseen_label(record_index, place, unseen_label)
+                self.records.add_unseen_label(record_index, place, unseen_label)
         if not num_awaited and partition is not None:
-            self.close_reasons[record_index] = CloseReason.COMPLETE
-            partition.close(self._records.record_ids[record_index], self._records.has_windows)
+            self.close_complete(record_index, partition)
         return True
+
+    def close_complete(self, record_index: int, partition: Partition) -> None:
+        """Close a record that is complete.
+
+        Args:
+            record_index: Row of the record in the table.
+            partition: The partition of the record.
+        """
+        self.close_reasons[record_index] = CloseReason.COMPLETE
+        partition.close(self.records.record_ids[record_index], self.records.has_windows)
+
+    def explain_rejection(
+        self, record_index: int, feature: int, is_in_window: bool
+    ) -> tuple[RejectionReason, str | None]:
+        """Return why `accept` has returned False, and the cause that the message about the rejection states.
+
+        Args:
+            record_index: Row of the record in the table.
+            feature: Feature code.
+            is_in_window: Whether the event belongs to a window.
+
+        Returns:
+            The reason; and the cause, None for the usual text (`CAUSE_BY_REASON`).
+        """
+        is_repeated = self.records.has_windows and is_in_window
+        return RejectionReason.REPEATED if is_repeated else RejectionReason.DUPLICATE, None
 
     def store(self, batch: EventBatch, now: int, model_version: int) -> AcceptedReadings:
         """Write the accepted readings to the arrays of the table, and return them.
@@ -1231,7 +1338,7 @@ class ReadingCollector:
         """
         opened = np.array(list(self._partition_by_opened), np.int64)
         partition_ids = np.array(list(self._partition_by_opened.values()), np.int32)
-        self._records.initialize(opened, partition_ids, model_version)
+        self.records.initialize(opened, partition_ids, model_version)
         accepted = AcceptedReadings(
             np.array(self._event_indices, np.int64),
             np.array(self._record_indices, np.int64),
@@ -1240,7 +1347,7 @@ class ReadingCollector:
             np.array(self._missing_events, np.int64),
             np.array(self._missing_records, np.int64),
         )
-        records = self._records
+        records = self.records
         touched = np.array(list(self._new_counts), np.int64)
         counts = np.array(list(self._new_counts.values()), np.int64)
         # Reserve memory for old and new readings together, then write the new ones.
@@ -1259,6 +1366,7 @@ CAUSE_BY_REASON = {
     RejectionReason.LATE: "its record is closed",
     RejectionReason.DUPLICATE: "the record has this feature already",
     RejectionReason.REPEATED: "the window has a reading of this sensor already, in the same time slot",
+    RejectionReason.MISSING_FIELD: "irregular readings need times, and this event has none",
 }
 """What the message about a rejected event says for each reason."""
 
@@ -1272,8 +1380,9 @@ def reject(
         records: The record table.
         batch: The batch of events.
         event_index: Index of the event in the batch.
-        reason: `LATE` (the event's record is closed), `DUPLICATE` (its record has the feature already) or `REPEATED`
-            (the same, if the record is a window of a model with windows).
+        reason: `LATE` (the event's record is closed), `DUPLICATE` (its record has the feature already), `REPEATED`
+            (the same, if the record is a window of a model with windows) or `MISSING_FIELD` (irregular readings need
+            times, and the event has none).
         cause: What the message says about the cause; by default the text of `CAUSE_BY_REASON`.
     """
     feature = records.schema.names[batch.features[event_index]]

@@ -4,11 +4,17 @@
 network on the new readings (`ModelVersion._compute_score_terms`); the keys and values of earlier readings are in the KV
 cache. It then updates the running statistics of each record (`ModelVersion._update_statistics`). Both steps use the
 compiled CPU kernels if the model has them, and PyTorch otherwise.
+
+If readings are irregular, the context of a reading is bounded (`deformer_stream.model.bounded_context`). New readings
+are then scored in segments: a segment contains new readings of one record and one block. For them the cache holds the
+context of the block, and the block's earlier readings. At the beginning of a block, the keys and values of the record
+are dropped, and those of the context of the new block are computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -25,6 +31,7 @@ from deformer_stream.calibration.conformal import (
 from deformer_stream.engine.events import AlertState
 from deformer_stream.engine.records import RecordTable
 from deformer_stream.engine.ties import average_over_orders
+from deformer_stream.errors import ConfigError
 from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch
 from deformer_stream.kernels.cuda_graphs import CudaGraphs, ForwardInputs
 from deformer_stream.kernels.kv_cache import CacheShape, CpuKVCache, TorchKVCache, cache_shape
@@ -56,6 +63,66 @@ NO_ALPHAS = np.empty(0)
 """The false-alarm rates for readings that must not raise an alert, because they were scored before: none."""
 
 
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """New readings of S different records. If contexts are bounded, those of a record belong to one block.
+
+    Attributes:
+        record_index: (S,) row of each record in the table of open records. Closed records come first.
+        block_starts: (S,) position in the record of the first reading of the block, 0 if contexts are not bounded.
+        num_context: (S,) number of readings before the block that belong to its context, 0 if contexts are not bounded.
+        starts: (S,) position in the record of the first new reading.
+        num_new: (S,) number of new readings.
+    """
+
+    record_index: Ints
+    block_starts: Ints
+    num_context: Ints
+    starts: Ints
+    num_new: Ints
+
+    @property
+    def num_before(self) -> Ints:
+        """(S,) the number of readings that the cache must hold before the new ones are scored."""
+        return self.num_context + self.starts - self.block_starts
+
+    def select(self, members: slice | Ints) -> Segments:
+        """Return some of the S segments."""
+        arrays = (self.record_index, self.block_starts, self.num_context, self.starts, self.num_new)
+        return Segments(*(array[members] for array in arrays))
+
+
+@dataclass(frozen=True, slots=True)
+class PassReadings:
+    """The K readings of R records that go through the network in one pass, record after record.
+
+    The readings of a record are first those that are only added to the cache, because they were scored before and are
+    not cached any more, and then the new ones.
+
+    Attributes:
+        record_index: (R,) row of each record in the table of open records.
+        num_cached: (R,) number of readings of each record that the cache holds before the pass.
+        num_prefill_only: (R,) number of readings that are only added to the cache.
+        num_new: (R,) number of readings to score.
+        codes: (K,) feature codes (indexes in the schema).
+        values: (K,) values in normalised units, or label codes.
+        ages: (K,) float64 seconds from the origin of the record to each reading; None if readings are not irregular.
+    """
+
+    record_index: Ints
+    num_cached: Ints
+    num_prefill_only: Ints
+    num_new: Ints
+    codes: Ints
+    values: Floats
+    ages: Floats | None
+
+    @property
+    def num_processed(self) -> Ints:
+        """(R,) the number of readings of each record in the pass."""
+        return self.num_prefill_only + self.num_new
+
+
 class ModelVersion:
     """A model with its calibration, which scores all records that were opened while it was the current one.
 
@@ -67,11 +134,22 @@ class ModelVersion:
         kernels: The compiled CPU kernels, None if PyTorch runs the model.
         cache_shape: The properties of the network that determine the layout of its KV cache (keys and values of the
             readings of open records). Model versions with equal properties can use the same cache.
+        context_limit: How many earlier readings a reading is conditional on at most; None if readings are not
+            irregular.
+
+    Raises:
+        ConfigError: The model is for irregular readings, but its contexts are not bounded.
     """
 
     def __init__(self, model: DEformer, calibration: Calibration, fingerprint: str) -> None:
         self.model, self.calibration, self.fingerprint = model.eval(), calibration, fingerprint
         self.schema = model.schema
+        self.context_limit = model.config.context_limit if model.schema.reading_times is not None else None
+        if model.schema.reading_times is not None and self.context_limit is None:
+            raise ConfigError(
+                "the model is for irregular readings, but its contexts are not bounded, so its records cannot be "
+                "scored as a stream: train the model with the hyperparameter context_block of at least 1"
+            )
         self.kernels = CpuKernels.for_model(model)
         # Copies of the cached readings before tie groups, so that other orders of a group do not change the cache.
         self._branch_cache: CpuKVCache | None = None
@@ -141,6 +219,10 @@ class ModelVersion:
         record. If the model has exemplars (stored training records), the sum is combined with the distance of the
         record to the nearest exemplars (`deformer_stream.model.ranking`).
 
+        If readings are irregular, the sum is divided by the square root of the number of readings. Under the model, the
+        centered NLLs are martingale differences of similar variances, so the quotient of a normal record has about the
+        same variance whatever its length.
+
         Args:
             records: The table of records, in which the readings of these records are still available.
             record_index: (R,) row of each record in the table.
@@ -148,6 +230,10 @@ class ModelVersion:
         ranking = self.model.ranking
         # Snapshots store the sum of centered NLLs under the name "excess".
         centered_nll = records.running["excess"][record_index]
+        if records.is_irregular:
+            # The variance of the sum grows with the number of readings, so records of 5 and of 1,500 readings would not
+            # be comparable by their sums.
+            return np.asarray(centered_nll / np.sqrt(np.maximum(records.running["scored"][record_index], 1)))
         if ranking is None or not len(record_index):
             return centered_nll
         codes, values = records.log.gather_padded(record_index, records.num_readings[record_index])
@@ -183,153 +269,185 @@ class ModelVersion:
             number of records whose keys and values were missing in the cache and were computed again.
         """
         terms = np.empty((3, int(num_new.sum())))
+        if self.context_limit is None or records.contexts is None:
+            no_readings = np.zeros_like(num_new)
+            segments = Segments(record_index, no_readings, no_readings, num_scored_before, num_new)
+            return terms, self._score_segments(records, cache, segments, is_tied, terms)
+        first = np.cumsum(num_new) - num_new  # index of the first reading of each record among the M readings
+        num_rebuilt = 0
+        members, starts = np.arange(len(record_index)), num_scored_before
+        while len(members):
+            # One round scores the next segment of each record that still has new readings.
+            index, ends = record_index[members], (num_scored_before + num_new)[members]
+            block_starts = starts - starts % self.context_limit.block
+            records.contexts.advance(records.log, index, block_starts)
+            num_context = records.contexts.count(index, self.context_limit.recent)
+            segment_ends = np.minimum(ends, block_starts + self.context_limit.block)
+            segments = Segments(index, block_starts, num_context, starts, segment_ends - starts)
+            segment_terms = np.empty((3, int(segments.num_new.sum())))
+            num_rebuilt += self._score_segments(records, cache, segments, is_tied, segment_terms)
+            segment, offset = ragged_indices(segments.num_new)
+            first_column = first[members] + starts - num_scored_before[members]
+            terms[:, first_column[segment] + offset] = segment_terms
+            has_more = segment_ends < ends
+            members, starts = members[has_more], segment_ends[has_more]
+        return terms, num_rebuilt
+
+    def _score_segments(
+        self, records: RecordTable, cache: Cache, segments: Segments, is_tied: Bools | None, out: Floats
+    ) -> int:
+        """Run the network on the new readings of S records, M readings in total.
+
+        Args:
+            records: The table of open records, which holds their readings.
+            cache: The KV cache of the records.
+            segments: The new readings.
+            is_tied: (M,) whether a reading is in the same tie group (readings of one record with the same event time)
+                as the reading before it; None without tie groups, as always if contexts are bounded.
+            out: (3, M) array that receives the score terms, as `_compute_score_terms` returns them.
+
+        Returns:
+            The number of records whose keys and values were missing in the cache and were computed again.
+        """
+        record_index, num_new, num_before = segments.record_index, segments.num_new, segments.num_before
         first = np.cumsum(num_new) - num_new  # index of the first reading of each record among the M readings
         num_rebuilt, num_closed = 0, len(record_index) - int(records.is_open[record_index].sum())
-        for pass_records in _split_into_passes(cache, record_index, num_scored_before, num_new, num_closed):
-            index, num_before = record_index[pass_records], num_scored_before[pass_records]
+        for pass_records in _split_into_passes(cache, record_index, num_before, num_new, num_closed):
+            pass_segments = segments.select(pass_records)
+            index = pass_segments.record_index
             cache.mark_in_use(index)
             num_cached = cache.num_cached_readings[index]
-            is_stale = num_cached != num_before
+            # The context of a block consists of readings of the block before and of its context. So if the cache holds
+            # as many readings as are needed, they are the right ones.
+            is_stale = num_cached != pass_segments.num_before
             if is_stale.any():
-                # The record was evicted from the cache, or scored again: process it from its first reading on.
+                # The record was evicted from the cache or scored again, or a new block begins: process the readings
+                # that the cache must hold from the first on.
                 cache.free(index[is_stale])
                 num_cached[is_stale] = 0
-                num_rebuilt += int((is_stale & (num_before > 0)).sum())
-            counts = num_cached, num_before, num_new[pass_records]
+                num_rebuilt += int((is_stale & (pass_segments.starts > pass_segments.block_starts)).sum())
             end = int(first[pass_records][-1] + num_new[pass_records][-1])
             span = slice(int(first[pass_records.start]), end)  # the readings of this pass
+            readings = self._gather_readings(records, pass_segments, num_cached)
             if self.kernels is not None and isinstance(cache, CpuKVCache):
-                self._score_ragged(self.kernels, records, cache, index, *counts, terms[:, span])
+                self._score_ragged(self.kernels, cache, readings, out[:, span])
             elif isinstance(cache, TorchKVCache):
-                self._score_padded_groups(records, cache, index, *counts, terms[:, span])
+                self._score_padded_groups(cache, readings, out[:, span])
             if is_tied is not None and is_tied[span].any():
                 # The terms of tie groups must not depend on the order of their readings.
-                row, offset = ragged_indices(num_new[pass_records])
+                row, offset = ragged_indices(pass_segments.num_new)
                 score_branches = partial(self._score_branches, records, cache)
-                terms[:, span] = average_over_orders(
-                    records, index[row], num_before[row] + offset, is_tied[span], terms[:, span], score_branches
+                out[:, span] = average_over_orders(
+                    records,
+                    index[row],
+                    pass_segments.starts[row] + offset,
+                    is_tied[span],
+                    out[:, span],
+                    score_branches,
                 )
             if pass_records.stop < len(record_index):
                 # Closed records need no cache any more; the next passes can use their pages.
                 cache.free(record_index[pass_records.start : min(pass_records.stop, num_closed)])
-        return terms, num_rebuilt
+        return num_rebuilt
 
-    def _score_ragged(
-        self,
-        kernels: CpuKernels,
-        records: RecordTable,
-        cache: CpuKVCache,
-        record_index: Ints,
-        num_cached: Ints,
-        num_scored_before: Ints,
-        num_new: Ints,
-        out: Floats,
-    ) -> None:
+    def _gather_readings(self, records: RecordTable, segments: Segments, num_cached: Ints) -> PassReadings:
+        """Return the readings that must go through the network, so that the new readings of R records are scored.
+
+        Args:
+            records: The table of open records, which holds their readings.
+            segments: The new readings.
+            num_cached: (R,) number of readings of each record that the cache holds: 0, or `Segments.num_before`.
+        """
+        num_prefill_only = segments.num_before - num_cached
+        # For each reading to process: the index of its record, and its position in the context of the last new reading.
+        row, offset = ragged_indices(num_prefill_only + segments.num_new)
+        position = num_cached[row] + offset
+        # The context begins with readings from before the block. The readings of the block follow.
+        places = segments.block_starts[row] + position - segments.num_context[row]
+        is_before_block = position < segments.num_context[row]
+        if is_before_block.any() and self.context_limit is not None and records.contexts is not None:
+            rebuilt = np.flatnonzero((num_cached == 0) & (segments.num_context > 0))
+            places[is_before_block], _ = records.contexts.select(
+                segments.record_index[rebuilt], self.context_limit.recent
+            )
+        rows = segments.record_index[row]
+        codes, raw_values = records.log.gather(rows, places)
+        ages = None if self.context_limit is None else records.ages_of(rows, places)
+        values = self.schema.normalise(codes, raw_values)
+        return PassReadings(segments.record_index, num_cached, num_prefill_only, segments.num_new, codes, values, ages)
+
+    def _score_ragged(self, kernels: CpuKernels, cache: CpuKVCache, readings: PassReadings, out: Floats) -> None:
         """Score the new readings of R records by the compiled kernels, without padding, and add them to the cache.
 
         Args:
             kernels: The compiled kernels of this model.
-            records: The table of open records, which holds their readings.
             cache: The KV cache of the records: the network's keys and values of their earlier readings.
-            record_index: (R,) row of each record in the table.
-            num_cached: (R,) number of each record's first readings that the cache holds.
-            num_scored_before: (R,) number of each record's first readings that are scored already.
-            num_new: (R,) number of the readings of each record to score, M in total.
+            readings: The readings that go through the network, M of which are new.
             out: (3, M) array that receives the results in three rows, one record after the other: ln p of the value; ln
                 of its p-value (probability of a value at most as likely); and centered NLL (−ln p minus its expected
                 value).
         """
-        # Readings that are scored already but not cached any more are processed as well, only to fill the cache.
-        num_prefill_only = num_scored_before - num_cached
-        num_processed = num_prefill_only + num_new
-        cache.allocate_all(record_index, num_processed)
-        # For each reading to process: the index of its record, and its position after the cached ones.
-        row, offset = ragged_indices(num_processed)
-        codes, raw_values = records.log.gather(record_index[row], num_cached[row] + offset)
+        num_processed = readings.num_processed
+        cache.allocate_all(readings.record_index, num_processed)
+        num_prefill_only = readings.num_prefill_only
         ragged_batch = RaggedBatch(
-            codes,
-            self.schema.normalise(codes, raw_values).astype(np.float32),
+            readings.codes,
+            readings.values.astype(np.float32),
             offsets=np.concatenate([[0], np.cumsum(num_processed)]),
-            num_cached=num_cached,
-            page_table=cache.page_table[record_index],
+            num_cached=readings.num_cached,
+            page_table=cache.page_table[readings.record_index],
             num_prefill_only=num_prefill_only if num_prefill_only.any() else None,  # None: all readings are scored
         )
         out[:] = kernels.score(cache, ragged_batch)
-        cache.num_cached_readings[record_index] += num_processed
+        cache.num_cached_readings[readings.record_index] += num_processed
 
-    def _score_padded_groups(
-        self,
-        records: RecordTable,
-        cache: TorchKVCache,
-        record_index: Ints,
-        num_cached: Ints,
-        num_scored_before: Ints,
-        num_new: Ints,
-        out: Floats,
-    ) -> None:
+    def _score_padded_groups(self, cache: TorchKVCache, readings: PassReadings, out: Floats) -> None:
         """Score the new readings of R records by PyTorch, and add them to the cache.
 
         Records with similar numbers of readings are scored together in one padded batch.
 
         Args:
-            records: The table of open records, which holds their readings.
             cache: The KV cache of the records: the network's keys and values of their earlier readings.
-            record_index: (R,) row of each record in the table.
-            num_cached: (R,) number of each record's first readings that the cache holds.
-            num_scored_before: (R,) number of each record's first readings that are scored already.
-            num_new: (R,) number of the readings of each record to score, M in total.
+            readings: The readings that go through the network, M of which are new.
             out: (3, M) array that receives the results in three rows, one record after the other: ln p of the value; ln
                 of its p-value (probability of a value at most as likely); and centered NLL (−ln p minus its expected
                 value).
         """
+        num_new = readings.num_new
         first = np.cumsum(num_new) - num_new  # index in `out` of the first new reading of each record
-        num_prefill_only = num_scored_before - num_cached  # readings that are only added to the cache
-        for group in _group_by_length(num_prefill_only + num_new, num_cached):
-            is_new, padded_terms = self._score_padded(
-                records, cache, record_index[group], num_cached[group], num_scored_before[group], num_new[group]
-            )
+        for group in _group_by_length(readings.num_processed, readings.num_cached):
+            is_new, padded_terms = self._score_padded(cache, readings, group)
             # Copy the terms of new readings from the padded batch, which has a row per record of the group, to `out`.
             # In a row, the new readings follow those that are only added to the cache.
             row, column = np.nonzero(is_new)
-            offset = column - num_prefill_only[group][row]
+            offset = column - readings.num_prefill_only[group][row]
             out[:, first[group][row] + offset] = padded_terms[:, is_new]
 
-    def _score_padded(
-        self,
-        records: RecordTable,
-        cache: TorchKVCache,
-        record_index: Ints,
-        num_cached: Ints,
-        num_scored_before: Ints,
-        num_new: Ints,
-    ) -> tuple[Bools, Floats]:
-        """Score the new readings of R records by PyTorch in one padded batch, and add them to the cache.
+    def _score_padded(self, cache: TorchKVCache, readings: PassReadings, group: Ints) -> tuple[Bools, Floats]:
+        """Score the new readings of G records by PyTorch in one padded batch, and add them to the cache.
 
         All readings that the cache does not hold go through the network: the new ones, and earlier ones that are not
         cached any more. The batch has L columns, as many as the record with most of these readings needs. The rows of
         the other records are padded.
 
         Args:
-            records: The table of open records, which holds their readings.
             cache: The KV cache of the records: the network's keys and values of their earlier readings.
-            record_index: (R,) row of each record in the table.
-            num_cached: (R,) number of each record's first readings that the cache holds.
-            num_scored_before: (R,) number of each record's first readings that are scored already.
-            num_new: (R,) number of the readings of each record to score.
+            readings: The readings of R records that go through the network.
+            group: (G,) indexes of the records of the batch, from 0 to R − 1.
 
         Returns:
-            Two arrays. First (R, L) whether an entry of the batch is a new reading, and neither padding nor a reading
-            that was scored before. Second (3, R, L) score terms: ln p of the value; ln of its p-value (probability of a
-            value at most as likely); and centered NLL (−ln p minus its expected value).
+            Two arrays. First (G, L) whether an entry of the batch is a new reading, and neither padding nor a reading
+            that was scored before. Second (3, G, L) score terms: ln p of the value; ln of its p-value (probability of a
+            value at most as likely as the observed one); and centered NLL (−ln p minus its expected value).
         """
-        num_prefill_only = num_scored_before - num_cached  # readings that are only added to the cache
-        num_processed = num_prefill_only + num_new
+        record_index, num_processed = readings.record_index[group], readings.num_processed[group]
         column = np.arange(int(num_processed.max()))
         is_reading = column < num_processed[:, None]
         # Padding reads the first reading of its record. The feature code −1 then marks it as padding.
-        places = np.where(is_reading, num_cached[:, None] + column, 0)
-        codes, raw_values = records.log.gather(record_index[:, None], places)
-        features, values = np.where(is_reading, codes, -1), self.schema.normalise(codes, raw_values)
+        first = (np.cumsum(readings.num_processed) - readings.num_processed)[group]
+        index = np.where(is_reading, first[:, None] + column, first[:, None])
+        features, values = np.where(is_reading, readings.codes[index], -1), readings.values[index]
+        ages = None if readings.ages is None else readings.ages[index]
         # A runner belongs to one cache. On a GPU it captures passes and replays them, which is faster.
         if self._graph_runner is None or self._graph_runner.cache is not cache:
             self._graph_runner = CudaGraphs(self.model, cache)
@@ -337,10 +455,10 @@ class ModelVersion:
         pages, num_tokens = cache.locate_tokens(record_index)
         num_tokens_computed = len(column) * cache.tokens_per_reading  # per record, padding included
         token_places, num_kept = cache.allocate_tokens(record_index, num_processed, num_tokens_computed)
-        terms = self._graph_runner(ForwardInputs(features, values, pages, num_tokens, token_places))
+        terms = self._graph_runner(ForwardInputs(features, values, pages, num_tokens, token_places), ages)
         # Readings for which the cache has no memory are not kept. They are computed again with the next new reading.
         cache.num_cached_readings[record_index] += num_kept
-        is_new = is_reading & (column >= num_prefill_only[:, None])
+        is_new = is_reading & (column >= readings.num_prefill_only[group][:, None])
         return is_new, terms
 
     def _score_branches(

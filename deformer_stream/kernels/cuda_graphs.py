@@ -85,38 +85,46 @@ class CudaGraphs:
         self.capture = create_capture(model.device)
         self.graph_by_shape: dict[BatchShape, CapturedGraph] = {}
 
-    def __call__(self, inputs: ForwardInputs[NDArray[Any]]) -> Floats:
+    def __call__(self, inputs: ForwardInputs[NDArray[Any]], ages: Floats | None = None) -> Floats:
         """Run one forward pass over the new readings of R records, and write their keys and values into the cache.
 
         Args:
             inputs: The inputs, with L readings per record; records with fewer new readings are padded.
+            ages: (R, L) float64 seconds from the origin of the record to each reading, if readings are irregular. Such
+                passes are not captured.
 
         Returns:
             (3, R, L) for each reading ln p of the value, ln of the p-value (probability of a value at most as likely),
             and centered NLL (−ln p minus its expected value). The entries of padding have no meaning.
         """
         with torch.inference_mode():
-            graph = self._find_or_capture(inputs)
+            graph = self._find_or_capture(inputs) if ages is None else None
             if graph is not None:
                 return graph(inputs, self.compute_prior)
             # Without a graph, the operators are executed one by one.
             tensors = ForwardInputs(*(to_tensor(array, self.model) for array in inputs))
-            return np.asarray(self.compute_score_terms(tensors, self.compute_prior(tensors)).cpu().numpy())
+            # Ages stay float64, whatever the dtype of the model.
+            age_tensor = None if ages is None else torch.from_numpy(ages).to(self.model.device)
+            prior = self.compute_prior(tensors, age_tensor)
+            return np.asarray(self.compute_score_terms(tensors, prior, age_tensor).cpu().numpy())
 
-    def compute_prior(self, inputs: ForwardInputs[Tensor]) -> PriorConditional | None:
+    def compute_prior(self, inputs: ForwardInputs[Tensor], ages: Tensor | None = None) -> PriorConditional | None:
         """Return the distributions of the new readings, (R, L), under the Gaussian prior; None if the model has none.
 
         Args:
             inputs: The inputs of a forward pass, with L new readings for each of R records. Earlier readings are read
                 from the pages of the cache.
+            ages: (R, L) seconds from the origin of the record to each reading, if readings are irregular.
         """
-        cached_readings = self.cache.gather_readings(inputs.pages)
+        cached_readings, cached_ages = self.cache.gather_readings(inputs.pages), self.cache.gather_ages(inputs.pages)
         # The prior is computed from the readings themselves, so no keys and values of the Transformer's layers are
         # given.
-        cache_view = KVCacheView((), (), inputs.num_tokens, cached_readings)
-        return self.model.compute_prior(inputs.features, inputs.values, cache_view)
+        cache_view = KVCacheView((), (), inputs.num_tokens, cached_readings, cached_ages)
+        return self.model.compute_prior(inputs.features, inputs.values, cache_view, ages)
 
-    def compute_score_terms(self, inputs: ForwardInputs[Tensor], prior: PriorConditional | None) -> Tensor:
+    def compute_score_terms(
+        self, inputs: ForwardInputs[Tensor], prior: PriorConditional | None, ages: Tensor | None = None
+    ) -> Tensor:
         """Run the network, write the new keys and values into the cache, and return the score terms.
 
         A CUDA graph can capture this method, because no operation depends on the contents of a tensor or creates a
@@ -125,13 +133,14 @@ class CudaGraphs:
         Args:
             inputs: The inputs, with L new readings for each of R records.
             prior: The result of `compute_prior` for these inputs.
+            ages: (R, L) seconds from the origin of the record to each reading, if readings are irregular.
 
         Returns:
             (3, R, L) for each reading ln p of the value, ln of the p-value (probability of a value at most as likely),
             and centered NLL (−ln p minus its expected value).
         """
         cached = self.cache.gather_pages(inputs.pages, inputs.num_tokens)
-        output = self.model.forward_cached(inputs.features, inputs.values, cached, prior)
+        output = self.model.forward_cached(inputs.features, inputs.values, cached, prior, ages)
         self.cache.write(output, inputs.token_places)
         conditional = output.conditional
         terms = conditional.compute_score_terms(inputs.values, conditional.compute_surprisal(inputs.values))

@@ -309,6 +309,26 @@ def _num_token_pages(tokens_per_reading: int, page_tokens: int, num_readings: In
     return -(-num_tokens // page_tokens)
 
 
+def max_cached_readings(model: DEformer) -> int:
+    """Return the largest number of readings of a record that the KV cache of a model holds.
+
+    A sensor has at most one reading in a record. If readings are irregular, the cache holds the context of the next
+    reading, whose size the hyperparameters limit.
+
+    Raises:
+        ValueError: Readings are irregular, and the hyperparameters do not limit the context.
+    """
+    limit = model.config.context_limit
+    if model.schema.reading_times is None:
+        return len(model.schema)
+    if limit is None:
+        raise ValueError(
+            "a KV cache cannot hold contexts of any size, but the hyperparameters do not limit the context of "
+            "irregular readings: set context_block"
+        )
+    return limit.max_readings(len(model.schema))
+
+
 CacheShape = tuple[object, ...]
 """The properties of a model that determine the layout of its KV cache. Models with equal ones can share a cache."""
 
@@ -321,7 +341,8 @@ def cache_shape(model: DEformer) -> CacheShape:
     config = model.config
     num_prior_components = 0 if model.gaussians is None else model.gaussians.num_components
     network = config.layers, config.heads, config.d_model, num_prior_components, model.has_cached_readings
-    return len(model.schema), model.cached_tokens_per_reading, *network, model.dtype, model.device
+    sensors = len(model.schema), model.schema.reading_times is not None, config.context_limit
+    return *sensors, model.cached_tokens_per_reading, *network, model.dtype, model.device
 
 
 class TorchKVCache(PagePool):
@@ -348,6 +369,8 @@ class TorchKVCache(PagePool):
         values: One tensor per layer, of the same shape as the keys.
         readings: (pages, PAGE_TOKENS, 2) for each token the feature code and the normalised value of its reading; None
             if the model does not need them.
+        ages: (pages, PAGE_TOKENS) float64, for each token the seconds from the origin of the record to its reading;
+            None if readings are not irregular.
     """
 
     PAGE_TOKENS = 8
@@ -360,9 +383,11 @@ class TorchKVCache(PagePool):
         # Per token: a key and a value of width d_model in each layer. If the model needs the readings again, also two
         # numbers for the feature code and the value of the token's reading.
         numbers_per_token = 2 * config.layers * config.d_model + (2 if model.has_cached_readings else 0)
-        page_bytes = numbers_per_token * self.PAGE_TOKENS * model.dtype.itemsize
+        # Ages are float64 whatever the dtype of the model, because they can be large.
+        age_bytes = 8 if model.schema.reading_times is not None else 0
+        page_bytes = (numbers_per_token * model.dtype.itemsize + age_bytes) * self.PAGE_TOKENS
         count_pages = partial(_num_token_pages, self.tokens_per_reading, self.PAGE_TOKENS)
-        super().__init__(len(model.schema), (count_pages,), page_bytes, max_bytes)
+        super().__init__(max_cached_readings(model), (count_pages,), page_bytes, max_bytes)
         # Two additional pages, which belong to no record.
         self.padding_page, self.blank_page = self.num_pages, self.num_pages + 1
         num_all_pages = self.num_pages + 2
@@ -371,6 +396,9 @@ class TorchKVCache(PagePool):
         self.keys = [_zeros(shape, model) for _ in range(config.layers)]
         self.values = [_zeros(shape, model) for _ in range(config.layers)]
         self.readings = _zeros((num_all_pages, self.PAGE_TOKENS, 2), model) if model.has_cached_readings else None
+        self.ages: Tensor | None = None
+        if model.schema.reading_times is not None:
+            self.ages = torch.zeros((num_all_pages, self.PAGE_TOKENS), dtype=torch.float64, device=model.device)
 
     def locate_tokens(self, record_index: Ints, num_readings: Ints | None = None) -> tuple[Ints, Ints]:
         """Return which pages hold the cached tokens of R records.
@@ -432,7 +460,8 @@ class TorchKVCache(PagePool):
 
         Returns:
             The keys and the values of each layer, (R, heads, P · PAGE_TOKENS, width of a head); the number of tokens
-            of each record; and the readings to which the tokens belong, as `gather_readings` returns them.
+            of each record; and the readings to which the tokens belong, as `gather_readings` and `gather_ages` return
+            them.
         """
         R, P = pages.shape
         # A pool (the tensor with all keys, or all values, of a layer) is an array of blocks, one per page and head. The
@@ -445,7 +474,7 @@ class TorchKVCache(PagePool):
             return gathered.view(R, self.heads, P * self.PAGE_TOKENS, pool.shape[-1])
 
         keys, values = ([gather_pool(pool) for pool in pools] for pools in (self.keys, self.values))
-        return KVCacheView(keys, values, num_tokens, self.gather_readings(pages))
+        return KVCacheView(keys, values, num_tokens, self.gather_readings(pages), self.gather_ages(pages))
 
     def gather_readings(self, pages: Tensor) -> Tensor | None:
         """Return the readings to which the cached tokens of R records belong.
@@ -461,6 +490,19 @@ class TorchKVCache(PagePool):
             return None
         R, P = pages.shape
         return self.readings.index_select(0, pages.flatten()).view(R, P * self.PAGE_TOKENS, 2)
+
+    def gather_ages(self, pages: Tensor) -> Tensor | None:
+        """Return the ages of the readings to which the cached tokens of R records belong.
+
+        Args:
+            pages: (R, P) the indexes of the pages that hold each record's tokens, from `locate_tokens`.
+
+        Returns:
+            (R, P · PAGE_TOKENS) float64 seconds from the origin of the record; None if readings are not irregular.
+        """
+        if self.ages is None:
+            return None
+        return self.ages.index_select(0, pages.flatten()).view(len(pages), -1)
 
     def write(self, output: StepOutput, token_places: Tensor) -> None:
         """Write the keys and values of a forward pass into the pages.
@@ -482,6 +524,8 @@ class TorchKVCache(PagePool):
                 pool.view(-1, width).index_copy_(0, index, new.reshape(-1, width))
         if self.readings is not None and output.readings is not None:
             self.readings.view(-1, 2).index_copy_(0, token_places.flatten(), output.readings.reshape(-1, 2))
+        if self.ages is not None and output.ages is not None:
+            self.ages.view(-1).index_copy_(0, token_places.flatten(), output.ages.flatten())
 
     def gather(self, record_index: Ints, num_readings: Ints | None = None) -> KVCacheView:
         """Return copies of the cached keys and values of R records, padded to the same number of tokens.

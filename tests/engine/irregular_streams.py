@@ -1,0 +1,109 @@
+"""Random streams of irregular readings, engines that score them, and the scores by the definition of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.engine.engine import Engine, Limits
+from deformer_stream.engine.explain import ExplanationEffort
+from deformer_stream.model.bounded_context import ContextLimit, select_contexts
+from deformer_stream.model.deformer import DEformer
+from deformer_stream.model.schema import Schema
+from deformer_stream.model.windows import Window
+from tests.engine.restarts import Event, Poll
+from tests.model.test_irregular_readings import SCHEMA, make_config, make_irregular_model
+
+LIMIT = ContextLimit(recent=3, block=4)
+WIDTH, GRACE = 40_000_000, 5_000_000
+"""Microseconds of a window, and of the grace period after it."""
+MINUTE = 60_000_000
+ALPHA = (0.5, 0.2, 0.05)
+
+
+@cache
+def make_model(seed: int = 0, neighbors: int = 3, memory: str = "values", limit: ContextLimit = LIMIT) -> DEformer:
+    """Return a model of irregular readings with random weights, in float64."""
+    config = replace(make_config(memory, neighbors), context_recent=limit.recent, context_block=limit.block)
+    return make_irregular_model(config, seed)
+
+
+@cache
+def make_calibration(seed: int = 0) -> Calibration:
+    """Return a calibration for which many records raise alerts."""
+    statistics = np.random.default_rng(seed).exponential(8.0, 200)
+    return Calibration.from_statistics(statistics, "random")
+
+
+def make_engine(
+    limits: Limits | None = None,
+    model: DEformer | None = None,
+    effort: ExplanationEffort = "fast",
+    drift: float | None = None,
+) -> Engine:
+    """Return an engine that scores irregular readings."""
+    return Engine(model or make_model(), make_calibration(), "irregular", ALPHA, limits, drift, effort)
+
+
+def compute_expected_log_prob(
+    model: DEformer, codes: Sequence[int], values: Sequence[float], ages: Sequence[float]
+) -> np.ndarray:
+    """Return ln p of each reading of a record by the definition: one sequence for each block, with its context."""
+    limit = model.config.context_limit
+    assert limit is not None
+    code_array, value_array, age_array = np.array(codes, np.int64), np.array(values), np.array(ages)
+    normalised = model.schema.normalise(code_array, value_array)
+    parts = [np.empty(0)]
+    for start in range(0, len(codes), limit.block):
+        selected, _ = select_contexts(code_array[:start], np.array([0, start]), len(model.schema), limit.recent)
+        places = np.concatenate([selected, np.arange(start, min(start + limit.block, len(codes)))])
+        with torch.inference_mode():
+            log_prob = model.log_prob(
+                torch.from_numpy(code_array[places])[None],
+                torch.from_numpy(normalised[places])[None],
+                ages=torch.from_numpy(age_array[places])[None],
+            )
+        parts.append(log_prob[0, len(selected) :].numpy())
+    return np.concatenate(parts)
+
+
+def make_windowed_model() -> DEformer:
+    """Return the model of `make_model`, trained on windows of a device's readings."""
+    model = make_irregular_model(replace(make_config(), context_recent=LIMIT.recent, context_block=LIMIT.block), seed=0)
+    model.schema = Schema(SCHEMA.features, Window(WIDTH, 1), SCHEMA.reading_times)
+    return model
+
+
+@st.composite
+def irregular_events(draw: st.DrawFn) -> Event:
+    """Draw an event; times repeat and are late, and sensors report several times."""
+    feature = draw(st.integers(0, len(SCHEMA) - 1))
+    text = st.sampled_from(["broken", "ümlaut"]) if SCHEMA.features[feature].labels else st.nothing()
+    # Few values, so that some readings are duplicates; null is rare, so that some records get many readings.
+    number = st.sampled_from([0.0, 0.5, -1.0, 3.0, 40.0])
+    value = draw(st.one_of(number, number, number, number, number, number, text, st.none()))
+    is_window = draw(st.booleans())
+    return Event(
+        partition=draw(st.integers(0, 2)),
+        name=draw(st.sampled_from("ab" if is_window else "rst")),
+        is_window=is_window,
+        time=draw(st.integers(0, 6)) * MINUTE // 3,
+        feature=feature,
+        value=value,
+    )
+
+
+@st.composite
+def irregular_streams(draw: st.DrawFn) -> list[Poll]:
+    """Draw 3 to 8 polls, with pauses between them."""
+    now, polls = 0, []
+    for _ in range(draw(st.integers(3, 8))):
+        now += draw(st.integers(0, 4))
+        polls.append(Poll(tuple(draw(st.lists(irregular_events(), max_size=25))), now))
+    return polls

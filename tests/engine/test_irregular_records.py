@@ -1,0 +1,260 @@
+"""The engine on irregular readings: which are accepted, and their scores in bounded contexts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.engine.engine import Engine, Limits
+from deformer_stream.engine.events import NO_TIME, CloseReason, EventBatch, RejectionReason, WindowMembership
+from deformer_stream.engine.reading_log import ReadingLog
+from deformer_stream.engine.record_contexts import RecordContexts
+from deformer_stream.errors import ConfigError
+from deformer_stream.model.bounded_context import ContextLimit, select_contexts
+from tests.engine.irregular_streams import (
+    LIMIT,
+    MINUTE,
+    WIDTH,
+    compute_expected_log_prob,
+    make_calibration,
+    make_engine,
+    make_model,
+)
+from tests.model.test_irregular_readings import SCHEMA, make_config, make_irregular_model
+
+seeds = st.integers(0, 2**16)
+
+Reading = tuple[str, int, float, int]
+"""Record id, feature code, value, and event time in microseconds."""
+
+
+def make_batch(readings: list[Reading], window_starts: list[int] | None = None) -> EventBatch:
+    """Return readings as a batch, one message each.
+
+    Args:
+        readings: The readings.
+        window_starts: For each reading the start of its window; None if no record is a window.
+    """
+    n = len(readings)
+    times = np.array([time for _, _, _, time in readings], np.int64)
+    windows = None
+    if window_starts is not None:
+        starts = np.array(window_starts, np.int64)
+        windows = WindowMembership([record.split("@")[0] for record, _, _, _ in readings], starts + WIDTH, starts)
+    return EventBatch(
+        [record for record, _, _, _ in readings],
+        np.array([feature for _, feature, _, _ in readings], np.int32),
+        np.array([value for _, _, value, _ in readings], np.float64),
+        times,
+        np.arange(n, dtype=np.int32),
+        np.zeros(n, np.int32),
+        windows=windows,
+    )
+
+
+def draw_readings(num_records: int, num_readings: int, seed: int) -> list[Reading]:
+    """Return readings of several records in a random order; some are late, some simultaneous."""
+    rng = np.random.default_rng(seed)
+    readings: list[Reading] = []
+    for i in range(num_readings):
+        feature = int(rng.choice(len(SCHEMA), p=[0.5, 0.3, 0.1, 0.05, 0.05]))
+        value = float(rng.integers(0, 3)) if feature == 4 else float(rng.normal())
+        time = MINUTE * (i // 2 - (30 if rng.random() < 0.2 else 0))
+        readings.append((f"r{rng.integers(num_records)}", feature, value, time))
+    return readings
+
+
+def score(engine: Engine, readings: list[Reading], cuts: list[int]) -> dict[str, list[float]]:
+    """Return the log-likelihoods of the accepted readings of each record, scored in several batches."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    for now, (start, stop) in enumerate(zip([0, *cuts], [*cuts, len(readings)], strict=True)):
+        effects = engine.handle(make_batch(readings[start:stop]), now)
+        assert not effects.rejections
+        for event, value in zip(effects.scored.event_indices, effects.scored.log_likelihood, strict=True):
+            scores[effects.batch.record_ids[event]].append(value)
+    return scores
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    data=st.data(),
+    seed=seeds,
+    limit=st.sampled_from([LIMIT, ContextLimit(0, 1), ContextLimit(0, 5), ContextLimit(7, 3), ContextLimit(2, 50)]),
+    cache_bytes=st.sampled_from([0, 40_000, 2**20]),
+    memory=st.sampled_from(["values", "all"]),
+    neighbors=st.sampled_from([0, 3]),
+)
+def test_scores_equal_log_prob_of_each_block_with_its_context(
+    data: st.DataObject, seed: int, limit: ContextLimit, cache_bytes: int, memory: str, neighbors: int
+) -> None:
+    model = make_model(1, neighbors, memory, limit)
+    readings = draw_readings(3, 50, seed)
+    cuts = sorted(data.draw(st.sets(st.integers(1, 49), max_size=49)))
+    scores = score(make_engine(Limits(cache_bytes=cache_bytes), model), readings, cuts)
+    for record, actual in scores.items():
+        own = [reading for reading in readings if reading[0] == record]
+        expected = compute_expected_log_prob(
+            model, [r[1] for r in own], [r[2] for r in own], [(r[3] - own[0][3]) / 1e6 for r in own]
+        )
+        np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, recent=st.integers(0, 12), block=st.integers(1, 9), data=st.data())
+def test_contexts_are_those_of_the_model_whatever_the_steps(
+    seed: int, recent: int, block: int, data: st.DataObject
+) -> None:
+    num_features, lengths = 5, [0, 7, 40, 31]
+    rng = np.random.default_rng(seed)
+    log, contexts = ReadingLog(num_features, has_ties=False, has_times=True), RecordContexts(num_features)
+    log.resize(len(lengths))
+    contexts.resize(len(lengths))
+    rows = np.arange(len(lengths))
+    codes = [rng.integers(0, num_features, n) for n in lengths]
+    log.reserve(rows, np.zeros_like(rows), np.array(lengths))
+    for row, own_codes in enumerate(codes):
+        log.write(np.full(len(own_codes), row), np.arange(len(own_codes)), own_codes, np.zeros(len(own_codes)))
+    for _ in range(4):  # forwards, and backwards as when a record is scored again
+        starts = np.array([data.draw(st.integers(0, n // block)) * block for n in lengths])
+        contexts.advance(log, rows, starts)
+        places, counts = contexts.select(rows, recent)
+        assert np.array_equal(counts, contexts.count(rows, recent))
+        parts = [
+            select_contexts(own_codes[:start], np.array([0, start]), num_features, recent)[0]
+            for own_codes, start in zip(codes, starts.tolist(), strict=True)
+        ]
+        assert np.array_equal(places, np.concatenate(parts))
+        assert counts.tolist() == [len(part) for part in parts]
+
+
+def test_a_bounded_cache_holds_the_context_of_any_record() -> None:
+    engine = make_engine()
+    for start in range(0, 600, 7):
+        engine.handle(make_batch([("r", i % 5, float(i % 2), i * MINUTE) for i in range(start, start + 7)]), start)
+    num_cached = engine.cache.num_cached_readings
+    assert num_cached.max() <= LIMIT.max_readings(len(SCHEMA))
+    assert engine.cache.bytes_in_use <= engine.cache.pages_per_record * engine.cache.page_bytes
+    # A new block is no rebuild: nothing was evicted.
+    assert engine.pop_cache_rebuilds() == 0
+
+
+def test_duplicates_simultaneous_and_late_readings() -> None:
+    engine = make_engine()
+    first = [("r", 0, 0.5, 10), ("r", 0, 0.7, 10), ("r", 1, 0.5, 10), ("r", 0, 0.5, 20), ("r", 0, 0.9, 5)]
+    effects = engine.handle(make_batch(first), 1)
+    assert len(effects.scored) == 5
+    assert not effects.rejections
+    again = [*first, ("r", 0, 0.9, 6), ("r", 0, 0.9, 6), ("other", 0, 0.5, 10)]
+    effects = engine.handle(make_batch(again), 2)
+    assert [(r.message_index, r.reason) for r in effects.rejections] == [
+        (index, RejectionReason.DUPLICATE) for index in (0, 1, 2, 3, 4, 6)
+    ]
+    assert "at the same time already" in effects.rejections[0].detail
+    assert effects.scored.event_indices.tolist() == [5, 7]
+    assert effects.scored.seq.tolist() == [5, 0]
+
+
+def test_unseen_labels_are_duplicates_only_if_their_texts_are_equal() -> None:
+    engine = make_engine()
+    batch = make_batch([("r", 4, 2.0, 10), ("r", 4, 2.0, 10), ("r", 4, 2.0, 10)])
+    batch = replace(batch, unseen_labels={0: "broken", 1: "worn", 2: "broken"})
+    assert [r.message_index for r in engine.handle(batch, 1).rejections] == [2]
+    assert [r.message_index for r in engine.handle(batch, 2).rejections] == [0, 1, 2]
+
+
+def test_a_duplicate_does_not_restart_the_timeout() -> None:
+    engine = make_engine(Limits(record_timeout=10))
+    engine.handle(make_batch([("r", 0, 0.5, 10)]), 1)
+    assert engine.handle(make_batch([("r", 0, 0.5, 10)]), 8).rejections
+    assert engine.handle(EventBatch.empty(), 11).closed.reasons == [CloseReason.TIMEOUT]
+
+
+def test_a_reading_without_a_time_is_rejected_and_opens_no_record() -> None:
+    engine = make_engine()
+    effects = engine.handle(make_batch([("r", 0, 0.5, NO_TIME), ("s", 0, np.nan, NO_TIME), ("t", 0, 0.5, 3)]), 1)
+    assert [(r.message_index, r.reason) for r in effects.rejections] == [
+        (0, RejectionReason.MISSING_FIELD),
+        (1, RejectionReason.MISSING_FIELD),
+    ]
+    assert "irregular readings need times" in effects.rejections[0].detail
+    assert len(engine.records) == 1
+
+
+def test_null_declares_that_a_sensor_will_not_report_and_completes_a_record() -> None:
+    engine = make_engine()
+    declared = [("r", 0, 0.5, 10), ("r", 0, np.nan, 20), ("r", 0, 0.6, 30), ("r", 0, np.nan, 40), ("r", 1, 0.5, 40)]
+    effects = engine.handle(make_batch(declared), 1)
+    assert [(r.message_index, r.reason) for r in effects.rejections] == [
+        (2, RejectionReason.DUPLICATE),
+        (3, RejectionReason.DUPLICATE),
+    ]
+    assert "will not report any more" in effects.rejections[0].detail
+    effects = engine.handle(make_batch([("r", f, np.nan, 50) for f in range(1, 5)]), 2)
+    assert effects.closed.reasons == [CloseReason.COMPLETE]
+    assert effects.closed.is_complete.tolist() == [True]
+    assert effects.closed.num_readings.tolist() == [2]
+
+
+def test_ages_are_counted_from_the_window_or_from_the_first_reading() -> None:
+    model = make_model()
+    values = [0.5, -0.3, 0.8]
+    times = [WIDTH + 7_000_000, WIDTH + 9_000_000, WIDTH + 3_000_000]
+    for windows, origin in ((None, times[0]), ([WIDTH] * 3, WIDTH)):
+        engine = make_engine()
+        readings = [("a@1", f, v, t) for f, v, t in zip([0, 1, 0], values, times, strict=True)]
+        # The declaration that a sensor will not report opens the record, and does not set its origin.
+        engine.handle(make_batch([("a@1", 3, np.nan, WIDTH)], None if windows is None else [WIDTH]), 0)
+        scored = engine.handle(make_batch(readings, windows), 1).scored
+        expected = compute_expected_log_prob(model, [0, 1, 0], values, [(t - origin) / 1e6 for t in times])
+        np.testing.assert_allclose(scored.log_likelihood, expected, rtol=1e-9)
+
+
+def test_alerts_count_sensors_and_list_the_readings_of_the_context_with_their_times() -> None:
+    engine = make_engine()
+    readings = [("r", i % 2, 0.1, i * MINUTE) for i in range(10)]
+    readings += [("r", 2, 1e4 * i, i * MINUTE) for i in range(10, 20)]
+    effects = engine.handle(make_batch(readings), 1)
+    assert effects.alerts
+    alert = effects.alerts[-1]
+    assert alert.features_expected == len(SCHEMA)
+    assert alert.features_seen == (3 if alert.raised_at > 10 else 2)
+    last = alert.raised_at - 1
+    # The readings of the block, the three before it, and the last ones of the sensors.
+    block_start = last // LIMIT.block * LIMIT.block
+    shown = {contribution.time for contribution in alert.contributions}
+    assert {i * MINUTE for i in range(max(block_start - LIMIT.recent, 0), last + 1)} <= shown
+    assert all(time is not None and time <= last * MINUTE for time in shown)
+    by_time = {contribution.time: contribution for contribution in alert.contributions}
+    # The contribution of a reading of the block is that of its own score.
+    assert by_time[last * MINUTE].feature == SCHEMA.names[readings[last][1]]
+    surprises = [contribution.surprise for contribution in alert.contributions]
+    assert surprises == sorted(surprises, reverse=True)
+
+
+def test_readings_that_cannot_be_scored_as_a_stream_are_refused() -> None:
+    unbounded = make_irregular_model(make_config(), seed=0)
+    with pytest.raises(ConfigError, match="context_block"):
+        Engine(unbounded, make_calibration(), "m", 0.1)
+    with pytest.raises(ConfigError, match="ties 'arrival'"):
+        Engine(make_model(), make_calibration(), "m", 0.1, ties="hold")
+    hold = Calibration.from_statistics(np.arange(50.0), "random", tie_policy="hold")
+    with pytest.raises(ConfigError, match="ties 'arrival'"):
+        Engine(make_model(), hold, "m", 0.1)
+
+
+def test_ranking_is_the_sum_of_centered_nlls_over_the_root_of_their_number() -> None:
+    engine = make_engine()
+    readings = draw_readings(2, 40, seed=3)
+    engine.handle(make_batch(readings), 1)
+    rows = [engine.records.partition(0).record_index_by_id[record] for record in ("r0", "r1")]
+    running = engine.records.running[rows]
+    closed = engine.finish().closed
+    scores = dict(zip(closed.record_ids, closed.anomaly_score.tolist(), strict=True))
+    expected = running["excess"] / np.sqrt(running["scored"])
+    np.testing.assert_allclose([scores["r0"], scores["r1"]], expected)
