@@ -18,8 +18,10 @@ from torch import Tensor
 
 from deformer_stream.model.distributions import MAX_LOG_SCALE_CHANGE
 from deformer_stream.model.gaussian_prior import MAX_CONDITIONING_VALUE
+from deformer_stream.model.gaussian_process import MAX_NEIGHBOR_VALUE
 from deformer_stream.model.layers import ACTIVATIONS
 from deformer_stream.model.schema import LINEAR_LIMIT
+from deformer_stream.model.time_inputs import MAX_AGE
 
 ABI_VERSION = 1
 """The version of the interface, the same number as in csrc/abi.h. It is raised if a field gets another meaning."""
@@ -38,6 +40,13 @@ the kernels compute together. A vector of the processor holds eight doubles."""
 ROW_EXTRA_VECTORS = 5
 """Number of vectors, of one float per component of the Gaussian prior, that the KV cache stores for a reading after its
 row of the Cholesky factor. They are 1 / pivot, whitened residual, feature code, and two for the log-likelihood."""
+MAX_NEIGHBORS = 32
+"""The largest number of readings on which the Gaussian process conditions a reading that the kernels support."""
+MAX_PROCESS_SCALES = 16
+"""The largest number of time scales of the Gaussian process that the kernels support."""
+READING_BYTES = 16
+"""Size of an irregular reading in the KV cache: the age as a double, the value as a float, the feature code as an
+int32."""
 
 CONSTANTS: dict[str, float] = {
     "COLUMNS": COLUMNS,
@@ -45,6 +54,11 @@ CONSTANTS: dict[str, float] = {
     "MAX_HEADS": MAX_HEADS,
     "PRIOR_LANES": PRIOR_LANES,
     "ROW_EXTRA_VECTORS": ROW_EXTRA_VECTORS,
+    "MAX_NEIGHBORS": MAX_NEIGHBORS,
+    "MAX_PROCESS_SCALES": MAX_PROCESS_SCALES,
+    "READING_BYTES": READING_BYTES,
+    "MAX_NEIGHBOR_VALUE": MAX_NEIGHBOR_VALUE,
+    "MAX_AGE": MAX_AGE,
     "MAX_CONDITIONING_VALUE": MAX_CONDITIONING_VALUE,
     "LINEAR_LIMIT": LINEAR_LIMIT,
     "MAX_LOG_SCALE_CHANGE": MAX_LOG_SCALE_CHANGE,
@@ -271,8 +285,20 @@ class TokenEncoder(KernelStruct):
         **dict.fromkeys(("identity", "feature_share", "value_share", "cycle", "label_share"), _FLOAT32),
         "first_label_row": _INT64,
         "num_labels": _INT64,
-        "maps": ADDRESS,
-        "prior_map": ADDRESS,
+        **dict.fromkeys(("maps", "query_map", "time_map"), ADDRESS),
+    }
+    _fields_ = _c_fields(kinds)
+
+
+class TimeScales(KernelStruct):
+    """The constants from which compiled code computes the inputs that express the times of irregular readings.
+
+    csrc/abi.h states the meaning of each field.
+    """
+
+    kinds: ClassVar[dict[str, Kind]] = {
+        **dict.fromkeys(("num_inputs", "num_octaves"), INTEGER),
+        **dict.fromkeys(("durations_per_second", "resolutions_per_second", "largest_log_gap"), REAL),
     }
     _fields_ = _c_fields(kinds)
 
@@ -288,6 +314,22 @@ class Prior(KernelStruct):
         **dict.fromkeys(("num_components", "padded_components", "num_features"), INTEGER),
         **dict.fromkeys(("log_weights", "means", "covariances"), _FLOAT64),
         **dict.fromkeys(("row_page", "row_place", "column_by_code"), _INT64),
+    }
+    _fields_ = _c_fields(kinds)
+
+
+class Process(KernelStruct):
+    """The parameters of the Gaussian process prior of irregular readings for compiled code.
+
+    The process is fitted before training. Its conditionals are inputs of the network. csrc/abi.h states shape and
+    meaning of each field.
+    """
+
+    kinds: ClassVar[dict[str, Kind]] = {
+        **dict.fromkeys(("num_features", "num_scales", "num_neighbors"), INTEGER),
+        **dict.fromkeys(("covariances", "negative_rates", "means", "variances", "noise_variances"), _FLOAT64),
+        **dict.fromkeys(("inverse_deviations", "outlier_factors"), _FLOAT64),
+        "log_weights": _FLOAT32,
     }
     _fields_ = _c_fields(kinds)
 
@@ -317,7 +359,7 @@ class Network(KernelStruct):
     kinds: ClassVar[dict[str, Kind]] = {
         **dict.fromkeys(("d", "num_heads", "feedforward", "num_layers"), INTEGER),
         **dict.fromkeys(("tokens_per_reading", "is_pre_norm", "activation"), INTEGER),
-        **dict.fromkeys(("layers", "encoder", "prior", "head"), ADDRESS),
+        **dict.fromkeys(("layers", "encoder", "prior", "process", "times", "head"), ADDRESS),
     }
     _fields_ = _c_fields(kinds)
 
@@ -334,6 +376,8 @@ class Batch(KernelStruct):
         "features": _INT64,
         "values": _FLOAT32,
         **dict.fromkeys(("offsets", "query_offsets", "num_cached", "depths", "page_table"), _INT64),
+        "ages": _FLOAT64,
+        "time_inputs": _FLOAT32,
         "page_pool": _BYTES,
         **dict.fromkeys(("prior_log_weights", "prior_means", "prior_scales"), _FLOAT32),
         "hidden": _FLOAT32,
@@ -415,7 +459,7 @@ class ThreadTeam(KernelStruct):
 
 
 STRUCTS: tuple[type[KernelStruct], ...] = (
-    *(Layer, LinearMap, TokenEncoder, Prior, Head, Network),
+    *(Layer, LinearMap, TokenEncoder, TimeScales, Prior, Process, Head, Network),
     *(Batch, SurprisalTask, QuantileTask, AdvanceTask, ThreadTeam),
 )
 RUNNING_STATE_BYTES = 56

@@ -24,12 +24,14 @@ from torch import Tensor, nn
 
 from deformer_stream import log
 from deformer_stream.kernels import abi, build
-from deformer_stream.kernels.abi import COLUMNS, MAX_HEADS, PRIOR_LANES
-from deformer_stream.kernels.kv_cache import CpuKVCache, round_up
+from deformer_stream.kernels.abi import COLUMNS, MAX_HEADS, MAX_NEIGHBORS, MAX_PROCESS_SCALES, PRIOR_LANES
+from deformer_stream.kernels.kv_cache import CpuKVCache, max_cached_readings, round_up
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.distributions import Conditional, Surprisal
 from deformer_stream.model.gaussian_prior import GaussianPrior, PriorConditional
+from deformer_stream.model.gaussian_process import GaussianProcessPrior
 from deformer_stream.model.layers import TransformerLayer, get_activation, round_to_bfloat16
+from deformer_stream.model.reading_times import ReadingTimes
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -42,13 +44,18 @@ that weights are read from memory once for many tokens."""
 READINGS_PER_STEP = 32
 """Number of readings for which a thread computes surprisals or quantiles before it takes more from the shared counter.
 The same number is in csrc/mixture_queries.c."""
+MAX_COVARIANCES = 1 << 26
+"""Largest number of covariances of features that the kernels store for the Gaussian process, for all time scales
+together. They take eight bytes each."""
 
 
 def is_supported(model: DEformer) -> bool:
     """Return whether the compiled kernels can score readings with this model.
 
     They need float32 weights on the CPU, two tokens per reading (a query token and an observation token), and
-    layers whose widths fill whole vectors of the processor.
+    layers whose widths fill whole vectors of the processor. If readings are irregular, their context must be limited.
+    Their Gaussian process has at most `MAX_NEIGHBORS` neighbors, `MAX_PROCESS_SCALES` time scales, and covariances of
+    at most `MAX_COVARIANCES` numbers.
     """
     config = model.config
     # A vector has 16 floats. Attention computes four vectors of its output together, and each head has whole vectors.
@@ -56,8 +63,18 @@ def is_supported(model: DEformer) -> bool:
     # Matrix products compute tiles (parts of the result) of 32 columns.
     has_whole_tiles = config.feedforward % COLUMNS == 0
     is_float32_on_cpu = model.device.type == "cpu" and model.dtype == torch.float32
-    has_token_pairs = config.tokens == "pair" and model.schema.reading_times is None
-    return is_float32_on_cpu and has_token_pairs and has_whole_vectors and has_whole_tiles and config.heads <= MAX_HEADS
+    has_token_pairs = config.tokens == "pair"
+    return (
+        is_float32_on_cpu
+        and has_token_pairs
+        and has_whole_vectors
+        and has_whole_tiles
+        and config.heads <= MAX_HEADS
+        and (model.schema.reading_times is None or config.context_limit is not None)
+        and config.neighbors <= MAX_NEIGHBORS
+        and config.process_scales <= MAX_PROCESS_SCALES
+        and (model.process is None or config.process_scales * len(model.schema) ** 2 <= MAX_COVARIANCES)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +95,12 @@ class RaggedBatch:
             replaces a node of an earlier path.
         num_prefill_only: (R,) how many of each record's first new readings are only written to the cache and not
             scored, because they were scored before. None if all new readings are scored.
+        ages: (M,) seconds from the origin of the record to each reading. None if the readings of the schema are not
+            irregular.
+        time_inputs: (M, T) inputs of the network that express the times of irregular readings
+            (`model.time_inputs.encode_ragged_times`). If None, the kernels compute them from the ages of the readings
+            and of the cached ones. A node of a tree of orders then has the time since its sensor's previous reading
+            among its ancestors.
     """
 
     features: Ints
@@ -87,6 +110,8 @@ class RaggedBatch:
     page_table: Ints
     depths: Ints | None = None
     num_prefill_only: Ints | None = None
+    ages: Doubles | None = None
+    time_inputs: Floats | None = None
 
     @property
     def query_offsets(self) -> Ints:
@@ -170,6 +195,8 @@ class _WeightPacker:
             layers=abi.pack_array(abi.Layer, layers),
             encoder=self._pack_encoder(),
             prior=None if self.model.gaussians is None else self._pack_prior(self.model.gaussians),
+            process=None if self.model.process is None else _pack_process(self.model.process),
+            times=None if self.model.schema.reading_times is None else _pack_times(self.model.schema.reading_times),
             head=self._pack_head(),
         )
 
@@ -225,7 +252,8 @@ class _WeightPacker:
         An observation token (feature and value of a reading) is the output of several linear maps with ReLU between
         them. A query token is the embedding of its feature, plus a linear map of the feature's distribution under the
         Gaussian prior (a mixture that is fitted before training), if the model has one. The model multiplies tokens by
-        √d (d is the width of a token); here this factor is part of the weights.
+        √d (d is the width of a token); here this factor is part of the weights. For irregular readings, a linear map of
+        the time inputs is added to both tokens.
         """
         model = self.model
         root = math.sqrt(model.config.d_model)  # √d
@@ -241,14 +269,21 @@ class _WeightPacker:
         for weight, bias in weights[1:]:
             maps.append(self._pack_map(weight, bias, num_inputs))
             num_inputs = maps[-1].columns
+        query_map = time_map = None
         with torch.no_grad():
-            # The query token of every feature, without the term of the prior.
-            identity, prior_map = model.embed_query_tokens(torch.arange(len(model.schema)), None), None
-            if model.guidance is not None:  # the linear map of the prior's distribution
-                # Its bias is added to every query token, so it can be added to the embeddings here.
-                identity = identity + root * model.guidance.bias
-                no_bias = torch.zeros_like(model.guidance.bias)
-                prior_map = self._pack_map(root * model.guidance.weight, no_bias, model.guidance.in_features)
+            # The query token of every feature, without the terms of the prior and of the time.
+            identity = model.embed_query_tokens(torch.arange(len(model.schema)), None)
+            # The linear maps of the prior's distribution and of the time inputs, as one map of both.
+            query_linears = [linear for linear in (model.guidance, model.query_times) if linear is not None]
+            if query_linears:
+                # The biases are added to every query token, so they can be added to the embeddings here.
+                for linear in query_linears:
+                    identity = identity + root * linear.bias
+                weight = torch.cat([root * linear.weight for linear in query_linears], 1)
+                query_map = self._pack_map(weight, torch.zeros(len(weight)), weight.shape[1])
+            if model.observation_times is not None:
+                times = model.observation_times
+                time_map = self._pack_map(root * times.weight, root * times.bias, times.in_features)
         return abi.TokenEncoder(
             width=width,
             num_maps=len(maps),
@@ -257,7 +292,8 @@ class _WeightPacker:
             first_label_row=_int64(model.label_offsets),
             num_labels=_int64(model.label_counts),
             maps=abi.pack_array(abi.LinearMap, maps),
-            prior_map=prior_map,
+            query_map=query_map,
+            time_map=time_map,
         )
 
     def _split_first_map(self, weight: Tensor, bias: Tensor, width: int) -> dict[str, Tensor]:
@@ -353,6 +389,40 @@ class _WeightPacker:
         )
 
 
+def _pack_process(process: GaussianProcessPrior) -> abi.Process:
+    """Return the parameters of the Gaussian process prior as a structure for compiled code, in float64."""
+    covariances = process.compute_covariances()  # (Q, F, F)
+    noise_variances = process.compute_noise_variances()
+    variances = covariances.diagonal(dim1=1, dim2=2).sum(0) + noise_variances
+    share = process.outlier_share
+    # The product of an infinite rate and the lag 0 would be NaN.
+    rates = (1.0 / process.scales).clamp(max=torch.finfo(torch.float64).max)
+    return abi.Process(
+        num_features=covariances.shape[1],
+        num_scales=len(covariances),
+        num_neighbors=process.num_neighbors,
+        covariances=covariances.transpose(0, 1).contiguous(),
+        negative_rates=-rates,
+        means=process.means.contiguous(),
+        variances=variances,
+        noise_variances=noise_variances,
+        inverse_deviations=torch.where(process.is_linear[:-1], variances.rsqrt(), 0.0),
+        outlier_factors=process.outlier_factor.contiguous(),
+        log_weights=_float32(torch.stack([torch.log1p(-share), share.log()], -1)),
+    )
+
+
+def _pack_times(times: ReadingTimes) -> abi.TimeScales:
+    """Return the constants of the inputs that express the times of readings as a structure for compiled code."""
+    return abi.TimeScales(
+        num_inputs=times.num_inputs,
+        num_octaves=times.num_octaves,
+        durations_per_second=1e6 / times.duration,
+        resolutions_per_second=1e6 / times.resolution,
+        largest_log_gap=math.log1p(times.duration / times.resolution),
+    )
+
+
 class CpuKernels:
     """The compiled kernels (C code that scores readings on the CPU) together with the packed weights of one model.
 
@@ -361,7 +431,8 @@ class CpuKernels:
         library: The library that `build.load_kernels` returns for the precision of the model.
 
     Attributes:
-        bytes_per_record: The size in bytes of the KV cache pages of a record that has a reading of every feature.
+        bytes_per_record: The size in bytes of the KV cache pages of a record that has a reading of every feature. If
+            readings are irregular, it is that of the largest context.
         network: The model's weights in the structures that compiled code reads.
     """
 
@@ -386,13 +457,14 @@ class CpuKernels:
             return None
         return CpuKernels(model, model.kernel_library)
 
-    def create_cache(self, max_bytes: int) -> CpuKVCache:
+    def create_cache(self, max_bytes: int, max_readings: int | None = None) -> CpuKVCache:
         """Return an empty KV cache for the model.
 
         Args:
             max_bytes: The largest size of the cache in bytes. The cache is larger only if one record needs more.
+            max_readings: The largest number of readings of a record; by default the number that the model needs.
         """
-        return CpuKVCache(self.model, int(self.library.kv_item_bytes()), max_bytes)
+        return CpuKVCache(self.model, int(self.library.kv_item_bytes()), max_bytes, max_readings)
 
     def score(self, kv_cache: CpuKVCache, batch: RaggedBatch) -> Floats:
         """Score new readings, and write their keys and values into the cache.
@@ -481,7 +553,9 @@ class CpuKernels:
         conditional: Conditional = self.model.head(head_input, torch.from_numpy(batch.features), prior)
         return conditional
 
-    def conditionals_of_records(self, features: Tensor, values: Tensor, depths: Ints | None = None) -> Conditional:
+    def conditionals_of_records(
+        self, features: Tensor, values: Tensor, depths: Ints | None = None, ages: Tensor | None = None
+    ) -> Conditional:
         """Return the conditional distributions of all readings of complete records, like `DEformer.conditionals`.
 
         Args:
@@ -491,12 +565,18 @@ class CpuKernels:
                 readings: each path from a root is one order of readings, and orders that begin alike share nodes. Then
                 depths is (L,), the number of ancestors of each node. A node is conditional on its ancestors alone.
                 Nodes are listed depth first.
+            ages: (N, L) float64 seconds from the origin of the record to each reading, if readings are irregular.
 
         Returns:
             Distributions of shape (N, L).
         """
         N, L = features.shape
-        kv_cache = self.create_cache(N * self.bytes_per_record)
+        # A context of irregular readings may exceed the limit of contexts in a stream.
+        length = L if depths is None else int(depths.max(initial=-1)) + 1
+        usual_readings = max_cached_readings(self.model)
+        max_readings = max(usual_readings, length)
+        num_usual_records = N * -(-max_readings // usual_readings)  # rounded up
+        kv_cache = self.create_cache(num_usual_records * self.bytes_per_record, max_readings)
         # The cache is new and is not used again, so the records get its pages in order, without allocation.
         batch = RaggedBatch(
             features=features.flatten().numpy(),
@@ -505,6 +585,7 @@ class CpuKernels:
             num_cached=np.zeros(N, np.int64),
             page_table=np.arange(N * kv_cache.pages_per_record).reshape(N, -1),
             depths=None if depths is None else np.tile(depths, N),
+            ages=None if ages is None else np.ascontiguousarray(ages.flatten().numpy(), np.float64),
         )
         return self.conditionals(kv_cache, batch).reshape(N, L)
 
@@ -593,10 +674,13 @@ class CpuKernels:
             For each of the Z scored readings, the distribution of its value under the Gaussian prior (an input of the
             network). None if the model has no prior.
         """
-        prior, query_offsets = self.model.gaussians, batch.query_offsets
-        prior_terms: Tensor | None = None
-        if prior is not None:
-            prior_terms = torch.empty(3, int(query_offsets[-1]), round_up(prior.num_components, PRIOR_LANES))
+        query_offsets = batch.query_offsets
+        self._check_times(batch)
+        num_components, prior_terms = self.model.num_prior_components, None
+        if num_components:
+            # The kernels compute whole vectors of components of a mixture.
+            row_length = num_components if self.model.gaussians is None else round_up(num_components, PRIOR_LANES)
+            prior_terms = torch.empty(3, int(query_offsets[-1]), row_length)
         log_weights, means, scales = (None,) * 3 if prior_terms is None else prior_terms
         task = abi.Batch(
             network=self.network,
@@ -606,6 +690,8 @@ class CpuKernels:
             query_offsets=query_offsets,
             num_cached=batch.num_cached,
             depths=batch.depths,
+            ages=batch.ages,
+            time_inputs=batch.time_inputs,
             page_table=batch.page_table,
             page_pool=kv_cache.pool,
             prior_log_weights=log_weights,
@@ -622,11 +708,33 @@ class CpuKernels:
         num_tokens = int(batch.offsets[-1] + query_offsets[-1])  # an observation token each, a query token if scored
         num_units = num_tokens // TOKENS_PER_UNIT + 1  # as in the C function
         _run_on_threads(self.library, "score_batch", task, num_units)
-        if prior is None or prior_terms is None:
+        if prior_terms is None:
             return None
-        has_prior = prior.column_by_code[torch.from_numpy(batch.features)] >= 0  # else the prior lacks the feature
-        log_weights, means, scales = prior_terms[..., : prior.num_components]  # without padding
+        # A prior lacks labels and cyclic values.
+        has_prior = torch.from_numpy(self.model.schema.is_linear[batch.features[batch.query_mask()]])
+        log_weights, means, scales = prior_terms[..., :num_components]  # without padding
         return PriorConditional(log_weights, means, scales, has_prior)
+
+    def _check_times(self, batch: RaggedBatch) -> None:
+        """Check that a batch has the times that the model needs, because compiled code would read wrong memory.
+
+        Raises:
+            ValueError: Readings are irregular, and the ages are missing, or ages or time inputs have a wrong shape.
+        """
+        times, num_readings = self.model.schema.reading_times, len(batch.features)
+        if times is None:
+            return
+        if batch.ages is None or batch.ages.shape != (num_readings,):
+            raise ValueError(
+                "the readings of the model's schema are irregular, but the batch does not have an age for each of "
+                "them: pass RaggedBatch.ages"
+            )
+        expected_shape = num_readings, times.num_inputs
+        if batch.time_inputs is not None and batch.time_inputs.shape != expected_shape:
+            raise ValueError(
+                f"the time inputs of the batch have the shape {batch.time_inputs.shape}, but the model needs "
+                f"{expected_shape}: compute them with encode_ragged_times"
+            )
 
 
 def _mixture_arrays(conditional: Conditional) -> dict[str, Tensor]:

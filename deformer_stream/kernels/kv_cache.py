@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deformer_stream.errors import InvariantViolated
-from deformer_stream.kernels.abi import KV_PAGE_TOKENS, PRIOR_LANES, ROW_EXTRA_VECTORS
+from deformer_stream.kernels.abi import KV_PAGE_TOKENS, PRIOR_LANES, READING_BYTES, ROW_EXTRA_VECTORS
 from deformer_stream.model.deformer import DEformer, KVCacheView, StepOutput
 from deformer_stream.ragged import ragged_indices
 
@@ -594,12 +594,17 @@ class CpuKVCache(PagePool):
 
     A page holds the keys and values of some tokens for all layers. If the model has a Gaussian prior (a mixture whose
     exact conditionals are inputs of the network), a record has further pages. They hold the Cholesky factors of the
-    covariances of its readings: one row per reading, in float32, for all components of the mixture.
+    covariances of its readings: one row per reading, in float32, for all components of the mixture. If readings are
+    irregular, a page also holds the readings of its tokens, from which time inputs and the prior are computed.
 
     Args:
         model: The model whose keys and values are cached.
         item_bytes: The size of a cached number in bytes: 4, or 2 in bfloat16.
         max_bytes: The largest size of all pages together in bytes; the pages of one record always fit.
+        max_readings: The largest number of readings of a record; by default the number that the model needs.
+
+    Raises:
+        ValueError: `max_readings` is None, and the model does not limit the context of irregular readings.
 
     Attributes:
         row_page: (largest number of readings of a record,) only with a Gaussian prior. Entry k belongs to the row of
@@ -613,10 +618,13 @@ class CpuKVCache(PagePool):
     PAGE_TOKENS = KV_PAGE_TOKENS
     """Tokens of a page: the attention scores of these tokens fill one vector of the processor."""
 
-    def __init__(self, model: DEformer, item_bytes: int, max_bytes: int) -> None:
-        config, max_readings = model.config, len(model.schema)
+    def __init__(self, model: DEformer, item_bytes: int, max_bytes: int, max_readings: int | None = None) -> None:
+        config = model.config
+        max_readings = max_cached_readings(model) if max_readings is None else max_readings
         # A key and a value of width d_model for each token and layer.
         page_bytes = 2 * config.layers * config.d_model * self.PAGE_TOKENS * item_bytes
+        if model.schema.reading_times is not None:
+            page_bytes += self.PAGE_TOKENS * READING_BYTES  # a multiple of the cache line, as the rest of the page is
         count_token_pages = partial(_num_token_pages, model.cached_tokens_per_reading, self.PAGE_TOKENS)
         page_count_functions: list[Callable[[Ints], Ints]] = [count_token_pages]
         if model.gaussians is not None:

@@ -9,9 +9,9 @@ int64_t abi_version(void) { return ABI_VERSION; }
 int64_t struct_size(const char *name) {
 #define SIZE_OF(type) {#type, sizeof(type)}
     static const struct { const char *name; int64_t size; } structs[] = {
-        SIZE_OF(Layer), SIZE_OF(LinearMap), SIZE_OF(TokenEncoder), SIZE_OF(Prior), SIZE_OF(Head), SIZE_OF(Network),
-        SIZE_OF(Batch), SIZE_OF(SurprisalTask), SIZE_OF(QuantileTask), SIZE_OF(RunningState), SIZE_OF(AdvanceTask),
-        SIZE_OF(ThreadTeam),
+        SIZE_OF(Layer), SIZE_OF(LinearMap), SIZE_OF(TokenEncoder), SIZE_OF(Prior), SIZE_OF(Process),
+        SIZE_OF(TimeScales), SIZE_OF(Head), SIZE_OF(Network), SIZE_OF(Batch), SIZE_OF(SurprisalTask),
+        SIZE_OF(QuantileTask), SIZE_OF(RunningState), SIZE_OF(AdvanceTask), SIZE_OF(ThreadTeam),
     };
     for (size_t i = 0; i < sizeof structs / sizeof *structs; i++)
         if (!strcmp(name, structs[i].name)) return structs[i].size;
@@ -23,7 +23,9 @@ double constant_value(const char *name) {
 #define VALUE_OF(constant) {#constant, constant}
     static const struct { const char *name; double value; } constants[] = {
         VALUE_OF(COLUMNS), VALUE_OF(KV_PAGE_TOKENS), VALUE_OF(MAX_HEADS), VALUE_OF(PRIOR_LANES),
-        VALUE_OF(ROW_EXTRA_VECTORS), VALUE_OF(MAX_CONDITIONING_VALUE), VALUE_OF(LINEAR_LIMIT),
+        VALUE_OF(ROW_EXTRA_VECTORS), VALUE_OF(MAX_NEIGHBORS), VALUE_OF(MAX_PROCESS_SCALES),
+        VALUE_OF(MAX_NEIGHBOR_VALUE), VALUE_OF(MAX_AGE), VALUE_OF(READING_BYTES), VALUE_OF(MAX_CONDITIONING_VALUE),
+        VALUE_OF(LINEAR_LIMIT),
         VALUE_OF(MAX_LOG_SCALE_CHANGE), VALUE_OF(ACTIVATION_GELU), VALUE_OF(ACTIVATION_RELU),
     };
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)

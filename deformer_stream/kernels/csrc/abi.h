@@ -6,7 +6,8 @@
  * but no size.
  *
  * Letters in shapes: d is the width of a token, F the number of features of the schema, R the number of records of a
- * batch, M the number of their new readings, and Z the number of new readings that are scored.
+ * batch, M the number of their new readings, and Z the number of new readings that are scored. T is the number of
+ * inputs that express the time of an irregular reading.
  *
  * A reading is one value of one feature, of a record. The Transformer has a query token z (which feature is next) for
  * each scored reading, and an observation token u (feature and value) for each reading. Its outputs at z give the
@@ -20,6 +21,11 @@
 #define KV_PAGE_TOKENS 16            /* tokens of a page of the KV cache; their attention scores fill one vector */
 #define MAX_HEADS 64                 /* largest number of attention heads of a layer */
 #define PRIOR_LANES 8                /* components of the Gaussian prior in a vector of doubles */
+#define MAX_NEIGHBORS 32             /* largest number of readings on which the Gaussian process conditions a reading */
+#define MAX_PROCESS_SCALES 16        /* largest number of time scales of the Gaussian process */
+#define MAX_NEIGHBOR_VALUE 6.0       /* differences of neighbors' values from their means are clipped to +- this */
+#define MAX_AGE 4.0                  /* ages are clipped to +- this many durations before they enter the network */
+#define READING_BYTES 16             /* an irregular reading in the KV cache: age, value and feature code */
 #define MAX_CONDITIONING_VALUE 20.0f /* normalised values are clipped to +- this before they enter the network */
 #define LINEAR_LIMIT 8.0f            /* normalised values beyond +- this grow as the logarithm of the raw distance */
 #define MAX_LOG_SCALE_CHANGE 5.0f    /* the network changes scales of the prior by at most a factor e^5 */
@@ -51,7 +57,7 @@ typedef struct {
  * all features and labels are computed beforehand. */
 typedef struct {
     int64_t width, num_maps;   /* width: outputs of the first map. num_maps: maps after it */
-    const float *identity;     /* (F, d) query token of each feature, without the term of the prior */
+    const float *identity;     /* (F, d) query token of each feature, without the terms of prior and time */
     const float *feature_share; /* (F, width) */
     const float *value_share;  /* (3, width) factors of the value; of sine and cosine if values lie on a cycle */
     const float *cycle;        /* (F, 2) angle of the value 0, and angle per unit; 0 without a cycle */
@@ -59,8 +65,17 @@ typedef struct {
     const int64_t *first_label_row, *num_labels; /* (F) row of the feature's first label in label_share; its number of
                                                   * labels, whose rows are followed by one for all other labels */
     const LinearMap *maps;     /* (num_maps) */
-    const LinearMap *prior_map; /* term of the prior's conditional in z; NULL without a prior */
+    const LinearMap *query_map; /* term in z of the prior's conditional and of the time inputs; NULL without both */
+    const LinearMap *time_map;  /* term in u of the time inputs; NULL if readings are not irregular */
 } TokenEncoder;
+
+/* The constants from which the T time inputs of irregular readings are computed. */
+typedef struct {
+    int64_t num_inputs, num_octaves; /* T; number of sines, and of cosines, of the age */
+    double durations_per_second;     /* 1 / usual duration of a record */
+    double resolutions_per_second;   /* 1 / usual smallest time between two readings of a record */
+    double largest_log_gap;          /* ln(1 + duration / resolution), which divides the logarithms of gaps */
+} TimeScales;
 
 /* The Gaussian prior: a mixture of full-covariance Gaussians over D continuous features, fitted before training. Its
  * exact conditionals are inputs of the network. */
@@ -75,6 +90,20 @@ typedef struct {
                                                 * index of its first vector in the page */
     const int64_t *column_by_code;             /* (F) index of the feature among the D features of the prior, or -1 */
 } Prior;
+
+/* The Gaussian process prior of irregular readings, fitted before training. Its conditionals, mixtures of two Gaussians
+ * with the same mean, are inputs of the network. Q is the number of its time scales. */
+typedef struct {
+    int64_t num_features, num_scales, num_neighbors; /* F, Q, and largest number of neighbors of a reading */
+    const double *covariances;       /* (F, Q, F) of two features, for each time scale */
+    const double *negative_rates;    /* (Q) -1 / time scale */
+    const double *means;             /* (F) */
+    const double *variances;         /* (F) of a reading, with its noise */
+    const double *noise_variances;   /* (F) */
+    const double *inverse_deviations; /* (F) 1 / root of the variance; 0 if the process lacks the feature */
+    const double *outlier_factors;   /* (F) scale of the second Gaussian relative to the first one */
+    const float *log_weights;        /* (F, 2) of the two Gaussians */
+} Process;
 
 /* The weights that compute conditionals (distributions of the next value) from the network's outputs at z. */
 typedef struct {
@@ -97,6 +126,8 @@ typedef struct {
     const Layer *layers;
     const TokenEncoder *encoder;
     const Prior *prior; /* or NULL */
+    const Process *process;  /* or NULL */
+    const TimeScales *times; /* NULL if readings are not irregular */
     const Head *head;
 } Network;
 
@@ -115,8 +146,11 @@ typedef struct {
                                    * first k cached readings of its record. It is then written to the cache as number
                                    * k, from 0, over an earlier one. */
     const int64_t *page_table;    /* (R, page_table_columns) page numbers */
+    const double *ages;           /* (M) seconds from the origin of the record; NULL if readings are not irregular */
+    const float *time_inputs;     /* (M, T) or NULL, if they are to be computed from the ages */
     char *page_pool;              /* the pages of the KV cache, page_bytes each */
-    float *prior_log_weights, *prior_means, *prior_scales; /* (Z, padded_components) outputs; NULL without a prior */
+    float *prior_log_weights, *prior_means, *prior_scales; /* (Z, padded_components) outputs, (Z, 2) of a process; NULL
+                                                            * without a prior */
     float *hidden;                /* (Z, d) output: the last layer's outputs at z. If NULL, score_terms is written */
     float *score_terms;           /* (3, Z) output: ln p of the value, ln of the p-value, centered NLL (-ln p minus
                                    * its expected value) */

@@ -12,6 +12,7 @@
 #include "token_encoder.h"
 
 typedef double f64x8 __attribute__((vector_size(64)));
+typedef int64_t i64x8 __attribute__((vector_size(64)));
 typedef float f32x8 __attribute__((vector_size(32)));
 
 /* Read or write eight doubles at an address of any alignment. */
@@ -163,24 +164,5 @@ static void compute_prior(const Prior *prior, const Batch *batch, int64_t from, 
             add_reading(prior, batch, pages, k, m, query < batch->query_offsets[r] ? -1 : query, w);
         }
     }
-}
-
-/* Convert the prior's conditionals to inputs of the network, for the scored readings of the records from `from` to
- * before `to`. Numbers are clipped and scaled to the order of magnitude of 1, as in the method
- * `PriorConditional.to_network_input` of model/gaussian_prior.py.
- *
- * inputs: (scored readings, 3, components) output: log weights, means, log scales; 0 if the prior lacks the feature. */
-static void scale_prior_inputs(const Prior *prior, const Batch *batch, int64_t from, int64_t to, float *inputs) {
-    int64_t C = prior->num_components;
-    for (int64_t i = from; i < to; i++)
-        for (int64_t r = 0; r < batch->query_offsets[i + 1] - batch->query_offsets[i]; r++, inputs += 3 * C) {
-            int64_t at = (batch->query_offsets[i] + r) * prior->padded_components;
-            int has_prior = prior->column_by_code[batch->features[query_place(batch, i, r)]] >= 0;
-            for (int64_t c = 0; c < C; c++) {
-                inputs[c] = has_prior ? 0.25f * fmaxf(batch->prior_log_weights[at + c], -8) : 0;
-                inputs[C + c] = has_prior ? 0.5f * fminf(fmaxf(batch->prior_means[at + c], -8), 8) : 0;
-                inputs[2 * C + c] = has_prior ? 0.5f * logf(batch->prior_scales[at + c]) : 0;
-            }
-        }
 }
 #endif

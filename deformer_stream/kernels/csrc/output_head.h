@@ -5,7 +5,7 @@
 #ifndef OUTPUT_HEAD_H
 #define OUTPUT_HEAD_H
 #include "gamma_tail.h"
-#include "gaussian_prior.h"
+#include "gaussian_process.h"
 #include "surprisal.h"
 
 /* Return ln(1 + e^x).
@@ -108,8 +108,10 @@ static size_t head_scratch_size(const Head *head) {
  *
  * x: (scored readings, d) the network's outputs at query tokens z, after the final normalisation. scratch:
  * `head_scratch_size` floats. The linear maps are applied to ROWS_TOGETHER readings at once. */
-static void score_queries(const Head *head, const Prior *prior, const Batch *batch, int64_t from, int64_t to, size_t d,
-                          const float *x, float *scratch) {
+static void score_queries(const Network *net, const Batch *batch, int64_t from, int64_t to, const float *x,
+                          float *scratch) {
+    const Head *head = net->head;
+    size_t d = net->d;
     size_t num_queries = batch->query_offsets[to] - batch->query_offsets[from];
     size_t components = head->num_components + head->num_prior_components, C = round_up(components, LANES);
     size_t columns = head->mixture_map->columns, stride = batch->query_offsets[batch->num_records];
@@ -133,7 +135,7 @@ static void score_queries(const Head *head, const Prior *prior, const Batch *bat
             score_label(head, feature, logits, batch->values[m], log_mass, out, stride);
             continue;
         }
-        size_t at_prior = prior ? query * prior->padded_components : 0;
+        size_t at_prior = query * prior_stride(net);
         build_mixture(head, head->scale_floor[feature], own, adjustments + row * adjust_columns,
                       batch->prior_log_weights + at_prior, batch->prior_means + at_prior,
                       batch->prior_scales + at_prior, mixture, C);

@@ -14,6 +14,11 @@ INLINE int64_t query_place(const Batch *batch, int64_t record, int64_t i) {
     return batch->offsets[record + 1] - num_queries + i;
 }
 
+/* Return the address of the page in a column of a record's row of the page table. */
+INLINE char *page_address(const Batch *batch, int64_t record, int64_t column) {
+    return batch->page_pool + batch->page_table[record * batch->page_table_columns + column] * batch->page_bytes;
+}
+
 /* Return the label code of a discrete feature's value. Labels that training has not seen have the code `num_labels`. */
 INLINE int64_t label_code(float value, int64_t num_labels) {
     return value > 0 ? (value < num_labels ? (int64_t)value : num_labels) : 0;
@@ -52,10 +57,12 @@ static size_t widest_layer(const TokenEncoder *e) {
 
 /* Compute the observation tokens of `count` readings: u (count, d).
  *
+ * time_inputs: (count, T) inputs that express the times of irregular readings; ignored for other models.
  * The readings go through the linear maps in groups of ROWS_TOGETHER. scratch: (2, ROWS_TOGETHER, `widest_layer`)
  * floats for the input and the output of a map, which are exchanged after each map. */
 static void encode_observations(const TokenEncoder *e, size_t d, const int64_t *features, const float *values,
-                                size_t count, float *scratch, float *u) {
+                                const float *time_inputs, size_t count, float *scratch, float *u) {
+    float *first_token = u;
     for (size_t from = 0; from < count; from += ROWS_TOGETHER, u += ROWS_TOGETHER * d) {
         size_t num_rows = min_size(count - from, ROWS_TOGETHER), width = e->width;
         float *input = scratch, *output = scratch + ROWS_TOGETHER * widest_layer(e);
@@ -71,18 +78,20 @@ static void encode_observations(const TokenEncoder *e, size_t d, const int64_t *
             input = output, output = previous_input, width = e->maps[m].columns;
         }
     }
+    if (e->time_map) apply_map(e->time_map, time_inputs, e->time_map->inputs, count, 1, first_token, d);
 }
 
 /* Compute the query tokens of the scored readings of the records from `from` to before `to`: z (scored readings, d).
  *
- * A query token is the embedding of its feature, plus a linear map of the Gaussian prior's conditional. prior_inputs:
- * (scored readings, inputs of prior_map) these conditionals as `scale_prior_inputs` computes them, or NULL. */
+ * A query token is the embedding of its feature, plus a linear map of the Gaussian prior's conditional and of the time
+ * inputs. inputs: (scored readings, inputs of query_map) these numbers, as `build_query_inputs` computes them; ignored
+ * for a model without them. */
 static void encode_queries(const TokenEncoder *e, size_t d, const Batch *batch, int64_t from, int64_t to,
-                           const float *prior_inputs, float *z) {
+                           const float *inputs, float *z) {
     float *out = z;
     for (int64_t i = from; i < to; i++)
         for (int64_t r = 0; r < batch->query_offsets[i + 1] - batch->query_offsets[i]; r++, out += d)
             memcpy(out, e->identity + batch->features[query_place(batch, i, r)] * d, d * sizeof *out);
-    if (prior_inputs) apply_map(e->prior_map, prior_inputs, e->prior_map->inputs, (out - z) / d, 1, z, d);
+    if (e->query_map) apply_map(e->query_map, inputs, e->query_map->inputs, (out - z) / d, 1, z, d);
 }
 #endif

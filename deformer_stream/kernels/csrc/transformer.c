@@ -11,7 +11,8 @@
  *
  * A page holds the keys and values of KV_PAGE_TOKENS tokens of all layers. Per layer: keys as columns, (d / KV_WIDTH,
  * KV_PAGE_TOKENS, KV_WIDTH), so that a vector holds one number of sixteen keys. Then values as rows, (KV_PAGE_TOKENS,
- * d), in interleaved pairs of vectors (`store_kv_pair`). */
+ * d), in interleaved pairs of vectors (`store_kv_pair`). If readings are irregular, the readings themselves follow
+ * (reading_context.h). */
 #include "output_head.h"
 
 #define FEEDFORWARD_ROWS 96 /* rows whose hidden layer stays in the second-level cache */
@@ -21,12 +22,14 @@
 typedef struct {
     float *x;               /* (rows, d) tokens */
     factor_t *a;            /* (rows, d) factor of the next product */
-    float *qkv;             /* (rows, 3 d) queries, keys, values; before the first layer: inputs from the prior */
+    float *qkv;             /* (rows, 3 d) queries, keys, values; before the first layer: inputs of the query tokens */
     factor_t *hidden;       /* (FEEDFORWARD_ROWS, feedforward) */
     factor_t *query;        /* (2, d) scaled queries of one reading */
     float *weights;         /* (2, heads, max_tokens) attention weights of one reading */
     float *floats;          /* scratch of the encoder and of the head */
     double *prior_rows;     /* (most readings of a record, padded components) */
+    float *time_inputs;     /* (rows, T) if they are not given */
+    ContextScratch context;
     const kv_t **pages;     /* (max_tokens / KV_PAGE_TOKENS + 1) for each page of a record, where one layer begins */
     size_t max_tokens;      /* most tokens of a record, rounded up to whole pages */
     PagePrefetch prefetch;
@@ -34,11 +37,6 @@ typedef struct {
 
 /* Return the number of pages that hold `tokens` tokens. */
 INLINE size_t pages_of(size_t tokens) { return (tokens + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS; }
-
-/* Return the address of the page in a column of a record's row of the page table. */
-INLINE char *page_address(const Batch *batch, int64_t record, int64_t column) {
-    return batch->page_pool + batch->page_table[record * batch->page_table_columns + column] * batch->page_bytes;
-}
 
 /* Return 1 / standard deviation of d numbers, and write their mean to `mean`. As in PyTorch, 1e-5 is added to the
  * variance, so that equal numbers cause no division by 0. */
@@ -333,12 +331,15 @@ static void start_prefetch(const Network *net, size_t layer, size_t num_tiles, P
  * new readings. */
 static void encode_unit(const Network *net, const Batch *batch, int64_t from, int64_t to, Scratch *s) {
     int64_t begin = batch->offsets[from], num_queries = batch->query_offsets[to] - batch->query_offsets[from];
-    if (net->prior) {
-        compute_prior(net->prior, batch, from, to, s->prior_rows);
-        scale_prior_inputs(net->prior, batch, from, to, s->qkv);
+    const float *time_inputs = NULL;
+    if (net->prior) compute_prior(net->prior, batch, from, to, s->prior_rows);
+    if (net->times) {
+        compute_contexts(net, batch, from, to, &s->context, batch->time_inputs ? NULL : s->time_inputs);
+        time_inputs = batch->time_inputs ? batch->time_inputs + begin * net->times->num_inputs : s->time_inputs;
     }
-    encode_queries(net->encoder, net->d, batch, from, to, net->prior ? s->qkv : NULL, s->x);
-    encode_observations(net->encoder, net->d, batch->features + begin, batch->values + begin,
+    build_query_inputs(net, batch, from, to, time_inputs, s->qkv);
+    encode_queries(net->encoder, net->d, batch, from, to, s->qkv, s->x);
+    encode_observations(net->encoder, net->d, batch->features + begin, batch->values + begin, time_inputs,
                         batch->offsets[to] - begin, s->floats, s->x + num_queries * net->d);
 }
 
@@ -377,7 +378,7 @@ static void run_unit(const Network *net, const Batch *batch, int64_t from, int64
     }
     for (size_t r = 0; r < num_queries && net->head->norm_weight; r++)
         layer_norm(x + r * d, d, net->head->norm_weight, net->head->norm_bias, x + r * d, NULL);
-    score_queries(net->head, net->prior, batch, from, to, d, x, s->floats);
+    score_queries(net, batch, from, to, x, s->floats);
 }
 
 /* Return the first record of a unit of work, by bisection.
@@ -406,27 +407,29 @@ static int allocate_scratch(const Network *net, const Batch *batch, int64_t num_
     }
     for (int64_t i = 0; i < batch->num_records; i++) longest = max_size(longest, final_length(batch, i));
     num_rows = round_up(num_rows, ROWS);
-    size_t prior_inputs = net->prior ? 3 * net->prior->num_components : 0;
     size_t encoder_floats = 2 * ROWS_TOGETHER * widest_layer(net->encoder);
     s->max_tokens = (longest * net->tokens_per_reading + KV_PAGE_TOKENS) / KV_PAGE_TOKENS * KV_PAGE_TOKENS;
     s->x = allocate_zeroed(num_rows * d * sizeof(float));
     s->a = allocate_zeroed(num_rows * d * sizeof(factor_t));
-    s->qkv = allocate_zeroed(num_rows * max_size(prior_inputs, 3 * d) * sizeof(float));
+    s->qkv = allocate_zeroed(num_rows * max_size(num_query_inputs(net), 3 * d) * sizeof(float));
     s->hidden = allocate_zeroed(round_up(FEEDFORWARD_ROWS, ROWS) * net->feedforward * sizeof(factor_t));
     s->query = allocate_zeroed(2 * d * sizeof(factor_t));
     s->weights = allocate_zeroed(2 * net->num_heads * s->max_tokens * sizeof(float));
     s->floats = allocate_zeroed(max_size(encoder_floats, head_scratch_size(net->head)) * sizeof(float));
     s->prior_rows = allocate_zeroed(net->prior ? (longest + 1) * net->prior->padded_components * sizeof(double) : 1);
+    size_t num_time_inputs = net->times && !batch->time_inputs ? net->times->num_inputs : 0;
+    s->time_inputs = allocate_zeroed((num_rows * num_time_inputs + 1) * sizeof(float));
     s->pages = allocate_zeroed((s->max_tokens / KV_PAGE_TOKENS + 1) * sizeof *s->pages);
     s->prefetch.pages = allocate_zeroed((num_pages + 1) * sizeof *s->prefetch.pages);
     return s->x && s->a && s->qkv && s->hidden && s->query && s->weights && s->floats && s->prior_rows && s->pages &&
-           s->prefetch.pages;
+           s->prefetch.pages && s->time_inputs && allocate_context(net, longest, &s->context);
 }
 
 /* Free the memory that `allocate_scratch` has allocated; pointers may be NULL. */
 static void free_scratch(Scratch *s) {
     free(s->x), free(s->a), free(s->qkv), free(s->hidden), free(s->query), free(s->weights), free(s->floats);
-    free(s->prior_rows), free(s->pages), free(s->prefetch.pages);
+    free(s->prior_rows), free(s->pages), free(s->prefetch.pages), free(s->time_inputs);
+    free_context(&s->context);
 }
 
 /* Score units of the batch until none is left; each thread calls this once. Return 0, or -1 if memory cannot be

@@ -1,0 +1,257 @@
+/* Conditionals of the Gaussian process prior of irregular readings, by Vecchia's approximation.
+ *
+ * A reading is conditioned on its neighbors: the K earlier readings of its context with the largest absolute
+ * correlation with it. model/gaussian_process.py describes the process, and is the reference. The choice of the
+ * neighbors costs time that is linear in the number of readings of the context. The rest is cubic in K.
+ *
+ * Letters: F is the number of features of the schema, Q that of the time scales, K that of the neighbors. */
+#ifndef GAUSSIAN_PROCESS_H
+#define GAUSSIAN_PROCESS_H
+#include "gaussian_prior.h"
+#include "reading_context.h"
+
+#define FACTOR_ROWS (MAX_NEIGHBORS + PRIOR_LANES) /* rows of the matrix of `condition` */
+
+/* Return e^x for x <= 0, with a relative error of about 1e-15, also if the result is a denormal number or 0.
+ *
+ * e^x = 2^n e^r, where n is x / ln(2) rounded to an integer, and r = x - n ln(2), so that |r| <= ln(2) / 2. e^r is the
+ * sum of the first terms of its series. */
+INLINE f64x8 exponential8(f64x8 x) {
+    const f64x8 lowest = {-746, -746, -746, -746, -746, -746, -746, -746}; /* e^-746 is rounded to 0 */
+    i64x8 is_low = x < lowest;
+    x = (f64x8)((is_low & (i64x8)lowest) | (~is_low & (i64x8)x));
+    f64x8 shifted = x * 1.4426950408889634 + 0x1.8p52; /* adding 1.5 * 2^52 rounds to an integer */
+    f64x8 n = shifted - 0x1.8p52;
+    /* ln(2) is the sum of the two constants. The product with the first one, which has few bits, is exact. */
+    f64x8 r = x - n * 0x1.62e42fefp-1 - n * 0x1.473de6af278edp-34;
+    f64x8 p = r * (1 / 479001600.0) + 1 / 39916800.0;
+    p = p * r + 1 / 3628800.0;
+    p = p * r + 1 / 362880.0;
+    p = p * r + 1 / 40320.0;
+    p = p * r + 1 / 5040.0;
+    p = p * r + 1 / 720.0;
+    p = p * r + 1 / 120.0;
+    p = p * r + 1 / 24.0;
+    p = p * r + 1 / 6.0;
+    p = p * r + 0.5;
+    p = p * r + 1.0;
+    p = p * r + 1.0;
+#ifdef __AVX512F__
+    return (f64x8)_mm512_scalef_pd((__m512d)p, (__m512d)n);
+#else
+    /* The last bits of `shifted` are the integer n. Two factors, because 2^n alone can be too small for a double. */
+    const f64x8 zero = {0};
+    i64x8 exponent = (i64x8)shifted - (i64x8)(zero + 0x1.8p52), half = exponent >> 1;
+    f64x8 first = (f64x8)((half + 1023) << 52), second = (f64x8)((exponent - half + 1023) << 52);
+    return p * first * second;
+#endif
+}
+
+/* Return the covariances of a reading with eight others.
+ *
+ * They are the sum over q of A_q[code, codes] e^(-|age - ages| / scale_q), where A_q[code] is a row of the matrix A_q. A
+ * reading has the variance of its noise in addition, which is not part of its covariance with other readings. */
+INLINE f64x8 covariances8(const Process *process, int64_t code, double age, const int32_t *codes,
+                          const double *ages) {
+    const double *row = process->covariances + code * process->num_scales * process->num_features;
+    f64x8 difference = age - load8(ages), zero = {0}, total = {0};
+    f64x8 lag = (f64x8)((i64x8)difference & INT64_MAX); /* |difference| */
+    for (int64_t q = 0; q < process->num_scales; q++, row += process->num_features) {
+        f64x8 factors = zero;
+        for (int64_t j = 0; j < PRIOR_LANES; j++) factors[j] = row[codes[j]];
+        total += factors * exponential8(lag * process->negative_rates[q]);
+    }
+    return total;
+}
+
+/* The neighbors of a reading, padded with any valid readings. */
+typedef struct {
+    int64_t count;
+    double ages[MAX_NEIGHBORS], residuals[MAX_NEIGHBORS];
+    double covariances[MAX_NEIGHBORS]; /* with the reading */
+    int32_t codes[MAX_NEIGHBORS];
+} Neighbors;
+
+/* Choose the neighbors of a reading among the first `count` readings of a context.
+ *
+ * Of equal correlations, that of the later reading counts as larger. covariances, correlations: scratch, (capacity of
+ * the context). */
+static void choose_neighbors(const Process *process, const ReadingContext *context, int64_t count, int64_t code,
+                             double age, double *covariances, double *correlations, Neighbors *neighbors) {
+    const f64x8 zero = {0}, negative = zero - 1;
+    for (int64_t b = 0; b < count; b += PRIOR_LANES) {
+        f64x8 covariance = covariances8(process, code, age, context->codes + b, context->ages + b);
+        f64x8 inverse_deviation = load8(context->inverse_deviations + b);
+        /* The standard deviation of the reading itself is the same for all candidates and need not be divided by. */
+        f64x8 correlation = (f64x8)((i64x8)covariance & INT64_MAX) * inverse_deviation;
+        i64x8 is_candidate = inverse_deviation > 0;
+        store8(covariances + b, covariance);
+        /* Correlations of readings that are no candidates become negative. */
+        store8(correlations + b, (f64x8)((i64x8)correlation | (~is_candidate & (i64x8)negative)));
+    }
+    /* The best candidates so far, in descending order; candidates are visited from the latest to the first one. */
+    double best[MAX_NEIGHBORS + 1];
+    int64_t index[MAX_NEIGHBORS + 1], num_best = 0, K = process->num_neighbors;
+    for (int64_t k = count - 1; k >= 0; k--) {
+        double correlation = correlations[k];
+        if (!(correlation >= 0) || (num_best == K && !(correlation > best[K - 1]))) continue;
+        int64_t place = num_best < K ? num_best++ : K - 1;
+        for (; place && best[place - 1] < correlation; place--)
+            best[place] = best[place - 1], index[place] = index[place - 1];
+        best[place] = correlation, index[place] = k;
+    }
+    neighbors->count = num_best;
+    for (int64_t j = 0; j < (int64_t)round_up(num_best, PRIOR_LANES); j++) {
+        int64_t k = index[j < num_best ? j : 0];
+        neighbors->ages[j] = context->ages[k], neighbors->residuals[j] = context->residuals[k];
+        neighbors->covariances[j] = covariances[k], neighbors->codes[j] = context->codes[k];
+    }
+}
+
+/* Compute mean and variance of a reading of the feature `code` given its neighbors.
+ *
+ * The matrix below has a row for each neighbor, one for the reading and one for the residuals r of the neighbors. Its
+ * first rows become the Cholesky factor C of the neighbors' covariances. The two other rows become w and z, with C w =
+ * covariances of the reading with the neighbors, and C z = r. The mean is the feature's mean plus w z, and the variance
+ * that of the feature minus w w. Columns are stored one after the other, so that vectors hold numbers of one column. */
+static void condition(const Process *process, int64_t code, const Neighbors *neighbors, double *mean,
+                      double *variance) {
+    int64_t n = neighbors->count;
+    double matrix[MAX_NEIGHBORS][FACTOR_ROWS] __attribute__((aligned(64)));
+    *mean = process->means[code], *variance = process->variances[code];
+    for (int64_t j = 0; j < n; j++) {
+        double *column = matrix[j];
+        const f64x8 zero = {0};
+        for (int64_t b = n / PRIOR_LANES * PRIOR_LANES; b < n + 2; b += PRIOR_LANES) store8(column + b, zero);
+        for (int64_t b = j / PRIOR_LANES * PRIOR_LANES; b < n; b += PRIOR_LANES)
+            store8(column + b, covariances8(process, neighbors->codes[j], neighbors->ages[j], neighbors->codes + b,
+                                            neighbors->ages + b));
+        column[j] = process->variances[neighbors->codes[j]];
+        column[n] = neighbors->covariances[j], column[n + 1] = neighbors->residuals[j];
+    }
+    for (int64_t j = 0; j < n; j++) {
+        double *column = matrix[j];
+        /* Each reading has noise of its own, so its conditional variance is not smaller. Rounding could make it so. */
+        double inverse = 1 / sqrt(fmax(column[j], process->noise_variances[neighbors->codes[j]]));
+        for (int64_t b = j / PRIOR_LANES * PRIOR_LANES; b < n + 2; b += PRIOR_LANES)
+            store8(column + b, load8(column + b) * inverse);
+        for (int64_t i = j + 1; i < n; i++)
+            for (int64_t b = i / PRIOR_LANES * PRIOR_LANES; b < n + 2; b += PRIOR_LANES)
+                store8(matrix[i] + b, load8(matrix[i] + b) - column[i] * load8(column + b));
+        *mean += column[n] * column[n + 1], *variance -= column[n] * column[n];
+    }
+    *variance = fmax(*variance, process->noise_variances[code]);
+}
+
+/* The scratch memory for the contexts of records. */
+typedef struct {
+    ReadingContext readings;
+    double *covariances, *correlations; /* (capacity of the context) */
+} ContextScratch;
+
+/* Allocate scratch memory for contexts of at most `longest` readings; nothing if readings are not irregular. Return 1,
+ * or 0 if there is not enough memory. */
+static int allocate_context(const Network *net, size_t longest, ContextScratch *s) {
+    size_t capacity = net->times ? round_up(longest, PRIOR_LANES) + PRIOR_LANES : 0, bytes = capacity * sizeof(double);
+    if (!capacity) return 1;
+    s->readings.ages = allocate_zeroed(bytes);
+    s->readings.residuals = allocate_zeroed(bytes);
+    s->readings.inverse_deviations = allocate_zeroed(bytes);
+    s->readings.codes = allocate_zeroed(capacity * sizeof(int32_t));
+    s->covariances = allocate_zeroed(bytes);
+    s->correlations = allocate_zeroed(bytes);
+    return s->readings.ages && s->readings.residuals && s->readings.inverse_deviations && s->readings.codes &&
+           s->covariances && s->correlations;
+}
+
+/* Free the memory that `allocate_context` has allocated; pointers may be NULL. */
+static void free_context(ContextScratch *s) {
+    free(s->readings.ages), free(s->readings.residuals), free(s->readings.inverse_deviations);
+    free(s->readings.codes), free(s->covariances), free(s->correlations);
+}
+
+/* Compute the conditional of a reading of the feature `code`, and write it as number `query` into the batch. */
+static void write_process_conditional(const Process *process, const Batch *batch, int64_t query, int64_t code,
+                                      double age, int64_t count, ContextScratch *s) {
+    double mean = 0, variance = 1, outlier_factor = 1;
+    if (process->inverse_deviations[code] > 0) {
+        Neighbors neighbors;
+        choose_neighbors(process, &s->readings, count, code, age, s->covariances, s->correlations, &neighbors);
+        condition(process, code, &neighbors, &mean, &variance);
+        outlier_factor = process->outlier_factors[code];
+    }
+    double scale = sqrt(variance);
+    for (int64_t c = 0; c < 2; c++) {
+        batch->prior_log_weights[2 * query + c] = process->log_weights[2 * code + c];
+        batch->prior_means[2 * query + c] = (float)mean;
+        batch->prior_scales[2 * query + c] = (float)(c ? outlier_factor * scale : scale);
+    }
+}
+
+/* Go through the irregular readings of the records from `from` to before `to`, in order of arrival: compute the time
+ * inputs of all of them, and the conditionals of the scored ones under the process; write them into the pages.
+ *
+ * time_inputs: (readings of the records, T) output; NULL if the batch has time inputs. */
+static void compute_contexts(const Network *net, const Batch *batch, int64_t from, int64_t to, ContextScratch *s,
+                             float *time_inputs) {
+    for (int64_t i = from; i < to; i++) {
+        int64_t begin = batch->offsets[i], end = batch->offsets[i + 1], num_loaded = 0;
+        if (i + 1 < to) prefetch_readings(net, batch, i + 1);
+        for (int64_t m = begin; m < end; m++) {
+            int64_t code = batch->features[m], query = batch->query_offsets[i] + m - query_place(batch, i, 0);
+            /* The first k readings of the context are the earlier ones of this reading. */
+            int64_t k = batch->depths ? batch->depths[m] : batch->num_cached[i] + m - begin;
+            for (; num_loaded < k && num_loaded < batch->num_cached[i]; num_loaded++)
+                load_reading(net, batch, i, num_loaded, &s->readings);
+            if (time_inputs) {
+                encode_time(net->times, &s->readings, k, code, batch->ages[m], time_inputs);
+                time_inputs += net->times->num_inputs;
+            }
+            if (net->process && query >= batch->query_offsets[i])
+                write_process_conditional(net->process, batch, query, code, batch->ages[m], k, s);
+            put_reading(net->process, &s->readings, k, code, batch->ages[m], batch->values[m]);
+            write_reading(net, batch, i, k, code, batch->ages[m], batch->values[m]);
+        }
+    }
+}
+
+/* Return the number of Gaussians in a conditional of the model's prior; 0 without a prior. */
+INLINE int64_t num_prior_components(const Network *net) {
+    return net->prior ? net->prior->num_components : net->process ? 2 : 0;
+}
+
+/* Return the distance of two conditionals of the model's prior in the arrays of the batch. */
+INLINE int64_t prior_stride(const Network *net) {
+    return net->prior ? net->prior->padded_components : num_prior_components(net);
+}
+
+/* Return the number of inputs of the query token of each reading, besides its feature. */
+INLINE int64_t num_query_inputs(const Network *net) {
+    return 3 * num_prior_components(net) + (net->times ? net->times->num_inputs : 0);
+}
+
+/* Write the inputs of the query tokens, besides their features, for the scored readings of the records from `from` to
+ * before `to`: the prior's conditionals, then the time inputs.
+ *
+ * The numbers of a conditional are clipped and scaled to the order of magnitude of 1, as in the method
+ * `PriorConditional.to_network_input` of model/gaussian_prior.py. time_inputs: (readings of the records, T); ignored if
+ * readings are not irregular. inputs: (scored readings, `num_query_inputs`) output: log weights, means, log scales (0
+ * if the prior lacks the feature), time inputs. */
+static void build_query_inputs(const Network *net, const Batch *batch, int64_t from, int64_t to,
+                               const float *time_inputs, float *inputs) {
+    int64_t C = num_prior_components(net), T = net->times ? net->times->num_inputs : 0;
+    for (int64_t i = from; i < to; i++)
+        for (int64_t r = 0; r < batch->query_offsets[i + 1] - batch->query_offsets[i]; r++, inputs += 3 * C + T) {
+            int64_t at = (batch->query_offsets[i] + r) * prior_stride(net), m = query_place(batch, i, r);
+            int64_t feature = batch->features[m];
+            int has_prior = net->prior ? net->prior->column_by_code[feature] >= 0
+                                       : net->process && net->process->inverse_deviations[feature] > 0;
+            for (int64_t c = 0; c < C; c++) {
+                inputs[c] = has_prior ? 0.25f * fmaxf(batch->prior_log_weights[at + c], -8) : 0;
+                inputs[C + c] = has_prior ? 0.5f * fminf(fmaxf(batch->prior_means[at + c], -8), 8) : 0;
+                inputs[2 * C + c] = has_prior ? 0.5f * logf(batch->prior_scales[at + c]) : 0;
+            }
+            if (T) memcpy(inputs + 3 * C, time_inputs + (m - batch->offsets[from]) * T, T * sizeof *inputs);
+        }
+}
+#endif
