@@ -1,0 +1,508 @@
+"""Imputation of intensive-care stays in the protocol of CSDI: PhysioNet/CinC Challenge 2012, set a.
+
+    python -m benchmarks.icu_imputation --folds 0,1,2,3,4 --shares 0.1,0.5,0.9
+
+Tashiro, Song, Song and Ermon, "CSDI: Conditional Score-based Diffusion Models for Probabilistic Time Series Imputation"
+(NeurIPS 2021). This module follows the authors' code (github.com/ermongroup/CSDI, dataset_physio.py and utils.py):
+
+- A stay is a table of 48 hours and 35 parameters. A cell is the last value that was read in the hour.
+- All values are standardised by the mean and the standard deviation of all observed cells of all stays.
+- Of the n observed cells of each stay, int(share · n) are hidden, drawn without replacement. The random numbers are
+  those of the authors' seed, so the same cells are hidden as in a run of their program on the same files.
+- Five folds: 20% of the stays test, 70% train, 10% validate. Test stays are imputed from their visible cells.
+- MAE: the mean absolute error of the medians at the hidden cells, in standardised units. CRPS: the mean over the levels
+  0.05, 0.10, …, 0.95 of twice the quantile loss, summed over the hidden cells, divided by the sum of absolute values.
+
+The authors compute quantiles from 100 samples; here they are those of the predictive distributions. Methods:
+
+    mean                   the mean of the parameter
+    last value             the last visible value of the parameter in the stay, else the mean
+    interpolation          linear in time between the visible values of the parameter, constant beyond them
+    Gaussian process       `model.gaussian_process`, conditional on the visible readings of the stay with the largest
+                           correlations, before and after the hidden one. It is fitted to the training stays, after a
+                           monotone map of each parameter to normal scores, which keeps medians and quantiles
+    deformer               with --deformer: the network given the visible readings nearest in time and the last visible
+                           one of each parameter, in random order
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.command import build_parser, describe_machine, format_today, publish_results, run_benchmark
+from benchmarks.irregular_deformer import CommandDeformer
+from benchmarks.irregular_records import Readings, restore_decimals
+from benchmarks.tables import format_markdown_header, format_markdown_row, get_tables_folder, require_scikit_learn
+from deformer_stream import load
+from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.model.deformer import to_tensor
+from deformer_stream.model.distributions import Conditional
+from deformer_stream.model.gaussian_process import GaussianProcessPrior, Neighbors
+from deformer_stream.model.reading_times import ReadingTimes
+from deformer_stream.model.schema import Feature, Schema
+from trainer.gaussian_process import fit_process
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+PARAMETERS = (
+    *("DiasABP", "HR", "Na", "Lactate", "NIDiasABP", "PaO2", "WBC", "pH", "Albumin", "ALT", "Glucose", "SaO2"),
+    *("Temp", "AST", "Bilirubin", "HCO3", "BUN", "RespRate", "Mg", "HCT", "SysABP", "FiO2", "K", "GCS"),
+    *("Cholesterol", "NISysABP", "TroponinT", "MAP", "TroponinI", "PaCO2", "Platelets", "Urine", "NIMAP"),
+    *("Creatinine", "ALP"),
+)
+"""The 35 parameters in the order of the authors' code, on which the choice of the hidden cells depends."""
+
+NUM_HOURS = 48
+NUM_FOLDS = 5
+SEED = 1
+"""The authors' default seed."""
+
+LEVELS = np.arange(0.05, 1.0, 0.05)
+"""Levels of the quantiles of the CRPS; the tenth one is the median."""
+
+PUBLISHED = {"CSDI (published)": {0.1: (0.217, 0.238), 0.5: (0.301, 0.330), 0.9: (0.481, 0.522)}}
+"""MAE and CRPS by the share of the hidden cells, from the paper."""
+
+NUM_NEIGHBORS, PROCESS_RANK, PROCESS_SCALES = 24, 12, 5
+MAX_TARGETS = 64
+"""Largest number of readings of a training stay that the process predicts at once in its fit."""
+
+DEFORMER_CONTEXT = 64
+"""Number of visible readings nearest in time on which the deformer conditions a hidden one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grids:
+    """N stays as tables of hours and parameters.
+
+    Attributes:
+        values: (N, 48, 35) standardised values, 0 where nothing was observed.
+        is_observed: (N, 48, 35) whether the parameter was read in the hour.
+    """
+
+    values: Floats
+    is_observed: Bools
+
+
+def read_grids(folder: Path) -> Grids:
+    """Return the tables of all stays in ascending order of their ids."""
+    if not (folder / "events.parquet").exists():
+        raise InputError(f"no stays in {folder}: set DEFORMER_DATA to the folder that contains icu2012/")
+    events = pq.read_table(folder / "events.parquet")
+    names = events["feature"].cast("string").to_numpy()
+    columns, ids = np.full(len(names), -1), np.unique(events["record"].to_numpy())
+    for column, name in enumerate(PARAMETERS):
+        columns[names == name] = column
+    hours = events["minute"].to_numpy().astype(np.int64) // 60
+    is_used = (columns >= 0) & (hours < NUM_HOURS)
+    rows = np.searchsorted(ids, events["record"].to_numpy())
+    raw = np.full((len(ids), NUM_HOURS, len(PARAMETERS)), np.nan)
+    # The readings of a stay are in order of time, and of repeated indexes the last one is kept.
+    raw[rows[is_used], hours[is_used], columns[is_used]] = restore_decimals(events["value"].to_numpy())[is_used]
+    return standardise(raw)
+
+
+def standardise(raw: Floats) -> Grids:
+    """Return tables whose observed cells have mean 0 and standard deviation 1 for each parameter.
+
+    Args:
+        raw: (N, 48, 35) raw values, NaN where nothing was observed.
+    """
+    is_observed = ~np.isnan(raw)
+    count = np.maximum(is_observed.sum((0, 1)), 1)
+    centred = np.where(is_observed, raw - np.nansum(raw, (0, 1)) / count, 0.0)
+    deviation = np.sqrt(np.square(centred).sum((0, 1)) / count)
+    return Grids(centred / np.where(deviation > 0, deviation, 1.0), is_observed)
+
+
+def hide_cells(is_observed: Bools, share: float, seed: int = SEED) -> Bools:
+    """Return which cells are hidden, (N, 48, 35), drawn as by the authors' code."""
+    generator = np.random.RandomState(seed)
+    is_hidden = np.zeros(is_observed.shape, bool)
+    for row in range(len(is_observed)):
+        cells = np.flatnonzero(is_observed[row])
+        chosen = generator.choice(cells, int(len(cells) * share), replace=False)
+        is_hidden[row].reshape(-1)[chosen] = True
+    return is_hidden
+
+
+def split_fold(num_stays: int, fold: int, seed: int = SEED) -> tuple[Ints, Ints]:
+    """Return the row numbers of the training stays and of the test stays of a fold, as in the authors' code."""
+    rows = np.arange(num_stays)
+    np.random.RandomState(seed).shuffle(rows)
+    start, end = int(fold * 0.2 * num_stays), int((fold + 1) * 0.2 * num_stays)
+    remaining = np.delete(rows, np.arange(start, end))
+    np.random.RandomState(seed).shuffle(remaining)
+    return remaining[: int(num_stays * 0.7)], rows[start:end]
+
+
+def compute_errors(quantiles: Floats, targets: Floats) -> tuple[float, float]:
+    """Return MAE and CRPS of imputed values.
+
+    Args:
+        quantiles: (19, T) quantiles at `LEVELS` of the distributions of T hidden cells.
+        targets: (T,) their true values.
+    """
+    losses = 2 * np.abs((quantiles - targets) * ((targets <= quantiles) - LEVELS[:, None])).sum(1)
+    crps = float((losses / np.abs(targets).sum()).mean())
+    return float(np.abs(quantiles[len(LEVELS) // 2] - targets).mean()), crps
+
+
+Impute = Callable[[Grids, Bools, Ints, Ints], Floats]
+"""A method: tables, hidden cells (N, 48, 35), training stays, test stays → (19, T) quantiles of the T hidden cells of
+the test stays, in the order of `numpy.nonzero`. Only the visible cells of test stays may be read."""
+
+
+def impute_by_mean(grids: Grids, is_hidden: Bools, train: Ints, test: Ints) -> Floats:
+    """Return the mean of the parameter, 0, as all quantiles."""
+    return np.zeros((len(LEVELS), int(is_hidden[test].sum())))
+
+
+def impute_by_last_value(grids: Grids, is_hidden: Bools, train: Ints, test: Ints) -> Floats:
+    """Return the last visible value of the parameter in the stay, else its mean, as all quantiles."""
+    is_visible = grids.is_observed[test] & ~is_hidden[test]
+    hour = np.where(is_visible, np.arange(NUM_HOURS)[:, None], -1)
+    last = np.maximum.accumulate(hour, 1)
+    carried = np.take_along_axis(grids.values[test], np.maximum(last, 0), 1)
+    carried = np.where(last >= 0, carried, 0.0)
+    return np.tile(carried[is_hidden[test]], (len(LEVELS), 1))
+
+
+def impute_by_interpolation(grids: Grids, is_hidden: Bools, train: Ints, test: Ints) -> Floats:
+    """Return the linear interpolation between visible values of the parameter as all quantiles."""
+    filled = np.zeros((len(test), NUM_HOURS, len(PARAMETERS)))
+    for i, row in enumerate(test.tolist()):
+        is_visible = grids.is_observed[row] & ~is_hidden[row]
+        for column in np.flatnonzero(is_visible.any(0)).tolist():
+            hours = np.flatnonzero(is_visible[:, column])
+            filled[i, :, column] = np.interp(np.arange(NUM_HOURS), hours, grids.values[row, hours, column])
+    return np.tile(filled[is_hidden[test]], (len(LEVELS), 1))
+
+
+@dataclass(frozen=True, slots=True)
+class NormalScores:
+    """Monotone maps from the values of each parameter to normal scores and back.
+
+    Attributes:
+        values: For each of the 35 parameters, distinct training values in ascending order.
+        scores: For each of them, Φ⁻¹ of the share of smaller values plus half of the share of equal ones.
+    """
+
+    values: tuple[Floats, ...]
+    scores: tuple[Floats, ...]
+
+    @staticmethod
+    def fit(values: Floats, is_observed: Bools) -> NormalScores:
+        """Return the maps for tables of training stays, (N, 48, 35)."""
+        from scipy.stats import norm
+
+        knots, scores = [], []
+        for column in range(values.shape[2]):
+            distinct, counts = np.unique(values[:, :, column][is_observed[:, :, column]], return_counts=True)
+            if not len(distinct):
+                distinct, counts = np.zeros(1), np.ones(1)
+            levels = (np.cumsum(counts) - 0.5 * counts) / counts.sum()
+            knots.append(distinct)
+            scores.append(norm.ppf(levels))
+        return NormalScores(tuple(knots), tuple(scores))
+
+    def apply(self, values: Floats, columns: Ints) -> Floats:
+        """Return the scores of values of the given parameters, both (M,)."""
+        return _interpolate(values, columns, self.values, self.scores)
+
+    def invert(self, scores: Floats, columns: Ints) -> Floats:
+        """Return the values with the given scores, (…, M), of the parameters, (M,)."""
+        return _interpolate(scores, columns, self.scores, self.values)
+
+
+def _interpolate(x: Floats, columns: Ints, knots: Sequence[Floats], values: Sequence[Floats]) -> Floats:
+    result = np.empty(x.shape)
+    for column in np.unique(columns).tolist():
+        is_own = columns == column
+        result[..., is_own] = np.interp(x[..., is_own], knots[column], values[column])
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Readings of several stays as `trainer.gaussian_process.fit_process` reads them: (N, L) each."""
+
+    features: torch.Tensor
+    values: torch.Tensor
+    ages: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    schema: Schema
+
+
+class StayExamples:
+    """Training stays in place of the blocks (`trainer.examples.BlockExamples`) to which a process is fitted.
+
+    The readings of a stay are in random order. The process predicts the ones after the share that would be visible from
+    those before, which were read earlier or later. So it is fitted to the task of imputation.
+
+    Args:
+        schema: The parameters.
+        readings: The standardised readings of the training stays.
+        share: The share of hidden cells.
+    """
+
+    def __init__(self, schema: Schema, readings: Readings, share: float) -> None:
+        self.table = _Table(schema)
+        self.readings, self.share = readings, share
+        self.train_indexes = np.flatnonzero(np.diff(readings.offsets) > 1)
+
+    def gather(self, indexes: Ints, generator: torch.Generator) -> _Batch:
+        """Return the readings of the given stays."""
+        chosen, targets = [], []
+        for row in indexes.tolist():
+            start, end = self.readings.offsets[row], self.readings.offsets[row + 1]
+            order = start + torch.randperm(int(end - start), generator=generator).numpy()
+            num_visible = min(max(1, round((1 - self.share) * len(order))), len(order) - 1)
+            chosen.append(order[: num_visible + MAX_TARGETS])
+            targets.append(num_visible)
+        width = max(map(len, chosen))
+        features, values = np.full((len(chosen), width), -1), np.zeros((len(chosen), width))
+        ages, weights = np.zeros((len(chosen), width)), np.zeros((len(chosen), width))
+        for i, (index, num_visible) in enumerate(zip(chosen, targets, strict=True)):
+            features[i, : len(index)] = self.readings.codes[index]
+            values[i, : len(index)] = self.readings.values[index]
+            ages[i, : len(index)] = self.readings.times[index]
+            weights[i, num_visible : len(index)] = 1
+        return _Batch(*(torch.from_numpy(array) for array in (features, values, ages, weights)))
+
+
+def make_stay_readings(values: Floats, is_used: Bools) -> Readings:
+    """Return the cells of N tables as readings, in order of time, with the hour as time."""
+    row, hour, column = np.nonzero(is_used)
+    offsets = np.searchsorted(row, np.arange(len(values) + 1))
+    records = tuple(str(i) for i in range(len(values)))
+    return Readings(PARAMETERS, records, offsets, column, values[row, hour, column], hour * 3600.0)
+
+
+def make_process_imputer(share: float, seed: int, uses_scores: bool = True) -> Impute:
+    """Return the method "Gaussian process".
+
+    Args:
+        share: The share of hidden cells.
+        seed: Seed of the fit.
+        uses_scores: Whether values are mapped to normal scores.
+    """
+
+    def impute(grids: Grids, is_hidden: Bools, train: Ints, test: Ints) -> Floats:
+        scores = NormalScores.fit(grids.values[train], grids.is_observed[train])
+
+        def read(rows: Ints, is_used: Bools) -> Readings:
+            readings = make_stay_readings(grids.values[rows], is_used)
+            if not uses_scores:
+                return readings
+            normal = scores.apply(readings.values, readings.codes)
+            return Readings(PARAMETERS, readings.records, readings.offsets, readings.codes, normal, readings.times)
+
+        features = tuple(Feature(name, "continuous") for name in PARAMETERS)
+        schema = Schema(features, reading_times=ReadingTimes(NUM_HOURS * 3_600_000_000, 3_600_000_000))
+        process = GaussianProcessPrior(schema, PROCESS_RANK, PROCESS_SCALES, NUM_NEIGHBORS)
+        examples = StayExamples(schema, read(train, grids.is_observed[train]), share)
+        fit_process(process, examples, seed)  # type: ignore[arg-type]
+        visible = read(test, grids.is_observed[test] & ~is_hidden[test])
+        hidden = make_stay_readings(grids.values[test], is_hidden[test])
+        parts = []
+        for row in range(len(test)):
+            known, wanted = visible.select([row]), hidden.select([row])
+            if len(wanted):
+                parts.append(predict_quantiles(process, known, wanted.codes, wanted.times))
+        quantiles = np.concatenate(parts, 1)
+        return scores.invert(quantiles, hidden.codes) if uses_scores else quantiles
+
+    return impute
+
+
+@torch.no_grad()  # type: ignore[misc]
+def predict_quantiles(process: GaussianProcessPrior, known: Readings, codes: Ints, times: Floats) -> Floats:
+    """Return the quantiles of T readings given the known readings of their record, (19, T).
+
+    Args:
+        process: The process.
+        known: The known readings of one record, before and after the predicted ones.
+        codes: (T,) sensor codes of the predicted readings.
+        times: (T,) their seconds since the origin of the record.
+    """
+    targets, ages = torch.from_numpy(codes), torch.from_numpy(times)
+    known_codes, known_ages = torch.from_numpy(known.codes), torch.from_numpy(known.times)
+    num_neighbors = min(process.num_neighbors, len(known))
+    lag = (ages[:, None] - known_ages).abs()
+    covariances = process.compute_covariances()
+    covariance = sum(
+        (matrix[targets[:, None], known_codes] * torch.exp(-lag / scale))
+        for matrix, scale in zip(covariances, process.scales, strict=True)
+    )
+    variances = covariances.diagonal(dim1=1, dim2=2).sum(0) + process.compute_noise_variances()
+    correlation = torch.as_tensor(covariance).abs() / variances.sqrt()[known_codes]
+    index = correlation.topk(num_neighbors, 1).indices
+    known_values = torch.from_numpy(known.values)
+    is_neighbor = torch.ones(index.shape, dtype=torch.bool)
+    neighbors = Neighbors(known_codes[index], known_values[index], known_ages[index], is_neighbor)
+    mean, deviation = process.condition(targets, ages, neighbors)
+    share, factor = process.outlier_share[targets], process.outlier_factor[targets]
+    conditional = Conditional(
+        torch.zeros(len(targets), dtype=torch.bool),
+        torch.stack([torch.log1p(-share), share.log()], -1),
+        mean.unsqueeze(-1).expand(-1, 2),
+        torch.stack([deviation, factor * deviation], -1),
+        torch.zeros(len(targets), 1),
+    )
+    return np.asarray(conditional.quantiles(LEVELS.tolist()).numpy())
+
+
+def make_deformer_imputer(max_time: str, seed: int) -> Impute:
+    """Return the method "deformer", a model that deformer-train fits to the training stays.
+
+    Args:
+        max_time: Largest duration of the training.
+        seed: Seed of the training and of the orders.
+    """
+
+    def impute(grids: Grids, is_hidden: Bools, train: Ints, test: Ints) -> Floats:
+        contender = CommandDeformer(max_time, seed, None, ("--continuous", ",".join(PARAMETERS)))
+        contender.fit(make_stay_readings(grids.values[train], grids.is_observed[train]))
+        assert contender.folder is not None
+        model = load(contender.folder / "model").artifact.model
+        visible = make_stay_readings(grids.values[test], grids.is_observed[test] & ~is_hidden[test])
+        hidden = make_stay_readings(grids.values[test], is_hidden[test])
+        own_code = np.array([model.schema.code_by_name[name] for name in PARAMETERS])
+        rng = np.random.default_rng([seed, 0x1C])
+        quantiles = np.empty((len(LEVELS), len(hidden)))
+        record = hidden.record_index
+        for start in range(0, len(hidden), 256):
+            targets = np.arange(start, min(start + 256, len(hidden)))
+            contexts = [choose_context(visible, record[i], hidden.times[i], rng) for i in targets.tolist()]
+            width = max(map(len, contexts)) + 1
+            codes, values, ages = (np.zeros((len(targets), width)) for _ in range(3))
+            codes -= 1
+            for i, (target, context) in enumerate(zip(targets.tolist(), contexts, strict=True)):
+                n = len(context)
+                codes[i, :n], codes[i, n] = own_code[visible.codes[context]], own_code[hidden.codes[target]]
+                values[i, :n] = visible.values[context]
+                ages[i, :n], ages[i, n] = visible.times[context], hidden.times[target]
+            code = codes.astype(np.int64)
+            normalised = model.schema.normalise(np.maximum(code, 0), values)
+            last = np.array([len(context) for context in contexts])
+            with torch.inference_mode():
+                conditional = model.conditionals(
+                    torch.from_numpy(code), to_tensor(normalised, model), ages=torch.from_numpy(ages)
+                )[torch.arange(len(targets)), torch.from_numpy(last)]
+                z = conditional.quantiles(LEVELS.tolist()).double().numpy()
+            target_codes = own_code[hidden.codes[targets]]
+            quantiles[:, targets] = model.schema.denormalise(np.tile(target_codes, (len(LEVELS), 1)), z)
+        return quantiles
+
+    return impute
+
+
+def choose_context(visible: Readings, row: int, seconds: float, rng: np.random.Generator) -> Ints:
+    """Return the indexes of the readings on which the deformer conditions a hidden one, in random order.
+
+    These are the visible readings of the record nearest in time, and the nearest one of each parameter.
+    """
+    index = np.arange(visible.offsets[row], visible.offsets[row + 1])
+    index = index[np.argsort(np.abs(visible.times[index] - seconds), kind="stable")]
+    _, nearest = np.unique(visible.codes[index], return_index=True)
+    chosen = np.union1d(index[:DEFORMER_CONTEXT], index[nearest])
+    return rng.permutation(chosen)
+
+
+def measure_fold(grids: Grids, share: float, fold: int, methods: dict[str, Impute]) -> dict[str, Any]:
+    """Return MAE, CRPS and seconds of each method on one fold."""
+    is_hidden = hide_cells(grids.is_observed, share)
+    train, test = split_fold(len(grids.values), fold)
+    targets = grids.values[test][is_hidden[test]]
+    line: dict[str, Any] = {"benchmark": "icu_imputation", "share": share, "fold": fold, "hidden": len(targets)}
+    for name, impute in methods.items():
+        started = time.perf_counter()
+        mae, crps = compute_errors(impute(grids, is_hidden, train, test), targets)
+        seconds = round(time.perf_counter() - started, 1)
+        line[name] = {"mae": round(mae, 4), "crps": round(crps, 4), "seconds": seconds}
+    return line
+
+
+def format_results(lines: Sequence[dict[str, Any]]) -> str:
+    """Return a Markdown table of the means over the folds, with the published results."""
+    shares = sorted({line["share"] for line in lines})
+    titles = [f"{metric}, {share:.0%} hidden" for metric in ("MAE", "CRPS", "time, s") for share in shares]
+    text = format_markdown_header(["method", *titles])
+    for name in [key for key, value in lines[0].items() if isinstance(value, dict)]:
+        cells = []
+        for metric, digits in (("mae", 3), ("crps", 3), ("seconds", 0)):
+            for share in shares:
+                figures = [line[name][metric] for line in lines if line["share"] == share]
+                spread = f" ± {np.std(figures):.3f}" if digits and len(figures) > 1 else ""
+                cells.append(f"{np.mean(figures):.{digits}f}{spread}")
+        text.append(format_markdown_row([name, *cells]))
+    for name, figures_by_share in PUBLISHED.items():
+        errors = [figures_by_share.get(share, (None, None)) for share in shares]
+        published = ["" if error[i] is None else f"{error[i]:.3f}" for i in (0, 1) for error in errors]
+        text.append(format_markdown_row([name, *published, *[""] * len(shares)]))
+    return "\n".join(text)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure all methods on the requested folds and publish the results."""
+    require_scikit_learn()
+    grids = read_grids(get_tables_folder().parent / "icu2012")
+    lines = []
+    for share in parse_numbers("--shares", arguments.shares):
+        methods: dict[str, Impute] = {
+            "mean": impute_by_mean,
+            "last value": impute_by_last_value,
+            "interpolation": impute_by_interpolation,
+            "Gaussian process": make_process_imputer(share, SEED),
+        }
+        if arguments.deformer:
+            methods["deformer"] = make_deformer_imputer(arguments.max_time, SEED)
+        for fold in parse_numbers("--folds", arguments.folds):
+            lines.append(measure_fold(grids, share, int(fold), methods))
+            print(json.dumps(lines[-1]), flush=True)
+    conditions = (
+        f"{describe_machine()}, {format_today()}; {len(grids.values)} stays, folds {arguments.folds}, means and "
+        "standard deviations over the folds. Published figures are means over five folds; CSDI was trained on a GPU."
+    )
+    publish_results(
+        "icu_imputation", f"# Imputation in CSDI's protocol\n\n{conditions}\n\n{format_results(lines)}\n", lines
+    )
+
+
+def parse_numbers(option: str, text: str) -> list[float]:
+    """Return the comma-separated numbers of an option."""
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option} {text}: expected comma-separated numbers") from None
+
+
+def main() -> None:
+    """Run the program."""
+    options = build_parser(__doc__, tables="", max_time="10m")
+    options.add_argument("--folds", default="0,1,2,3,4", help="comma-separated folds from 0 to 4; all by default")
+    options.add_argument("--shares", default="0.1,0.5,0.9", help="comma-separated shares of hidden cells")
+    options.add_argument("--deformer", action="store_true", help="train and measure the deformer, too")
+    run_benchmark("icu_imputation", run, options)
+
+
+if __name__ == "__main__":
+    main()

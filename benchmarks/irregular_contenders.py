@@ -1,0 +1,56 @@
+"""The contenders of the benchmarks with irregular readings, and the options that choose them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.gru_d import GruD
+from benchmarks.irregular_alerts import Contender
+from benchmarks.irregular_deformer import CommandDeformer
+from benchmarks.irregular_peers import CarriedForward, IntervalMixture, LastValue, MarginalMixtures
+
+
+def add_contender_options(options: argparse.ArgumentParser, peer_time: float) -> argparse.ArgumentParser:
+    """Add the options that choose the contenders.
+
+    Args:
+        options: The parser.
+        peer_time: Default of --peer-time in seconds.
+    """
+    help_text = f"seconds of GRU-D's training, 0 to leave it out; {peer_time:g} by default"
+    options.add_argument("--peer-time", type=float, default=peer_time, help=help_text)
+    options.add_argument("--deformer", action="store_true", help="train and measure the deformer, too")
+    models_help = "folder in which the deformer's model and tables are stored; not stored by default"
+    options.add_argument("--models", type=Path, help=models_help)
+    return options
+
+
+def make_contenders(arguments: argparse.Namespace, seed: int, interval: float) -> list[Contender]:
+    """Return the contenders, the deformer first if it was requested.
+
+    Args:
+        arguments: The parsed options.
+        seed: Seed of all contenders.
+        interval: Usual time between readings of a sensor in seconds: the width of the Gaussian mixture's intervals and
+            the unit of time of GRU-D.
+    """
+    contenders: list[Contender] = []
+    if arguments.deformer:
+        contenders.append(CommandDeformer(arguments.max_time, seed, arguments.models))
+    if arguments.peer_time > 0:
+        contenders.append(GruD(seed, arguments.peer_time, interval))
+    contenders += [
+        IntervalMixture(interval, seed),
+        LastValue(seed),
+        MarginalMixtures(seed),
+        CarriedForward("forest", seed),
+        CarriedForward("neighbours", seed),
+    ]
+    return contenders
+
+
+def describe_times(arguments: argparse.Namespace) -> str:
+    """Return a sentence with the durations of the training runs."""
+    deformer = f", the deformer for at most {arguments.max_time}" if arguments.deformer else ""
+    return f"GRU-D trains for {arguments.peer_time:g} s{deformer}."
