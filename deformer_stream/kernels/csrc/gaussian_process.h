@@ -47,6 +47,17 @@ INLINE f64x8 exponential8(f64x8 x) {
 #endif
 }
 
+/* Return the numbers of `row` with eight indexes. */
+INLINE f64x8 gather8(const double *row, const int32_t *indexes) {
+#ifdef __AVX512F__
+    return (f64x8)_mm512_i32gather_pd(_mm256_loadu_si256((const __m256i *)indexes), row, 8);
+#else
+    f64x8 v;
+    for (int64_t j = 0; j < PRIOR_LANES; j++) v[j] = row[indexes[j]];
+    return v;
+#endif
+}
+
 /* Return the covariances of a reading with eight others.
  *
  * They are the sum over q of A_q[code, codes] e^(-|age - ages| / scale_q), where A_q[code] is a row of the matrix A_q. A
@@ -54,12 +65,10 @@ INLINE f64x8 exponential8(f64x8 x) {
 INLINE f64x8 covariances8(const Process *process, int64_t code, double age, const int32_t *codes,
                           const double *ages) {
     const double *row = process->covariances + code * process->num_scales * process->num_features;
-    f64x8 difference = age - load8(ages), zero = {0}, total = {0};
+    f64x8 difference = age - load8(ages), total = {0};
     f64x8 lag = (f64x8)((i64x8)difference & INT64_MAX); /* |difference| */
     for (int64_t q = 0; q < process->num_scales; q++, row += process->num_features) {
-        f64x8 factors = zero;
-        for (int64_t j = 0; j < PRIOR_LANES; j++) factors[j] = row[codes[j]];
-        total += factors * exponential8(lag * process->negative_rates[q]);
+        total += gather8(row, codes) * exponential8(lag * process->negative_rates[q]);
     }
     return total;
 }
