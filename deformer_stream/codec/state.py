@@ -9,12 +9,16 @@ The body is an Arrow IPC stream with one row, in which every column is a list. A
 body is parsed only after its checksum is verified, and every invariant that the engine relies on is checked before a
 decoded value is returned.
 
-Format versions: the lowest version that holds the state is written, because earlier releases can read it. Version 5 is
-written if readings that wait for the end of their time slot are averaged on a cycle. Otherwise version 4 is written if
-readings wait for the end of their time slot (a part of a window), or if windows are complete before they
-are over. Otherwise version 3 is written if tie groups are in use (readings of one record with the same event time are
-scored together), and version 2 if not. Version 1 is still read. It does not state at which alpha (false-alarm rate) a
-record raised its alert, so such a record raises no further alert.
+Format versions: the lowest version that holds the state is written, because earlier releases can read it.
+
+- Version 6 is written if readings are irregular: a sensor reports any number of times in a record.
+- Version 5 is written if readings that wait for the end of their time slot are averaged on a cycle.
+- Version 4 is written if readings wait for the end of their time slot (a part of a window), or if windows are complete
+  before they are over.
+- Version 3 is written if tie groups are in use (readings of one record with the same event time are scored together).
+- Version 2 is written otherwise.
+- Version 1 is still read. It does not state at which alpha (false-alarm rate) a record raised its alert, so such a
+  record raises no further alert.
 """
 
 from __future__ import annotations
@@ -33,9 +37,11 @@ from deformer_stream.calibration.drift import BET_EXPONENTS, MAX_WEALTH
 from deformer_stream.calibration.drift_state import DriftState
 from deformer_stream.engine.events import NO_ALERT, SUPPRESS_ALL, AlertState, Decisions
 from deformer_stream.engine.id_set import StringColumn
+from deformer_stream.engine.reading_log import MAX_EXTENT_SIZE
 from deformer_stream.engine.snapshot import (
     CircularSums,
     CompleteWindows,
+    EventTimes,
     Snapshot,
     TieGroups,
     Vocabulary,
@@ -46,7 +52,7 @@ from deformer_stream.model.windows import PerSlot
 from deformer_stream.ragged import ragged_indices
 
 MAGIC = b"deformer"
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 HEADER = struct.Struct(">8scH32s")
 SNAPSHOT, DECISIONS = b"S", b"D"
 """The byte `kind` of the header, for the two kinds of saved state."""
@@ -54,7 +60,8 @@ MIN_COMPRESSED_BYTES = 16_384
 """Size in bytes from which state is compressed. An alert has to wait until the decisions of its commit are encoded.
 They are below this size, at which compression gains nothing and makes encoding take four times as long."""
 MAX_AGE = 2**61
-"""Largest plausible time since a record's last event, in microseconds. A snapshot with a larger one is damaged."""
+"""Largest plausible time since a record's last event, in microseconds. A snapshot with a larger one is damaged. So is
+one with an event time that is further from 1970."""
 REMEDY = "restore the saved state from a backup, or choose with --lost-state how to continue without it"
 
 Column: TypeAlias = "Sequence[str] | StringColumn | NDArray[Any]"
@@ -138,15 +145,24 @@ _CIRCULAR_COLUMNS = {
     "slot_start": pa.float64(),
 }
 """The columns of the sums for circular means (`CircularSums`), in the order of its fields."""
+_TIME_COLUMNS = {"times": pa.int64(), "origins": pa.int64()}
+"""The columns of the times of irregular readings (`EventTimes`), in the order of its fields."""
 _COLUMNS_ADDED_IN_VERSION = {
     2: {"alert_alpha", *_DRIFT_COLUMNS},
     3: {*_TIE_COLUMNS, *_TIE_DECISION_COLUMNS},
     4: {*_SLOT_COLUMNS, *_COMPLETE_COLUMNS},
     5: {*_CIRCULAR_COLUMNS},
+    6: {*_TIME_COLUMNS},
 }
 
 _SNAPSHOT_TYPES = (
-    _SNAPSHOT_COLUMNS | _DRIFT_COLUMNS | _TIE_COLUMNS | _SLOT_COLUMNS | _COMPLETE_COLUMNS | _CIRCULAR_COLUMNS
+    _SNAPSHOT_COLUMNS
+    | _DRIFT_COLUMNS
+    | _TIE_COLUMNS
+    | _SLOT_COLUMNS
+    | _COMPLETE_COLUMNS
+    | _CIRCULAR_COLUMNS
+    | _TIME_COLUMNS
 )
 """The type of each column of a snapshot in the newest format version."""
 
@@ -177,8 +193,12 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
             "held": snapshot.ties.num_pending,
             "instant": snapshot.ties.tie_time,
         }
-    if snapshot.waiting is not None or snapshot.complete_windows is not None:
+    if snapshot.waiting is not None or snapshot.complete_windows is not None or snapshot.event_times is not None:
         columns |= _windows_to_columns(snapshot.waiting, snapshot.complete_windows)
+    if snapshot.event_times is not None:
+        # Format version 6 has the columns of all versions before. No irregular reading waits for a time slot.
+        columns |= dict.fromkeys(_CIRCULAR_COLUMNS, np.empty(0))
+        columns |= {"times": snapshot.event_times.times, "origins": snapshot.event_times.origins}
     return _encode(SNAPSHOT, columns, _SNAPSHOT_TYPES)
 
 
@@ -288,11 +308,20 @@ def _decode_snapshot(data: bytes) -> Snapshot:
     drift = _pop_drift(columns)
     ties = _pop_ties(columns) if "tied" in columns else None  # format versions 1 and 2 have no tie groups
     waiting, complete_windows = _pop_windows(columns) if "slot_rule" in columns else (None, None)
+    # Earlier format versions have no irregular readings.
+    event_times = EventTimes(*(columns.pop(name) for name in _TIME_COLUMNS)) if "times" in columns else None
     columns["closed"] = StringColumn.from_strings(columns["closed"])
     models = tuple(columns.pop("models"))
     # The other columns have the names of fields.
     snapshot = Snapshot(
-        vocabulary, models, **columns, drift=drift, ties=ties, waiting=waiting, complete_windows=complete_windows
+        vocabulary,
+        models,
+        **columns,
+        drift=drift,
+        ties=ties,
+        waiting=waiting,
+        complete_windows=complete_windows,
+        event_times=event_times,
     )
     _check_snapshot(snapshot)
     return snapshot
@@ -674,7 +703,8 @@ def _check_snapshot(snapshot: Snapshot) -> None:
 def _check_readings(snapshot: Snapshot, num_records: int, num_features: int) -> None:
     """Check the readings and the absent features of a snapshot: each record may have each feature at most once.
 
-    An absent feature is one that was declared as "will not be observed".
+    An absent feature is one that was declared as "will not be observed". If readings are irregular, a feature can have
+    any number of readings in a record, also if it is absent.
 
     Args:
         snapshot: The snapshot.
@@ -684,8 +714,10 @@ def _check_readings(snapshot: Snapshot, num_records: int, num_features: int) -> 
     Raises:
         _InvalidStateError: If a length does not match, a feature code is out of range, or a record has a feature twice.
     """
+    event_times = snapshot.event_times
+    max_readings = num_features if event_times is None else MAX_EXTENT_SIZE
     _require(
-        _is_within(snapshot.counts, num_features + 1) and _is_within(snapshot.absent_counts, num_features + 1),
+        _is_within(snapshot.counts, max_readings + 1) and _is_within(snapshot.absent_counts, num_features + 1),
         "the number of readings of a record is out of range",
     )
     num_readings, num_absent = int(snapshot.counts.sum()), int(snapshot.absent_counts.sum())
@@ -702,9 +734,30 @@ def _check_readings(snapshot: Snapshot, num_records: int, num_features: int) -> 
     record_of_reading, _ = ragged_indices(snapshot.counts)
     record_of_absent_feature, _ = ragged_indices(snapshot.absent_counts)
     has_feature = np.zeros((num_records, num_features), bool)
-    has_feature[record_of_reading, snapshot.features] = True
     has_feature[record_of_absent_feature, snapshot.absent] = True
+    if event_times is not None:
+        _check_times(snapshot, event_times)
+        num_readings = 0  # only absent features must be different
+    else:
+        has_feature[record_of_reading, snapshot.features] = True
     _require(int(has_feature.sum()) == num_readings + num_absent, "a record has a feature twice")
+
+
+def _check_times(snapshot: Snapshot, event_times: EventTimes) -> None:
+    """Check the times of the irregular readings of a snapshot.
+
+    Raises:
+        _InvalidStateError: If a length does not match, or a time is missing or so large that ages would overflow.
+    """
+    times, origins = event_times.times, event_times.origins
+    _require(
+        len(times) == len(snapshot.features) and len(origins) == len(snapshot),
+        "the times of the readings do not have the length that the records state",
+    )
+    # The first reading of a record sets its origin.
+    all_times = np.append(times, origins[snapshot.counts > 0])
+    is_valid = (all_times > -MAX_AGE) & (all_times < MAX_AGE)
+    _require(bool(is_valid.all()), "the time of a reading is missing or out of range")
 
 
 def _check_ties(snapshot: Snapshot, ties: TieGroups) -> None:

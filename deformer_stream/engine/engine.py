@@ -435,8 +435,8 @@ class Engine:
 
         Returns:
             What happens to the open records. It is "rescore" in spite of `open_records="finish"` if the features,
-            their labels, the rules for several readings of a time slot, or the tie policy (how readings with the same
-            event time are scored) of the new model differ.
+            their labels, the rules for several readings of a time slot, the tie policy (how readings with the same
+            event time are scored) or whether readings are irregular differ between the models.
         """
         has_same_vocabulary = Vocabulary.from_schema(self.schema) == Vocabulary.from_schema(model.schema)
         has_same_vocabulary &= (self.schema.reading_times is None) == (model.schema.reading_times is None)
@@ -580,6 +580,7 @@ class Engine:
         if waiting is not None and (
             snapshot.vocabulary != vocabulary
             or window is None
+            or self.records.is_irregular
             or window.per_slot != waiting.rule
             or waiting.list_cycles() != [self.schema.slot_mean_cycles[code] for code in waiting.feature.tolist()]
         ):
@@ -592,6 +593,13 @@ class Engine:
             # The snapshot has other features or labels. Its codes are translated to those of the current model, and no
             # earlier score is valid.
             snapshot, num_dropped = snapshot.translate(vocabulary)
+            self.num_dropped_readings += num_dropped
+            self._translated_partitions.add(partition)
+            version_by_fingerprint = {}
+        if self.records.is_irregular != (snapshot.event_times is not None):
+            # Only one of the two models lets a sensor report any number of times in a record.
+            converted = snapshot.drop_readings_without_times() if self.records.is_irregular else snapshot.remove_times()
+            snapshot, num_dropped = converted
             self.num_dropped_readings += num_dropped
             self._translated_partitions.add(partition)
             version_by_fingerprint = {}

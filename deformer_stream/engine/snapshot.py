@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.drift_state import DriftState
+from deformer_stream.engine.events import NO_TIME
 from deformer_stream.engine.id_set import BoundedIdSet, StringColumn
 from deformer_stream.engine.records import RUNNING_DTYPE, Partition, RecordTable
 from deformer_stream.engine.slot_readings import SlotReading
@@ -172,6 +173,20 @@ class CompleteWindows:
 
 
 @dataclass(frozen=True, slots=True)
+class EventTimes:
+    """When the irregular readings of R records were made, T readings in total, one record after the other.
+
+    Attributes:
+        times: (T,) int64 event time of each reading, microseconds since 1970.
+        origins: (R,) int64 event time from which the ages of each record's readings are counted, `NO_TIME` if the
+            record has no reading yet.
+    """
+
+    times: Ints
+    origins: Ints
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """The state of one partition with R open records, which have T readings in total.
 
@@ -221,6 +236,8 @@ class Snapshot:
             reading is scored when it arrives.
         waiting: Readings that wait for the end of their time slot; None if there are none.
         complete_windows: Windows that are complete, but not over; None if there are none.
+        event_times: When the readings were made. None if readings are not irregular: a feature then has at most one
+            reading in a record.
     """
 
     vocabulary: Vocabulary
@@ -255,6 +272,7 @@ class Snapshot:
     ties: TieGroups | None = None
     waiting: WaitingReadings | None = None
     complete_windows: CompleteWindows | None = None
+    event_times: EventTimes | None = None
 
     def __len__(self) -> int:
         """Return the number of open records."""
@@ -286,7 +304,36 @@ class Snapshot:
         new_codes = _map_feature_codes(self.vocabulary, vocabulary)
         values, text_by_reading = self._translate_labels(vocabulary, new_codes)
         features = new_codes[self.features]
+        # Readings with a label that the other vocabulary does not have.
+        record, place = self.reading_positions()
+        unseen = np.array(sorted(text_by_reading), np.int64)
+        # Features that were declared as "will not be observed", and their records.
+        absent = new_codes[self.absent]
+        absent_record, _ = ragged_indices(self.absent_counts)
+        is_absent_kept = absent >= 0
+        snapshot = replace(
+            self,
+            vocabulary=vocabulary,
+            features=features,
+            values=values,
+            absent_counts=np.bincount(absent_record[is_absent_kept], minlength=len(self)).astype(np.int32),
+            absent=absent[is_absent_kept],
+            unseen_record=record[unseen].astype(np.int32),
+            unseen_place=place[unseen].astype(np.int32),
+            unseen_text=[text_by_reading[reading] for reading in unseen.tolist()],
+        )
         is_kept = features >= 0
+        return snapshot._drop_readings(is_kept), int((~is_kept).sum())
+
+    def _drop_readings(self, is_kept: NDArray[np.bool_]) -> Snapshot:
+        """Return the snapshot without some of its T readings.
+
+        If the reading that raised the first alert of a record is dropped, `alert_seq` becomes the position of the last
+        remaining reading before it, or 0.
+
+        Args:
+            is_kept: (T,) false for readings that are dropped.
+        """
         record, _ = self.reading_positions()
         # (T + 1,) kept readings before each reading, over all records. The difference between an entry and that of the
         # record's first reading counts kept readings of the record: the new position of a reading.
@@ -297,28 +344,61 @@ class Snapshot:
         num_until_alert = np.clip(self.alert_seq + 1, 0, self.counts)
         num_kept_until_alert = num_kept_before[first_reading + num_until_alert] - num_kept_before[first_reading]
         alert_seq = np.where(self.alert_seq < 0, -1, np.maximum(num_kept_until_alert - 1, 0))
-        # Kept readings with a label that the other vocabulary does not have, and their new positions.
-        unseen = np.array(sorted(reading for reading in text_by_reading if is_kept[reading]), np.int64)
+        # Kept readings with an unseen label, and their new positions.
+        unseen = (first_reading[self.unseen_record] + self.unseen_place).astype(np.int64)
+        kept_labels = np.flatnonzero(is_kept[unseen])
+        unseen = unseen[kept_labels]
         unseen_place = num_kept_before[unseen] - num_kept_before[first_reading[record[unseen]]]
-        # Features that were declared as "will not be observed", and their records.
-        absent = new_codes[self.absent]
+        event_times = self.event_times
+        if event_times is not None:
+            event_times = EventTimes(event_times.times[is_kept], event_times.origins)
+        return replace(
+            self,
+            counts=np.bincount(record[is_kept], minlength=len(self)).astype(np.int32),
+            features=self.features[is_kept],
+            values=self.values[is_kept],
+            alert_seq=alert_seq.astype(np.int32),
+            unseen_record=self.unseen_record[kept_labels],
+            unseen_place=unseen_place.astype(np.int32),
+            unseen_text=[self.unseen_text[label] for label in kept_labels.tolist()],
+            ties=None if self.ties is None else self._filter_ties(self.ties, is_kept),
+            event_times=event_times,
+        )
+
+    def remove_times(self) -> tuple[Snapshot, int]:
+        """Return the snapshot of irregular readings for a model in whose records a feature has at most one reading.
+
+        The first reading of each feature of a record is kept. A feature with a reading is not absent.
+
+        Returns:
+            The snapshot without event times, and the number of dropped readings.
+        """
+        record, _ = self.reading_positions()
+        _, first = np.unique(record * len(self.vocabulary) + self.features, return_index=True)
+        is_kept = np.zeros(len(self.features), bool)
+        is_kept[first] = True
+        has_reading = np.zeros((len(self), len(self.vocabulary)), bool)
+        has_reading[record, self.features] = True
         absent_record, _ = ragged_indices(self.absent_counts)
-        is_absent_kept = absent >= 0
+        is_absent = ~has_reading[absent_record, self.absent]
         snapshot = replace(
             self,
-            vocabulary=vocabulary,
-            counts=np.bincount(record[is_kept], minlength=len(self)).astype(np.int32),
-            features=features[is_kept],
-            values=values[is_kept],
-            absent_counts=np.bincount(absent_record[is_absent_kept], minlength=len(self)).astype(np.int32),
-            absent=absent[is_absent_kept],
-            alert_seq=alert_seq.astype(np.int32),
-            unseen_record=record[unseen].astype(np.int32),
-            unseen_place=unseen_place.astype(np.int32),
-            unseen_text=[text_by_reading[reading] for reading in unseen.tolist()],
-            ties=None if self.ties is None else self._filter_ties(self.ties, is_kept),
-        )
-        return snapshot, int((~is_kept).sum())
+            absent_counts=np.bincount(absent_record[is_absent], minlength=len(self)).astype(np.int32),
+            absent=self.absent[is_absent],
+        )._drop_readings(is_kept)
+        return replace(snapshot, event_times=None), int((~is_kept).sum())
+
+    def drop_readings_without_times(self) -> tuple[Snapshot, int]:
+        """Return the snapshot for a model of irregular readings, which cannot score readings without times.
+
+        All readings are dropped; the records stay open.
+
+        Returns:
+            The snapshot, and the number of dropped readings.
+        """
+        snapshot = self._drop_readings(np.zeros(len(self.features), bool))
+        origins = np.full(len(self), NO_TIME, np.int64)
+        return replace(snapshot, ties=None, event_times=EventTimes(np.empty(0, np.int64), origins)), len(self.features)
 
     def accept_waiting(self, waiting: WaitingReadings) -> Snapshot:
         """Return the snapshot in which no reading waits for the end of its time slot.
@@ -485,6 +565,9 @@ def export_state(
             num_pending=records.num_pending[rows].astype(np.int32),
             tie_time=records.tie_time[rows],
         )
+    event_times = None
+    if records.is_irregular:
+        event_times = EventTimes(records.log.gather_times(rows[record], place), records.origin[rows])
     return Snapshot(
         vocabulary=Vocabulary.from_schema(records.schema),
         models=tuple(fingerprint_by_version[version] for version in versions.tolist()),
@@ -524,6 +607,7 @@ def export_state(
             [device for _, device, _ in complete],
             np.array([deadline for _, _, deadline in complete], np.int64),
         ),
+        event_times=event_times,
     )
 
 
@@ -592,7 +676,8 @@ def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, no
     Args:
         records: The record table, which must not have records of the partition yet.
         partition_id: Number of the partition.
-        snapshot: State of the partition. Its codes must be those of the table's schema (see `Snapshot.translate`).
+        snapshot: State of the partition. Its codes must be those of the table's schema (see `Snapshot.translate`), and
+            it must have event times if and only if the readings of the schema are irregular.
         now: Current time, microseconds since 1970. The idle time of each record continues from its value in the
             snapshot, so the time between the two runs does not count.
         model_version: (R,) number of the model version that scores each record from now on.
@@ -621,6 +706,8 @@ def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, no
     if records.holds_ties and snapshot.ties is not None:
         ties = snapshot.ties
         records.restore_ties(rows, ties.is_tied, ties.num_pending, ties.tie_time)
+    if snapshot.event_times is not None:
+        records.restore_times(rows, snapshot.event_times.origins, snapshot.event_times.times)
     # Texts of labels that the model does not have.
     label_rows = rows[snapshot.unseen_record].tolist()
     for row, place, text in zip(label_rows, snapshot.unseen_place.tolist(), snapshot.unseen_text, strict=True):

@@ -15,14 +15,12 @@ from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.explain import ExplanationEffort
 from deformer_stream.model.bounded_context import ContextLimit, select_contexts
 from deformer_stream.model.deformer import DEformer
-from deformer_stream.model.schema import Schema
-from deformer_stream.model.windows import Window
 from tests.engine.restarts import Event, Poll
 from tests.model.test_irregular_readings import SCHEMA, make_config, make_irregular_model
 
 LIMIT = ContextLimit(recent=3, block=4)
-WIDTH, GRACE = 40_000_000, 5_000_000
-"""Microseconds of a window, and of the grace period after it."""
+WIDTH = 50_000_000
+"""Microseconds of a window."""
 MINUTE = 60_000_000
 ALPHA = (0.5, 0.2, 0.05)
 
@@ -73,13 +71,6 @@ def compute_expected_log_prob(
     return np.concatenate(parts)
 
 
-def make_windowed_model() -> DEformer:
-    """Return the model of `make_model`, trained on windows of a device's readings."""
-    model = make_irregular_model(replace(make_config(), context_recent=LIMIT.recent, context_block=LIMIT.block), seed=0)
-    model.schema = Schema(SCHEMA.features, Window(WIDTH, 1), SCHEMA.reading_times)
-    return model
-
-
 @st.composite
 def irregular_events(draw: st.DrawFn) -> Event:
     """Draw an event; times repeat and are late, and sensors report several times."""
@@ -105,5 +96,5 @@ def irregular_streams(draw: st.DrawFn) -> list[Poll]:
     now, polls = 0, []
     for _ in range(draw(st.integers(3, 8))):
         now += draw(st.integers(0, 4))
-        polls.append(Poll(tuple(draw(st.lists(irregular_events(), max_size=25))), now))
+        polls.append(Poll(tuple(draw(st.lists(irregular_events(), max_size=25))), now, SCHEMA, WIDTH))
     return polls

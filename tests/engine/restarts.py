@@ -83,8 +83,14 @@ class Event:
     value: float | str | None
 
 
-def make_batch(events: Sequence[Event], schema: Schema = SCHEMA) -> EventBatch:
-    """Return the events as a batch, one message each."""
+def make_batch(events: Sequence[Event], schema: Schema = SCHEMA, width: int = WIDTH) -> EventBatch:
+    """Return the events as a batch, one message each.
+
+    Args:
+        events: The events.
+        schema: The features.
+        width: Microseconds of a window; the grace period is a fifth of it.
+    """
     n = len(events)
     unseen_labels: dict[int, str] = {}
     values = np.full(n, np.nan)
@@ -95,28 +101,32 @@ def make_batch(events: Sequence[Event], schema: Schema = SCHEMA) -> EventBatch:
         elif event.value is not None:
             values[i] = int(abs(event.value)) % len(labels) if labels else event.value
     times = np.array([event.time for event in events], np.int64)
+    starts = times // width * width
     return EventBatch(
-        [f"{e.name}@{e.time // WIDTH * WIDTH}" if e.is_window else e.name for e in events],
+        [f"{e.name}@{e.time // width * width}" if e.is_window else e.name for e in events],
         np.array([event.feature for event in events], np.int32),
         values,
         times,
         np.arange(n, dtype=np.int32),
         np.array([event.partition for event in events], np.int32),
         unseen_labels,
-        WindowMembership([e.name if e.is_window else "" for e in events], times // WIDTH * WIDTH + WIDTH + GRACE),
+        WindowMembership([e.name if e.is_window else "" for e in events], starts + width + width // 5, starts),
     )
 
 
 @dataclass(frozen=True)
 class Poll:
-    """The events of one poll, and the time at which the engine handles them, microseconds."""
+    """The events of one poll, the time at which the engine handles them, and the features and the width of windows."""
 
     events: tuple[Event, ...]
     now: int
+    schema: Schema = SCHEMA
+    width: int = WIDTH
 
     def batch(self, partitions: Collection[int] = range(NUM_PARTITIONS)) -> EventBatch:
         """Return the events of these partitions as a batch."""
-        return make_batch([event for event in self.events if event.partition in partitions])
+        events = [event for event in self.events if event.partition in partitions]
+        return make_batch(events, self.schema, self.width)
 
 
 @st.composite
@@ -253,7 +263,7 @@ def assert_same_alert(a: Alert, b: Alert, tolerance: float) -> None:
     for f in fields(a):
         x, y = getattr(a, f.name), getattr(b, f.name)
         if f.name == "contributions":
-            assert {c.feature: c.value for c in x} == {c.feature: c.value for c in y}
+            assert {(c.feature, c.time): c.value for c in x} == {(c.feature, c.time): c.value for c in y}
         elif isinstance(x, float):
             np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
         else:
@@ -273,6 +283,10 @@ def assert_same_snapshot(a: Snapshot, b: Snapshot, tolerance: float = 0.0) -> No
         elif f.name == "ties":
             assert (x is None) == (y is None)
             for part in ("is_tied", "num_pending", "tie_time") if x is not None else ():
+                assert np.array_equal(getattr(x, part), getattr(y, part)), part
+        elif f.name == "event_times":
+            assert (x is None) == (y is None)
+            for part in ("times", "origins") if x is not None else ():
                 assert np.array_equal(getattr(x, part), getattr(y, part)), part
         elif f.name in ("waiting", "complete_windows"):
             assert (x is None) == (y is None)
