@@ -397,6 +397,7 @@ class ModelVersion:
             num_cached=readings.num_cached,
             page_table=cache.page_table[readings.record_index],
             num_prefill_only=num_prefill_only if num_prefill_only.any() else None,  # None: all readings are scored
+            ages=readings.ages,
         )
         out[:] = kernels.score(cache, ragged_batch)
         cache.num_cached_readings[readings.record_index] += num_processed

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deformer_stream.engine.engine import Limits
 from deformer_stream.engine.order_trees import build_order_tree
 from deformer_stream.kernels import abi, build
 from deformer_stream.kernels import cpu as kernels_of_cpu
@@ -24,7 +25,11 @@ from deformer_stream.model.gaussian_prior import PriorConditional
 from deformer_stream.model.reading_times import ReadingTimes
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.time_inputs import compute_gaps, encode_ragged_times, encode_times
+from tests.engine.irregular_streams import compute_expected_log_prob, make_engine
 from tests.engine.random_models import make_model, schemas
+from tests.engine.test_irregular_records import draw_readings
+from tests.engine.test_irregular_records import score as score_stream
+from tests.model.test_irregular_readings import SCHEMA as STREAM_SCHEMA
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -326,6 +331,32 @@ def test_rebuilt_cache_equals_the_cache_of_single_steps(memory: Any) -> None:
         results.append((terms, pages))
     for expected, rebuilt in zip(*results, strict=True):
         np.testing.assert_array_equal(rebuilt, expected)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@settings(max_examples=10, deadline=None)
+@given(seed=seeds, data=st.data())
+def test_streamed_scores_are_those_of_the_definition(precision: Precision, seed: int, data: st.DataObject) -> None:
+    """They are the same bits however the stream is cut, and whether or not contexts are evicted from the cache."""
+    config = replace(CONFIG, precision=precision, context_recent=3, context_block=4)
+    model = make_irregular_model(STREAM_SCHEMA, config, seed)
+    readings = list(dict.fromkeys(draw_readings(4, 60, seed)))  # without repeated readings, which are rejected
+
+    def run(cuts: list[int], cache_bytes: int) -> dict[str, list[float]]:
+        engine = make_engine(Limits(cache_bytes=cache_bytes), model)
+        assert isinstance(engine.cache, CpuKVCache)
+        return score_stream(engine, readings, cuts)
+
+    scores = run([], 1 << 24)
+    assert run(list(range(1, len(readings))), 1 << 24) == scores
+    assert run(sorted(data.draw(st.sets(st.integers(1, len(readings) - 1)))), 0) == scores
+    exact_model = make_irregular_model(STREAM_SCHEMA, config, seed).double()
+    for record, actual in scores.items():
+        _, codes, values, times = zip(*[reading for reading in readings if reading[0] == record], strict=True)
+        ages = (np.array(times) - times[0]) / 1e6
+        expected = compute_expected_log_prob(exact_model, codes, values, ages.tolist())
+        allowed = TOLERANCE[precision] * np.sqrt(np.maximum(1.0, 2 * np.abs(expected)))
+        assert (np.abs(np.array(actual) - expected) <= allowed).all()
 
 
 @settings(max_examples=30, deadline=None)
