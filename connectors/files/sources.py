@@ -403,8 +403,15 @@ class _WideTable:
             options: How to read the table.
 
         Raises:
-            InputError: No column is a feature of the model, or a column that the user chose does not exist.
+            InputError: No column is a feature of the model, a column that the user chose does not exist, or the
+                readings of the model are irregular.
         """
+        if options.schema.reading_times is not None:
+            raise InputError(
+                f"{table.name}: a row would be a record, which has one reading of each sensor, but the model is for "
+                "irregular readings; give a long table (columns record, feature, value and time), or use --window if "
+                "each row has a device and a time"
+            )
         columns, code_by_name = table.schema.names, options.schema.code_by_name
         feature_columns = [column for column in columns if column in code_by_name]
         if not feature_columns:

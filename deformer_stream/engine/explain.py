@@ -35,6 +35,7 @@ from deformer_stream.calibration.conformal import PrefixState, advance_prefix_st
 from deformer_stream.engine.events import Contribution, ExpectedRange, Explanation
 from deformer_stream.engine.imputation import find_likeliest_labels, round_to_quantum
 from deformer_stream.engine.order_trees import OrderTree, build_order_tree, compute_tree_conditionals
+from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.model.deformer import DEformer, to_tensor
 from deformer_stream.model.distributions import Conditional
@@ -320,7 +321,11 @@ def explain_records(
 
     Returns:
         One explanation per record. It is empty if the record has only context features or if the effort is "off".
+
+    Raises:
+        ConfigError: The readings of the model are irregular (see `explain_context`).
     """
+    check_single_readings(model.schema, "explain")
     explanations = [Explanation((), None)] * len(codes)
     if effort == "off":
         return explanations

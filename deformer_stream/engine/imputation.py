@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.kernels.kv_cache import TorchKVCache
 from deformer_stream.model.deformer import DEformer, KVCacheView, StepOutput, to_tensor
 from deformer_stream.model.distributions import Conditional
@@ -141,7 +142,11 @@ def iterate_conditionals(
         Tuples (rows, codes, conditional) for M requested readings of M different records. `rows`, (M,), is the row of
         each record in `values`. `codes`, (M,), is the feature code of each reading, which is its column in `values`.
         `conditional` holds the distributions of the readings, of shape (M,).
+
+    Raises:
+        ConfigError: The readings of the model are irregular.
     """
+    check_single_readings(model.schema, "impute")
     is_present = ~np.isnan(values)
     is_requested = is_requested & ~is_present & ~model.schema.is_context
     num_present = is_present.sum(1)
@@ -355,7 +360,11 @@ def sample_records(
     Yields:
         Batches of n records with F features, (n, F), in raw units or label codes, NaN for context features. Together
         they hold `num_records` records.
+
+    Raises:
+        ConfigError: The readings of the model are irregular.
     """
+    check_single_readings(model.schema, "draw")
     order_rng, generator = np.random.default_rng(seed), torch.Generator(model.device).manual_seed(seed)
     all_missing = np.full((num_records, len(model.schema)), np.nan)
     drawable_codes = np.flatnonzero(~model.schema.is_context)
@@ -392,7 +401,11 @@ def sample_completions(
     Returns:
         (num_draws, N, F) values in raw units or label codes: present readings as they are, drawn readings, and NaN
         elsewhere. Drawn values are clipped to the range of the training values, extended by its width on either side.
+
+    Raises:
+        ConfigError: The readings of the model are irregular.
     """
+    check_single_readings(model.schema, "complete")
     order_rng, generator = np.random.default_rng(seed), torch.Generator(model.device).manual_seed(seed)
     is_present = ~np.isnan(values)
     is_requested = is_requested & ~is_present & ~model.schema.is_context

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.conformal import P_VALUE_EXPONENT
 from deformer_stream.calibration.torch_scoring import RecordScores, compute_centered_nll, score_records
 from deformer_stream.engine.records import INITIAL_RUNNING, RUNNING_DTYPE
+from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch
 from deformer_stream.model.deformer import DEformer
 
@@ -63,7 +64,11 @@ def compute_record_scores(kernels: CpuKernels | None, model: DEformer, features:
 
     Returns:
         The statistics of the N records, the sum of each feature, and the number of scored readings of each feature.
+
+    Raises:
+        ConfigError: The readings of the model are irregular.
     """
+    check_single_readings(model.schema, "score")
     if kernels is None:
         return score_records(model, features, values)
     num_features = len(model.schema)
@@ -89,7 +94,11 @@ def sum_centered_nll(kernels: CpuKernels | None, model: DEformer, features: Ints
         features: (N, L) feature codes of N records with at most L readings, in order of arrival. -1 is padding at the
             end of a row.
         values: (N, L) values in the model's normalised units; label codes of discrete features. Padding is ignored.
+
+    Raises:
+        ConfigError: The readings of the model are irregular.
     """
+    check_single_readings(model.schema, "score")
     if kernels is None:
         return compute_centered_nll(model, features, values)
     # The kernels store the sum of centered NLLs in the field "excess".

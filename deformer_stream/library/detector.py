@@ -25,6 +25,7 @@ from deformer_stream.engine.events import Contribution, EventBatch
 from deformer_stream.engine.explain import ExplanationEffort, explain_records
 from deformer_stream.engine.imputation import ImputedValues, impute, impute_quantiles, sample_completions
 from deformer_stream.engine.record_scores import compute_record_scores
+from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.errors import AlphaOutOfReachWarning, ArtifactError
 from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.library.frames import (
@@ -301,7 +302,9 @@ class Detector:
         Raises:
             InputError: If a value cannot be accepted; the message names the record or row, and the feature.
             ValueError: If `alpha` does not lie between 0 and 1, or if dicts are to be scored in another order.
+            ConfigError: If the readings of the model are irregular; `scorer` scores them with their times.
         """
+        check_single_readings(self.schema, "score")
         table = read_tabular(records, self.schema, columns)
         if table is None:
             if order != "arrival":

@@ -1,0 +1,128 @@
+"""Models of irregular readings in the library and in the commands: what works, and what is refused with one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import deformer_stream
+from deformer_stream import model_store
+from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.engine.events import RejectionReason
+from deformer_stream.engine.record_scores import compute_record_scores, sum_centered_nll
+from deformer_stream.errors import ConfigError
+from deformer_stream.model.deformer import DEformer
+from deformer_stream.model.windows import Window
+from tests.model.test_irregular_readings import SCHEMA, make_config, randomize_process
+
+START = 1_600_000_000
+"""Event time of the first reading, in seconds since 1970."""
+
+
+def write_irregular_model(directory: Path, window: Window | None = None) -> Path:
+    """Write a model directory with random weights, for which many records raise alerts, and return its path."""
+    import torch
+
+    config = replace(make_config(), context_recent=3, context_block=4)
+    torch.manual_seed(1)
+    model = DEformer(replace(SCHEMA, window=window), config).eval()
+    assert model.process is not None
+    randomize_process(model.process, torch.Generator().manual_seed(1))
+    calibration = Calibration.from_statistics(np.random.default_rng(0).exponential(3.0, 300), "arrival")
+    model_store.write(directory, model, calibration, {}, "")
+    return directory
+
+
+def make_long_table(num_readings: int, id_column: str) -> pa.Table:
+    """Return readings of three records or devices in order of time; the last row is a redelivery."""
+    rng = np.random.default_rng(4)
+    rows = [
+        {
+            id_column: f"r{i % 3}",
+            "feature": f"sensor{rng.integers(3)}",
+            "value": float(rng.normal()) + 30.0 * (i > num_readings // 2),
+            "time": float(START + 10 * i),
+        }
+        for i in range(num_readings)
+    ]
+    return pa.Table.from_pylist([*rows, rows[-1]])
+
+
+def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run `deformer-stream` with these arguments in a process of its own."""
+    command = [sys.executable, "-m", "deformer_stream.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("has_windows", [False, True])
+def test_replay_writes_a_score_for_each_accepted_reading(tmp_path: Path, has_windows: bool) -> None:
+    model = write_irregular_model(tmp_path / "m", Window(600_000_000, 1) if has_windows else None)
+    table = make_long_table(120, "device" if has_windows else "record")
+    pq.write_table(table, tmp_path / "in.parquet")
+    outputs = [tmp_path / name for name in ("scores.parquet", "records.parquet", "alerts.jsonl")]
+    options = [f"--{name}={path}" for name, path in zip(("output", "records", "alerts"), outputs, strict=True)]
+    arguments = ["replay", str(tmp_path / "in.parquet"), "--model", str(model), "--layout", "long", *options]
+    assert run(arguments).returncode == 0
+    scores, records = (pq.read_table(path).to_pylist() for path in outputs[:2])
+    assert len(scores) == 120  # all but the redelivery
+    assert sum(record["events"] for record in records) == 120
+    rows_by_record: dict[str, list[dict[str, object]]] = {}
+    for row in scores:
+        rows_by_record.setdefault(row["record"], []).append(row)
+    assert len(rows_by_record) == (9 if has_windows else 3)
+    for rows in rows_by_record.values():
+        assert [row["seq"] for row in rows] == list(range(len(rows)))
+        # A feature occurs several times.
+        assert len({row["feature"] for row in rows}) < len(rows)
+    alerts = [json.loads(line) for line in outputs[2].read_text().splitlines()]
+    assert alerts
+    for alert in alerts:
+        assert alert["features_expected"] == len(SCHEMA)
+        assert alert["features_seen"] <= 3
+        times = [contribution["time"] for contribution in alert["contributions"]]
+        assert alert["time"] in times
+
+
+def test_a_scorer_takes_readings_with_times(tmp_path: Path) -> None:
+    scorer = deformer_stream.load(write_irregular_model(tmp_path / "m")).scorer(alpha=0.2)
+    updates = [scorer.update("r", "sensor0", 0.1 * i, START + 60 * i) for i in range(12)]
+    assert all(np.isfinite(update.log_likelihood) for update in updates)
+    repeated = scorer.update("r", "sensor0", 0.0, START)
+    assert repeated.rejection is not None
+    assert repeated.rejection.reason == RejectionReason.DUPLICATE
+    without_time = scorer.update("r", "sensor0", 5.0)
+    assert without_time.rejection is not None
+    assert without_time.rejection.reason == RejectionReason.MISSING_FIELD
+    scorer.finish()
+
+
+def test_records_without_times_are_refused(tmp_path: Path) -> None:
+    detector = deformer_stream.load(write_irregular_model(tmp_path / "m"))
+    record = {"sensor0": 0.5, "sensor1": 1.0}
+    for call in (detector.score, detector.explain, detector.impute, detector.complete):
+        with pytest.raises(ConfigError, match="the model is for irregular readings"):
+            call(record)
+    with pytest.raises(ConfigError, match="the model is for irregular readings"):
+        detector.quantiles(record, [0.5])
+    codes, values = np.zeros((1, 1), np.int64), np.zeros((1, 1))
+    for function in (compute_record_scores, sum_centered_nll):
+        with pytest.raises(ConfigError, match="the model is for irregular readings"):
+            function(None, detector.artifact.model, codes, values)
+
+
+@pytest.mark.parametrize("command", ["impute", "sample", "replay"])
+def test_commands_refuse_complete_records(tmp_path: Path, command: str) -> None:
+    model = write_irregular_model(tmp_path / "m")
+    pq.write_table(pa.table({"sensor0": [0.5, None], "sensor1": [1.0, 2.0]}), tmp_path / "wide.parquet")
+    inputs = ["--count", "2"] if command == "sample" else [str(tmp_path / "wide.parquet")]
+    result = run([command, *inputs, "--model", str(model), "--output", str(tmp_path / "out.parquet")])
+    assert result.returncode == (3 if command == "replay" else 2)
+    assert "irregular readings" in result.stderr.strip().splitlines()[-1]
