@@ -30,6 +30,10 @@ EXAMPLES = (
         "Train on windows of a minute of the readings of each device:",
         "deformer-train readings.parquet --out model --window 60s --slots 6",
     ),
+    (
+        "Train on long records whose sensors report at any times:",
+        "deformer-train stays.parquet --out model --layout long --irregular",
+    ),
 )
 """For each example at the end of the help, what it does and the command line."""
 
@@ -70,6 +74,7 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
     from trainer.distributed import join_process_group
     from trainer.feature_table import print_features
     from trainer.fit import Interrupted
+    from trainer.irregular_job import train_irregular
     from trainer.job import StopSignals, run_worker_rank, train
 
     with join_process_group() as ranks, StopSignals() as stop_signals, console.ProgressDisplay() as display:
@@ -78,10 +83,11 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
             seconds_so_far = max(seconds_so_far, read_process_age())
         budget = TimeBudget(settings.max_time, ranks.read_clock, spent=ranks.broadcast(seconds_so_far))
         try:
-            if not ranks.is_first:
+            if not ranks.is_first and not settings.irregular:
                 run_worker_rank(tables, settings, stop_signals, budget, ranks)
                 return 0
-            output = train(
+            run_job = train_irregular if settings.irregular else train
+            output = run_job(
                 tables,
                 settings,
                 on_prepared=print_features,

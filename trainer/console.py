@@ -14,6 +14,7 @@ from deformer_stream import log
 from deformer_stream.calibration.conformal import DEFAULT_ALPHAS
 from deformer_stream.counts import format_count
 from trainer.fit import TrainingStatus
+from trainer.irregular_job import IrregularOutput
 from trainer.job import TrainingOutput
 from trainer.report import describe_expected_alerts
 
@@ -87,7 +88,7 @@ def print_line(line: str) -> None:
         LOG.info("training_message", text=line)
 
 
-def _describe_model(result: TrainingOutput) -> str:
+def _describe_model(result: TrainingOutput | IrregularOutput) -> str:
     """Return one line, such as "4 layers of 128 (preset small), no Gaussian prior; ranks records by the density".
 
     It contains the number of layers and their width, and the size of the Gaussian prior (mixture of Gaussians fitted
@@ -98,18 +99,43 @@ def _describe_model(result: TrainingOutput) -> str:
     prior = f"prior of {format_count(config.gaussians, 'Gaussian')}" if config.gaussians else "no Gaussian prior"
     exemplars = f"{format_count(config.exemplars, 'exemplar')} and " if config.exemplars else ""
     preset = result.summary["preset"]["name"]
+    if isinstance(result, IrregularOutput):
+        process = f"process with {format_count(config.neighbors, 'neighbor')}" if config.neighbors else "no process"
+        return (
+            f"{format_count(config.layers, 'layer')} of {config.d_model} (preset {preset}), {process}; contexts of "
+            f"{config.context_recent} recent readings, blocks of {config.context_block}"
+        )
     return (
         f"{format_count(config.layers, 'layer')} of {config.d_model} (preset {preset}), {prior}; "
         f"ranks records by {exemplars}the density"
     )
 
 
-def format_summary(result: TrainingOutput) -> str:
+def _describe_held_out(result: TrainingOutput | IrregularOutput) -> str:
+    """Return the text about the likelihood of records that were not used for training."""
+    if isinstance(result, IrregularOutput):
+        held_out = result.held_out
+        words = {"marginal": "sensor alone", "last_value": "last value", "process": "process alone"}
+        baselines = ", ".join(f"{words[name]} {nll:.3f}" for name, nll in held_out.baselines.items())
+        return (
+            f"−ln p is {held_out.mean_nll:.3f} nats a reading ({baselines}), from "
+            f"{format_count(held_out.num_readings, 'reading')} of {format_count(held_out.num_records, 'record')}"
+        )
+    # Context features only help to predict the others. They add nothing to the likelihood, so they are not counted.
+    num_scored_features = int((~result.data.schema.is_context).sum())
+    mean_nll = result.held_out.mean_nll
+    return (
+        f"−ln p is {mean_nll:.3f} nats a record, {mean_nll / num_scored_features:.3f} a feature, from "
+        f"{format_count(len(result.held_out.nll_by_record), 'record')}"
+    )
+
+
+def format_summary(result: TrainingOutput | IrregularOutput) -> str:
     """Return the lines that are printed after training: quality of the model, its directory, and the next command.
 
     The warnings, which were printed before, are repeated at the end, because they may have scrolled away.
     """
-    calibration, held_out = result.calibration, result.held_out
+    calibration = result.calibration
     num_used, num_available = result.summary["records_used"], result.summary["records_available"]
 
     def describe_count(part: str) -> str:
@@ -117,8 +143,6 @@ def format_summary(result: TrainingOutput) -> str:
         used, available = num_used[part], num_available[part]
         return f"{used}" if used >= available else f"{used} of {available}"
 
-    # Context features only help to predict the others. They add nothing to the likelihood, so they are not counted.
-    num_scored_features = int((~result.data.schema.is_context).sum())
     # Alpha is the false-alarm rate. A record raises an alert if its p-value is at most alpha. The smallest p-value is
     # 1 / (number of calibration records + 1), so no record can raise an alert at a smaller alpha.
     unreachable = [f"{alpha:.3g}" for alpha in calibration.find_unreachable_alphas(DEFAULT_ALPHAS)]
@@ -134,9 +158,7 @@ def format_summary(result: TrainingOutput) -> str:
             f"model        {_describe_model(result)}",
             f"alerts       {describe_expected_alerts(result.data, calibration)}",
             f"p-values     smallest {calibration.min_p_value:.2g}: {reachability}",
-            f"held out     −ln p is {held_out.mean_nll:.3f} nats a record, "
-            f"{held_out.mean_nll / num_scored_features:.3f} a feature, from "
-            f"{format_count(len(held_out.nll_by_record), 'record')} "
+            f"held out     {_describe_held_out(result)} "
             f"(smaller is better; {format_count(result.training_result.steps, 'step')}, "
             f"{result.summary['seconds']:.0f} s)",
             *(f"warning      {warning['message']}" for warning in result.summary["warnings"]),

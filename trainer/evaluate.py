@@ -99,14 +99,14 @@ def compute_independent_nll(data: PreparedTable, rows: NDArray[np.int64]) -> NDA
             half = len(reference) // 2
             num_bins = max(
                 NUMBERS_OF_BINS,
-                key=lambda n: _compute_log_density(reference[:half], reference[half:], n).sum(),
+                key=lambda n: compute_log_density(reference[:half], reference[half:], n).sum(),
             )
-            log_p = _compute_log_density(reference, x[x_is_known], num_bins)
+            log_p = compute_log_density(reference, x[x_is_known], num_bins)
         nll[x_is_known] -= log_p
     return nll
 
 
-def _compute_log_density(reference: NDArray[np.float64], x: NDArray[np.float64], num_bins: int) -> NDArray[np.float64]:
+def compute_log_density(reference: NDArray[np.float64], x: NDArray[np.float64], num_bins: int) -> NDArray[np.float64]:
     """Return the log-density of M readings under the distribution of R reference readings.
 
     A wide normal distribution is mixed with it, so that readings outside the histogram have a density.

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from deformer_stream.model.schema import Feature
 from deformer_stream.model.time_slots import collapse_time_slots, describe_records
-from trainer.data import PreparedTable
+from trainer.data import TrainingTable
 
 MAX_LISTED_LABELS = 6
 """Largest number of labels of a feature that are listed in the table of features."""
@@ -21,7 +21,7 @@ TABLE_WIDTH = 220
 """Characters in a line of the table of features if standard output is no terminal. Long names and reasons fit in."""
 
 
-def print_features(data: PreparedTable) -> None:
+def print_features(data: TrainingTable) -> None:
     """Print to standard output which columns became features, which were left out, and why.
 
     Args:

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from deformer_stream.model.gaussian_process import GaussianProcessPrior, Neighbors
 from deformer_stream.model.schema import Schema
+from deformer_stream.model.time_inputs import find_previous_of_sensor
 from trainer.examples import BlockExamples
 from trainer.sampling import create_generator
 
-NUM_ROUNDS, STEPS_PER_ROUND, BATCH_READINGS = 8, 75, 512
+NUM_ROUNDS, STEPS_PER_ROUND, BATCH_READINGS = 16, 75, 512
 """Number of rounds, steps of Adam in each, and readings of a step."""
 
 BLOCKS_PER_ROUND = 200
@@ -36,6 +37,9 @@ LEARNING_RATE = 0.03
 
 LONG_SCALE = 1000.0
 """The longest time scale in units of `ReadingTimes.duration`. It stands for what differs from record to record."""
+
+MIN_DIFFERENCES, MIN_STEP_VARIANCE = 20, 1e-3
+"""Number of differences of successive readings from which their variance is estimated, and its smallest value."""
 
 MIN_SHARE, MAX_SHARE = 1e-4, 0.5
 """Limits of the probability of the wider Gaussian."""
@@ -70,13 +74,19 @@ class Targets:
 class _Parameters(nn.Module):
     """The parameters of a Gaussian process without bounds, from which its buffers are computed.
 
+    The initial parameters follow from how much successive readings of a sensor differ, so that few steps are enough: a
+    part of this variance is noise, a part changes within a record, and the rest of the variance changes slowly.
+
     Args:
         schema: The features, with the time scales of their readings.
         process: The process, for the shapes of its buffers.
+        step_variances: (S,) half of the mean squared difference of successive readings of each sensor.
         generator: The source of random numbers.
     """
 
-    def __init__(self, schema: Schema, process: GaussianProcessPrior, generator: torch.Generator) -> None:
+    def __init__(
+        self, schema: Schema, process: GaussianProcessPrior, step_variances: Tensor, generator: torch.Generator
+    ) -> None:
         super().__init__()
         times = schema.reading_times
         if times is None:
@@ -86,10 +96,15 @@ class _Parameters(nn.Module):
             return nn.Parameter(torch.full_like(like, value))
 
         self.means = create(process.means, 0.0)
-        factors = 0.1 * torch.randn(process.factors.shape, generator=generator, dtype=torch.float64)
-        self.factors = nn.Parameter(factors)
-        self.log_deviations = create(process.deviations, -1.5)
-        self.log_noise = create(process.noise, -1.0)
+        num_scales, _, rank = process.factors.shape
+        quick, slow = max(1, num_scales - 2), min(2, num_scales)
+        variances = (0.5 * step_variances / quick).repeat(num_scales, 1)  # of the scales within a record
+        variances[-slow:] = (1.0 - step_variances).clamp(min=0.1) / slow
+        deviations = (0.7 * variances).sqrt()
+        random = torch.randn(process.factors.shape, generator=generator, dtype=torch.float64)
+        self.factors = nn.Parameter(random * (0.3 * variances / max(rank, 1)).sqrt().unsqueeze(-1))
+        self.log_deviations = nn.Parameter(deviations.log())
+        self.log_noise = nn.Parameter(0.5 * (0.5 * step_variances).log())
         # From the resolution to a third of the duration; the last scale is longer than any record, and fixed.
         num_fitted = len(process.scales) - 1
         duration, resolution = times.duration / 1e6, times.resolution / 1e6
@@ -129,8 +144,26 @@ def fit_process(
     Returns:
         The number of rounds that were made.
     """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the matrices are small, so that several threads would mainly wait for each other
+    try:
+        return _run_rounds(process, examples, seed, seconds, clock, on_progress)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _run_rounds(
+    process: GaussianProcessPrior,
+    examples: BlockExamples,
+    seed: int,
+    seconds: float,
+    clock: Callable[[], float],
+    on_progress: Callable[[float], None],
+) -> int:
+    """Fit the process as `fit_process` does, with the same arguments and result, on the current number of threads."""
     schema = examples.table.schema
-    parameters = _Parameters(schema, process, create_generator(seed, 0x6B))
+    generator = create_generator(seed, 0x6B)
+    parameters = _Parameters(schema, process, estimate_step_variances(examples, generator), generator)
     optimizer = torch.optim.Adam(parameters.parameters(), lr=LEARNING_RATE)
     started = clock()
     num_rounds, step = 0, 0
@@ -167,6 +200,28 @@ def fit_process(
         for name, buffer in list(process.named_buffers()):
             setattr(process, name, buffer.detach().clone())
     return num_rounds
+
+
+def estimate_step_variances(examples: BlockExamples, generator: torch.Generator) -> Tensor:
+    """Return half of the mean squared difference of successive readings of each sensor, (S,), estimated robustly.
+
+    Args:
+        examples: The blocks of the records, of which `BLOCKS_PER_ROUND` are used.
+        generator: The source of random numbers.
+    """
+    chosen = torch.randint(len(examples.train_indexes), (BLOCKS_PER_ROUND,), generator=generator).numpy()
+    batch = examples.gather(examples.train_indexes[chosen], generator)
+    previous = find_previous_of_sensor(batch.features)
+    difference = batch.values - batch.values.gather(1, previous.clamp(min=0))
+    has_previous = (previous >= 0) & (batch.features >= 0)
+    variances = torch.full((len(examples.table.schema),), 0.5, dtype=torch.float64)
+    for code in range(len(variances)):
+        own = difference[has_previous & (batch.features == code)].double()
+        if len(own) >= MIN_DIFFERENCES:
+            # The median absolute value of a standard normal variable is 0.6745. Many differences may be 0.
+            robust = (own.abs().median() / 0.6745).square()
+            variances[code] = 0.5 * torch.maximum(robust, 0.1 * own.clamp(-3.0, 3.0).square().mean())
+    return variances.clamp(MIN_STEP_VARIANCE, 0.9)
 
 
 def draw_targets(

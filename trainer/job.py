@@ -11,8 +11,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -28,7 +27,6 @@ from deformer_stream.calibration.torch_scoring import RecordScores
 from deformer_stream.counts import format_count
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
-from trainer import checkpoint
 from trainer.budget import (
     Costs,
     Phase,
@@ -54,6 +52,7 @@ from trainer.evaluate import BATCH_SIZE as EVALUATION_BATCH_SIZE
 from trainer.evaluate import HeldOutLikelihood, compute_independent_nll, evaluate_held_out
 from trainer.exemplars import MAX_REFERENCE_RECORDS, add_ranking
 from trainer.fit import SINGLE_PROCESS, Recipe, TrainingResult, TrainingStatus
+from trainer.job_output import JobOutput
 from trainer.outliers import choose_num_references, drop_outliers
 from trainer.planning import (
     HELD_OUT_ORDERS,
@@ -65,7 +64,7 @@ from trainer.planning import (
     create_first_part,
     estimate_least_seconds,
 )
-from trainer.reading_time import ReadingMonitor
+from trainer.reading_time import READING_SHARE, ReadingMonitor
 from trainer.recipes import SHAPE_HYPERPARAMETERS, choose_exemplars
 from trainer.settings import TrainConfig
 from trainer.tables import TableSource
@@ -78,9 +77,7 @@ from trainer.training_warnings import (
     check_independence,
     check_steps,
 )
-
-READING_SHARE = 0.2
-"""Share of a time limit that the statistics and the conversion of the table may take. A sample is used otherwise."""
+from trainer.working_folder import get_working_folder, load_previous_run, lock_working_folder
 
 MIN_CALIBRATION_SHARE = 0.1
 """Share of the time of one of several models (`--folds`) that its calibration may take in any case."""
@@ -90,28 +87,16 @@ OUTLIER_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingOutput:
+class TrainingOutput(JobOutput):
     """The results of a finished training job.
 
     Attributes:
-        directory: The model directory that was written.
-        fingerprint: The model's fingerprint: a hexadecimal digest that identifies it.
         data: The prepared table.
-        model: The trained model, with exemplars (stored training records) for the ranking of complete records.
-        training_result: The result of the training loop.
-        calibration: The calibration of the alert rule.
         held_out: The likelihood of records that were not used for training.
-        summary: The entry `training` of the manifest in the model directory.
     """
 
-    directory: Path
-    fingerprint: str
     data: PreparedTable
-    model: DEformer
-    training_result: TrainingResult
-    calibration: Calibration
     held_out: HeldOutLikelihood
-    summary: dict[str, Any]
 
 
 class StopSignals:
@@ -186,7 +171,7 @@ def train(
 
     budget = budget or TimeBudget(settings.max_time)
     warnings = WarningList(on_message)
-    with _lock_working_folder(settings.out) as folder:
+    with lock_working_folder(settings.out) as folder:
         planned = _prepare_run(tables, settings, folder, budget, ranks, on_prepared, on_message)
         run, data = planned.run, planned.run.data
         warnings.add(*(TrainingWarning(code, message) for code, message in data.warnings))
@@ -253,7 +238,7 @@ def train(
         page = render(data, result, calibration, held_out, summary)
         fingerprint = model_store.write(settings.out, model, calibration, summary, page, seen_records)
         shutil.rmtree(folder)
-    return TrainingOutput(settings.out, fingerprint, data, model, result, calibration, held_out, summary)
+    return TrainingOutput(settings.out, fingerprint, model, result, calibration, summary, data, held_out)
 
 
 def run_worker_rank(
@@ -572,8 +557,8 @@ def _prepare_run(
             f"--max-time {budget.limit:g}s is too short: this machine needs at least about {least_seconds:.0f} s for "
             "any table at present; training for one step and finishing as early as possible"
         )
-    checkpoint_folder = _get_working_folder(settings.out)
-    state = _load_previous_run(checkpoint_folder, settings)  # None if no interrupted run is to be continued
+    checkpoint_folder = get_working_folder(settings.out)
+    state = load_previous_run(checkpoint_folder, settings)  # None if no interrupted run is to be continued
     previous = state["identity"] if state is not None else {}
     old_model = _read_old_model(settings)  # None without --init-from
     reading_seconds = math.inf if budget.limit is None else READING_SHARE * budget.remaining
@@ -676,70 +661,6 @@ def _plan_fold(
     # Another seed gives each model its own random numbers.
     fold_settings = settings.model_copy(update={"seed": settings.seed + number})
     return RunPlanner(fold_settings, fold_folder, fold_budget).plan_fold(fold_data, _read_old_model(settings), first)
-
-
-@contextmanager
-def _lock_working_folder(out: Path) -> Iterator[Path]:
-    """Create the working folder of a job and lock it while the context is open, so that no other process uses it.
-
-    The folder `DIR.training`, next to the model directory `DIR`, contains the matrix of the table's values and the
-    checkpoint. It is deleted when the context closes, unless it contains the checkpoint of an interrupted run.
-
-    Args:
-        out: The model directory (`--out`).
-
-    Raises:
-        ConfigError: The folder cannot be written, or another process is using it.
-    """
-    model_store.check_output_directory(out)
-    folder = _get_working_folder(out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
-    except OSError as error:
-        raise ConfigError(
-            f"--out {out}: the working folder {folder} cannot be written ({error.strerror}); "
-            "choose a model directory in another folder"
-        ) from None
-    with lock:
-        try:
-            try:
-                import fcntl
-            except ImportError:  # Windows has no such locks
-                pass
-            else:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"--out {out}: another deformer-train process is using {folder}; "
-                "wait until it has ended, or choose another model directory"
-            ) from None
-        try:
-            yield folder
-        finally:
-            if folder.exists() and not (folder / checkpoint.FILE_NAME).exists():
-                shutil.rmtree(folder)
-
-
-def _get_working_folder(out: Path) -> Path:
-    """Return the working folder of a training job: the path of the model directory with `.training` appended."""
-    return out.absolute().with_name(out.absolute().name + ".training")
-
-
-def _load_previous_run(folder: Path, settings: TrainConfig) -> dict[str, Any] | None:
-    """Return the JSON state of the interrupted training run in a folder; None if the folder contains no checkpoint.
-
-    Raises:
-        ConfigError: There is an interrupted run, and the option `--resume` is not set.
-        InputError: The checkpoint is damaged.
-    """
-    state = checkpoint.load_state(folder)
-    if state is not None and not settings.resume:
-        raise ConfigError(
-            f"{folder} contains an interrupted training run (step {state['step']} of {state['steps']}): "
-            f"add --resume to continue it, or delete the folder to train from the beginning"
-        )
-    return state
 
 
 def _read_old_model(settings: TrainConfig) -> DEformer | None:

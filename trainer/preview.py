@@ -8,8 +8,9 @@ from tempfile import TemporaryDirectory
 
 from deformer_stream.counts import format_count
 from deformer_stream.model.schema import Schema
-from trainer.data import DataOptions, PreparedTable, Split, create_data_options, prepare_table
+from trainer.data import DataOptions, Split, TrainingTable, create_data_options, prepare_table
 from trainer.feature_table import print_features
+from trainer.irregular_table import prepare_irregular_table
 from trainer.reading_time import ReadingMonitor
 from trainer.settings import TrainConfig
 from trainer.tables import TableSource, TooFewRecordsError
@@ -18,7 +19,9 @@ ROW_LIMITS = (20_000, 400_000, None)
 """Numbers of rows that are read, one after the other, until there are enough records; None for all rows."""
 
 
-def preview_table(sources: Sequence[TableSource], options: DataOptions) -> tuple[PreparedTable, int, bool]:
+def preview_table(
+    sources: Sequence[TableSource], options: DataOptions, is_irregular: bool = False
+) -> tuple[TrainingTable, int, bool]:
     """Prepare the first rows of training tables, and delete the matrix of values.
 
     More rows are read if the first ones contain too few records, such as long windows of time.
@@ -26,6 +29,7 @@ def preview_table(sources: Sequence[TableSource], options: DataOptions) -> tuple
     Args:
         sources: Files, folders and patterns of files, and tables in memory.
         options: How to read them.
+        is_irregular: Whether the readings are irregular (`--irregular`).
 
     Returns:
         The prepared table, whose matrix is no longer on disk; the number of rows that were read; and whether these are
@@ -35,11 +39,12 @@ def preview_table(sources: Sequence[TableSource], options: DataOptions) -> tuple
         InputError: A file cannot be used.
         ConfigError: An option does not fit the files.
     """
+    prepare = prepare_irregular_table if is_irregular else prepare_table
     for max_rows in ROW_LIMITS:
         monitor = ReadingMonitor()
         try:
             with TemporaryDirectory() as folder:
-                data = prepare_table(sources, options, Path(folder), monitor, max_rows)
+                data = prepare(sources, options, Path(folder), monitor, max_rows)
             return data, monitor.num_rows, max_rows is None or monitor.num_rows < max_rows
         except TooFewRecordsError:
             if max_rows is None or monitor.num_rows < max_rows:
@@ -58,7 +63,8 @@ def print_preview(sources: Sequence[TableSource], settings: TrainConfig) -> None
         InputError: A file cannot be used.
         ConfigError: An option does not fit the files.
     """
-    data, num_rows, are_all_rows = preview_table(sources, create_data_options(settings, _read_old_schema(settings)))
+    options = create_data_options(settings, _read_old_schema(settings))
+    data, num_rows, are_all_rows = preview_table(sources, options, settings.irregular)
     print_features(data)
     for _, message in data.warnings:
         print(f"warning: {message}")

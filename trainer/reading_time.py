@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 PROGRESS_SECONDS = 5.0
 """Seconds between two messages about the progress of reading."""
 
+READING_SHARE = 0.2
+"""Share of a time limit that the statistics and the conversion of the table may take. A sample is used otherwise."""
+
 DECISION_SHARE = 0.1
 """Share of the time for reading after which a pass is stopped if it would take too long."""
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from deformer_stream.errors import ConfigError
+from deformer_stream.model.config import IRREGULAR
 from deformer_stream.model.deformer import PRESETS, ModelConfig
 from trainer import finetune
 from trainer.exemplars import MAX_EXEMPLARS
@@ -33,11 +34,27 @@ MIN_USEFUL_STEPS = 200
 It was measured in the same experiment.
 """
 
-SHAPE_HYPERPARAMETERS = {f.name for f in fields(ModelConfig)} - {"gaussians", "exemplars"}
+SHAPE_HYPERPARAMETERS = {f.name for f in fields(ModelConfig)} - {"gaussians", "exemplars", *IRREGULAR}
 """Names of the hyperparameters that determine the shape of the network.
 
 The numbers of Gaussians and exemplars (stored training records) are not among them, because they depend on the table.
+Those of irregular readings are chosen by `irregular_model_config`.
 """
+
+IRREGULAR_DEFAULTS = {
+    "neighbors": 8,
+    "process_rank": 12,
+    "process_scales": 5,
+    "context_recent": 32,
+    "context_block": 64,
+}
+"""Hyperparameters of models for irregular readings (see `ModelConfig`)."""
+
+IRREGULAR_BATCH = 32
+"""Number of blocks of a batch of irregular readings."""
+
+IRREGULAR_ARRIVAL_SHARE = 0.75
+"""Share of the blocks of irregular readings that are learnt in their real order."""
 
 
 def resolve_preset(settings: TrainConfig) -> str:
@@ -72,6 +89,30 @@ def model_config(settings: TrainConfig, has_repeating_sensors: bool = False) -> 
         user_values["identity"] = "both"
     try:
         return replace(PRESETS[resolve_preset(settings)], **_drop_none(user_values))
+    except ValueError as error:
+        raise ConfigError(
+            f"the model cannot be built, because its hyperparameters contradict each other: {error}; "
+            "change them in the file that --config names"
+        ) from None
+
+
+def irregular_model_config(settings: TrainConfig, num_features: int) -> ModelConfig:
+    """Return the hyperparameters of the network for irregular readings.
+
+    Args:
+        settings: All options of `deformer-train`.
+        num_features: Number of features of the table, which limits the rank of the Gaussian process.
+
+    Raises:
+        ConfigError: The hyperparameters contradict each other.
+    """
+    user_values = _drop_none({name: getattr(settings, name) for name in IRREGULAR})
+    values = IRREGULAR_DEFAULTS | user_values
+    values["process_rank"] = min(values["process_rank"], num_features)
+    if not values["neighbors"]:
+        values |= {"process_rank": 0, "process_scales": 0}
+    try:
+        return replace(model_config(settings), **values)
     except ValueError as error:
         raise ConfigError(
             f"the model cannot be built, because its hyperparameters contradict each other: {error}; "
@@ -118,6 +159,21 @@ def choose_gaussians(settings: TrainConfig) -> int:
     if settings.gaussians is not None:
         return settings.gaussians
     return _TRAINING_PRESETS[resolve_preset(settings)].max_gaussians
+
+
+def choose_irregular_recipe(settings: TrainConfig, num_blocks: int) -> Recipe:
+    """Return the training hyperparameters for a table of irregular readings, whose examples are blocks.
+
+    Args:
+        settings: All options of `deformer-train`.
+        num_blocks: Number of blocks of the training records.
+    """
+    changes: dict[str, Any] = {}
+    if settings.batch is None:
+        changes["batch"] = min(IRREGULAR_BATCH, max(num_blocks, 1))
+    if settings.arrival_share is None:
+        changes["arrival_share"] = IRREGULAR_ARRIVAL_SHARE
+    return choose_recipe(settings.model_copy(update=changes), num_blocks)
 
 
 def choose_recipe(settings: TrainConfig, num_rows: int) -> Recipe:

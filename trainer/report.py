@@ -14,7 +14,7 @@ from deformer_stream.calibration.conformal import DEFAULT_ALPHAS, Calibration
 from deformer_stream.counts import format_count
 from deformer_stream.model.time_slots import collapse_time_slots, describe_records
 from deformer_stream.report import charts, pages
-from trainer.data import PreparedTable
+from trainer.data import PreparedTable, TrainingTable
 from trainer.evaluate import HeldOutLikelihood
 from trainer.feature_table import describe_feature
 from trainer.fit import TrainingResult
@@ -68,17 +68,17 @@ def render(
     return pages.render_page(
         "Training report",
         *([pages.render_warnings(warnings)] if warnings else []),
-        pages.render_key_figures(_choose_key_figures(data, calibration, training)),
-        *_render_alerts(data, calibration),
-        *_render_features(data),
+        pages.render_key_figures(choose_key_figures(data, calibration, training)),
+        *render_alerts(data, calibration),
+        *render_features(data),
         *_render_feature_likelihoods(data, held_out),
-        *_render_learning_curves(fitted),
-        *_render_row_counts(data, training),
+        *render_learning_curves(fitted),
+        *render_row_counts(data, training),
         lead="How many false alerts to expect, what the model has learned, and on which data.",
     )
 
 
-def estimate_records_per_day(data: PreparedTable) -> float | None:
+def estimate_records_per_day(data: TrainingTable) -> float | None:
     """Return how many records a day the training table has, or None if it has no times or only one.
 
     The rate is an estimate for the stream that the model will score. Records that are not normal are not counted.
@@ -86,7 +86,7 @@ def estimate_records_per_day(data: PreparedTable) -> float | None:
     if data.time_span is None:
         return None
     first, last = data.time_span
-    num_records = data.num_input_records or len(data.values)
+    num_records = data.num_input_records or len(data.split)
     # There are N − 1 intervals between N records.
     return (num_records - 1) * MICROS_PER_DAY / (last - first) if last > first else None
 
@@ -108,7 +108,7 @@ def describe_false_alerts(records_per_day: float | None, alpha: float, noun: str
     return f"at most 1{noun.removesuffix('s')} in {pages.format_number(1 / per_day, 2)} days"
 
 
-def describe_expected_alerts(data: PreparedTable, calibration: Calibration) -> str:
+def describe_expected_alerts(data: TrainingTable, calibration: Calibration) -> str:
     """Return the largest number of false alerts to expect as a line of text for the terminal.
 
     It is such as "at alpha 1% expect at most 864 false alerts a day while everything is normal (86,400 records a day)".
@@ -134,7 +134,7 @@ def _choose_main_alpha(calibration: Calibration) -> float | None:
     return MAIN_ALPHA if MAIN_ALPHA in reachable else min(reachable, default=None)
 
 
-def _choose_key_figures(data: PreparedTable, calibration: Calibration, training: dict[str, Any]) -> dict[str, str]:
+def choose_key_figures(data: TrainingTable, calibration: Calibration, training: dict[str, Any]) -> dict[str, str]:
     """Return the most important numbers of the report: the text of each number by its description."""
     records_per_day = estimate_records_per_day(data)
     alpha = _choose_main_alpha(calibration)
@@ -190,7 +190,7 @@ def _render_feature_likelihoods(data: PreparedTable, held_out: HeldOutLikelihood
     ]
 
 
-def _render_alerts(data: PreparedTable, calibration: Calibration) -> list[str]:
+def render_alerts(data: TrainingTable, calibration: Calibration) -> list[str]:
     """Return the HTML blocks of the section that shows how many false alerts each default alpha raises, and when.
 
     Alpha is the guaranteed largest share of normal records that raise an alert. The anomaly score is called the
@@ -249,7 +249,7 @@ def _explain_false_alerts(records_per_day: float | None, calibration: Calibratio
     )
 
 
-def _render_features(data: PreparedTable) -> Sequence[str]:
+def render_features(data: TrainingTable) -> Sequence[str]:
     """Return the HTML blocks of the section with the table of features and the columns that are not features."""
     # A sensor with one feature for each time slot of a window gets a single row.
     rows = [
@@ -266,8 +266,13 @@ def _render_features(data: PreparedTable) -> Sequence[str]:
     return blocks
 
 
-def _render_learning_curves(fitted: TrainingResult) -> list[str]:
-    """Return the HTML blocks of the section with the losses during training and the step whose weights were kept."""
+def render_learning_curves(fitted: TrainingResult, noun: str = "record") -> list[str]:
+    """Return the HTML blocks of the section with the losses during training and the step whose weights were kept.
+
+    Args:
+        fitted: The result of the training loop.
+        noun: What the losses are the mean −ln p of.
+    """
     steps = [row["step"] for row in fitted.history]  # the history has one row for each validation
     # Step 0 stands for the initial weights, which predict what the Gaussian prior or the old model predicts.
     kept = f"the averaged weights of step {fitted.best_step:,}" if fitted.best_step else "the initial weights"
@@ -293,14 +298,14 @@ def _render_learning_curves(fitted: TrainingResult) -> list[str]:
                 "validation": (steps, [row["validation"] for row in fitted.history]),
             },
             "step",
-            "−ln p of a record, nats",
-            "Negative log-likelihood of a record while learning",
+            f"−ln p of a {noun}, nats",
+            f"Negative log-likelihood of a {noun} while learning",
             vertical={"kept": fitted.best_step},
         ),
     ]
 
 
-def _render_row_counts(data: PreparedTable, training: dict[str, Any]) -> list[str]:
+def render_row_counts(data: TrainingTable, training: dict[str, Any]) -> list[str]:
     """Return the HTML blocks of the section with the numbers of records used, and of readings and rows left out."""
     used = training.get("records_used", {})  # under a time limit, fewer records than available are used
     rows: list[list[object]] = []

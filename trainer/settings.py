@@ -99,7 +99,7 @@ OPTION_GROUPS: OptionGroups = {
     ),
     "Normal records": ("label", "normal", "contamination", "faults"),
     "Columns": ("exclude", "context", "discrete", "continuous", "cycle", "units"),
-    "Windows": ("window", "slots", "per_slot", "once"),
+    "Windows": ("window", "irregular", "slots", "per_slot", "once"),
     "Calibration": ("calibration_share", "folds", "order", "ties"),
 }
 """The headings under which `--help` lists the options, each with the names of its settings fields."""
@@ -161,6 +161,12 @@ class TrainSettings(WindowedTableSettings):
         description="Length of a time window, such as 60s. All readings of a device in one window are a record. The "
         "table is long, with columns device, feature, value, time, or has a column for each sensor and one for the "
         "time.",
+    )
+    irregular: bool = Field(
+        False,
+        description="A sensor may report any number of times in a record, at any times, and each reading keeps its own "
+        "time. For long records whose readings arrive asynchronously. The table is long, with a column of times, or "
+        "--window makes the records.",
     )
     slots: int | None = Field(
         None,
@@ -270,6 +276,7 @@ class TrainSettings(WindowedTableSettings):
             raise ValueError(
                 "--per-slot needs --window, because it combines readings of one window; add --window, such as 60s"
             )
+        self._check_irregular()
         has_time_slots = self.slots is not None and self.slots > 1
         if self.once and not has_time_slots:
             raise ValueError(
@@ -277,6 +284,29 @@ class TrainSettings(WindowedTableSettings):
                 "remove --once, or divide the window with --slots 2 or more"
             )
         return self
+
+    def _check_irregular(self) -> None:
+        """Check that --irregular is not combined with an option that has no meaning for irregular readings.
+
+        Raises:
+            ValueError: There is such an option.
+        """
+        if not self.irregular:
+            return
+        is_set_by_option = {
+            "--slots": self.slots is not None,
+            "--per-slot": self.per_slot != "first",
+            "--once": bool(self.once),
+            "--ties hold": self.ties == "hold",
+            f"--order {self.order}": self.order not in (None, "arrival"),
+            "--folds": self.folds is not None,
+            "--contamination": bool(self.contamination),
+            "--init-from": self.init_from is not None,
+            "--layout wide": self.layout == "wide" and self.window is None,
+        }
+        for option, is_set in is_set_by_option.items():
+            if is_set:
+                raise ValueError(f"--irregular cannot be combined with {option}: remove one of the two options")
 
 
 class TrainConfig(TrainSettings):
@@ -304,6 +334,16 @@ class TrainConfig(TrainSettings):
         ge=0,
         description="Largest number of Gaussians in the mixture that is fitted before training, 0 for no mixture.",
     )
+    neighbors: int | None = Field(
+        None,
+        ge=0,
+        description="Number of earlier readings on which the Gaussian process of irregular readings is conditioned, 0 "
+        "for no process.",
+    )
+    process_rank: int | None = Field(None, ge=0)
+    process_scales: int | None = Field(None, ge=1)
+    context_recent: int | None = Field(None, ge=0)
+    context_block: int | None = Field(None, ge=1)
     exemplars: int | None = Field(
         None,
         ge=0,
@@ -326,3 +366,15 @@ class TrainConfig(TrainSettings):
     arrival_share: float | None = Field(None, ge=0, le=1)
     averaging: float | None = Field(None, gt=0, lt=1)
     patience: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _check_irregular_hyperparameters(self) -> Self:
+        """Check that hyperparameters of irregular readings are not set for other records.
+
+        Raises:
+            ValueError: One of them is set without --irregular.
+        """
+        for name in ("neighbors", "process_rank", "process_scales", "context_recent", "context_block"):
+            if getattr(self, name) is not None and not self.irregular:
+                raise ValueError(f"the setting {name} needs --irregular, because it is for irregular readings")
+        return self

@@ -116,6 +116,10 @@ class DeformerDetector(OutlierMixin, BaseEstimator):  # type: ignore[misc]  # sc
             )
         except DeformerError as error:
             raise ValueError(str(error)) from error
+        from trainer.job import TrainingOutput  # imported late, like the whole trainer
+
+        if not isinstance(output, TrainingOutput):
+            raise ValueError("the option irregular cannot be used here, because the rows of a matrix are records")
         left_out = [f"{column.name!r} ({column.reason})" for column in output.data.excluded_columns]
         if left_out:
             warn(f"columns are not used: {', '.join(left_out)}; options={{'continuous': [...]}} uses a column")

@@ -69,8 +69,16 @@ class RecordHasher:
             codes: (M,) the feature of each reading, as an index in the schema.
             raw_values: (M,) the values in raw units, or label codes. None is NaN.
         """
-        normalised = self._schema.normalise(codes, raw_values).astype(np.float32)
-        return _mix(normalised, self._feature_keys[codes])
+        return self.hash_normalised(codes, self._schema.normalise(codes, raw_values).astype(np.float32))
+
+    def hash_normalised(self, codes: NDArray[np.integer], values: NDArray[np.float32]) -> UInts:
+        """Return the hashes of `hash_readings`, (M,), from normalised values or label codes.
+
+        Args:
+            codes: (M,) the feature of each reading, as an index in the schema.
+            values: (M,) the normalised values, none of which is NaN.
+        """
+        return _mix(values, self._feature_keys[codes])
 
     def hash_matrix(self, values: NDArray[np.float32]) -> UInts:
         """Return the fingerprints of N records, (N,).

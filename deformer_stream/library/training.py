@@ -17,7 +17,7 @@ from deformer_stream.library.frames import TabularRecords, convert_cells, read_a
 from deformer_stream.tables.table import Table
 
 if TYPE_CHECKING:
-    from trainer.job import TrainingOutput
+    from trainer.job_output import JobOutput
 
 
 def train(
@@ -65,7 +65,7 @@ def run_training(
     options: Mapping[str, Any],
     columns: Sequence[str] | None = None,
     verbose: bool = False,
-) -> tuple[Detector, TrainingOutput]:
+) -> tuple[Detector, JobOutput]:
     """Train a model, and return the detector with all results of the training job.
 
     The arguments and errors are those of `train`.
@@ -74,7 +74,7 @@ def run_training(
         The detector, with its model on the CPU, and the results of the training job, such as the split of the records.
     """
     from deformer_stream.settings import load_settings
-    from trainer import job
+    from trainer import irregular_job, job
     from trainer.feature_table import print_features
     from trainer.settings import TrainConfig
 
@@ -91,10 +91,11 @@ def run_training(
     sources: Sequence[Path | Table] | None = _list_paths(records)
     if sources is None:
         sources = [Table.from_arrow(_to_training_table(records, columns), "the training table")]
+    run_job = irregular_job.train_irregular if settings.irregular else job.train
     if verbose:
-        output = job.train(sources, settings, on_prepared=print_features, on_message=print)
+        output = run_job(sources, settings, on_prepared=print_features, on_message=print)
     else:
-        output = job.train(sources, settings)
+        output = run_job(sources, settings)
     return Detector(model_store.read(directory), temporary_folder), output
 
 

@@ -1,0 +1,156 @@
+"""Blocks of irregular readings as examples: the objective, the orders, and the Gaussian process that is fitted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from deformer_stream.model.bounded_context import select_contexts
+from deformer_stream.model.deformer import DEformer, ModelConfig
+from deformer_stream.model.gaussian_process import GaussianProcessPrior
+from tests.trainer.irregular import divided, fleet, prepared_irregular
+from trainer import gaussian_process
+from trainer.data import Split
+from trainer.examples import BlockExamples
+from trainer.gaussian_process import compute_log_prob, draw_targets, fit_process
+from trainer.irregular_evaluation import draw_references, evaluate_blocks, predict_last_value, predict_marginal
+from trainer.irregular_table import IrregularTable
+from trainer.sampling import create_generator
+
+CONFIG = ModelConfig(
+    d_model=16,
+    layers=1,
+    heads=2,
+    feedforward=32,
+    mixtures=3,
+    embedding=4,
+    hidden=(8,),
+    neighbors=3,
+    process_rank=2,
+    process_scales=3,
+)
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> IrregularTable:
+    return prepared_irregular(tmp_path, fleet(np.random.default_rng(0)))
+
+
+def make_model(table: IrregularTable, examples: BlockExamples) -> DEformer:
+    """Return a model in float64 with a fitted process, whose features have no resolution."""
+    torch.manual_seed(0)
+    model = DEformer(table.schema, CONFIG).double().eval()
+    assert model.process is not None
+    fit_process(model.process, examples, 0, seconds=0.5)
+    return model
+
+
+def test_mean_loss_over_all_blocks_is_the_nll_of_whole_records(tmp_path: Path, table: IrregularTable) -> None:
+    examples = divided(tmp_path, table)
+    model = make_model(table, examples)
+    indexes = examples.train_indexes
+    loss = 0.0
+    for start in range(0, len(indexes), 13):  # batches of unequal size, weighted by their numbers of blocks
+        batch = examples.draw(indexes[start : start + 13], create_generator(start))
+        loss += float(examples.compute_loss(model, batch, slice(0, 13), False).detach()) * len(batch) / len(indexes)
+    limit, nll, num_readings = examples.blocks.limit, 0.0, 0
+    for record in table.select_rows(Split.TRAIN).tolist():
+        own = slice(table.offsets[record], table.offsets[record + 1])
+        codes = np.asarray(table.codes[own], np.int64)
+        values, ages = np.asarray(table.values[own]), np.asarray(table.ages[own])
+        for start in range(0, len(codes), limit.block):
+            context, _ = select_contexts(codes[:start], np.array([0, start]), len(table.schema), limit.recent)
+            chosen = np.concatenate([context, np.arange(start, min(start + limit.block, len(codes)))])
+            c, v, a = (torch.from_numpy(array[chosen])[None] for array in (codes, values, ages))
+            nll -= float(model.log_prob(c, v, ages=a)[0, len(context) :].sum().detach())
+            num_readings += len(chosen) - len(context)
+    assert loss == pytest.approx(nll / num_readings, abs=1e-6)
+    assert examples.evaluate(model, indexes, 0, 32) == pytest.approx(loss, abs=1e-6)
+
+
+def test_random_orders_keep_the_readings_and_the_weight_of_a_block(tmp_path: Path, table: IrregularTable) -> None:
+    examples = divided(tmp_path, table, arrival_share=0.0)
+    indexes, blocks = examples.train_indexes, examples.blocks
+    shuffled = examples.draw(indexes, create_generator(1))
+    real = examples.gather(indexes, create_generator(1))
+    num_contexts = set()
+    for row, index in enumerate(indexes.tolist()):
+        num_older = int(np.diff(blocks.context_offsets)[index])
+        present = shuffled.readings[row] >= 0
+        assert sorted(shuffled.readings[row][present]) == sorted(real.readings[row][present])
+        assert (shuffled.readings[row][:num_older] == real.readings[row][:num_older]).all(), "older readings stay first"
+        assert float(shuffled.weights[row].sum()) == pytest.approx(blocks.lengths[index])
+        num_contexts.add(int((shuffled.weights[row].numpy()[present] == 0).sum()) - num_older)
+        assert (real.weights[row] > 0).sum() == blocks.lengths[index]
+    assert num_contexts == set(range(6)), "every number of context readings up to `recent`"
+    assert (shuffled.readings != real.readings).any(1).mean() > 0.9
+    again = examples.draw(indexes, create_generator(1))
+    assert torch.equal(again.values, shuffled.values)
+
+
+def test_size_of_an_example_does_not_grow_with_the_record(tmp_path: Path) -> None:
+    columns = fleet(np.random.default_rng(1), 25, 10)
+    for t in range(5000):  # one record is very long
+        for name, cell in zip(columns, ("long", "ab"[t % 2], str(t % 7 / 7), 1.6e9 + t), strict=True):
+            columns[name].append(cell)
+    examples = divided(tmp_path, prepared_irregular(tmp_path, columns))
+    batch = examples.gather(np.arange(len(examples.blocks)), create_generator(0))
+    assert len(examples.blocks) > 5000 / 8
+    assert batch.features.shape[1] <= examples.blocks.limit.max_readings(3)
+
+
+def test_process_predicts_held_out_readings_better_than_baselines(tmp_path: Path, table: IrregularTable) -> None:
+    """The true noise of a and b is 0.1, and their process is smooth."""
+    examples = divided(tmp_path, table, 16, 32)
+    process = GaussianProcessPrior(table.schema, 2, 3, 6)
+    losses: list[float] = []
+    rounds = fit_process(process, examples, 0, on_progress=losses.append)
+    assert rounds == gaussian_process.NUM_ROUNDS == len(losses)
+    assert losses[-1] < losses[0]
+    held_out = replace(table, split=np.where(table.split == Split.CALIBRATION, Split.TRAIN, Split.LEFT_OUT))
+    others = BlockExamples(held_out, examples.blocks)  # its training blocks are those of calibration records
+    with torch.no_grad():
+        targets = draw_targets(process, others, 100, create_generator(3))
+        nll = -float(compute_log_prob(process, targets).mean())
+    references, readings = draw_references(examples, 0), draw_references(others, 0)
+    readings = readings.select(~table.schema.is_discrete[readings.codes])
+    marginal = predict_marginal(table.schema, references, readings)
+    last_value = predict_last_value(table.schema, references, readings, marginal)
+    assert nll < -last_value.mean() - 0.2 < -marginal.mean() - 0.4
+
+
+def test_fit_of_the_process_is_reproducible_and_loads_into_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: IrregularTable
+) -> None:
+    examples = divided(tmp_path, table)
+    first, second = (GaussianProcessPrior(table.schema, 2, 3, 3) for _ in range(2))
+    monkeypatch.setattr(gaussian_process, "NUM_ROUNDS", 2)
+    fit_process(first, examples, 7)
+    fit_process(second, examples, 7)
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[name]), name
+        assert not tensor.requires_grad
+    third = GaussianProcessPrior(table.schema, 2, 3, 3)
+    third.load_state_dict(first.state_dict())  # refuses parameters that are out of range
+
+
+def test_held_out_figures_are_those_of_the_same_readings(tmp_path: Path, table: IrregularTable) -> None:
+    examples = divided(tmp_path, table)
+    model = make_model(table, examples)
+    blocks = examples.select(Split.CALIBRATION)
+    held_out = evaluate_blocks(model, examples, blocks, 3, 16)
+    assert held_out.mean_nll == pytest.approx(examples.evaluate(model, blocks, 3, 16), abs=1e-9)
+    assert held_out.num_readings == examples.blocks.lengths[blocks].sum()
+    assert held_out.num_records == (table.split == Split.CALIBRATION).sum()
+    assert set(held_out.baselines) == {"marginal", "last_value", "process"}
+    assert held_out.baselines["process"] < held_out.baselines["marginal"]
+    sums = held_out.nll_by_feature * np.bincount(
+        np.concatenate([table.codes[slice(*table.offsets[r : r + 2])] for r in table.select_rows(Split.CALIBRATION)])
+    )
+    assert sums.sum() / held_out.num_readings == pytest.approx(held_out.mean_nll)
+    stopped = evaluate_blocks(model, examples, blocks, 3, 16, should_continue=lambda num_done: False)
+    assert stopped.num_blocks == 16

@@ -1,0 +1,212 @@
+"""A training job for irregular readings, from the table to a model directory that scores them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from click.testing import CliRunner
+
+from deformer_stream import model_store
+from deformer_stream.calibration.conformal import PrefixState, advance_prefix_state
+from deformer_stream.calibration.seen_records import RecordHasher
+from deformer_stream.errors import ConfigError
+from deformer_stream.model.deformer import DEformer
+from deformer_stream.settings import load_settings
+from tests.trainer.irregular import divided, fleet, prepared_irregular
+from tests.trainer.tables import write
+from tests.trainer.test_irregular_examples import CONFIG
+from trainer import gaussian_process
+from trainer.budget import TimeBudget
+from trainer.cli import command
+from trainer.data import Split
+from trainer.distributed import Ranks
+from trainer.fit import Interrupted
+from trainer.gaussian_process import fit_process
+from trainer.irregular_calibration import average_neg_log_p, score_irregular_records
+from trainer.irregular_job import IrregularOutput, train_irregular
+from trainer.irregular_table import IrregularTable
+from trainer.settings import TrainConfig
+
+SMALL: dict[str, Any] = {
+    "d_model": 16,
+    "layers": 1,
+    "heads": 2,
+    "feedforward": 32,
+    "mixtures": 3,
+    "hidden": (16,),
+    "embedding": 4,
+    "neighbors": 4,
+    "process_rank": 2,
+    "process_scales": 3,
+    "context_recent": 5,
+    "context_block": 16,
+    "batch": 8,
+}
+
+
+@pytest.fixture(autouse=True)
+def _fit_the_process_in_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gaussian_process, "NUM_ROUNDS", 3)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    columns = fleet(np.random.default_rng(0))
+    return write(tmp_path / "fleet.parquet", {name: pa.array(values) for name, values in columns.items()})
+
+
+def run(source: Path, out: Path, **options: Any) -> IrregularOutput:
+    settings = TrainConfig(out=out, irregular=True, **{"epochs": 3, **SMALL, **options})
+    return train_irregular([source], settings)
+
+
+def test_job_writes_a_model_directory_that_describes_irregular_readings(tmp_path: Path, source: Path) -> None:
+    output = run(source, tmp_path / "model")
+    artifact = model_store.read(tmp_path / "model")
+    assert artifact.model.schema.reading_times == output.data.schema.reading_times
+    assert artifact.model.process is not None
+    assert artifact.model.config.context_limit is not None
+    assert artifact.model.ranking is None
+    held_out = output.held_out
+    assert held_out.mean_nll < held_out.baselines["marginal"] - 0.1
+    training = artifact.manifest["training"]
+    assert training["held_out"]["log_likelihood_per_reading"] == -held_out.mean_nll
+    assert training["readings"] == output.data.offsets[-1]
+    assert training["records_used"]["calibration"] == len(artifact.calibration.scores) == 24
+    assert set(artifact.calibration.mean_neg_log_p_by_feature) == {"a", "b", "state"}
+    page = (tmp_path / "model" / "report.html").read_text()
+    assert "Irregular readings" in page
+    assert "the Gaussian process alone" in page
+    assert not (tmp_path / "model.training").exists()
+    seen = model_store.read_seen_records(tmp_path / "model", artifact.manifest)
+    assert seen is not None
+    assert seen.calibration is not None
+    hasher, data = RecordHasher(artifact.model.schema), output.data
+    record = int(data.select_rows(Split.CALIBRATION)[0])
+    own = slice(data.offsets[record], data.offsets[record + 1])
+    raw = data.schema.denormalise(data.codes[own], data.values[own].astype(np.float64))
+    fingerprint = hasher.hash_readings(data.codes[own], raw).sum(dtype=np.uint64)
+    assert fingerprint in seen.calibration.fingerprints, "the fingerprint that a stream computes from raw values"
+
+
+def test_continued_run_equals_one_that_was_not_interrupted(tmp_path: Path, source: Path) -> None:
+    whole = run(source, tmp_path / "whole")
+    steps = 0
+
+    def stop_at_the_fifth_step() -> bool:
+        nonlocal steps
+        steps += 1
+        return steps == 5
+
+    settings = TrainConfig(out=tmp_path / "cut", irregular=True, epochs=3, **SMALL)
+    with pytest.raises(Interrupted):
+        train_irregular([source], settings, should_stop=stop_at_the_fifth_step)
+    messages: list[str] = []
+    resumed = settings.model_copy(update={"resume": True})
+    continued = train_irregular([source], resumed, on_message=messages.append)
+    assert any("continuing at step 5" in line for line in messages)
+    assert "fitting the Gaussian process prior" not in messages
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, continued.model.state_dict()[name]), name
+    assert np.array_equal(whole.calibration.scores, continued.calibration.scores)
+    assert whole.fingerprint == continued.fingerprint
+
+
+def test_job_under_a_time_limit_uses_it(tmp_path: Path, source: Path) -> None:
+    clock = iter(np.arange(0, 1e5, 0.05).tolist())  # every look at the clock takes 50 ms
+    settings = TrainConfig(out=tmp_path / "model", irregular=True, max_time="60s", epochs=10_000, **SMALL)
+    output = train_irregular([source], settings, budget=TimeBudget(60.0, lambda: next(clock)))
+    assert output.training_result.steps > 5
+    assert output.training_result.steps < output.training_result.planned_steps
+    assert output.summary["seconds"] < 66
+    assert len(output.calibration.scores) == 24
+
+
+def test_windows_are_records(tmp_path: Path) -> None:
+    columns = fleet(np.random.default_rng(1))
+    columns["device"] = columns.pop("record")
+    table = write(tmp_path / "t.parquet", {name: pa.array(values) for name, values in columns.items()})
+    output = run(table, tmp_path / "model", window="30m", epochs=1)
+    assert output.data.schema.window is not None
+    assert output.data.schema.window.width == 1800 * 10**6
+    assert model_store.read(tmp_path / "model").schema.window == output.data.schema.window
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> IrregularTable:
+    return prepared_irregular(tmp_path, fleet(np.random.default_rng(3)))
+
+
+def test_calibration_through_the_engine_gives_the_scores_of_the_blocks(tmp_path: Path, table: IrregularTable) -> None:
+    examples = divided(tmp_path, table)
+    torch.manual_seed(0)
+    model = DEformer(table.schema, replace(CONFIG, context_recent=5, context_block=8)).eval()
+    assert model.process is not None
+    fit_process(model.process, examples, 0)
+    rows = table.select_rows(Split.CALIBRATION)
+    actual = score_irregular_records(model, table, rows, batch_size=5)
+    for row, statistic in zip(rows.tolist(), actual.tolist(), strict=True):
+        state = PrefixState.initial(1)
+        for index in np.flatnonzero(examples.blocks.records == row):
+            batch = examples.gather(np.array([index]), torch.Generator().manual_seed(0))
+            values = torch.from_numpy(table.values[batch.readings])
+            with torch.inference_mode():
+                log_p = model.conditionals(batch.features, values, ages=batch.ages).score(values)[0].double().numpy()
+            is_target = batch.weights.numpy() > 0
+            _, state = advance_prefix_state(state, log_p, is_target)
+        assert statistic == pytest.approx(state.max_statistic[0], rel=1e-3, abs=1e-3)
+    stopped = score_irregular_records(model, table, rows, 5, should_continue=lambda num_done: num_done < 10)
+    assert np.array_equal(stopped, actual[:10])
+    blocks = examples.select(Split.CALIBRATION)
+    means = average_neg_log_p(model, examples, blocks, 16).average_neg_log_p_by_feature(table.schema.names)
+    assert set(means) == {"a", "b", "state"}
+    assert all(0.3 < mean < 3.0 for mean in means.values())
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"slots": 2, "window": "60s"},
+        {"per_slot": "mean", "window": "60s"},
+        {"ties": "hold"},
+        {"order": "random"},
+        {"folds": 3},
+        {"contamination": 0.1},
+        {"init_from": "old"},
+        {"layout": "wide"},
+    ],
+)
+def test_options_without_meaning_are_refused(tmp_path: Path, option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="irregular cannot be combined with"):
+        load_settings(TrainConfig, {"out": tmp_path, "irregular": True, **option}, None, "train")
+
+
+def test_hyperparameters_need_irregular_readings(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="context_block needs --irregular"):
+        load_settings(TrainConfig, {"out": tmp_path, "context_block": 8}, None, "train")
+
+
+def test_several_processes_are_refused(tmp_path: Path, source: Path) -> None:
+    settings = TrainConfig(out=tmp_path / "model", irregular=True)
+    with pytest.raises(ConfigError, match="one process"):
+        train_irregular([source], settings, ranks=Ranks(0, 2))
+
+
+def test_command_trains_and_previews(tmp_path: Path, source: Path) -> None:
+    arguments = [str(source), "--layout", "long", "--irregular"]
+    result = CliRunner().invoke(command, [*arguments, "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert "dry run: 3 features" in result.output
+    config = tmp_path / "config.toml"
+    lines = [f"{name} = {list(value) if isinstance(value, tuple) else value}" for name, value in SMALL.items()]
+    config.write_text("[train]\n" + "\n".join(lines) + "\n")
+    out = ["--out", str(tmp_path / "model"), "--config", str(config), "--epochs", "1"]
+    result = CliRunner().invoke(command, [*arguments, *out])
+    assert result.exit_code == 0, result.output
+    assert "nats a reading (sensor alone" in result.output

@@ -1,0 +1,140 @@
+"""Tables of irregular readings: no reading is lost, each keeps its time, and records are divided into blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from deformer_stream.errors import ConfigError
+from deformer_stream.model.bounded_context import select_contexts
+from tests.trainer.irregular import START, divided, fleet, prepared_irregular
+from tests.trainer.tables import correlated, prepared, write
+from trainer import irregular_table
+from trainer.data import DataOptions, Split
+from trainer.irregular_table import NO_VALUE, REPEATED, UNTIMED, IrregularTable, prepare_irregular_table
+
+
+def readings_of(table: IrregularTable, record: int) -> list[tuple[str, float, float]]:
+    own = slice(table.offsets[record], table.offsets[record + 1])
+    codes, values = np.asarray(table.codes[own]), np.asarray(table.values[own], np.float64)
+    names = [table.schema.names[code] for code in codes]
+    raw = table.schema.denormalise(codes, values).round(4)
+    return list(zip(names, raw.tolist(), np.asarray(table.ages[own]).round(4).tolist(), strict=True))
+
+
+def long_table(first_record: list[tuple[str, float | None, float | None]]) -> dict[str, Any]:
+    """Return a table whose first record has the given readings (sensor, value, age); 29 others have two each."""
+    rng = np.random.default_rng(0)
+    rows = [("r0", *reading) for reading in first_record]
+    for record in range(1, 30):
+        rows += [(f"r{record}", "x", rng.normal(), 0.0), (f"r{record}", "y", rng.normal(), 60.0)]
+    record_ids, sensors, values, ages = zip(*rows, strict=True)
+    times = [None if age is None else START + age for age in ages]
+    return {
+        "record": list(record_ids),
+        "feature": list(sensors),
+        "value": pa.array(values, pa.float64()),
+        "time": pa.array(times, pa.float64()),
+    }
+
+
+def test_no_reading_is_left_out_except_repetitions_nulls_and_readings_without_time(tmp_path: Path) -> None:
+    first = [
+        ("x", 1.0, 30.0),
+        ("y", 2.0, 10.0),  # late: it comes first in the order of time
+        ("x", 1.0, 30.0),  # delivered twice
+        ("x", 1.5, 30.0),  # another value at the same time
+        ("x", 1.0, 40.0),  # the same value later
+        ("y", None, 50.0),
+        ("y", 3.0, None),
+        ("y", np.inf, 60.0),
+    ]
+    table = prepared_irregular(tmp_path, long_table(first))
+    assert readings_of(table, 0) == [("y", 2.0, 0.0), ("x", 1.0, 20.0), ("x", 1.5, 20.0), ("x", 1.0, 30.0)]
+    assert readings_of(table, 1)[1][2] == 60.0
+    assert table.skipped_by_reason == {REPEATED: 1, NO_VALUE: 2, UNTIMED: 1}
+    assert table.origins[0] == 1e6 * (START + 10)
+    assert table.num_readings.tolist() == [4] + 29 * [2]
+    assert set(np.unique(table.split)) == {Split.TRAIN, Split.VALIDATION, Split.CALIBRATION}
+
+
+@pytest.mark.parametrize("chunk", [7, 100, 10**6])
+def test_chunks_do_not_change_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    columns = fleet(np.random.default_rng(1))
+    order = np.random.default_rng(2).permutation(len(columns["record"]))
+    shuffled = {name: [values[i] for i in order] for name, values in columns.items()}
+    (tmp_path / "whole").mkdir()
+    expected = prepared_irregular(tmp_path / "whole", shuffled)
+    monkeypatch.setattr(irregular_table, "CHUNK_READINGS", chunk)
+    actual = prepared_irregular(tmp_path, shuffled)
+    assert actual.fingerprint == expected.fingerprint
+    assert np.array_equal(actual.origins, expected.origins)
+    assert all((np.diff(actual.ages[a:b]) >= 0).all() for a, b in zip(actual.offsets, actual.offsets[1:], strict=False))
+
+
+def test_time_scales_are_the_duration_of_records_and_a_small_interval(tmp_path: Path) -> None:
+    times = prepared_irregular(tmp_path, fleet(np.random.default_rng(3))).schema.reading_times
+    assert times is not None
+    assert 3.3e9 < times.duration <= 3.6e9
+    assert 0.1e6 <= times.resolution < 60e6
+
+
+@pytest.mark.parametrize("layout", ["long", "wide"])
+def test_windows_begin_at_multiples_of_their_width(tmp_path: Path, layout: str) -> None:
+    rng = np.random.default_rng(4)
+    times = np.sort(rng.uniform(0, 40 * 600, 500)).round(2) + 1_599_999_600.0  # a multiple of 600
+    columns: dict[str, Any]
+    if layout == "long":
+        columns = {"device": ["p"] * 500, "feature": ["x", "y"] * 250, "value": rng.normal(size=500), "time": times}
+    else:
+        stamps = pa.array((1e6 * times).astype(np.int64), pa.timestamp("us", "UTC"))
+        columns = {"time": stamps, "x": rng.normal(size=500), "y": rng.normal(size=500)}
+    from deformer_stream.model.windows import Window
+
+    table = prepared_irregular(tmp_path, columns, window=Window(600_000_000))
+    assert (table.origins % 600_000_000 == 0).all()
+    assert 0 <= table.ages.min() <= table.ages.max() < 600
+    assert table.offsets[-1] == (500 if layout == "long" else 1000)
+    assert table.schema.window == Window(600_000_000)
+    assert table.schema.reading_times is not None
+    assert table.schema.reading_times.duration == 600_000_000
+
+
+def test_records_without_times_are_refused(tmp_path: Path) -> None:
+    columns = {name: values for name, values in long_table([]).items() if name != "time"}
+    with pytest.raises(ConfigError, match="does not contain the time of each reading"):
+        prepared_irregular(tmp_path, columns)
+    x, _ = correlated(np.random.default_rng(0), 50)
+    with pytest.raises(ConfigError, match="--window"):
+        prepared_irregular(tmp_path, {"a": x[:, 0], "b": x[:, 1]})
+
+
+def test_features_are_those_of_a_table_of_other_records(tmp_path: Path) -> None:
+    columns = {name: pa.array(values) for name, values in fleet(np.random.default_rng(5)).items()}
+    dense = prepared(tmp_path, columns)
+    irregular = prepare_irregular_table([write(tmp_path / "t.parquet", columns)], DataOptions(), tmp_path / "work")
+    assert irregular.schema.features == dense.schema.features
+    assert irregular.split.tolist() == dense.split.tolist()
+
+
+@pytest.mark.parametrize(("recent", "block"), [(0, 1), (0, 7), (5, 8), (3, 1), (40, 4)])
+def test_contexts_of_blocks_are_those_of_the_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recent: int, block: int
+) -> None:
+    table = prepared_irregular(tmp_path, fleet(np.random.default_rng(6), 40))
+    monkeypatch.setattr(irregular_table, "CHUNK_READINGS", 300)
+    blocks = divided(tmp_path, table, recent, block).blocks
+    assert blocks.lengths.sum() == table.offsets[-1]
+    for index in range(len(blocks)):
+        first = table.offsets[blocks.records[index]]
+        before = np.asarray(table.codes[first : blocks.starts[index]])
+        expected, _ = select_contexts(before, np.array([0, len(before)]), len(table.schema), recent)
+        older = blocks.context_readings[slice(*blocks.context_offsets[index : index + 2])]
+        latest = np.arange(blocks.starts[index] - blocks.num_recent[index], blocks.starts[index])
+        assert np.concatenate([older, latest]).tolist() == (first + expected).tolist()
+        if block > 1:
+            assert blocks.lengths[index] <= block

@@ -1,0 +1,133 @@
+"""Calibrate the alert rule of a model of irregular readings, with the engine that will score the stream.
+
+The calibration records are sent through an `Engine` as events in the order of their times. So their anomaly scores are
+those that the same records would get in a stream, with the same contexts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.torch_scoring import RecordScores
+from deformer_stream.engine.engine import Engine
+from deformer_stream.engine.events import ClosedRecords, EventBatch, WindowMembership
+from deformer_stream.kernels.cpu import attached_kernels
+from deformer_stream.model.deformer import DEformer
+from trainer.examples import BlockExamples, Ints
+from trainer.irregular_table import IrregularTable
+from trainer.sampling import move_to_device
+
+MAX_READINGS_PER_CALL = 50_000
+"""Readings that are sent to the engine at once. It bounds memory and does not change any score."""
+
+MAX_FEATURE_BLOCKS = 200
+"""Largest number of blocks from which the typical −ln p of each feature is computed."""
+
+
+def score_irregular_records(
+    model: DEformer,
+    table: IrregularTable,
+    rows: Ints,
+    batch_size: int = 64,
+    should_continue: Callable[[int], bool] = lambda num_done: True,
+) -> NDArray[np.float64]:
+    """Return the largest prefix statistic of each record, larger is more anomalous.
+
+    A prefix statistic is the anomaly score of a record after its first k readings.
+
+    Args:
+        model: The trained model, in evaluation mode.
+        table: The table.
+        rows: (N,) row numbers of the records.
+        batch_size: Number of records that are scored together at most.
+        should_continue: Called before each batch with the number of records that are scored. If it returns False, no
+            more records are scored.
+
+    Returns:
+        (N,) statistics in the order of `rows`, or those of the first ones; 0 for a record without readings.
+    """
+    parts: list[NDArray[np.float64]] = [np.empty(0)]
+    with attached_kernels(model):
+        start = 0
+        while start < len(rows) and should_continue(start):
+            num_readings = np.cumsum(table.num_readings[rows[start : start + batch_size]])
+            stop = start + max(1, int(np.searchsorted(num_readings, MAX_READINGS_PER_CALL, side="right")))
+            parts.append(_score_batch(model, table, rows[start:stop]))
+            start = stop
+    return np.concatenate(parts)
+
+
+def _score_batch(model: DEformer, table: IrregularTable, rows: Ints) -> NDArray[np.float64]:
+    """Return the largest prefix statistic of each of a few records, (N,)."""
+    # Alerts are not needed (no alphas), nor explanations of them (effort "off"), nor p-values (a calibration without
+    # scores).
+    engine = Engine(model, Calibration(np.empty(0), "arrival"), fingerprint="", alpha=(), effort="off")
+    closed = []
+    for batch in create_event_batches(table, rows):
+        closed.append(engine.handle(batch, now=0).closed)
+    closed.append(engine.finish().closed)
+    ended = ClosedRecords.concatenate(closed)
+    statistic_by_id = dict(zip(ended.record_ids, ended.score.tolist(), strict=True))
+    return np.array([statistic_by_id.get(str(row), 0.0) for row in rows.tolist()])
+
+
+def create_event_batches(table: IrregularTable, rows: Ints) -> list[EventBatch]:
+    """Return the readings of records as events, record after record, in batches of limited size.
+
+    The id of a record is its row number.
+
+    Args:
+        table: The table.
+        rows: (N,) row numbers of the records.
+    """
+    schema = table.schema
+    readings = np.concatenate([np.arange(table.offsets[row], table.offsets[row + 1]) for row in rows.tolist()])
+    record = np.repeat(rows, table.num_readings[rows])
+    batches = []
+    for start in range(0, len(readings), MAX_READINGS_PER_CALL):
+        chosen, own = readings[start : start + MAX_READINGS_PER_CALL], record[start : start + MAX_READINGS_PER_CALL]
+        codes = table.codes[chosen]
+        values = schema.denormalise(codes, table.values[chosen].astype(np.float64))  # events have raw units
+        times = table.origins[own] + np.round(1e6 * table.ages[chosen]).astype(np.int64)
+        ids = [str(row) for row in own.tolist()]
+        windows = None
+        if schema.window is not None:
+            origins = table.origins[own]
+            windows = WindowMembership(ids, origins + schema.window.width, origins)
+        zeros = np.zeros(len(chosen), np.int32)  # all events are of message 0 and partition 0
+        batches.append(EventBatch(ids, codes.astype(np.int32), values, times, zeros, zeros, windows=windows))
+    return batches
+
+
+def average_neg_log_p(model: DEformer, examples: BlockExamples, indexes: Ints, batch_size: int) -> RecordScores:
+    """Return the sums of −ln p over the readings of each feature, where p is the highest-density p-value of a reading.
+
+    Args:
+        model: The trained model, in evaluation mode.
+        examples: The blocks of the records.
+        indexes: Indexes of the blocks whose readings are used, `MAX_FEATURE_BLOCKS` of them at most.
+        batch_size: Number of blocks that are scored together.
+
+    Returns:
+        The sums, without statistics of records.
+    """
+    num_features = len(model.schema)
+    sums, counts = np.zeros(num_features), np.zeros(num_features, np.int64)
+    generator = torch.Generator().manual_seed(0)
+    for start in range(0, min(len(indexes), MAX_FEATURE_BLOCKS), batch_size):
+        batch = examples.gather(indexes[start : start + batch_size], generator)
+        stored = np.where(batch.readings >= 0, examples.table.values[np.maximum(batch.readings, 0)], 0.0)
+        values = move_to_device(torch.from_numpy(stored).to(model.dtype), model.device)  # without noise, as in a stream
+        with torch.inference_mode():
+            features, ages = (move_to_device(tensor, model.device) for tensor in (batch.features, batch.ages))
+            log_p = model.conditionals(features, values, ages=ages).score(values)[0].double().cpu().numpy()
+        is_scored = examples.find_scored(batch)
+        codes = batch.features.numpy()[is_scored]
+        sums += np.bincount(codes, -log_p[is_scored], num_features)
+        counts += np.bincount(codes, minlength=num_features)
+    return RecordScores(np.empty(0), sums, counts)

@@ -1,0 +1,541 @@
+"""Run a training job for irregular readings (`--irregular`): prepare, fit the process, train, calibrate, evaluate.
+
+Its phases are those of `trainer.job`. What differs follows from the long records: the examples of training are blocks
+of records with their contexts (`trainer.examples`), the prior is a Gaussian process (`trainer.gaussian_process`), the
+engine scores the calibration records (`trainer.irregular_calibration`), and likelihoods are those of a reading.
+Complete records are ranked by the density alone, without exemplars.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+
+from deformer_stream import model_store
+from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS, Calibration
+from deformer_stream.calibration.seen_records import RecordHasher, RecordSet, SeenRecords
+from deformer_stream.calibration.torch_scoring import RecordScores
+from deformer_stream.counts import format_count
+from deformer_stream.errors import ConfigError
+from deformer_stream.model.bounded_context import ContextLimit
+from deformer_stream.model.deformer import DEformer
+from trainer.budget import (
+    MIN_HELD_OUT_PASSES,
+    Costs,
+    Phase,
+    PhaseCosts,
+    RecordCounts,
+    TimeBudget,
+    choose_batch_size,
+    measure_seconds_per_record,
+    plan_record_counts,
+)
+from trainer.calibrate import build_calibration
+from trainer.data import Split, create_data_options
+from trainer.distributed import Ranks
+from trainer.examples import BlockExamples, Blocks, Ints
+from trainer.fit import MIN_VALIDATION_ROWS, SINGLE_PROCESS, TrainingResult, TrainingRun, TrainingStatus
+from trainer.gaussian_process import fit_process
+from trainer.irregular_calibration import average_neg_log_p, score_irregular_records
+from trainer.irregular_evaluation import IrregularLikelihood, evaluate_blocks
+from trainer.irregular_table import IrregularTable, iterate_record_chunks, prepare_irregular_table
+from trainer.job_output import JobOutput
+from trainer.planning import (
+    PRIOR_SHARE,
+    SAFETY_FACTOR,
+    TRAINING_SHARE,
+    compute_reserve,
+    estimate_fixed_seconds,
+    estimate_least_seconds,
+)
+from trainer.reading_time import READING_SHARE, ReadingMonitor
+from trainer.recipes import (
+    AUTO_PRESETS,
+    MIN_STEPS_OF_LARGER_PRESET,
+    choose_irregular_recipe,
+    has_own_size,
+    irregular_model_config,
+    resolve_preset,
+)
+from trainer.settings import TrainConfig
+from trainer.tables import TableSource
+from trainer.training_warnings import (
+    MIN_STEPS,
+    TrainingWarning,
+    WarningList,
+    check_best_step,
+    check_calibration,
+    check_steps,
+)
+from trainer.working_folder import get_working_folder, load_previous_run, lock_working_folder
+
+HELD_OUT_BLOCKS = 1000
+"""Largest number of blocks from which the held-out figures are computed."""
+
+BLOCKS_PER_PASS = 16
+"""Number of blocks that count as one pass of the held-out figures when the time is divided (`trainer.budget`).
+
+The smallest number of passes (`budget.MIN_HELD_OUT_PASSES`) is then enough for figures that can be compared.
+"""
+
+EVALUATION_BATCH = 32
+"""Number of blocks that are evaluated together by default."""
+
+CALIBRATION_BATCH = 64
+"""Number of records that are sent to the engine together by default."""
+
+MAX_MEASURED_BLOCKS = 8
+"""Largest number of blocks or records with which a cost is measured."""
+
+PROCESS_FILE = "process.safetensors"
+"""File of the fitted Gaussian process in the working folder, which a continued run reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class IrregularOutput(JobOutput):
+    """The results of a finished training job for irregular readings.
+
+    Attributes:
+        data: The prepared table.
+        held_out: The likelihood of readings of records that were not used for training.
+    """
+
+    data: IrregularTable
+    held_out: IrregularLikelihood
+
+
+def train_irregular(
+    tables: Sequence[TableSource],
+    settings: TrainConfig,
+    *,
+    on_prepared: Callable[[IrregularTable], None] = lambda data: None,
+    on_status: Callable[[TrainingStatus], None] = lambda status: None,
+    on_message: Callable[[str], None] = lambda line: None,
+    should_stop: Callable[[], bool] = lambda: False,
+    budget: TimeBudget | None = None,
+    ranks: Ranks = SINGLE_PROCESS,
+) -> IrregularOutput:
+    """Train a model of irregular readings, calibrate and evaluate it, and write the model directory.
+
+    The arguments and errors are those of `trainer.job.train`.
+    """
+    from trainer.irregular_report import render
+
+    if ranks.world_size > 1:
+        raise ConfigError("--irregular trains in one process, but torchrun started several: start deformer-train alone")
+    budget = budget or TimeBudget(settings.max_time)
+    warnings = WarningList(on_message)
+    with lock_working_folder(settings.out) as folder:
+        job = _Job(settings, folder, budget, on_message)
+        data = job.prepare(tables)
+        on_prepared(data)
+        warnings.add(*(TrainingWarning(code, message) for code, message in data.warnings))
+        run = job.plan()
+        seen_records = _collect_seen_records(data)
+        result = run.run(should_stop, on_status, job.compute_costs)
+        budget.mark_phase("training")
+        warnings.add(*check_steps(result, budget.limit))
+        warnings.add(*check_best_step(result, run.model.process is not None, has_old_model=False))
+        model = result.model
+        calibration = job.calibrate(model)
+        budget.mark_phase("calibration")
+        held_out = job.evaluate_held_out(model)
+        budget.mark_phase("held-out figures")
+        num_available = min(len(data.select_rows(Split.CALIBRATION)), MAX_CALIBRATION_RECORDS)
+        warnings.add(*_check_baselines(held_out))
+        warnings.add(*check_calibration(calibration, num_available, len(data.split), budget.limit, None))
+        on_message("writing the report and the model directory")
+        summary = {
+            **data.summarize(),
+            "held_out": held_out.to_json(data.schema.names),
+            "steps": result.steps,
+            "epochs": round(result.epochs, 3),
+            "stopped_early": result.stopped_early,
+            "device": str(model.device),
+            "seed": settings.seed,
+            "recipe": asdict(run.recipe),
+            "options": settings.model_dump(mode="json", exclude_none=True),
+            "history": result.history,
+            "preset": {"name": job.settings.preset, "reason": job.preset_reason},
+            "context": {"recent": model.config.context_recent, "block": model.config.context_block},
+            "process": {"rounds": job.num_rounds, "neighbors": model.config.neighbors},
+            "records_used": {
+                "train": job.count_train_records(result),
+                "validation": len(np.unique(job.blocks.records[run.validation_rows])),
+                "calibration": len(calibration.scores),
+                "held_out": held_out.num_records,
+            },
+            "blocks_used": {
+                "train": result.num_train_records,
+                "validation": len(run.validation_rows),
+                "held_out": held_out.num_blocks,
+            },
+            "records_available": {
+                "train": len(data.select_rows(Split.TRAIN)),
+                "validation": len(data.select_rows(Split.VALIDATION)),
+                "calibration": num_available,
+                "table": data.num_input_records,
+            },
+            "seconds_by_phase": dict(budget.seconds_by_phase),
+            "warnings": [warning.to_json() for warning in warnings.warnings],
+            "seconds": round(budget.elapsed, 1),
+        }
+        page = render(data, result, calibration, held_out, summary)
+        fingerprint = model_store.write(settings.out, model, calibration, summary, page, seen_records)
+        shutil.rmtree(folder)
+    return IrregularOutput(settings.out, fingerprint, model, result, calibration, summary, data, held_out)
+
+
+class _Job:
+    """The phases of a training job for irregular readings, which fit into a time limit.
+
+    Args:
+        settings: All options of `deformer-train`.
+        folder: The working folder.
+        budget: The time that the job may take.
+        on_message: Called with a line of text for the user.
+
+    Attributes:
+        settings: The options, with the preset that was chosen in place of "auto" after `plan`.
+        preset_reason: Why this preset was chosen, as text for the user.
+        data: The prepared table.
+        blocks: The blocks of its records.
+        num_rounds: Number of rounds in which the Gaussian process was fitted, 0 without one.
+        costs: Measured costs of the phases after training. None without a time limit.
+        maximum: Numbers of records and blocks that these phases use if there is enough time.
+    """
+
+    data: IrregularTable
+    blocks: Blocks
+
+    def __init__(
+        self, settings: TrainConfig, folder: Path, budget: TimeBudget, on_message: Callable[[str], None]
+    ) -> None:
+        self.settings, self.folder, self.budget, self.on_message = settings, folder, budget, on_message
+        self.preset_reason = ""
+        self.num_rounds = 0
+        self.costs: PhaseCosts | None = None
+        self.maximum = RecordCounts(0, 0, 0)
+        self.state = load_previous_run(get_working_folder(settings.out), settings)
+        self.start_seconds = budget.elapsed
+        budget.mark_phase("start")
+        least_seconds = estimate_least_seconds(self.start_seconds)
+        self.is_rushed = budget.limit is not None and budget.limit < least_seconds
+        if self.is_rushed:
+            on_message(
+                f"--max-time {budget.limit:g}s is too short: this machine needs at least about {least_seconds:.0f} s "
+                "for any table at present; training for one step and finishing as early as possible"
+            )
+
+    def prepare(self, tables: Sequence[TableSource]) -> IrregularTable:
+        """Read the tables, and divide their records into blocks."""
+        budget = self.budget
+        previous = self.state["identity"] if self.state is not None else {}
+        seconds = math.inf if budget.limit is None else READING_SHARE * budget.remaining
+        monitor = ReadingMonitor(seconds, budget.clock, self.on_message, max_records=previous.get("records"))
+        self.data = prepare_irregular_table(tables, create_data_options(self.settings), self.folder, monitor)
+        config = irregular_model_config(self.settings, len(self.data.schema))
+        limit = config.context_limit or ContextLimit(0, 1)  # the block is at least 1
+        self.blocks = Blocks.divide(self.data, limit, self.folder)
+        budget.mark_phase("reading")
+        num_calibration = len(self.data.select_rows(Split.CALIBRATION))
+        num_blocks = len(self._create_examples(self.settings).select(Split.CALIBRATION))
+        if not num_blocks or not len(self._create_examples(self.settings).validation_indexes):
+            raise ConfigError("the table has too few records with readings: give more records")
+        num_passes = -(-min(num_blocks, HELD_OUT_BLOCKS) // BLOCKS_PER_PASS)
+        self.maximum = RecordCounts(min(num_calibration, MAX_CALIBRATION_RECORDS), 0, num_passes)
+        return self.data
+
+    def plan(self) -> TrainingRun:
+        """Fit the Gaussian process, choose preset and batch, and return the run, restored if it is continued."""
+        budget = self.budget
+        model_store.resolve_device(self.settings.device)
+        process = self._fit_process()
+        budget.mark_phase("prior")
+        is_limited = budget.limit is not None
+        if is_limited and not self.is_rushed:
+            self.on_message("measuring how long training and calibration take")
+        run, seconds = self._choose_preset(process)
+        if is_limited:
+            self.costs = self._measure_costs(run.averaged_model)
+            batch = run.recipe.batch
+            if self.state is not None:
+                batch = self.state["identity"]["batch"]
+            elif not self.is_rushed:
+                batch = self._choose_batch(run, seconds)
+            if batch != run.recipe.batch:
+                run = self._create_run(self.settings, process, batch)
+        budget.mark_phase("planning")
+        if self.state is not None:
+            run.restore(self.state)
+            self.on_message(f"continuing at step {run.step} of {run.steps}")
+        elif self.settings.resume:
+            self.on_message(f"there is nothing to resume in {self.folder}: starting from the beginning")
+        return run
+
+    def _create_examples(self, settings: TrainConfig) -> BlockExamples:
+        """Return the examples with the noise and the orders of the training hyperparameters."""
+        recipe = choose_irregular_recipe(settings, 1)
+        return BlockExamples(self.data, self.blocks, recipe.smoothing, recipe.forget, recipe.arrival_share)
+
+    def _fit_process(self) -> dict[str, torch.Tensor] | None:
+        """Fit the Gaussian process, or read that of the interrupted run. None if the model has no process."""
+        settings, schema = self.settings, self.data.schema
+        config = irregular_model_config(settings, len(schema))
+        if not config.neighbors or not schema.is_linear.any():
+            return None
+        path = self.folder / PROCESS_FILE
+        if self.state is not None and path.exists():
+            self.num_rounds = self.state["identity"]["process_rounds"]
+            return safetensors.torch.load_file(path)
+        self.on_message("fitting the Gaussian process prior")
+        process = DEformer(schema, config).process
+        if process is None:
+            return None
+        budget = self.budget
+        seconds = math.inf if budget.limit is None else PRIOR_SHARE * budget.remaining
+        self.num_rounds = fit_process(process, self._create_examples(settings), settings.seed, seconds, budget.clock)
+        tensors = process.state_dict()
+        path.write_bytes(safetensors.torch.save(tensors))
+        return tensors
+
+    def _create_run(
+        self, settings: TrainConfig, process: dict[str, torch.Tensor] | None, batch: int | None = None
+    ) -> TrainingRun:
+        """Create a model with new weights, and the run that trains it.
+
+        Args:
+            settings: All options, with a preset that is not "auto".
+            process: The tensors of the Gaussian process, or None.
+            batch: Number of blocks in a batch. None to use the number of the recipe.
+        """
+        data = self.data
+        torch.manual_seed(settings.seed)  # the initial weights depend on the seed alone
+        model = DEformer(data.schema, irregular_model_config(settings, len(data.schema)))
+        if model.process is not None and process is not None:
+            model.process.load_state_dict(process)
+        model = model.to(model_store.resolve_device(settings.device))
+        examples = self._create_examples(settings)
+        recipe = choose_irregular_recipe(settings, len(examples.train_indexes))
+        recipe = recipe if batch is None else replace(recipe, batch=batch)
+        identity: dict[str, Any] = {
+            "the data's fingerprint": data.fingerprint,
+            "records": len(data.split),  # fewer than those of the input if a time limit permitted only a sample
+            "seed": settings.seed,
+            "max_time": settings.max_time,  # a time limit changes the schedule
+            "preset": settings.preset,
+            "process_rounds": self.num_rounds,
+            **asdict(model.config),
+            **asdict(recipe),
+        }
+        # JSON has lists, but no tuples. The values must be as JSON returns them, to be compared with a checkpoint.
+        identity = {name: list(value) if isinstance(value, tuple) else value for name, value in identity.items()}
+        folder = get_working_folder(settings.out)
+        return TrainingRun(examples, model, recipe, settings.seed, folder, self.budget, identity)
+
+    def _choose_preset(self, process: dict[str, torch.Tensor] | None) -> tuple[TrainingRun, float]:
+        """Create the run with the preset that suits the time.
+
+        With `--preset auto`, it is the larger one of `AUTO_PRESETS` if the time limit leaves enough training steps.
+
+        Returns:
+            The run, and the seconds of a training step for each block of its batch, 0 if they were not measured.
+        """
+        is_limited = self.budget.limit is not None
+        if self.state is not None:
+            self.settings = self._set_preset(self.state["identity"]["preset"])
+            self.preset_reason = "that of the interrupted run"
+            return self._create_run(self.settings, process), 0.0
+        is_open = self.settings.preset == "auto" and is_limited and not has_own_size(self.settings)
+        large, small = AUTO_PRESETS
+        if not is_open:
+            self.preset_reason = "the default" if self.settings.preset == "auto" else "chosen by --preset"
+            self.settings = self._set_preset(resolve_preset(self.settings))
+            run = self._create_run(self.settings, process)
+            return run, self._measure_step(run) if is_limited and not self.is_rushed else 0.0
+        if self.is_rushed:
+            self.settings = self._set_preset(small)
+            self.preset_reason = f"--max-time leaves no time to measure preset {large}"
+            return self._create_run(self.settings, process), 0.0
+        run = self._create_run(self._set_preset(large), process)
+        seconds = self._measure_step(run)
+        num_steps = int(TRAINING_SHARE * self.budget.remaining / max(run.batch_size * seconds, 1e-9))
+        num_needed = min(MIN_STEPS_OF_LARGER_PRESET, run.steps)
+        if num_steps >= num_needed:
+            self.settings = self._set_preset(large)
+            self.preset_reason = "the time limit leaves enough training steps for it"
+            return run, seconds
+        self.preset_reason = (
+            f"--max-time leaves time for at most about {format_count(num_steps, 'training step')} of preset {large}, "
+            f"which should have at least {num_needed}"
+        )
+        self.on_message(f"preset {small}: {self.preset_reason}")
+        self.settings = self._set_preset(small)
+        run = self._create_run(self.settings, process)
+        return run, self._measure_step(run)
+
+    def _set_preset(self, preset: str) -> TrainConfig:
+        """Return the settings with another preset."""
+        return self.settings.model_copy(update={"preset": preset})
+
+    def _measure_step(self, run: TrainingRun) -> float:
+        """Return the measured seconds of a training step for each block of its batch."""
+        return measure_seconds_per_record(run.measure_step_seconds, self.budget.clock, run.batch_size)
+
+    def _measure_costs(self, model: DEformer) -> PhaseCosts:
+        """Return the measured seconds for each record of the calibration and for each block of held-out figures."""
+        fixed_seconds = estimate_fixed_seconds(self.start_seconds, len(self.data.schema))
+        if self.is_rushed:
+            return PhaseCosts(calibration=0.1, ranking=0.0, held_out=0.02 * BLOCKS_PER_PASS, fixed=fixed_seconds)
+        clock, examples = self.budget.clock, self._create_examples(self.settings)
+        records = self._sample_calibration_records()[:MAX_MEASURED_BLOCKS]
+        blocks = self._sample_held_out_blocks(examples)[:MAX_MEASURED_BLOCKS]
+        # Records differ in length, so the cost of a reading is measured.
+        num_readings = np.cumsum(self.data.num_readings[records])
+        calibration_seconds = measure_seconds_per_record(
+            lambda num_records: score_irregular_records(model, self.data, records[:num_records]), clock, len(records)
+        )
+        mean_readings = self.data.num_readings[self._sample_calibration_records()].mean()
+        calibration_seconds *= float(mean_readings) / max(float(num_readings[-1]) / len(records), 1.0)
+        held_out_seconds = measure_seconds_per_record(
+            lambda num_blocks: examples.evaluate(model, blocks[:num_blocks], 0, EVALUATION_BATCH), clock, len(blocks)
+        )
+        return PhaseCosts(
+            calibration=SAFETY_FACTOR * calibration_seconds,
+            ranking=0.0,
+            held_out=SAFETY_FACTOR * BLOCKS_PER_PASS * held_out_seconds,
+            fixed=fixed_seconds,
+        )
+
+    def _choose_batch(self, run: TrainingRun, seconds_per_block: float) -> int:
+        """Return the number of blocks per batch with which the time limit allows at least `MIN_STEPS` steps."""
+        if self.costs is None:
+            return run.recipe.batch
+        recipe, budget = run.recipe, self.budget
+        validation_seconds = 2 * MIN_VALIDATION_ROWS * self.costs.held_out / BLOCKS_PER_PASS
+        reserve = compute_reserve(self.costs, self.maximum, budget.limit or math.inf)
+        training_seconds = budget.remaining - reserve - validation_seconds
+        num_affordable = training_seconds / (MIN_STEPS * recipe.accumulate * max(seconds_per_block, 1e-9))
+        if num_affordable >= recipe.batch:
+            return recipe.batch
+        batch = 1 << int(math.log2(max(num_affordable, 1.0)))  # the largest power of two that is affordable
+        self.on_message(
+            f"the batch is reduced from {recipe.batch} to {format_count(batch, 'block')}, so that --max-time allows "
+            "enough steps"
+        )
+        return batch
+
+    def compute_costs(self, model: DEformer) -> Costs:
+        """Return the seconds to reserve for the work after training, and the seconds to validate a block.
+
+        The model is not used, because the costs were measured when the run was planned.
+        """
+        if self.costs is None or self.budget.limit is None:
+            return Costs(after=0.0, record=0.0)
+        after = compute_reserve(self.costs, self.maximum, self.budget.limit)
+        return Costs(after, record=self.costs.held_out / BLOCKS_PER_PASS)
+
+    def _sample_calibration_records(self) -> Ints:
+        """Return the calibration records in random order, `MAX_CALIBRATION_RECORDS` of them at most."""
+        rows = self.data.select_rows(Split.CALIBRATION)
+        return np.random.default_rng([self.settings.seed, 0xCA12]).permutation(rows)[:MAX_CALIBRATION_RECORDS]
+
+    def _sample_held_out_blocks(self, examples: BlockExamples) -> Ints:
+        """Return the blocks of calibration records in random order, `HELD_OUT_BLOCKS` of them at most."""
+        blocks = examples.select(Split.CALIBRATION)
+        return np.random.default_rng([self.settings.seed, 0xB10]).permutation(blocks)[:HELD_OUT_BLOCKS]
+
+    def _start_phase(
+        self, name: str, noun: str, num_used: int, num_available: int, min_used: int, later_seconds: float
+    ) -> Phase:
+        """Send a message that a phase begins, and return the object that ends it at its deadline."""
+        of = "" if num_used == num_available else f"{num_used:,} of "
+        self.on_message(f"{name}: {of}{format_count(num_available, noun)}")
+        deadline = math.inf
+        if self.costs is not None:
+            deadline = self.budget.clock() + self.budget.remaining - self.costs.fixed - later_seconds
+        return Phase(name, num_used, min_used, deadline, self.budget.clock, self.on_message)
+
+    def _plan_counts(self, maximum: RecordCounts) -> RecordCounts:
+        """Return how many records and blocks the phases after training can use in the time that is left."""
+        if self.costs is None:
+            return maximum
+        return plan_record_counts(self.costs, self.budget.remaining - self.costs.fixed, maximum)
+
+    def calibrate(self, model: DEformer) -> Calibration:
+        """Score as many calibration records as the time permits, and return the calibration of the alert rule."""
+        rows = self._sample_calibration_records()
+        num_records = self._plan_counts(self.maximum).calibration
+        minimum = min(len(rows), Calibration.count_required_records(0.01))
+        held_out_seconds = 0.0 if self.costs is None else MIN_HELD_OUT_PASSES * self.costs.held_out
+        phase = self._start_phase("calibrating", "record", num_records, len(rows), minimum, held_out_seconds)
+        batch_size = CALIBRATION_BATCH
+        if self.costs is not None:
+            batch_size = choose_batch_size(self.costs.calibration, CALIBRATION_BATCH)
+        statistics = score_irregular_records(model, self.data, rows[:num_records], batch_size, phase.should_continue)
+        examples = self._create_examples(self.settings)
+        sums = average_neg_log_p(model, examples, self._sample_held_out_blocks(examples), EVALUATION_BATCH)
+        scores = RecordScores(statistics, sums.neg_log_p_sums, sums.num_readings)
+        return build_calibration(scores, self.data.schema, "arrival", 0.0)
+
+    def evaluate_held_out(self, model: DEformer) -> IrregularLikelihood:
+        """Compute the likelihood of readings of calibration records, which training has not used."""
+        examples = self._create_examples(self.settings)
+        blocks = self._sample_held_out_blocks(examples)
+        num_passes = self._plan_counts(replace(self.maximum, calibration=0)).held_out_passes
+        num_blocks = min(len(blocks), max(1, num_passes * BLOCKS_PER_PASS))
+        minimum = min(num_blocks, MIN_HELD_OUT_PASSES * BLOCKS_PER_PASS)
+        phase = self._start_phase("held-out figures", "block", num_blocks, len(blocks), minimum, 0.0)
+        batch_size = EVALUATION_BATCH
+        if self.costs is not None:
+            batch_size = choose_batch_size(self.costs.held_out / BLOCKS_PER_PASS, EVALUATION_BATCH)
+        seed = self.settings.seed + 1  # for other noise than in validation
+        return evaluate_blocks(model, examples, blocks[:num_blocks], seed, batch_size, phase.should_continue)
+
+    def count_train_records(self, result: TrainingResult) -> int:
+        """Return about how many different training records the steps used: all if they used all blocks."""
+        num_records = len(self.data.select_rows(Split.TRAIN))
+        num_blocks = len(self._create_examples(self.settings).train_indexes)
+        return min(num_records, result.num_train_records) if result.num_train_records < num_blocks else num_records
+
+
+def _collect_seen_records(data: IrregularTable) -> SeenRecords:
+    """Return the fingerprints of the records for training and validation, and of those for calibration."""
+    hasher = RecordHasher(data.schema)
+    fingerprints = np.zeros(len(data.split), np.uint64)
+    for records in iterate_record_chunks(data.offsets):
+        chunk = slice(int(data.offsets[records.start]), int(data.offsets[records.stop]))
+        hashes = hasher.hash_normalised(data.codes[chunk], data.values[chunk])
+        # Sums of unsigned integers are modulo 2⁶⁴. Sums over all readings before a record are subtracted.
+        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(hashes, dtype=np.uint64)])
+        bounds = data.offsets[records.start : records.stop + 1] - chunk.start
+        fingerprints[records] = sums[bounds[1:]] - sums[bounds[:-1]]
+    is_training: NDArray[np.bool_] = np.isin(data.split, (Split.TRAIN, Split.VALIDATION))
+    return SeenRecords(
+        (RecordSet.from_fingerprints(fingerprints[is_training]),),
+        RecordSet.from_fingerprints(fingerprints[data.split == Split.CALIBRATION]),
+    )
+
+
+def _check_baselines(held_out: IrregularLikelihood) -> list[TrainingWarning]:
+    """Return a warning if the model predicts held-out readings no better than the best of the simple predictions."""
+    name, best = min(held_out.baselines.items(), key=lambda item: item[1])
+    if name == "process" or held_out.mean_nll <= best - 2.0 * held_out.standard_error:
+        return []
+    words = {"marginal": "the distribution of each sensor", "last_value": "the sensor's previous reading"}
+    return [
+        TrainingWarning(
+            "no_better_than_baseline",
+            f"the model predicts held-out readings no better ({held_out.mean_nll:.3f} nats) than {words[name]} alone "
+            f"({best:.3f} nats): give more records or more time",
+        )
+    ]
