@@ -966,7 +966,7 @@ class Engine:
         if not closed:
             return
         for cache in self._cache_by_shape.values():
-            cache.free(np.array(closed, np.int64))
+            cache.remove(np.array(closed, np.int64))
         self.records.release(closed)
         # The closed records may have been the last ones of an older model.
         if len(self._models_by_version) > 1:

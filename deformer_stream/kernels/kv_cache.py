@@ -26,6 +26,15 @@ from deformer_stream.ragged import ragged_indices
 
 Ints = NDArray[np.int64]
 
+INTERVAL_WEIGHT = 0.25
+"""Weight of the latest interval between two uses of a record in its average interval."""
+
+OVERDUE_FACTOR = 2.0
+"""A record that has not been used for this many average intervals has probably ended."""
+
+MIN_REMAINING_FACTOR = 0.25
+"""Expected time to the next use of a record that is due, in average intervals. Arrivals are seldom exactly regular."""
+
 CACHE_LINE_BYTES = 64
 """Pages begin at an address that is a multiple of this, so that no vector of a page lies in two cache lines of the
 processor."""
@@ -37,8 +46,13 @@ class PagePool:
     A page is a block of cache memory of fixed size. A record is identified by its row in the engine's table of open
     records. It can have pages for two purposes, each with its own range of columns in the page table. The first pages
     hold attention keys and values. If the model has a Gaussian prior (an input of the network), further pages hold
-    numbers from which the prior is computed. If there are too few free pages, the least recently used records are
-    evicted. Their pages become free. What the pages held is computed again from the readings when it is next needed.
+    numbers from which the prior is computed. If there are too few free pages, those records are evicted whose next use
+    is expected to be the latest. Their pages become free. What the pages held is computed again from the readings when
+    it is next needed.
+
+    The next use is predicted from the average interval between the uses of a record. To evict the least recently used
+    records would be bad if records report in turn, and all of them need slightly more pages than there are: each record
+    would be evicted just before it is needed.
 
     Args:
         max_readings: The largest number of readings of a record.
@@ -58,6 +72,8 @@ class PagePool:
             beyond the record's own pages have no meaning.
         num_cached_readings: (rows,) the number of readings of each record in the cache; 0 if the record is evicted.
         last_used: (rows,) the value of `clock` when each record was last protected by `mark_in_use`.
+        use_interval: (rows,) the average number of steps of `clock` between two uses of each record, 0 if it was used
+            at most once.
         clock: The number of calls of `mark_in_use`.
         high_water: The largest number of pages that were ever in use at once. The page that was freed last is used
             first, so memory beyond this number of pages was never touched.
@@ -80,6 +96,7 @@ class PagePool:
         self.page_table = np.zeros((0, self.pages_per_record), np.int64)
         self.num_cached_readings = np.zeros(0, np.int64)
         self.last_used = np.zeros(0, np.int64)
+        self.use_interval = np.zeros(0, np.float32)
         self.clock = 0
 
     @property
@@ -95,6 +112,7 @@ class PagePool:
             self.page_table = np.concatenate([self.page_table, rows])
             self.num_cached_readings = np.concatenate([self.num_cached_readings, np.zeros(num_missing, np.int64)])
             self.last_used = np.concatenate([self.last_used, np.zeros(num_missing, np.int64)])
+            self.use_interval = np.concatenate([self.use_interval, np.zeros(num_missing, np.float32)])
 
     def num_pages_for(self, num_readings: Ints) -> Ints:
         """Return how many pages each of R records needs, (R,).
@@ -126,6 +144,10 @@ class PagePool:
             record_index: (R,) the row of each record in the page table.
         """
         self.clock += 1
+        last_used, average = self.last_used[record_index], self.use_interval[record_index]
+        interval = self.clock - last_used
+        updated = np.where(average > 0, average + INTERVAL_WEIGHT * (interval - average), interval)
+        self.use_interval[record_index] = np.where(last_used > 0, updated, 0)
         self.last_used[record_index] = self.clock
 
     def allocate(self, record_index: Ints, num_new: Ints) -> NDArray[np.bool_]:
@@ -196,6 +218,18 @@ class PagePool:
         if len(pages):
             self._clear_pages(pages)
 
+    def remove(self, record_index: Ints) -> None:
+        """Free all pages of R closed records, and clear the statistics of their use.
+
+        New records may get their rows afterwards.
+
+        Args:
+            record_index: (R,) the row of each record in the page table.
+        """
+        self.free(record_index)
+        self.last_used[record_index] = 0
+        self.use_interval[record_index] = 0
+
     def _clear_pages(self, pages: Ints) -> None:
         """Prepare pages that were just freed for their next record.
 
@@ -243,7 +277,7 @@ class PagePool:
         return np.concatenate(rows), np.concatenate(columns)
 
     def _evict(self, num_pages: int) -> None:
-        """Free the pages of the least recently used records.
+        """Free the pages of the records whose next use is expected to be the latest.
 
         Records that `mark_in_use` protects are not evicted, so fewer pages than requested may become free.
 
@@ -252,12 +286,33 @@ class PagePool:
         """
         is_unprotected = self.last_used < self.clock  # not given to the latest call of `mark_in_use`
         candidates = np.flatnonzero((self.num_cached_readings > 0) & is_unprotected)
-        candidates = candidates[np.argsort(self.last_used[candidates], kind="stable")]
-        # Free the fewest records, beginning with the least recently used one, that have enough pages together.
+        expected_wait = self._predict_wait(candidates)
+        if num_pages < len(candidates):
+            # Each record has at least one page, so this number suffices. To sort all records would take longer.
+            latest = np.argpartition(-expected_wait, num_pages - 1)[:num_pages]
+            candidates, expected_wait = candidates[latest], expected_wait[latest]
+        # Of equal waits, the least recently used record is evicted.
+        candidates = candidates[np.lexsort((self.last_used[candidates], -expected_wait))]
+        # Free the fewest records, beginning with the latest expected use, that have enough pages together.
         # Entry n of `num_freed` is the number of pages that become free if the first n + 1 candidates are evicted.
         num_freed = np.cumsum(self.num_pages_for(self.num_cached_readings[candidates]))
         num_evicted = int(np.searchsorted(num_freed, num_pages)) + 1
         self.free(candidates[:num_evicted])
+
+    def _predict_wait(self, record_index: Ints) -> NDArray[np.float64]:
+        """Return in how many steps of `clock` the next use of each of R records is expected, (R,).
+
+        A record is expected one average interval after its last use. If it is overdue, or was used only once, it is
+        expected to stay unused for as long as it has been unused. Such records are evicted in the order of their last
+        use.
+
+        Args:
+            record_index: (R,) the row of each record in the page table.
+        """
+        unused_for = (self.clock - self.last_used[record_index]).astype(np.float64)
+        interval = self.use_interval[record_index]
+        is_expected = unused_for <= OVERDUE_FACTOR * interval
+        return np.where(is_expected, np.maximum(interval - unused_for, MIN_REMAINING_FACTOR * interval), unused_for)
 
 
 def round_up(n: int, multiple: int) -> int:
