@@ -77,8 +77,9 @@ PUBLISHED = {"CSDI (published)": {0.1: (0.217, 0.238), 0.5: (0.301, 0.330), 0.9:
 """MAE and CRPS by the share of the hidden cells, from the paper."""
 
 NUM_NEIGHBORS, PROCESS_RANK, PROCESS_SCALES = 24, 12, 5
-MAX_TARGETS = 64
-"""Largest number of readings of a training stay that the process predicts at once in its fit."""
+MAX_FITTED, MAX_TARGETS = 256, 64
+"""Largest number of consecutive readings of a training stay that are used at once in the fit of the process, and of
+those that it predicts."""
 
 DEFORMER_CONTEXT = 64
 """Number of visible readings nearest in time on which the deformer conditions a hidden one."""
@@ -254,7 +255,7 @@ class _Table:
 class StayExamples:
     """Training stays in place of the blocks (`trainer.examples.BlockExamples`) to which a process is fitted.
 
-    The readings of a stay are in random order. The process predicts the ones after the share that would be visible from
+    Consecutive readings of a stay are in random order. The process predicts the ones after the share that would be visible from
     those before, which were read earlier or later. So it is fitted to the task of imputation.
 
     Args:
@@ -273,7 +274,9 @@ class StayExamples:
         chosen, targets = [], []
         for row in indexes.tolist():
             start, end = self.readings.offsets[row], self.readings.offsets[row + 1]
-            order = start + torch.randperm(int(end - start), generator=generator).numpy()
+            count = int(min(end - start, MAX_FITTED))
+            first = start + int(torch.randint(int(end - start) - count + 1, (), generator=generator))
+            order = first + torch.randperm(count, generator=generator).numpy()
             num_visible = min(max(1, round((1 - self.share) * len(order))), len(order) - 1)
             chosen.append(order[: num_visible + MAX_TARGETS])
             targets.append(num_visible)

@@ -157,6 +157,24 @@ def test_gaussian_mixture_with_one_component_has_the_conditionals_of_its_covaria
     assert scores.log_likelihoods[reading] == pytest.approx(expected, rel=1e-5)
 
 
+def test_conditionals_of_a_gaussian_mixture_multiply_to_the_density_of_the_row() -> None:
+    mixture = peers.IntervalMixture(3600.0, 0, num_components=2)
+    generator = torch.Generator().manual_seed(0)
+    factor = torch.randn(2, 4, 4, generator=generator, dtype=torch.float64)
+    mixture.log_weights = torch.tensor([0.3, 0.7], dtype=torch.float64).log()
+    mixture.means = 2 * torch.randn(2, 4, generator=generator, dtype=torch.float64)
+    mixture.covariances = factor @ factor.transpose(1, 2) + 0.5 * torch.eye(4)
+    columns, values = np.array([[0, 3, 2]]), np.array([[0.3, -0.4, 1.1]])
+    log_weights, means, scales = mixture._compute_conditionals(columns, values, np.ones((1, 3), bool))
+    densities, _ = peers.score_mixtures(log_weights[0], means[0], scales[0], values[0])
+    expected = 0.0
+    for k in range(2):
+        mean, covariance = mixture.means[k][columns[0]], mixture.covariances[k][columns[0]][:, columns[0]]
+        component = torch.distributions.MultivariateNormal(mean, covariance)
+        expected += float(mixture.log_weights[k].exp() * component.log_prob(torch.from_numpy(values[0])).exp())
+    assert densities.sum() == pytest.approx(np.log(expected))
+
+
 def test_missing_values_are_completed_by_their_conditional_distribution() -> None:
     rng = np.random.default_rng(0)
     factor = rng.normal(size=(3, 3))
@@ -200,6 +218,21 @@ def test_recurrent_network_reads_gaps_and_last_values() -> None:
     assert last[0].tolist() == [[0, 0], [1, 0], [1, 2]]
     assert gaps[0].tolist() == [[5, 5], [2, 7], [6, 4]]
     assert index[0].tolist() == [0, 1, 2]
+
+
+def test_recurrent_network_predicts_a_reading_from_earlier_ones_only() -> None:
+    torch.manual_seed(0)
+    network = gru_d.GruDNetwork(3, 3600.0)
+    codes, is_present = torch.randint(3, (2, 6)), torch.ones(2, 6, dtype=torch.bool)
+    values, last, gaps = torch.randn(2, 6), torch.randn(2, 6, 3), 3600 * torch.rand(2, 6, 3)
+    hidden = torch.zeros(2, gru_d.HIDDEN)
+    with torch.no_grad():
+        *before, _ = network(codes, values, last, gaps, is_present, hidden)
+        values[:, 4] += 1.0
+        *after, _ = network(codes, values, last, gaps, is_present, hidden)
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old[:, :5], new[:, :5])
+        assert not torch.equal(old[:, 5], new[:, 5])
 
 
 def test_recurrent_network_learns_the_last_value() -> None:

@@ -143,19 +143,21 @@ def test_neighbouring_cycles_stay_in_one_part() -> None:
     assert sorted(tested) == np.flatnonzero(is_normal).tolist()  # each normal cycle is tested in one fold
 
 
-def test_classes_have_one_degraded_component() -> None:
+def test_classes_have_one_degraded_component(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two cycles after each change of the cooler are left out."""
+    monkeypatch.setattr(hydraulic, "SETTLING_CYCLES", 2)
     conditions = {
-        "cooler": np.array([100, 3, 100, 20, 3, 100]),
-        "valve": np.array([100, 100, 73, 100, 73, 100]),
-        "pump_leakage": np.array([0, 0, 0, 0, 0, 2]),
+        "cooler": np.repeat([100, 3, 20, 100], [4, 4, 3, 4]),
+        "valve": np.array([100, 100, 100, 73, 100, 100, 73, 100, 100, 100, 100, 73, 100, 73, 100]),
+        "pump_leakage": np.array([0] * 14 + [2]),
     }
     is_normal, rows_by_class = hydraulic.classify_cycles(conditions)
-    assert np.flatnonzero(is_normal).tolist() == [0]
+    assert np.flatnonzero(is_normal).tolist() == [2]
     assert {name: rows.tolist() for name, rows in rows_by_class.items()} == {
-        "cooler 3": [1],
-        "cooler 20": [3],
-        "valve 73": [2],
-        "pump_leakage 2": [5],
+        "cooler 3": [7],
+        "cooler 20": [10],
+        "valve 73": [3, 13],
+        "pump_leakage 2": [14],
     }
 
 
