@@ -177,7 +177,7 @@ def _run_rounds(
             break
         losses = []
         for _ in range(STEPS_PER_ROUND):
-            progress = max(step / total_steps, (clock() - started) / seconds)
+            progress = max(step / total_steps, (clock() - started) / max(seconds, 1e-9))
             if progress >= 1.0:
                 break
             for group in optimizer.param_groups:

@@ -225,6 +225,7 @@ class _Job:
         self.num_rounds = 0
         self.costs: PhaseCosts | None = None
         self.maximum = RecordCounts(0, 0, 0)
+        self._examples_by_noise: dict[tuple[float, float, float], BlockExamples] = {}
         self.state = load_previous_run(get_working_folder(settings.out), settings)
         self.start_seconds = budget.elapsed
         budget.mark_phase("start")
@@ -285,7 +286,10 @@ class _Job:
     def _create_examples(self, settings: TrainConfig) -> BlockExamples:
         """Return the examples with the noise and the orders of the training hyperparameters."""
         recipe = choose_irregular_recipe(settings, 1)
-        return BlockExamples(self.data, self.blocks, recipe.smoothing, recipe.forget, recipe.arrival_share)
+        key = recipe.smoothing, recipe.forget, recipe.arrival_share
+        if key not in self._examples_by_noise:  # counting the readings of a large table takes time
+            self._examples_by_noise[key] = BlockExamples(self.data, self.blocks, *key)
+        return self._examples_by_noise[key]
 
     def _fit_process(self) -> dict[str, torch.Tensor] | None:
         """Fit the Gaussian process, or read that of the interrupted run. None if the model has no process."""

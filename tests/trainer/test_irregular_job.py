@@ -128,6 +128,17 @@ def test_job_under_a_time_limit_uses_it(tmp_path: Path, source: Path) -> None:
     assert len(output.calibration.scores) == 24
 
 
+def test_job_finishes_as_early_as_possible_if_the_time_is_over(tmp_path: Path, source: Path) -> None:
+    messages: list[str] = []
+    settings = TrainConfig(out=tmp_path / "model", irregular=True, max_time="1s", epochs=10_000, **SMALL)
+    budget = TimeBudget(1.0, lambda: 0.0, spent=2.0)
+    output = train_irregular([source], settings, budget=budget, on_message=messages.append)
+    assert "too short" in messages[0]
+    assert output.training_result.steps == 1
+    assert len(output.calibration.scores) == 24, "all that the table has, because 99 are the least"
+    assert "few_steps" in [warning["code"] for warning in output.summary["warnings"]]
+
+
 def test_windows_are_records(tmp_path: Path) -> None:
     columns = fleet(np.random.default_rng(1))
     columns["device"] = columns.pop("record")
