@@ -263,7 +263,7 @@ def test_prior_of_almost_equal_readings_is_finite(lag: float) -> None:
     model = make_irregular_model(SCHEMA, replace(CONFIG, neighbors=32), 3)
     assert model.process is not None
     model.process.noise.zero_()
-    model.process.factors.mul_(100.0)
+    model.process.factors.mul_(1e8)
     model.process.scales.mul_(1e6)
     codes, values = torch.zeros(1, 36, dtype=torch.long), torch.zeros(1, 36)
     ages = lag * torch.arange(36, dtype=torch.float64).unsqueeze(0)

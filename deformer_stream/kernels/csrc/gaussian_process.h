@@ -140,8 +140,10 @@ static void condition(const Process *process, int64_t code, const Neighbors *nei
     }
     for (int64_t j = 0; j < n; j++) {
         double *column = matrix[j];
-        /* Each reading has noise of its own, so its conditional variance is not smaller. Rounding could make it so. */
-        double inverse = 1 / sqrt(fmax(column[j], process->noise_variances[neighbors->codes[j]]));
+        /* Each reading has noise of its own, so its conditional variance is not smaller. If it is, due to rounding, the
+         * numbers of the column are rounding errors, and the neighbor is left out. */
+        int is_regular = column[j] > 0.5 * process->noise_variances[neighbors->codes[j]];
+        double inverse = is_regular ? 1 / sqrt(column[j]) : 0;
         for (int64_t b = j / PRIOR_LANES * PRIOR_LANES; b < n + 2; b += PRIOR_LANES)
             store8(column + b, load8(column + b) * inverse);
         for (int64_t i = j + 1; i < n; i++)
