@@ -434,19 +434,23 @@ class DEformer(nn.Module):
         gaps = compute_gaps(all_codes, all_ages)[:, all_codes.shape[1] - features.shape[1] :]
         return encode_times(self.schema.reading_times, ages, gaps).to(self.dtype)
 
-    def _apply_prior(self, features: Tensor, values: Tensor, ages: Tensor | None) -> PriorConditional | None:
+    def _apply_prior(
+        self, features: Tensor, values: Tensor, ages: Tensor | None, first: int = 0
+    ) -> PriorConditional | None:
         """Return the distributions of the readings of contexts under the Gaussian prior, None if there is no prior.
 
         Args:
             features: (N, L), for each of N records the feature codes of L readings in arrival order; −1 for padding.
             values: (N, L), the normalised values of continuous features and the label codes of discrete ones.
             ages: (N, L) float64 seconds from the origin of the record to each reading, if readings are irregular.
+            first: Index of the first reading whose distribution is returned.
         """
         prior: PriorConditional | None = None
         if self.gaussians is not None:
-            prior = self.gaussians(features, values)
+            prior = cast(PriorConditional, self.gaussians(features, values))
+            prior = prior[:, first:] if first else prior
         elif self.process is not None and ages is not None:
-            prior = self.process(features, values, ages)
+            prior = self.process(features, values, ages, first)
         return prior
 
     def _unpack_cached_readings(self, cache: KVCacheView) -> tuple[Tensor, Tensor]:
@@ -595,10 +599,8 @@ class DEformer(nn.Module):
         all_ages = ages
         if ages is not None and cache.ages is not None:
             all_ages = torch.cat([cache.ages[:, :: self.cached_tokens_per_reading], ages], 1)
-        prior = cast(PriorConditional, self._apply_prior(all_codes, all_values, all_ages))
         # Return the distributions of the new readings only.
-        num_cached_readings = cached_codes.shape[1]
-        return prior[:, num_cached_readings:]
+        return self._apply_prior(all_codes, all_values, all_ages, first=cached_codes.shape[1])
 
     def embed_query_tokens(
         self, features: Tensor, prior: PriorConditional | None, time_inputs: Tensor | None = None

@@ -129,7 +129,7 @@ class GaussianProcessPrior(nn.Module):
         """Return the variance of the noise of each sensor's readings, (S,)."""
         return self.noise.square() + MIN_NOISE_VARIANCE
 
-    def forward(self, features: Tensor, values: Tensor, ages: Tensor) -> PriorConditional:
+    def forward(self, features: Tensor, values: Tensor, ages: Tensor, first: int = 0) -> PriorConditional:
         """Return the distribution of each reading given its neighbors among the earlier readings of its record.
 
         Args:
@@ -137,14 +137,15 @@ class GaussianProcessPrior(nn.Module):
                 any position.
             values: (N, L) values of continuous features in normalised units. Label codes are ignored.
             ages: (N, L) float64 seconds since the origin of the record.
+            first: Index of the first reading whose distribution is computed. The readings before it are only neighbors.
 
         Returns:
-            Distributions of shape (N, L), each a mixture of two Gaussians with the same mean.
+            Distributions of shape (N, L − first), each a mixture of two Gaussians with the same mean.
         """
         has_prior = self.is_linear[features]  # the index −1 of padding selects the last entry, which is false
         codes = features.clamp(min=0)
-        index, is_neighbor = self.choose_neighbors(codes, ages, has_prior)
-        flat = (len(features) * features.shape[1], -1)
+        index, is_neighbor = self.choose_neighbors(codes, ages, has_prior, first)
+        flat = (index.shape[0] * index.shape[1], -1)
         record = torch.arange(len(features), device=features.device)[:, None, None]
         neighbors = Neighbors(
             codes[record, index].reshape(flat),
@@ -152,8 +153,9 @@ class GaussianProcessPrior(nn.Module):
             ages[record, index].reshape(flat),
             is_neighbor.reshape(flat),
         )
+        codes, ages, has_prior = codes[:, first:], ages[:, first:], has_prior[:, first:]
         mean, deviation = self.condition(codes.flatten(), ages.flatten(), neighbors)
-        mean, deviation = mean.view(features.shape), deviation.view(features.shape)
+        mean, deviation = mean.view(codes.shape), deviation.view(codes.shape)
         share, factor = self.outlier_share[codes], self.outlier_factor[codes]
         log_weights = torch.stack([torch.log1p(-share), share.log()], -1)
         means = torch.where(has_prior, mean, 0.0).unsqueeze(-1).expand_as(log_weights)
@@ -162,7 +164,7 @@ class GaussianProcessPrior(nn.Module):
         log_weights, means, scales = (t.to(values.dtype) for t in (log_weights, means, scales))
         return PriorConditional(log_weights, means, scales, has_prior)
 
-    def choose_neighbors(self, codes: Tensor, ages: Tensor, has_prior: Tensor) -> tuple[Tensor, Tensor]:
+    def choose_neighbors(self, codes: Tensor, ages: Tensor, has_prior: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         """Return, for each reading, the K earlier readings with the largest absolute correlation with it.
 
         Of equal correlations, that of the later reading counts as larger.
@@ -171,22 +173,23 @@ class GaussianProcessPrior(nn.Module):
             codes: (N, L) feature codes in arrival order, any valid code for padding.
             ages: (N, L) seconds since the origin of the record.
             has_prior: (N, L) bool, whether the process contains the reading.
+            first: Index of the first reading whose neighbors are chosen.
 
         Returns:
-            (index, is_neighbor), both (N, L, K'), where K' is the smaller of K and L: indexes from 0 to L − 1 of the
-            neighbors, and whether there are as many of them.
+            (index, is_neighbor), both (N, L − first, K'), where K' is the smaller of K and L: indexes from 0 to L − 1
+            of the neighbors, and whether there are as many of them.
         """
         num_readings = codes.shape[1]
         covariances = self.compute_covariances()
-        lag = (ages.unsqueeze(2) - ages.unsqueeze(1)).abs()  # (N, L, L)
+        lag = (ages[:, first:].unsqueeze(2) - ages.unsqueeze(1)).abs()  # (N, L − first, L)
         covariance = torch.zeros_like(lag)
         for matrix, scale in zip(covariances, self.scales, strict=True):
-            covariance += matrix[codes.unsqueeze(2), codes.unsqueeze(1)] * torch.exp(-lag / scale)
+            covariance += matrix[codes[:, first:].unsqueeze(2), codes.unsqueeze(1)] * torch.exp(-lag / scale)
         variances = covariances.diagonal(dim1=1, dim2=2).sum(0) + self.compute_noise_variances()
         # The variance of the reading itself is the same for all its candidates, so it need not be divided by.
         correlation = covariance.abs() / variances.sqrt()[codes].unsqueeze(1)
         is_earlier = torch.ones(num_readings, num_readings, dtype=torch.bool, device=codes.device).tril(-1)
-        is_candidate = is_earlier & has_prior.unsqueeze(1) & has_prior.unsqueeze(2)
+        is_candidate = is_earlier[first:] & has_prior.unsqueeze(1) & has_prior[:, first:].unsqueeze(2)
         correlation = correlation.masked_fill(~is_candidate, -1.0)
         # A stable descending sort of the reversed readings puts the later one of equal correlations first.
         num_neighbors = min(self.num_neighbors, num_readings)
