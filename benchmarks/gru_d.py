@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from benchmarks.irregular_alerts import PrefixScores, combine_p_values
-from benchmarks.irregular_peers import score_mixtures
+from benchmarks.irregular_peers import OUTLIER_SCALE, OUTLIER_SHARE, score_mixtures
 from benchmarks.irregular_records import Readings, draw_grid_noise, fit_units
 from deformer_stream.model.schema import Schema
 
@@ -153,6 +153,8 @@ class GruD:
                 targets = values + torch.from_numpy(noise[index]).float() * is_present
                 deviations = (targets.unsqueeze(-1) - means) / scales
                 log_p = torch.logsumexp(log_weights - 0.5 * deviations.square() - scales.log(), -1)
+                outlier = -0.5 * (targets / OUTLIER_SCALE).square() - math.log(OUTLIER_SCALE)
+                log_p = torch.logaddexp(log_p + math.log1p(-OUTLIER_SHARE), outlier + math.log(OUTLIER_SHARE))
                 loss = -log_p[is_present].mean()
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]

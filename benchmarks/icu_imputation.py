@@ -255,8 +255,8 @@ class _Table:
 class StayExamples:
     """Training stays in place of the blocks (`trainer.examples.BlockExamples`) to which a process is fitted.
 
-    Consecutive readings of a stay are in random order. The process predicts the ones after the share that would be visible from
-    those before, which were read earlier or later. So it is fitted to the task of imputation.
+    Consecutive readings of a stay are in random order. The process predicts those after the share that would be visible
+    from those before it, which were read earlier or later. So it is fitted to the task of imputation.
 
     Args:
         schema: The parameters.

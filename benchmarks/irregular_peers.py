@@ -56,6 +56,13 @@ SNAPSHOTS_PER_RECORD = 15
 MAX_NEIGHBOUR_ROWS = 10_000
 """Largest number of training rows of 5-NN."""
 
+OUTLIER_SHARE, OUTLIER_SCALE = 1e-3, 3.0
+"""Weight and standard deviation of the component for outliers, in normalised units, which each density contains.
+
+Without it, a single reading of a rare kind can be so improbable that all others of its record do not matter. Such
+readings occur in normal records, too.
+"""
+
 PRIOR_ROWS, PRIOR_VARIANCE = 2.0, 0.01
 """Number and variance of the rows that are added to each component of the mixture over intervals."""
 
@@ -65,12 +72,18 @@ READINGS_PER_BATCH = 20_000
 def score_mixtures(log_weights: Floats, means: Floats, scales: Floats, z: Floats) -> tuple[Floats, Floats]:
     """Return the log-densities and the logarithms of the highest-density p-values of M values.
 
+    The component for outliers is added to each mixture.
+
     Args:
         log_weights: (M, J) natural logarithms of the weights of J Gaussians.
         means: (M, J) their means.
         scales: (M, J) their standard deviations.
         z: (M,) the values.
     """
+    column = np.ones((len(z), 1))
+    log_weights = np.concatenate([log_weights + np.log1p(-OUTLIER_SHARE), np.log(OUTLIER_SHARE) * column], 1)
+    means = np.concatenate([means, 0 * column], 1)
+    scales = np.concatenate([scales, OUTLIER_SCALE * column], 1)
     log_densities, log_p_values = np.empty(len(z)), np.empty(len(z))
     for start in range(0, len(z), READINGS_PER_BATCH):
         part = slice(start, start + READINGS_PER_BATCH)

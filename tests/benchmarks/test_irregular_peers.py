@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from scipy.stats import norm
 
 from benchmarks import gru_d
 from benchmarks import irregular_peers as peers
@@ -33,6 +34,12 @@ def compute_nll(contender: peers.MarginalMixtures | peers.IntervalMixture | gru_
     log_likelihoods = contender.score(readings).log_likelihoods
     assert log_likelihoods is not None
     return -float(log_likelihoods.mean())
+
+
+@pytest.fixture
+def _without_outliers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the component for outliers, for tests of exact densities."""
+    monkeypatch.setattr(peers, "OUTLIER_SHARE", 1e-12)
 
 
 def make_contenders() -> list[peers.MarginalMixtures | peers.IntervalMixture | gru_d.GruD]:
@@ -96,6 +103,15 @@ def test_densities_integrate_to_one(index: int) -> None:
     assert np.trapezoid(np.exp(log_likelihoods[7::8]), grid) == pytest.approx(1, abs=0.02)
 
 
+def test_densities_contain_a_component_for_outliers() -> None:
+    zero, one = np.zeros((2, 1)), np.ones((2, 1))
+    log_densities, log_p_values = peers.score_mixtures(zero, zero, 0.1 * one, np.array([0.0, 3.0]))
+    share, scale = peers.OUTLIER_SHARE, peers.OUTLIER_SCALE
+    expected = [(1 - share) * norm.pdf(x, 0, 0.1) + share * norm.pdf(x, 0, scale) for x in (0.0, 3.0)]
+    assert log_densities == pytest.approx(np.log(expected))
+    assert -15 < log_p_values[1] < -4 < log_p_values[0]
+
+
 def test_rows_carry_the_last_value_of_each_sensor_forward() -> None:
     readings = make_readings(
         ["x", "x", "x", "x", "y"], ["a", "b", "a", "b", "b"], np.arange(1.0, 6.0), np.array([0.0, 1.0, 1.0, 2.0, 0.0])
@@ -134,6 +150,7 @@ def test_rows_of_intervals_end_when_a_sensor_repeats() -> None:
     assert table.before.tolist() == pytest.approx(np.array(expected), nan_ok=True)
 
 
+@pytest.mark.usefixtures("_without_outliers")
 def test_gaussian_mixture_with_one_component_has_the_conditionals_of_its_covariance() -> None:
     train, test = draw_readings(40), draw_readings(1, seed=1)
     mixture = peers.IntervalMixture(3600.0, 0, num_components=1, max_rows=400, num_rounds=5)
@@ -157,6 +174,7 @@ def test_gaussian_mixture_with_one_component_has_the_conditionals_of_its_covaria
     assert scores.log_likelihoods[reading] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.usefixtures("_without_outliers")
 def test_conditionals_of_a_gaussian_mixture_multiply_to_the_density_of_the_row() -> None:
     mixture = peers.IntervalMixture(3600.0, 0, num_components=2)
     generator = torch.Generator().manual_seed(0)
