@@ -16,6 +16,7 @@ import pytest
 import deformer_stream
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.codec.alert_text import format_alert_line
 from deformer_stream.engine.events import RejectionReason
 from deformer_stream.engine.record_scores import compute_record_scores, sum_centered_nll
 from deformer_stream.errors import ConfigError
@@ -89,6 +90,32 @@ def test_replay_writes_a_score_for_each_accepted_reading(tmp_path: Path, has_win
         assert alert["features_seen"] <= 3
         times = [contribution["time"] for contribution in alert["contributions"]]
         assert alert["time"] in times
+
+
+def test_calibrate_makes_a_calibration_from_irregular_readings(tmp_path: Path) -> None:
+    model = write_irregular_model(tmp_path / "m")
+    pq.write_table(make_long_table(120, "record"), tmp_path / "in.parquet")
+    arguments = [
+        str(tmp_path / "in.parquet"),
+        "--model",
+        str(model),
+        "--layout",
+        "long",
+        "--out",
+        str(tmp_path / "new"),
+    ]
+    result = run(["calibrate", *arguments])
+    assert result.returncode == 0, result.stderr
+    assert len(deformer_stream.load(tmp_path / "new").artifact.calibration.scores) == 3
+
+
+def test_alert_texts_count_readings_and_sensors(tmp_path: Path) -> None:
+    scorer = deformer_stream.load(write_irregular_model(tmp_path / "m")).scorer(alpha=0.2)
+    values = [0.0] * 8 + [1e6] * 20
+    updates = [scorer.update("r", f"sensor{i % 2}", value, START + 60 * i) for i, value in enumerate(values)]
+    alerts = [alert for update in updates for alert in update.alerts]
+    assert alerts[0].raised_at > 2
+    assert f"{alerts[0].raised_at} readings of 2 of {len(SCHEMA)} sensors" in format_alert_line(alerts[0])
 
 
 def test_a_scorer_takes_readings_with_times(tmp_path: Path) -> None:

@@ -480,8 +480,11 @@ def average_neg_log_p_by_feature(model: DEformer, records: Collection[RecordRead
         model: The network that computes the p-values.
         records: For each record two arrays in order of arrival: feature codes (indexes in the schema), and values in
             raw units or label codes.
+
+    Returns:
+        The mean by feature name. Empty if readings are irregular, because their p-values depend on their times.
     """
-    if not records:
+    if not records or model.schema.reading_times is not None:
         return {}
     # (R, L) for R records with at most L readings; the code −1 is padding at the end of a row.
     max_readings = max(len(record_codes) for record_codes, _ in records)

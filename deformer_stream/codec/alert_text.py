@@ -62,7 +62,10 @@ def format_alert_line(alert: Alert, zone: tzinfo | None = None, today: date | No
     # Without suspects, the first contribution is the most suspicious reading. Without explanations there is none.
     named = suspects[:MAX_LISTED_FEATURES] or list(alert.contributions[:1])
     cause = "; ".join(map(format_contribution, named)) or "the readings are improbable together"
-    figures = f"p = {_format_p_value(alert.p_value)}, {alert.features_seen} of {alert.features_expected} readings"
+    progress = f"{alert.features_seen} of {alert.features_expected} readings"
+    if alert.raised_at != alert.features_seen:  # readings are irregular: a sensor reports any number of times
+        progress = f"{alert.raised_at} readings of {alert.features_seen} of {alert.features_expected} sensors"
+    figures = f"p = {_format_p_value(alert.p_value)}, {progress}"
     severity = f", severity {alert.severity}" if alert.severity > 1 else ""
     return f"{_format_time(alert.time, zone, today)}{_name_record(alert.record)}: {cause} ({figures}{severity})"
 

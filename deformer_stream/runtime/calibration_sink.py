@@ -44,6 +44,8 @@ class MaxStatisticSink:
         self.has_wide_rows = self.has_ordered_readings = False
         self._max_statistics: list[NDArray[np.float64]] = []
         self._readings_by_record: dict[str, list[tuple[int, float]]] = {}  # feature code and raw value
+        # Statistics of each feature are not computed from irregular readings, whose times are not kept.
+        self._max_kept_records = NUM_RECORDS_WITH_READINGS if schema.reading_times is None else 0
         self._hasher = RecordHasher(schema)
         self._hash_sum_by_open_record: dict[str, int] = {}
         self._fingerprints: list[int] = []
@@ -98,7 +100,7 @@ class MaxStatisticSink:
         for record_id, reading_hash in zip(record_ids, self._hasher.hash_readings(codes, values).tolist(), strict=True):
             hash_sums[record_id] = (hash_sums.get(record_id, 0) + reading_hash) % 2**64
         for record_id, code, value in zip(record_ids, codes.tolist(), values.tolist(), strict=True):
-            if record_id in self._readings_by_record or len(self._readings_by_record) < NUM_RECORDS_WITH_READINGS:
+            if record_id in self._readings_by_record or len(self._readings_by_record) < self._max_kept_records:
                 self._readings_by_record.setdefault(record_id, []).append((code, value))
 
     def average_neg_log_p_by_feature(self, model: DEformer, record_ids: Collection[str]) -> dict[str, float]:
