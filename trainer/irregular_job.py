@@ -25,7 +25,7 @@ from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS, Calib
 from deformer_stream.calibration.seen_records import RecordHasher, RecordSet, SeenRecords
 from deformer_stream.calibration.torch_scoring import RecordScores
 from deformer_stream.counts import format_count
-from deformer_stream.errors import ConfigError
+from deformer_stream.errors import ConfigError, map_write_errors
 from deformer_stream.model.bounded_context import ContextLimit
 from deformer_stream.model.deformer import DEformer
 from trainer.budget import (
@@ -309,7 +309,8 @@ class _Job:
         seconds = math.inf if budget.limit is None else PRIOR_SHARE * budget.remaining
         self.num_rounds = fit_process(process, self._create_examples(settings), settings.seed, seconds, budget.clock)
         tensors = process.state_dict()
-        path.write_bytes(safetensors.torch.save(tensors))
+        with map_write_errors(path):
+            path.write_bytes(safetensors.torch.save(tensors))
         return tensors
 
     def _create_run(
