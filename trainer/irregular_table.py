@@ -115,7 +115,8 @@ def prepare_irregular_table(
     if (tables.layout == "wide" and tables.window is None) or tables.time_column is None:
         raise ConfigError(
             f"--irregular cannot be used, because {tables.description} does not contain the time of each reading; "
-            "give a long table with a column of times (--time-column), or make records of windows with --window"
+            "give a long table with a column of times (--time-column), or make each window of time a record "
+            "with --window"
         )
     schema = collected.schema.with_units({**tables.units, **options.units})
     schema = replace(schema, window=options.window)

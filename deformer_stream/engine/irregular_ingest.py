@@ -161,12 +161,13 @@ class IrregularCollector(ReadingCollector):
     def explain_rejection(
         self, record_index: int, feature: int, is_in_window: bool
     ) -> tuple[RejectionReason, str | None]:
-        """Return why `accept` has returned False, and the cause that the message about the rejection states.
+        """Return the reason for which an event was rejected, and the text that tells a person the cause.
 
         Args:
             record_index: Row of the record in the table.
-            feature: Feature code.
-            is_in_window: Whether the event belongs to a window; it has no effect.
+            feature: Feature code of the event, which `accept` has rejected.
+            is_in_window: Ignored. The method of the base class needs it, because the repeated readings of a window have
+                a reason of their own there.
         """
         if self.has_feature(record_index, feature):
             return RejectionReason.DUPLICATE, "the record has declared that this sensor will not report any more"

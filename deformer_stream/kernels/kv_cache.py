@@ -378,8 +378,8 @@ def max_cached_readings(model: DEformer) -> int:
         return len(model.schema)
     if limit is None:
         raise ValueError(
-            "a KV cache cannot hold contexts of any size, but the hyperparameters do not limit the context of "
-            "irregular readings: set context_block"
+            "a KV cache needs a largest size of contexts, but the hyperparameters set none for irregular readings: "
+            "set context_block"
         )
     return limit.max_readings(len(model.schema))
 
@@ -655,18 +655,18 @@ class CpuKVCache(PagePool):
     Args:
         model: The model whose keys and values are cached.
         item_bytes: The size of a cached number in bytes: 4, or 2 in bfloat16.
-        max_bytes: The largest size of all pages together in bytes; the pages of one record always fit.
+        max_bytes: The largest size of all pages together in bytes. The cache is larger only if it would otherwise not
+            hold one record of `max_readings` readings.
         max_readings: The largest number of readings of a record; by default the number that the model needs.
 
     Raises:
         ValueError: `max_readings` is None, and the model does not limit the context of irregular readings.
 
     Attributes:
-        row_page: (largest number of readings of a record,) only with a Gaussian prior. Entry k belongs to the row of
-            the Cholesky factors for reading k of a record. It is the column of the page table that lists the page with
-            this row.
-        row_place: Of the same shape and also only with a Gaussian prior. Entry k is the position of the same row in its
-            page, counted in vectors with one float per component.
+        row_page: (largest number of readings of a record,) only with a mixture as the prior. Entry k is the column of
+            the page table in which the page with the Cholesky row of a record's reading k is listed.
+        row_place: Of the same shape and also only with a mixture as the prior. Entry k is the position of the same row
+            in its page, in units of one float per component.
         pool: (bytes of all pages,) uint8, the contents of all pages.
     """
 

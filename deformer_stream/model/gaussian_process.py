@@ -122,7 +122,7 @@ class GaussianProcessPrior(nn.Module):
         return NUM_COMPONENTS
 
     def compute_covariances(self) -> Tensor:
-        """Return the covariance matrices A_q of the sensors, (Q, S, S)."""
+        """Return for each of the Q time scales the covariance matrix A_q of the S features, (Q, S, S)."""
         return self.factors @ self.factors.transpose(1, 2) + torch.diag_embed(self.deviations.square())
 
     def compute_noise_variances(self) -> Tensor:
@@ -208,8 +208,9 @@ class GaussianProcessPrior(nn.Module):
         Returns:
             (mean, standard deviation), both (M,) float64, in normalised units.
         """
-        # Put the reading itself after its neighbors. For the Cholesky factor C of their covariance matrix and the
-        # values x, with z = C⁻¹(x − μ), the reading is Gaussian with standard deviation C_kk and mean x_k − C_kk z_k.
+        # Put the reading itself, k, after its neighbors. Let C be the Cholesky factor of their covariance matrix, and
+        # let z solve C z = x − μ for the values x and the means μ of the neighbors. Then the reading is Gaussian with
+        # mean μ_k + Σ_j C_kj z_j, summed over the neighbors j, and with standard deviation C_kk.
         codes = torch.cat([neighbors.features, features.unsqueeze(1)], 1)
         times = torch.cat([neighbors.ages, ages.unsqueeze(1)], 1)
         is_present = nn.functional.pad(neighbors.is_neighbor, (0, 1), value=True)

@@ -37,8 +37,9 @@ def encode_times(scales: ReadingTimes, ages: Tensor, gaps: Tensor) -> Tensor:
     Args:
         scales: The time scales of the records.
         ages: Float64 seconds from the origin of the record to each reading, of any shape S.
-        gaps: Float64 seconds from the previous reading of the same sensor to each reading, of the shape S. Negative if
-            that reading has a later time, NaN if there is none.
+        gaps: Float64 seconds to each reading from the reading of the same sensor that arrived last before it, of the
+            shape S. Negative if the reading that arrived first has the later time; NaN if the sensor has not reported
+            before.
 
     Returns:
         (*S, T) float64.
