@@ -84,6 +84,10 @@ bench-quality: $(VENV)/.bench ## measure detection, early alerts, drift, density
 	$(BIN)/python -m benchmarks.skab
 	$(BIN)/python -m benchmarks.attribution
 	$(BIN)/python -m benchmarks.imputation
+	$(BIN)/python -m benchmarks.icu --deformer
+	$(BIN)/python -m benchmarks.icu_imputation --deformer
+	$(BIN)/python -m benchmarks.hydraulic --deformer
+	$(BIN)/python -m benchmarks.fleet --deformer
 
 fuzz: $(VENV)/.fuzz ## fuzz the decoders for FUZZ_SECONDS per target (Linux), then send a million hostile messages
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
