@@ -15,8 +15,9 @@
  * (reading_context.h). */
 #include "output_head.h"
 
-#define FEEDFORWARD_ROWS 96 /* rows whose hidden layer stays in the second-level cache */
-#define VALUE_VECTORS 4     /* vectors of attended values that are summed side by side */
+#define FEEDFORWARD_ROWS 96          /* rows whose hidden layer stays in the second-level cache */
+#define MAX_PREFETCH_BYTES (1 << 20) /* keys and values that are prefetched for a unit: half of a cache of 2 MiB */
+#define VALUE_VECTORS 4              /* vectors of attended values that are summed side by side */
 
 /* The scratch memory of one thread. "rows" is the number of tokens of the largest unit: first all z, then all u. */
 typedef struct {
@@ -319,12 +320,14 @@ static void list_pages(const Network *net, const Batch *batch, int64_t from, int
 /* Start to prefetch the keys and values of a layer in the listed pages.
  *
  * num_tiles: the number of tiles of matrix products that are computed before the keys and values are needed. Each of
- * them prefetches an equal part. Nothing is prefetched after the last layer. */
+ * them prefetches an equal part. Nothing is prefetched after the last layer, and nothing if there is more than the
+ * processor's cache can keep until it is needed: long contexts would be loaded twice. */
 static void start_prefetch(const Network *net, size_t layer, size_t num_tiles, PagePrefetch *p) {
     p->bytes = 2 * KV_PAGE_TOKENS * net->d * sizeof(kv_t);
     p->offset = layer * p->bytes;
     p->page_index = p->line = 0;
-    p->lines_per_tile = layer < (size_t)net->num_layers ? p->num_pages * (p->bytes / 64) / num_tiles + 1 : 0;
+    int is_used = layer < (size_t)net->num_layers && p->num_pages * p->bytes <= MAX_PREFETCH_BYTES;
+    p->lines_per_tile = is_used ? p->num_pages * (p->bytes / 64) / num_tiles + 1 : 0;
 }
 
 /* Compute the input tokens of the records from `from` to before `to` into s->x: z of the scored readings, then u of all
