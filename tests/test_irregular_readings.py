@@ -92,6 +92,22 @@ def test_replay_writes_a_score_for_each_accepted_reading(tmp_path: Path, has_win
         assert alert["time"] in times
 
 
+def test_rows_of_a_wide_table_are_readings_of_one_time(tmp_path: Path) -> None:
+    model = write_irregular_model(tmp_path / "m")
+    rows = [
+        {"record": f"r{i % 2}", "time": float(START + i), "sensor0": 0.1 * i, "sensor1": None if i % 3 else 1.0}
+        for i in range(12)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
+    options = ["--layout", "wide", "--record-column", "record", "--time-column", "time"]
+    options += ["--output", str(tmp_path / "scores.parquet")]
+    result = run(["replay", str(tmp_path / "in.parquet"), "--model", str(model), *options])
+    assert result.returncode == 0, result.stderr
+    features = [row["feature"] for row in pq.read_table(tmp_path / "scores.parquet").to_pylist()]
+    # A null is no declaration that the sensor will not report any more.
+    assert (features.count("sensor0"), features.count("sensor1")) == (12, 4)
+
+
 def test_calibrate_makes_a_calibration_from_irregular_readings(tmp_path: Path) -> None:
     model = write_irregular_model(tmp_path / "m")
     pq.write_table(make_long_table(120, "record"), tmp_path / "in.parquet")

@@ -404,14 +404,8 @@ class _WideTable:
 
         Raises:
             InputError: No column is a feature of the model, a column that the user chose does not exist, or the
-                readings of the model are irregular.
+                readings of the model are irregular and the table has no record ids or no times.
         """
-        if options.schema.reading_times is not None:
-            raise InputError(
-                f"{table.name}: a row would be a record, which has one reading of each sensor, but the model is for "
-                "irregular readings; give a long table (columns record, feature, value and time), or use --window if "
-                "each row has a device and a time"
-            )
         columns, code_by_name = table.schema.names, options.schema.code_by_name
         feature_columns = [column for column in columns if column in code_by_name]
         if not feature_columns:
@@ -424,6 +418,12 @@ class _WideTable:
         # The default record column is optional; a column that the user chose was checked above.
         has_record_column = options.record_column in columns and options.record_column not in code_by_name
         record_column = options.record_column if has_record_column else None
+        if options.schema.reading_times is not None and (record_column is None or time_column is None):
+            raise InputError(
+                f"{table.name}: the model is for irregular readings, so the rows of a record need its id and their "
+                "times; name the columns (--record-column, --time-column), or give a long table (columns record, "
+                "feature, value and time)"
+            )
         used_columns = (*feature_columns, record_column, time_column)
         ignored_columns = [column for column in columns if column not in used_columns]
         return _WideTable(

@@ -288,6 +288,9 @@ class ArrowDecoder:
                         rejections.append(Rejection(0, issue.reason, issue.detail))
                 else:
                     unseen_labels[row, column_index] = issue
+        if self._schema.reading_times is not None:
+            # Several rows can belong to one record. A null says that the sensor has no reading at this time.
+            is_accepted &= ~np.isnan(values)
         is_accepted[list(row_errors)] = False
 
         rows, column_indices = np.nonzero(is_accepted)

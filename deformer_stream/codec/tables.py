@@ -105,7 +105,8 @@ class WideDecoder:
 
     The events of a record are contiguous. The first ones are those of features that are not observed (null, NaN, or no
     column); such an event declares that the feature will not be observed. The events with values follow in the chosen
-    order, so the record is complete after its last reading.
+    order, so the record is complete after its last reading. If readings are irregular, several rows can belong to one
+    record, and a feature that is not observed in a row gives no event.
 
     Args:
         schema: The features of the model.
@@ -150,6 +151,8 @@ class WideDecoder:
         row_errors = time_errors | check_future_times(self._future_time_limit, times)
         row_errors |= check_ids(data.record_ids, "the record id")
         is_accepted = ~np.isinf(values)
+        if self._schema.reading_times is not None:
+            is_accepted &= ~np.isnan(values)
         is_accepted[list(row_errors)] = False
 
         rows, positions = np.nonzero(is_accepted)  # in row-major order: the events of a record are contiguous
