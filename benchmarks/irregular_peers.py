@@ -59,8 +59,7 @@ MAX_NEIGHBOUR_ROWS = 10_000
 OUTLIER_SHARE, OUTLIER_SCALE = 1e-3, 3.0
 """Weight and standard deviation of the component for outliers, in normalised units, which each density contains.
 
-Without it, a single reading of a rare kind can be so improbable that all others of its record do not matter. Such
-readings occur in normal records, too.
+Without it, a few readings of a rare kind can dominate the mean log-likelihood.
 """
 
 PRIOR_ROWS, PRIOR_VARIANCE = 2.0, 0.01
@@ -72,7 +71,8 @@ READINGS_PER_BATCH = 20_000
 def score_mixtures(log_weights: Floats, means: Floats, scales: Floats, z: Floats) -> tuple[Floats, Floats]:
     """Return the log-densities and the logarithms of the highest-density p-values of M values.
 
-    The component for outliers is added to each mixture.
+    The log-densities are those of the mixture with a component for outliers. The p-values are those of the mixture
+    without it, because the peers detect more faults of a single reading without it.
 
     Args:
         log_weights: (M, J) natural logarithms of the weights of J Gaussians.
@@ -80,10 +80,6 @@ def score_mixtures(log_weights: Floats, means: Floats, scales: Floats, z: Floats
         scales: (M, J) their standard deviations.
         z: (M,) the values.
     """
-    column = np.ones((len(z), 1))
-    log_weights = np.concatenate([log_weights + np.log1p(-OUTLIER_SHARE), np.log(OUTLIER_SHARE) * column], 1)
-    means = np.concatenate([means, 0 * column], 1)
-    scales = np.concatenate([scales, OUTLIER_SCALE * column], 1)
     log_densities, log_p_values = np.empty(len(z)), np.empty(len(z))
     for start in range(0, len(z), READINGS_PER_BATCH):
         part = slice(start, start + READINGS_PER_BATCH)
@@ -93,6 +89,8 @@ def score_mixtures(log_weights: Floats, means: Floats, scales: Floats, z: Floats
         values = torch.from_numpy(z[part].astype(np.float64))
         terms = conditional.compute_score_terms(values, conditional.compute_surprisal(values))
         log_densities[part], log_p_values[part] = terms.log_prob.numpy(), terms.log_p_value.numpy()
+    outliers = -0.5 * np.square(z / OUTLIER_SCALE) - np.log(OUTLIER_SCALE * np.sqrt(2 * np.pi))
+    log_densities = np.logaddexp(log_densities + np.log1p(-OUTLIER_SHARE), outliers + np.log(OUTLIER_SHARE))
     return log_densities, log_p_values
 
 

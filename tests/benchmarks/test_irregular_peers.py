@@ -109,7 +109,9 @@ def test_densities_contain_a_component_for_outliers() -> None:
     share, scale = peers.OUTLIER_SHARE, peers.OUTLIER_SCALE
     expected = [(1 - share) * norm.pdf(x, 0, 0.1) + share * norm.pdf(x, 0, scale) for x in (0.0, 3.0)]
     assert log_densities == pytest.approx(np.log(expected))
-    assert -15 < log_p_values[1] < -4 < log_p_values[0]
+    # The p-values do not contain it: 30 standard deviations.
+    assert log_p_values[1] == pytest.approx(np.log(2) + norm.logsf(30), rel=0.01)
+    assert log_p_values[0] == pytest.approx(0, abs=0.01)
 
 
 def test_rows_carry_the_last_value_of_each_sensor_forward() -> None:
