@@ -115,8 +115,12 @@ class _Parameters(nn.Module):
         self.log_excess = create(process.outlier_factor, math.log(3.0 - MIN_FACTOR))
 
     def fill(self, process: GaussianProcessPrior) -> None:
-        """Set the buffers of the process, which are then differentiable functions of the parameters."""
-        process.means, process.factors = self.means, self.factors
+        """Set the buffers of the process, which are then differentiable functions of the parameters.
+
+        A module makes an `nn.Parameter` that is assigned to the name of a buffer its own parameter, which training would
+        then change. Copies are differentiable as well, and stay buffers.
+        """
+        process.means, process.factors = self.means.clone(), self.factors.clone()
         process.deviations, process.noise = self.log_deviations.exp(), self.log_noise.exp()
         process.scales = torch.cat([self.log_scales.exp(), self.long_scale])
         process.outlier_share = MIN_SHARE + (MAX_SHARE - MIN_SHARE) * self.share_logits.sigmoid()

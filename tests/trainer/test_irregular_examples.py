@@ -131,6 +131,7 @@ def test_fit_of_the_process_is_reproducible_and_loads_into_a_model(
     monkeypatch.setattr(gaussian_process, "NUM_ROUNDS", 2)
     fit_process(first, examples, 7)
     fit_process(second, examples, 7)
+    assert not list(first.parameters())  # training does not change what was fitted
     for name, tensor in first.state_dict().items():
         assert torch.equal(tensor, second.state_dict()[name]), name
         assert not tensor.requires_grad
