@@ -82,8 +82,8 @@ class GruDNetwork(nn.Module):
             hidden: (N, H) hidden state before the first step.
 
         Returns:
-            Logarithms of the weights, means and standard deviations of the Gaussians, (N, T, J) each, and the hidden
-            state after the last step, (N, H).
+            The logarithms of the weights, the means, and the standard deviations of the Gaussians, (N, T, J) each, and
+            the hidden state after the last step, (N, H).
         """
         delta = torch.log1p(gaps / self.unit) * 2
         input_decay = torch.exp(-torch.relu(self.input_decay_weight * delta + self.input_decay_bias))

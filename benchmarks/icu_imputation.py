@@ -130,7 +130,7 @@ def standardise(raw: Floats) -> Grids:
 
 
 def hide_cells(is_observed: Bools, share: float, seed: int = SEED) -> Bools:
-    """Return which cells are hidden, (N, 48, 35), drawn as by the authors' code."""
+    """Return which cells are hidden, (N, 48, 35), drawn as the code of Tashiro and others (2021) does."""
     generator = np.random.RandomState(seed)
     is_hidden = np.zeros(is_observed.shape, bool)
     for row in range(len(is_observed)):
@@ -141,7 +141,7 @@ def hide_cells(is_observed: Bools, share: float, seed: int = SEED) -> Bools:
 
 
 def split_fold(num_stays: int, fold: int, seed: int = SEED) -> tuple[Ints, Ints]:
-    """Return the row numbers of the training stays and of the test stays of a fold, as in the authors' code."""
+    """Return the row numbers of the training stays and of the test stays of a fold, as the code of CSDI does."""
     rows = np.arange(num_stays)
     np.random.RandomState(seed).shuffle(rows)
     start, end = int(fold * 0.2 * num_stays), int((fold + 1) * 0.2 * num_stays)
@@ -195,10 +195,10 @@ def impute_by_interpolation(grids: Grids, is_hidden: Bools, train: Ints, test: I
 
 @dataclass(frozen=True, slots=True)
 class NormalScores:
-    """Monotone maps from the values of each parameter to normal scores and back.
+    """Monotone maps from the values of each measured quantity (heart rate, …) to normal scores and back.
 
     Attributes:
-        values: For each of the 35 parameters, distinct training values in ascending order.
+        values: For each of the 35 quantities, distinct training values in ascending order.
         scores: For each of them, Φ⁻¹ of the share of smaller values plus half of the share of equal ones.
     """
 
@@ -221,11 +221,11 @@ class NormalScores:
         return NormalScores(tuple(knots), tuple(scores))
 
     def apply(self, values: Floats, columns: Ints) -> Floats:
-        """Return the scores of values of the given parameters, both (M,)."""
+        """Return the normal scores, (M,), of M values, (M,), of the quantities with the indexes `columns`, (M,)."""
         return _interpolate(values, columns, self.values, self.scores)
 
     def invert(self, scores: Floats, columns: Ints) -> Floats:
-        """Return the values with the given scores, (…, M), of the parameters, (M,)."""
+        """Return the values with the given scores, (…, M), of the quantities with the indexes `columns`, (M,)."""
         return _interpolate(scores, columns, self.scores, self.values)
 
 
@@ -253,13 +253,13 @@ class _Table:
 
 
 class StayExamples:
-    """Training stays in place of the blocks (`trainer.examples.BlockExamples`) to which a process is fitted.
+    """Hospital stays as examples to fit a Gaussian process, in place of `trainer.examples.BlockExamples`.
 
-    Consecutive readings of a stay are in random order. The process predicts those after the share that would be visible
-    from those before it, which were read earlier or later. So it is fitted to the task of imputation.
+    An example is a sequence of readings of a stay in random order. The process predicts the last share of them from the
+    others. Those can have earlier or later times than the predicted readings, as in imputation.
 
     Args:
-        schema: The parameters.
+        schema: The measured quantities.
         readings: The standardised readings of the training stays.
         share: The share of hidden cells.
     """

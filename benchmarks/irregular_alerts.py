@@ -105,7 +105,10 @@ def find_alert_times(calibration: Calibration, statistics: Floats, readings: Rea
 
 
 def count_false_alarms(alert_times: Floats, num_calibration: int, alpha: float) -> dict[str, Any]:
-    """Return the number of normal records that raised an alert, and the bounds that contain it with 99% probability."""
+    """Return the number of normal records that raised an alert, and an interval for it.
+
+    The interval contains the number with a probability of 99% if normal records are exchangeable.
+    """
     alarms, num_records = int(np.isfinite(alert_times).sum()), len(alert_times)
     low, high = compute_false_alarm_bounds(alpha, num_calibration, num_records)
     return {"alarms": alarms, "records": num_records, "low": low, "high": high, "within": low <= alarms <= high}
@@ -223,7 +226,8 @@ def measure_contender(contender: Contender, case: Case) -> dict[str, Any]:
 def format_false_alarms(lines: Sequence[Mapping[str, Any]]) -> str:
     """Return a Markdown table of the mean log-likelihoods and the false alarms of each contender.
 
-    The numbers after a number of false alarms are the bounds that contain it with 99% probability.
+    After each number of false alarms stands the interval that contains it with a probability of 99% if normal records
+    are exchangeable.
     """
     titles = ["method", "NLL per reading, nats", *(f"false alarms at α = {alpha:.0%}" for alpha in ALPHAS), "fit, s"]
     text = format_markdown_header([*titles, "score, s"])

@@ -127,7 +127,7 @@ class CommandDeformer:
         rows = np.flatnonzero(find_distinct_readings(readings))
         if not np.array_equal(record[order], readings.record_index[rows]):
             raise InputError(
-                f"the replay scored {len(record)} of {len(rows)} readings: find the reasons of the others in its log"
+                f"the replay scored {len(record)} of {len(rows)} readings: its log states why it refused the others"
             )
         # A redelivery has the statistic of the reading before it.
         statistics = np.zeros(len(readings))

@@ -85,7 +85,8 @@ def score_mixtures(log_weights: Floats, means: Floats, scales: Floats, z: Floats
         part = slice(start, start + READINGS_PER_BATCH)
         parameters = [torch.from_numpy(np.ascontiguousarray(array[part])) for array in (log_weights, means, scales)]
         num_values = len(parameters[0])
-        conditional = Conditional(torch.zeros(num_values, dtype=torch.bool), *parameters, torch.zeros(num_values, 1))
+        is_discrete, no_logits = torch.zeros(num_values, dtype=torch.bool), torch.zeros(num_values, 1)
+        conditional = Conditional(is_discrete, *parameters, no_logits)  # all values are numbers
         values = torch.from_numpy(z[part].astype(np.float64))
         terms = conditional.compute_score_terms(values, conditional.compute_surprisal(values))
         log_densities[part], log_p_values[part] = terms.log_prob.numpy(), terms.log_p_value.numpy()
@@ -179,7 +180,7 @@ class LastValue(MarginalMixtures):
     name = "last value by gap"
 
     def fit(self, train: Readings) -> None:
-        """Fit one regression and residual mixture to each sensor and range of gaps."""
+        """Fit one regression and one mixture of residuals to each sensor and range of times since its last reading."""
         super().fit(train)
         z = self.units.normalise(train.codes, train.values)
         noisy = z + draw_grid_noise(self.units, train.codes, self.seed)
@@ -278,7 +279,10 @@ class CarriedForward:
             self.fitted = NearestNeighbors(n_neighbors=NUM_NEIGHBOURS, algorithm="brute").fit(rows)
 
     def score(self, readings: Readings) -> PrefixScores:
-        """Score the row after each instant; readings before the last one of their instant have the statistic 0."""
+        """Score, at each instant, the vector of the latest values of all sensors, those of this instant included.
+
+        The score is the statistic of the last reading of the instant. The other readings have the statistic 0.
+        """
         z = self.units.normalise(readings.codes, readings.values)
         instants = find_last_of_instant(readings)
         statistics = np.zeros(len(readings))
@@ -422,7 +426,10 @@ class IntervalMixture:
             self.log_weights = (weights_sum / weights_sum.sum()).log()
 
     def score(self, readings: Readings) -> PrefixScores:
-        """Score each reading given the last means and the earlier readings of its row."""
+        """Score each reading, given earlier readings of its record.
+
+        They are each sensor's mean in its latest earlier interval, and the earlier readings of the same interval.
+        """
         z = self.units.normalise(readings.codes, readings.values)
         clipped = np.clip(z, -6, 6)
         table = make_interval_rows(readings, clipped, self.interval)
@@ -454,15 +461,15 @@ class IntervalMixture:
         return PrefixScores(combine_p_values(log_p_values, readings.offsets), log_densities)
 
     def _compute_conditionals(self, columns: Ints, values: Floats, is_present: Bools) -> tuple[Floats, Floats, Floats]:
-        """Return the mixture of each value given the values to the left of it in its row.
+        """Return the distribution of each value given the values to the left of it in its row: K Gaussians.
 
         Args:
-            columns: (N, L) column of each value in the mixture.
+            columns: (N, L) dimension of the fitted mixture to which each value belongs.
             values: (N, L) the values.
             is_present: (N, L) false for padding at the end of rows.
 
         Returns:
-            Logarithms of the weights, means and standard deviations of the K Gaussians, (N, L, K) each.
+            The logarithms of the weights, the means, and the standard deviations of the K Gaussians, (N, L, K) each.
         """
         column, x, mask = torch.from_numpy(columns), torch.from_numpy(values), torch.from_numpy(is_present)
         means, scales, log_joint = [], [], []

@@ -117,8 +117,8 @@ class _Parameters(nn.Module):
     def fill(self, process: GaussianProcessPrior) -> None:
         """Set the buffers of the process, which are then differentiable functions of the parameters.
 
-        A module makes an `nn.Parameter` that is assigned to the name of a buffer its own parameter, which training would
-        then change. Copies are differentiable as well, and stay buffers.
+        If an `nn.Parameter` is assigned to the name of a buffer, the module makes it its own parameter, which training
+        would then change. Copies are differentiable as well, and stay buffers.
         """
         process.means, process.factors = self.means.clone(), self.factors.clone()
         process.deviations, process.noise = self.log_deviations.exp(), self.log_noise.exp()

@@ -56,6 +56,7 @@ from trainer.planning import (
     compute_reserve,
     estimate_fixed_seconds,
     estimate_least_seconds,
+    reduce_batch,
 )
 from trainer.reading_time import READING_SHARE, ReadingMonitor
 from trainer.recipes import (
@@ -69,7 +70,6 @@ from trainer.recipes import (
 from trainer.settings import TrainConfig
 from trainer.tables import TableSource
 from trainer.training_warnings import (
-    MIN_STEPS,
     TrainingWarning,
     WarningList,
     check_best_step,
@@ -284,7 +284,7 @@ class _Job:
         return run
 
     def _create_examples(self, settings: TrainConfig) -> BlockExamples:
-        """Return the examples with the noise and the orders of the training hyperparameters."""
+        """Return the training examples. The hyperparameters determine their noise and the share of random orders."""
         recipe = choose_irregular_recipe(settings, 1)
         key = recipe.smoothing, recipe.forget, recipe.arrival_share
         if key not in self._examples_by_noise:  # counting the readings of a large table takes time
@@ -429,15 +429,7 @@ class _Job:
         validation_seconds = 2 * MIN_VALIDATION_ROWS * self.costs.held_out / BLOCKS_PER_PASS
         reserve = compute_reserve(self.costs, self.maximum, budget.limit or math.inf)
         training_seconds = budget.remaining - reserve - validation_seconds
-        num_affordable = training_seconds / (MIN_STEPS * recipe.accumulate * max(seconds_per_block, 1e-9))
-        if num_affordable >= recipe.batch:
-            return recipe.batch
-        batch = 1 << int(math.log2(max(num_affordable, 1.0)))  # the largest power of two that is affordable
-        self.on_message(
-            f"the batch is reduced from {recipe.batch} to {format_count(batch, 'block')}, so that --max-time allows "
-            "enough steps"
-        )
-        return batch
+        return reduce_batch(recipe, training_seconds, seconds_per_block, "block", self.on_message)
 
     def compute_costs(self, model: DEformer) -> Costs:
         """Return the seconds to reserve for the work after training, and the seconds to validate a block.

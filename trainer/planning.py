@@ -34,7 +34,7 @@ from trainer.distributed import Ranks
 from trainer.evaluate import evaluate_held_out
 from trainer.examples import VALIDATION_ORDERS
 from trainer.exemplars import MAX_REFERENCE_RECORDS, measure_distance_seconds
-from trainer.fit import MIN_VALIDATION_ROWS, SINGLE_PROCESS, TrainingRun
+from trainer.fit import MIN_VALIDATION_ROWS, SINGLE_PROCESS, Recipe, TrainingRun
 from trainer.gaussian_prior import CrossFittedPriors
 from trainer.recipes import (
     AUTO_PRESETS,
@@ -490,16 +490,31 @@ class RunPlanner:
             )
             return 1
         training_seconds = budget.remaining - compute_reserve(costs, maximum, limit) - validation_seconds
-        # Number of records in each batch if MIN_STEPS steps of `accumulate` batches take all of this time.
-        num_affordable = training_seconds / (MIN_STEPS * recipe.accumulate * max(seconds_per_record, 1e-9))
-        if num_affordable >= recipe.batch:
-            return recipe.batch
-        batch = 1 << int(math.log2(max(num_affordable, 1.0)))  # the largest power of two that is affordable
-        self.on_message(
-            f"the batch is reduced from {recipe.batch} to {format_count(batch, 'record')}, so that --max-time "
-            "allows enough steps"
-        )
-        return batch
+        return reduce_batch(recipe, training_seconds, seconds_per_record, "record", self.on_message)
+
+
+def reduce_batch(
+    recipe: Recipe, training_seconds: float, seconds_per_example: float, noun: str, on_message: Callable[[str], None]
+) -> int:
+    """Return the number of examples in a batch with which the time allows at least `MIN_STEPS` training steps.
+
+    Args:
+        recipe: The hyperparameters of training, whose batch is the largest one.
+        training_seconds: Seconds for all training steps.
+        seconds_per_example: Seconds of a step for each example of its batches.
+        noun: What an example is, for the message.
+        on_message: Called with a message if the batch is reduced.
+    """
+    # Number of examples in each batch if MIN_STEPS steps of `accumulate` batches take all of the time.
+    num_affordable = training_seconds / (MIN_STEPS * recipe.accumulate * max(seconds_per_example, 1e-9))
+    if num_affordable >= recipe.batch:
+        return recipe.batch
+    batch = 1 << int(math.log2(max(num_affordable, 1.0)))  # the largest power of two that is affordable
+    on_message(
+        f"the batch is reduced from {recipe.batch} to {format_count(batch, noun)}, so that --max-time allows enough "
+        "steps"
+    )
+    return batch
 
 
 def estimate_fixed_seconds(start_seconds: float, num_features: int) -> float:
