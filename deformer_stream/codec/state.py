@@ -11,7 +11,10 @@ decoded value is returned.
 
 Format versions: the lowest version that holds the state is written, because earlier releases can read it.
 
-- Version 6 is written if readings are irregular: a sensor reports any number of times in a record.
+- Version 7 is written if readings are irregular: a sensor reports any number of times in a record. It states how many
+  older readings of a record were dropped. Since this version, the columns of a part that the state does not have are
+  missing.
+- Version 6 is still read. It has all irregular readings of each record.
 - Version 5 is written if readings that wait for the end of their time slot are averaged on a cycle.
 - Version 4 is written if readings wait for the end of their time slot (a part of a window), or if windows are complete
   before they are over.
@@ -52,7 +55,7 @@ from deformer_stream.model.windows import PerSlot
 from deformer_stream.ragged import ragged_indices
 
 MAGIC = b"deformer"
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 HEADER = struct.Struct(">8scH32s")
 SNAPSHOT, DECISIONS = b"S", b"D"
 """The byte `kind` of the header, for the two kinds of saved state."""
@@ -147,13 +150,23 @@ _CIRCULAR_COLUMNS = {
 """The columns of the sums for circular means (`CircularSums`), in the order of its fields."""
 _TIME_COLUMNS = {"times": pa.int64(), "origins": pa.int64()}
 """The columns of the times of irregular readings (`EventTimes`), in the order of its fields."""
+_DROPPED_COLUMNS = {"dropped": pa.int64()}
+"""How many readings of each record were dropped (`EventTimes.num_dropped`). Version 6 does not have this column."""
 _COLUMNS_ADDED_IN_VERSION = {
     2: {"alert_alpha", *_DRIFT_COLUMNS},
     3: {*_TIE_COLUMNS, *_TIE_DECISION_COLUMNS},
     4: {*_SLOT_COLUMNS, *_COMPLETE_COLUMNS},
     5: {*_CIRCULAR_COLUMNS},
     6: {*_TIME_COLUMNS},
+    7: {*_DROPPED_COLUMNS},
 }
+_PARTS = (
+    _TIE_COLUMNS,
+    _SLOT_COLUMNS | _COMPLETE_COLUMNS,
+    _CIRCULAR_COLUMNS,
+    _TIME_COLUMNS | _DROPPED_COLUMNS,
+)
+"""Columns of the parts that not every state has. Since version 7, those of a missing part are missing."""
 
 _SNAPSHOT_TYPES = (
     _SNAPSHOT_COLUMNS
@@ -163,6 +176,7 @@ _SNAPSHOT_TYPES = (
     | _COMPLETE_COLUMNS
     | _CIRCULAR_COLUMNS
     | _TIME_COLUMNS
+    | _DROPPED_COLUMNS
 )
 """The type of each column of a snapshot in the newest format version."""
 
@@ -193,12 +207,11 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
             "held": snapshot.ties.num_pending,
             "instant": snapshot.ties.tie_time,
         }
-    if snapshot.waiting is not None or snapshot.complete_windows is not None or snapshot.event_times is not None:
+    if snapshot.waiting is not None or snapshot.complete_windows is not None:
         columns |= _windows_to_columns(snapshot.waiting, snapshot.complete_windows)
     if snapshot.event_times is not None:
-        # Format version 6 has the columns of all versions before. No irregular reading waits for a time slot.
-        columns |= dict.fromkeys(_CIRCULAR_COLUMNS, np.empty(0))
-        columns |= {"times": snapshot.event_times.times, "origins": snapshot.event_times.origins}
+        event_times = snapshot.event_times
+        columns |= {"times": event_times.times, "origins": event_times.origins, "dropped": event_times.num_dropped}
     return _encode(SNAPSHOT, columns, _SNAPSHOT_TYPES)
 
 
@@ -308,8 +321,7 @@ def _decode_snapshot(data: bytes) -> Snapshot:
     drift = _pop_drift(columns)
     ties = _pop_ties(columns) if "tied" in columns else None  # format versions 1 and 2 have no tie groups
     waiting, complete_windows = _pop_windows(columns) if "slot_rule" in columns else (None, None)
-    # Earlier format versions have no irregular readings.
-    event_times = EventTimes(*(columns.pop(name) for name in _TIME_COLUMNS)) if "times" in columns else None
+    event_times = _pop_event_times(columns) if "times" in columns else None  # earlier versions do not have this part
     columns["closed"] = StringColumn.from_strings(columns["closed"])
     models = tuple(columns.pop("models"))
     # The other columns have the names of fields.
@@ -366,6 +378,17 @@ def _pop_ties(columns: dict[str, Any]) -> TieGroups:
     is_tied, num_pending, tie_time = (columns.pop(name) for name in _TIE_COLUMNS)
     _require(bool((is_tied <= 1).all()), "the mark of a tied reading is neither 0 nor 1")
     return TieGroups(is_tied.astype(bool), num_pending, tie_time)
+
+
+def _pop_event_times(columns: dict[str, Any]) -> EventTimes:
+    """Remove the columns of irregular readings and return their content.
+
+    Args:
+        columns: The columns of a snapshot by name. The columns `_TIME_COLUMNS` and `_DROPPED_COLUMNS` are removed.
+    """
+    times, origins = (columns.pop(name) for name in _TIME_COLUMNS)
+    # In format version 6, no reading is dropped.
+    return EventTimes(times, origins, columns.pop("dropped", np.zeros(len(origins), np.int64)))
 
 
 def _windows_to_columns(waiting: WaitingReadings | None, complete: CompleteWindows | None) -> dict[str, Column]:
@@ -596,9 +619,11 @@ def _decode(kind: bytes, data: bytes, types: Mapping[str, pa.DataType]) -> dict[
     try:
         table = pa.ipc.open_stream(pa.py_buffer(body)).read_all()
         table.validate(full=True)
-        if version >= 4:  # since version 4, the columns of tie groups are missing if there are no tie groups
-            has_ties = all(name in table.schema.names for name in _TIE_COLUMNS)
-            types = {name: types[name] for name in types if has_ties or name not in _TIE_COLUMNS}
+        # Since version 4, the columns of tie groups are missing if there are no tie groups. Since version 7, this holds
+        # for the columns of all parts.
+        for part in _PARTS[: 0 if version < 4 else 1 if version < 7 else None]:
+            if not part.keys() <= set(table.schema.names):
+                types = {name: types[name] for name in types if name not in part}
         expected_schema = pa.schema({name: pa.large_list(column_type) for name, column_type in types.items()})
         _require(table.schema.equals(expected_schema), "its columns are not those of its format version")
         _require(table.num_rows == 1, f"it has {table.num_rows} rows instead of one")
@@ -747,13 +772,15 @@ def _check_times(snapshot: Snapshot, event_times: EventTimes) -> None:
     """Check the times of the irregular readings of a snapshot.
 
     Raises:
-        _InvalidStateError: If a length does not match, or a time is missing or so large that ages would overflow.
+        _InvalidStateError: If a length does not match, a time is missing or so large that ages would overflow, or a
+            number of dropped readings is out of range.
     """
-    times, origins = event_times.times, event_times.origins
+    times, origins, num_dropped = event_times.times, event_times.origins, event_times.num_dropped
     _require(
-        len(times) == len(snapshot.features) and len(origins) == len(snapshot),
+        len(times) == len(snapshot.features) and len(origins) == len(num_dropped) == len(snapshot),
         "the times of the readings do not have the length that the records state",
     )
+    _require(_is_within(num_dropped, MAX_AGE), "the number of dropped readings of a record is out of range")
     # The first reading of a record sets its origin.
     all_times = np.append(times, origins[snapshot.counts > 0])
     is_valid = (all_times > -MAX_AGE) & (all_times < MAX_AGE)

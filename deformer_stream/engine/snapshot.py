@@ -180,10 +180,13 @@ class EventTimes:
         times: (T,) int64 event time of each reading, microseconds since 1970.
         origins: (R,) int64 event time from which the ages of each record's readings are counted, `NO_TIME` if the
             record has no reading yet.
+        num_dropped: (R,) int64 number of older readings of each record that are not among the T readings, because no
+            prediction depends on them any more.
     """
 
     times: Ints
     origins: Ints
+    num_dropped: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +354,7 @@ class Snapshot:
         unseen_place = num_kept_before[unseen] - num_kept_before[first_reading[record[unseen]]]
         event_times = self.event_times
         if event_times is not None:
-            event_times = EventTimes(event_times.times[is_kept], event_times.origins)
+            event_times = replace(event_times, times=event_times.times[is_kept])
         return replace(
             self,
             counts=np.bincount(record[is_kept], minlength=len(self)).astype(np.int32),
@@ -398,7 +401,8 @@ class Snapshot:
         """
         snapshot = self._drop_readings(np.zeros(len(self.features), bool))
         origins = np.full(len(self), NO_TIME, np.int64)
-        return replace(snapshot, ties=None, event_times=EventTimes(np.empty(0, np.int64), origins)), len(self.features)
+        event_times = EventTimes(np.empty(0, np.int64), origins, np.zeros(len(self), np.int64))
+        return replace(snapshot, ties=None, event_times=event_times), len(self.features)
 
     def accept_waiting(self, waiting: WaitingReadings) -> Snapshot:
         """Return the snapshot in which no reading waits for the end of its time slot.
@@ -567,7 +571,8 @@ def export_state(
         )
     event_times = None
     if records.is_irregular:
-        event_times = EventTimes(records.log.gather_times(rows[record], place), records.origin[rows])
+        times = records.log.gather_times(rows[record], place)
+        event_times = EventTimes(times, records.origin[rows], np.zeros(len(rows), np.int64))
     return Snapshot(
         vocabulary=Vocabulary.from_schema(records.schema),
         models=tuple(fingerprint_by_version[version] for version in versions.tolist()),

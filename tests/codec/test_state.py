@@ -31,6 +31,7 @@ from deformer_stream.engine.id_set import StringColumn
 from deformer_stream.engine.snapshot import (
     CircularSums,
     CompleteWindows,
+    EventTimes,
     Snapshot,
     TieGroups,
     Vocabulary,
@@ -119,6 +120,17 @@ CIRCULAR = replace(
     ),
 )
 """With a reading whose mean is circular."""
+
+UNIX_2020 = 1_583_750_073_000_000
+IRREGULAR = replace(
+    EXAMPLE,
+    event_times=EventTimes(
+        np.array([UNIX_2020, UNIX_2020 - 7, UNIX_2020 + 9]),
+        np.array([UNIX_2020, -(2**63), UNIX_2020 + 1]),
+        np.zeros(3, np.int64),
+    ),
+)
+"""With irregular readings, none of which was dropped."""
 
 texts = st.text(max_size=12)
 """Any text but lone surrogates, which no JSON that is accepted carries."""
@@ -214,7 +226,7 @@ def test_large_state_is_compressed(records: int, smaller: bool) -> None:
 
 def test_format_version_2_is_read() -> None:
     """Bytes written by a release must stay readable; a change of the format increases FORMAT_VERSION."""
-    assert FORMAT_VERSION == 6
+    assert FORMAT_VERSION == 7
     assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v2").read_bytes()), EXAMPLE)
     assert decode_decisions((GOLDEN / "decisions.v2").read_bytes()) == DECIDED
     head = (GOLDEN / "snapshot.v2").read_bytes()[: HEADER.size]
@@ -248,6 +260,22 @@ def test_format_version_5_is_written_only_for_circular_means() -> None:
     assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v5").read_bytes()), CIRCULAR)
 
 
+def test_format_version_7_is_written_for_irregular_readings() -> None:
+    """Since version 7, the columns of all parts that a snapshot does not have are missing."""
+    assert IRREGULAR.event_times is not None
+    dropping = replace(IRREGULAR, event_times=replace(IRREGULAR.event_times, num_dropped=np.array([7, 0, 2**40])))
+    data = encode_snapshot(dropping)
+    assert data[10] == 7
+    assert_same_snapshot(decode_snapshot(data), dropping)
+    for part in ({"waiting": SLOTTED.waiting}, {"waiting": CIRCULAR.waiting}, {"ties": TIED.ties}):
+        snapshot = replace(dropping, **part)
+        assert_same_snapshot(decode_snapshot(encode_snapshot(snapshot)), snapshot)
+
+
+def test_format_version_6_has_all_irregular_readings() -> None:
+    assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v6").read_bytes()), IRREGULAR)
+
+
 def test_format_version_1_suppresses_further_alerts() -> None:
     """Version 1 does not state the alpha of an alert, so records with an alert do not alert again."""
     assert (GOLDEN / "snapshot.v1").read_bytes()[9:11] == b"\x00\x01"
@@ -274,6 +302,7 @@ KINDS: dict[str, tuple[Callable[[bytes, str], object], bytes]] = {
     "ties": (decode_snapshot, encode_snapshot(TIED)),
     "slots": (decode_snapshot, encode_snapshot(SLOTTED)),
     "cycles": (decode_snapshot, encode_snapshot(CIRCULAR)),
+    "times": (decode_snapshot, encode_snapshot(IRREGULAR)),
 }
 
 

@@ -286,7 +286,7 @@ def assert_same_snapshot(a: Snapshot, b: Snapshot, tolerance: float = 0.0) -> No
                 assert np.array_equal(getattr(x, part), getattr(y, part)), part
         elif f.name == "event_times":
             assert (x is None) == (y is None)
-            for part in ("times", "origins") if x is not None else ():
+            for part in ("times", "origins", "num_dropped") if x is not None else ():
                 assert np.array_equal(getattr(x, part), getattr(y, part)), part
         elif f.name in ("waiting", "complete_windows"):
             assert (x is None) == (y is None)

@@ -178,13 +178,17 @@ def test_snapshot_of_irregular_readings_is_checked() -> None:
     snapshot = engine.snapshot(0, 1)
     assert encode_and_decode(snapshot).event_times is not None
     times, origins = snapshot.event_times.times, snapshot.event_times.origins  # type: ignore[union-attr]
+    num_dropped = np.array([3])
     for damaged in (
-        EventTimes(times[:-1], origins),
-        EventTimes(times, np.append(origins, 0)),
-        EventTimes(times, np.array([NO_TIME])),
-        EventTimes(np.where(times > 0, times, 2**62), origins),
+        EventTimes(times[:-1], origins, num_dropped),
+        EventTimes(times, np.append(origins, 0), num_dropped),
+        EventTimes(times, origins, np.append(num_dropped, 0)),
+        EventTimes(times, np.array([NO_TIME]), num_dropped),
+        EventTimes(np.where(times > 0, times, 2**62), origins, num_dropped),
     ):
         with pytest.raises(StateError, match="time"):
             encode_and_decode(replace(snapshot, event_times=damaged))
+    with pytest.raises(StateError, match="dropped"):
+        encode_and_decode(replace(snapshot, event_times=EventTimes(times, origins, np.array([-1]))))
     with pytest.raises(StateError, match="a record has a feature twice"):
         encode_and_decode(replace(snapshot, event_times=None))
