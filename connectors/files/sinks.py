@@ -84,9 +84,13 @@ EXPLANATIONS_SCHEMA = pa.schema(
         ("median", pa.float64()),
         ("high", pa.float64()),
         ("expected_label", pa.string()),
+        ("time", pa.timestamp("us", "UTC")),
     ]
 )
-"""The columns of `replay --explain`: one row per reading of a record that raised an alert."""
+"""The columns of `replay --explain`: one row per reading of a record that raised an alert.
+
+The time of a reading is null unless readings are irregular, because a feature then has several readings in a record.
+"""
 
 
 class ParquetSink:
@@ -369,6 +373,7 @@ def _make_explanation(alert: Alert, rank: int) -> dict[str, Any]:
         "low": expected.low,
         median_column: expected.median,
         "high": expected.high,
+        "time": contribution.time,
     }
 
 

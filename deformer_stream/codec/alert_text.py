@@ -58,7 +58,12 @@ def format_alert_line(alert: Alert, zone: tzinfo | None = None, today: date | No
         zone: The time zone in which the time is shown; the zone of this machine by default.
         today: The date that is left out, so that only the time of day is shown; by default every date is shown.
     """
-    suspects = [contribution for contribution in alert.contributions if contribution.suspect]
+    # A sensor can have several readings if readings are irregular. The line shows the most improbable one, the first.
+    suspect_by_feature: dict[str, Contribution] = {}
+    for contribution in alert.contributions:
+        if contribution.suspect:
+            suspect_by_feature.setdefault(contribution.feature, contribution)
+    suspects = list(suspect_by_feature.values())
     # Without suspects, the first contribution is the most suspicious reading. Without explanations there is none.
     named = suspects[:MAX_LISTED_FEATURES] or list(alert.contributions[:1])
     cause = "; ".join(map(format_contribution, named)) or "the readings are improbable together"

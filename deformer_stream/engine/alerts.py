@@ -205,7 +205,9 @@ class AlertBuilder:
             member_index, member_counts = record_index[members], num_readings[members]
             if self.records.is_irregular:
                 for member in members.tolist():
-                    explanation = self._explain_irregular(version, int(record_index[member]), int(num_readings[member]))
+                    explanation = self._explain_irregular(
+                        version, int(record_index[member]), int(num_readings[member]), record_ids[member]
+                    )
                     explanations[member] = version.fingerprint, explanation
                 continue
             codes, values = self.records.log.gather_padded(member_index, member_counts)
@@ -230,13 +232,16 @@ class AlertBuilder:
                 explanations[member] = version.fingerprint, explanation
         return explanations
 
-    def _explain_irregular(self, version: ModelVersion, record_index: int, num_readings: int) -> Explanation:
+    def _explain_irregular(
+        self, version: ModelVersion, record_index: int, num_readings: int, record_id: str
+    ) -> Explanation:
         """Explain the alert of a record with irregular readings by the context of the alerting reading.
 
         Args:
             version: The model version that scores the record.
             record_index: Row of the record in the record table.
             num_readings: Number of readings of the record when the alert was raised. Later readings are ignored.
+            record_id: Id of the record.
         """
         limit, log = version.context_limit, self.records.log
         if self.effort == "off" or limit is None:
@@ -255,11 +260,13 @@ class AlertBuilder:
             values,
             self.records.ages_of(rows, places),
             log.gather_times(rows, places),
+            record_id,
             unseen_labels={
                 position: label_by_place[place]
                 for position, place in enumerate(places.tolist())
                 if place in label_by_place
             },
+            effort=self.effort,
             kernels=version.kernels,
         )
 

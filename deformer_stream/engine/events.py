@@ -280,12 +280,14 @@ class Contribution:
             not suspects (see `suspect`). With `--explanations fast`, it is conditional on the earlier readings.
         expected: The range of values that the model expected, conditional on the same readings as `surprise`.
         attribution: Mean of -ln p(value | readings before it) over several orders of the readings. p is a density in
-            normalised units. The attributions of all readings sum up to -ln p of the record.
+            normalised units. The attributions of all readings sum up to -ln p of the record. If readings are irregular,
+            they sum up to -ln p of the alert's context.
         leave_one_out: -ln p(value | all other readings). p is a density in normalised units.
         relief: By how many nats the surprisal (−ln p) of the record decreases without this reading.
         suspect: Whether the alert is attributed to this reading. The suspects are the smallest known set of readings
             such that there is no alert if their values are replaced by expected ones. If no such set was found, they
-            are the largest set that was tried.
+            are the largest set that was tried. If readings are irregular, the suspects are the latest readings of the
+            sensor whose latest readings are most improbable given those of all other sensors.
         unit: The unit of the value and of the expected range, such as "m³/h"; None if it is not known.
         time: Event time of the reading, microseconds since 1970. None if readings are not irregular: a feature then has
             one reading in a record.

@@ -16,8 +16,12 @@ value given earlier readings, in nats; the surprisal of a record is the sum over
 Expected ranges are conditioned on the trusted readings, which are all readings but the suspects. The orders of one
 record share prefixes and are computed together as a tree (`engine.order_trees`).
 
-An alert of a record with irregular readings is explained by `explain_context` alone: how improbable each reading of the
-alert's context was given the readings before it.
+An alert of a record with irregular readings is explained by `explain_context`. The first question is answered in the
+same way, for the readings of the alert's context (those on which the alerting reading is conditional, and itself), each
+at its own time. The second and the third are not, for two reasons. A faulty sensor has several readings in a context,
+which make each other probable, so that no single reading is to blame. And the alert may depend on readings before the
+context, so that replacements cannot be tested. The suspects are therefore the latest readings of one sensor: those that
+are together most improbable given the readings of all other sensors (`_find_suspect_readings`).
 """
 
 from __future__ import annotations
@@ -34,11 +38,16 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.conformal import PrefixState, advance_prefix_state
 from deformer_stream.engine.events import Contribution, ExpectedRange, Explanation
 from deformer_stream.engine.imputation import find_likeliest_labels, round_to_quantum
-from deformer_stream.engine.order_trees import OrderTree, build_order_tree, compute_tree_conditionals
+from deformer_stream.engine.order_trees import (
+    OrderTree,
+    build_chain_tree,
+    build_order_tree,
+    compute_tree_conditionals,
+)
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.model.deformer import DEformer, to_tensor
-from deformer_stream.model.distributions import Conditional
+from deformer_stream.model.distributions import Conditional, ScoreTerms
 from deformer_stream.model.schema import Feature, Schema
 
 Floats = NDArray[np.float64]
@@ -71,6 +80,11 @@ MAX_CANDIDATES = 64
 """Largest number of readings of a record that may become suspects (readings that explain the alert). If a record has
 more, those that were most improbable on arrival are chosen, because the cost grows faster than their number."""
 
+MAX_CONTEXT_CANDIDATES = 256
+"""The same limit for a context of irregular readings. Contexts of usual sizes are below it. The cost of a context is
+bounded in this way, whatever its size: about 4,600 nodes of a tree of orders for the attributions, and fewer for the
+suspects and the expected values."""
+
 NUM_SINGLE_SUSPECTS = 4
 """Number of readings of which each is tried as the only suspect (reading that explains the alert). First the reading is
 tried whose removal makes the record most probable, then the others in one pass. A fault in one sensor is the most
@@ -99,6 +113,7 @@ class _RecordGroup:
         candidate_positions: (A, n) positions of the candidates, in a random order that depends on the record id only.
         record_ids: Ids of the A records.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
+        ages: (A, m) float64 seconds from the origin of the record to each reading; None if readings are not irregular.
     """
 
     schema: Schema
@@ -110,6 +125,7 @@ class _RecordGroup:
     candidate_positions: Ints
     record_ids: list[str]
     kernels: CpuKernels | None
+    ages: Floats | None = None
 
     def select(self, rows: Ints) -> _RecordGroup:
         """Return a group that contains only some of the A records of this group.
@@ -127,6 +143,7 @@ class _RecordGroup:
             candidate_positions=self.candidate_positions[rows],
             record_ids=[self.record_ids[row] for row in rows.tolist()],
             kernels=self.kernels,
+            ages=None if self.ages is None else self.ages[rows],
         )
 
 
@@ -262,6 +279,20 @@ class _TreeOutput:
         index = torch.from_numpy(nodes)
         return -_compute_log_p_value(self.conditional[:, index], self.values[:, index], self.kernels)
 
+    def compute_centered_nll(self, nodes: Ints) -> Floats:
+        """Return the centered NLL of the values at some nodes of the tree of orders: −ln p minus its expectation.
+
+        Args:
+            nodes: (K,) indexes of the nodes in the tree.
+
+        Returns:
+            (A, K) nats; positive if the value is less probable than usual.
+        """
+        index = torch.from_numpy(nodes)
+        terms = _compute_score_terms(self.conditional[:, index], self.values[:, index], self.kernels)
+        centered: Floats = terms.centered_nll.double().cpu().numpy()
+        return centered
+
     def sum_without_each_item(self) -> Floats:
         """Return for each of n readings (the items) the surprisal that each record would have without this reading.
 
@@ -359,15 +390,15 @@ def explain_context(
     raw_values: Floats,
     ages: Floats,
     times: Ints,
+    record_id: str,
     unseen_labels: Mapping[int, str],
+    effort: ExplanationEffort = "full",
     kernels: CpuKernels | None = None,
 ) -> Explanation:
     """Explain why a record with irregular readings has raised an alert, by the readings of the alert's context.
 
-    The context consists of the readings on which the alerting reading is conditional, and of the reading itself. For
-    each of them, the contribution is how improbable it was given the readings before it in the context, and which
-    values were expected. For the readings of the current block, these are the distributions by which they were scored.
-    Suspects are not searched for, because the alert may depend on readings before the context.
+    The context consists of the readings on which the alerting reading is conditional, and of the reading itself. Each
+    of them has one contribution, with its time. The suspects are readings of one sensor, or there are none.
 
     Args:
         model: The network, in evaluation mode.
@@ -375,42 +406,92 @@ def explain_context(
         raw_values: (L,) values in raw units, or label codes.
         ages: (L,) seconds from the origin of the record to each reading.
         times: (L,) event times, microseconds since 1970.
+        record_id: Id of the record. It determines random orders of the readings, so a record always gets the same
+            explanation.
         unseen_labels: Texts of labels that the model does not have, by position in the context, from 0.
+        effort: How much to compute, see `ExplanationEffort`. With "fast", the most improbable reading given those
+            before it comes first, and there are no suspects. For the readings of the current block, these are the
+            distributions by which they were scored.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
 
     Returns:
-        The explanation, with the `MAX_CANDIDATES` most improbable readings at most. Readings of context features, which
-        are not scored, are left out.
+        The explanation, without readings of context features, which are not scored. It is empty if there are no others,
+        or if the effort is "off".
     """
-    schema = model.schema
-    values = schema.normalise(codes, raw_values)
-    with torch.inference_mode():
-        code_tensor, value_tensor = to_tensor(codes[None], model), to_tensor(values[None], model)
-        age_tensor = torch.from_numpy(ages[None]).to(model.device)  # float64, whatever the dtype of the model
-        if kernels is None:
-            conditional = model.conditionals(code_tensor, value_tensor, ages=age_tensor)
-            quantiles = conditional.quantiles(EXPECTED_QUANTILES)
-        else:
-            conditional = kernels.conditionals_of_records(code_tensor, value_tensor, ages=age_tensor)
-            quantiles = kernels.quantiles(conditional, EXPECTED_QUANTILES)
-        surprise = -_compute_log_p_value(conditional, value_tensor, kernels)[0]
-    expected = schema.denormalise(codes, quantiles.double().cpu().numpy()[:, 0])  # (3, L)
-    likeliest_label = find_likeliest_labels(schema, codes[None], conditional)[0]
-    contributions = []
-    for position in np.flatnonzero(~schema.is_context[codes]).tolist():
-        feature = schema.features[codes[position]]
-        contributions.append(
-            Contribution(
-                feature=feature.name,
-                value=_format_value(feature, float(raw_values[position]), unseen_labels.get(position)),
-                surprise=float(surprise[position]),
-                expected=_make_expected_range(feature, expected[:, position], int(likeliest_label[position])),
-                unit=feature.unit,
-                time=int(times[position]),
-            )
+    if effort == "off" or model.schema.is_context[codes].all():
+        return Explanation(())
+    if effort == "fast":
+        findings = _compute_arrival_findings(model, codes[None], raw_values[None], kernels, ages[None])
+    else:
+        is_decision_point = np.ones((1, len(codes)), bool)
+        group = _choose_candidates(
+            model, codes[None], raw_values[None], is_decision_point, [record_id], kernels, ages[None]
         )
-    contributions.sort(key=lambda contribution: -contribution.surprise)  # a stable sort: equal ones in arrival order
-    return Explanation(tuple(contributions[:MAX_CANDIDATES]))
+        findings = _compute_context_findings(model, group)
+    return _build_explanation(model.schema, findings, 0, codes, raw_values, unseen_labels, times)
+
+
+def _compute_context_findings(model: DEformer, group: _RecordGroup) -> _Findings:
+    """Return the complete findings for the readings of one context of irregular readings.
+
+    Args:
+        model: The network.
+        group: The context, as a group of one record, with its candidates (readings that may become suspects).
+    """
+    given, candidates = group.given_positions, group.candidate_positions
+    num_given, num_candidates = given.shape[1], candidates.shape[1]
+    findings = _Findings.empty(*group.codes.shape)
+    positions = np.concatenate([given, candidates], 1)
+    output = _compute_tree(model, group, positions, build_order_tree(num_given, num_candidates, is_mirrored=True))
+    _store_attributions(findings, group, output)
+    suspects = _find_suspect_readings(model, group)[None]
+    findings.is_suspect[0, suspects] = True
+    # Suspects are computed given all other readings, and each other reading given all but itself and the suspects.
+    trusted = _remove_from_rows(candidates, suspects)
+    tree = build_order_tree(num_given, trusted.shape[1], suspects.shape[1])
+    positions = np.concatenate([given, trusted, suspects], 1)
+    output = _compute_tree(model, group, positions, tree)
+    nodes = np.concatenate([np.arange(num_given), tree.leaves])
+    _store_surprise_and_expected_values(model, findings, np.zeros(1, np.int64), positions, output, nodes)
+    return findings
+
+
+def _find_suspect_readings(model: DEformer, group: _RecordGroup) -> Ints:
+    """Return the readings of a context of irregular readings to which its alert is attributed: those of one sensor.
+
+    A sensor that becomes faulty at some time has faulty readings from then on. For each sensor and each number j, the
+    last j readings of the sensor have an excess: −ln p of them given all other readings of the context, minus its
+    expectation. The suspects are the readings with the largest excess. In an exact density, this is the likelihood
+    ratio of two explanations: a sensor whose last j readings are arbitrary, but as probable as usual, and no fault.
+
+    The excess is the sum of the centered NLLs of these readings in orders that end with the sensor's readings. It is
+    the mean over two orders of the sensors, of which one is the reverse of the other.
+
+    Args:
+        model: The network.
+        group: The context, as a group of one record with n candidates. Readings that are not candidates are given.
+
+    Returns:
+        (k,) positions of the suspects in the order of acceptance. Empty if no sensor has a positive excess: then the
+        alert follows from readings before the context.
+    """
+    candidates = group.candidate_positions[0]
+    # Sensors are in a random order, because candidates are; the readings of a sensor are in the order of acceptance.
+    sensors = dict.fromkeys(group.codes[0, candidates].tolist())
+    chains = [np.sort(candidates[group.codes[0, candidates] == sensor]) for sensor in sensors]
+    tree = build_chain_tree(group.given_positions.shape[1], [len(chain) for chain in chains])
+    output = _compute_tree(model, group, np.concatenate([group.given_positions[0], *chains])[None], tree)
+    # The two orders that end with a chain are as long as all others, because each contains all readings.
+    paths = tree.paths.reshape(2, len(chains), -1)
+    suspects, largest_excess = np.empty(0, np.int64), 0.0
+    for index, chain in enumerate(chains):
+        last_nodes = paths[:, index, -len(chain) :]  # (2, n) for a chain of n readings
+        terms = output.compute_centered_nll(last_nodes.ravel()).reshape(last_nodes.shape).mean(0)
+        excess_by_length = np.cumsum(terms[::-1])  # of the last 1, 2, … readings
+        length = int(excess_by_length.argmax()) + 1
+        if excess_by_length[length - 1] > largest_excess:
+            suspects, largest_excess = chain[-length:], float(excess_by_length[length - 1])
+    return suspects
 
 
 def _group_similar_records(schema: Schema, codes: Ints) -> Iterator[Ints]:
@@ -452,7 +533,7 @@ def bound_num_nodes(num_items: int) -> int:
 
 
 def _compute_arrival_findings(
-    model: DEformer, codes: Ints, raw_values: Floats, kernels: CpuKernels | None
+    model: DEformer, codes: Ints, raw_values: Floats, kernels: CpuKernels | None, ages: Floats | None = None
 ) -> _Findings:
     """Compute how improbable each reading was and which values were expected, given the readings that arrived before.
 
@@ -461,6 +542,7 @@ def _compute_arrival_findings(
         codes: (A, m) feature codes (indexes in the schema) of A records with m readings each, in order of arrival.
         raw_values: (A, m) values in raw units, or label codes.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
+        ages: (A, m) seconds from the origin of the record to each reading, if readings are irregular.
 
     Returns:
         Findings with the attributes `surprise`, `expected` and `likeliest_label`. The others are not computed.
@@ -470,8 +552,8 @@ def _compute_arrival_findings(
     # readings at its ancestors. This tree has one order, the order of arrival: node t stands for reading t.
     arrival_tree = build_order_tree(num_given=num_readings, num_items=0)
     positions = np.broadcast_to(np.arange(num_readings), codes.shape)
-    # `_compute_tree` uses only the codes, values and kernels of a group. The other attributes, such as the candidates,
-    # are needed to find suspects (readings to which an alert is attributed), which is not done here.
+    # `_compute_tree` uses only the codes, values, ages and kernels of a group. The other attributes, such as the
+    # candidates, are needed to find suspects (readings to which an alert is attributed), which is not done here.
     group = _RecordGroup(
         schema=model.schema,
         codes=codes,
@@ -482,6 +564,7 @@ def _compute_arrival_findings(
         candidate_positions=positions[:, :0],
         record_ids=[],
         kernels=kernels,
+        ages=ages,
     )
     output = _compute_tree(model, group, positions, arrival_tree)
     findings = _Findings.empty(num_records, num_readings)
@@ -497,11 +580,13 @@ def _choose_candidates(
     is_decision_point: Bools,
     record_ids: list[str],
     kernels: CpuKernels | None,
+    ages: Floats | None = None,
 ) -> _RecordGroup:
     """Choose the candidates of A records: the readings to which the alert can be attributed.
 
-    Readings of context features are never candidates, because they are not scored. If a record has more than
-    `MAX_CANDIDATES` other readings, the candidates are those that were most improbable given the earlier ones.
+    Readings of context features are never candidates, because they are not scored. If a record has more
+    other readings than may become candidates, the candidates are those that were most improbable given the earlier
+    ones.
 
     Args:
         model: The network.
@@ -511,6 +596,7 @@ def _choose_candidates(
         is_decision_point: (A, m) whether the record can raise an alert after this reading.
         record_ids: The A record ids, from which the random order of the candidates is drawn.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
+        ages: (A, m) seconds from the origin of the record to each reading, if readings are irregular.
 
     Returns:
         The records with their candidates in random order.
@@ -518,14 +604,15 @@ def _choose_candidates(
     # Given readings are those that are not candidates.
     is_given = model.schema.is_context[codes]
     num_readings, num_scored = codes.shape[1], int((~is_given[0]).sum())
-    num_candidates = min(num_scored, MAX_CANDIDATES)
-    if num_scored > MAX_CANDIDATES:
-        surprise = _compute_arrival_findings(model, codes, raw_values, kernels).surprise
+    max_candidates = MAX_CANDIDATES if ages is None else MAX_CONTEXT_CANDIDATES
+    num_candidates = min(num_scored, max_candidates)
+    if num_scored > max_candidates:
+        surprise = _compute_arrival_findings(model, codes, raw_values, kernels, ages).surprise
         surprise = np.where(is_given, -np.inf, surprise)
         descending = -np.sort(-surprise, 1)
-        smallest_of_candidates = descending[:, MAX_CANDIDATES - 1 : MAX_CANDIDATES]
+        smallest_of_candidates = descending[:, max_candidates - 1 : max_candidates]
         is_given = surprise < smallest_of_candidates
-        is_given |= np.cumsum(~is_given, 1) > MAX_CANDIDATES  # of equal surprises, the first become candidates
+        is_given |= np.cumsum(~is_given, 1) > max_candidates  # of equal surprises, the first become candidates
     positions = np.argsort(~is_given, 1, kind="stable")  # given readings first, both kinds in order of arrival
     num_given = num_readings - num_candidates
     random_order = np.stack([_make_rng(record_id).permutation(num_candidates) for record_id in record_ids])
@@ -539,6 +626,7 @@ def _choose_candidates(
         candidate_positions=np.take_along_axis(positions[:, num_given:], random_order, 1),
         record_ids=record_ids,
         kernels=kernels,
+        ages=ages,
     )
 
 
@@ -568,8 +656,11 @@ def _compute_tree(model: DEformer, group: _RecordGroup, positions: Ints, tree: O
     # (A, W): the readings in the numbering of the tree.
     codes = np.take_along_axis(group.codes, positions, 1)
     values = to_tensor(np.take_along_axis(group.values, positions, 1), model)
+    ages = None
+    if group.ages is not None:  # float64, whatever the dtype of the model
+        ages = torch.from_numpy(np.take_along_axis(group.ages, positions, 1)).to(model.device)
     with torch.inference_mode():
-        conditional = compute_tree_conditionals(model, tree, to_tensor(codes, model), values, group.kernels)
+        conditional = compute_tree_conditionals(model, tree, to_tensor(codes, model), values, group.kernels, ages)
         node_values = values[:, torch.from_numpy(tree.reading_index).to(model.device)]  # (A, T)
         surprisal = -conditional.log_prob(node_values).double().cpu().numpy()
     node_codes = codes[:, tree.reading_index]
@@ -851,16 +942,26 @@ def _compute_log_p_value(conditional: Conditional, values: torch.Tensor, kernels
     Returns:
         Natural logarithms of the same shape.
     """
-    # The network's distributions and the compiled kernels offer the same function. It computes −ln p of the values and
-    # the minimum, mean and variance of −ln p, from which the p-values of continuous features follow.
-    surprisal = conditional.compute_surprisal(values) if kernels is None else kernels.surprisal(conditional, values)
-    log_p_value = conditional.compute_score_terms(values, surprisal).log_p_value
-    log_p_array: Floats = log_p_value.double().cpu().numpy()
+    log_p_array: Floats = _compute_score_terms(conditional, values, kernels).log_p_value.double().cpu().numpy()
     return log_p_array
 
 
+def _compute_score_terms(conditional: Conditional, values: torch.Tensor, kernels: CpuKernels | None) -> ScoreTerms:
+    """Return how improbable each value is under its distribution. The arguments are those of `_compute_log_p_value`."""
+    # The network's distributions and the compiled kernels offer the same function. It computes −ln p of the values and
+    # the minimum, mean and variance of −ln p, from which the p-values of continuous features follow.
+    surprisal = conditional.compute_surprisal(values) if kernels is None else kernels.surprisal(conditional, values)
+    return conditional.compute_score_terms(values, surprisal)
+
+
 def _build_explanation(
-    schema: Schema, findings: _Findings, row: int, codes: Ints, raw_values: Floats, unseen_labels: Mapping[int, str]
+    schema: Schema,
+    findings: _Findings,
+    row: int,
+    codes: Ints,
+    raw_values: Floats,
+    unseen_labels: Mapping[int, str],
+    times: Ints | None = None,
 ) -> Explanation:
     """Return the explanation of the alert of one record: a list of its readings, the most suspicious first.
 
@@ -874,6 +975,7 @@ def _build_explanation(
         codes: (m,) feature codes (indexes in the schema) of the record's m readings in order of arrival.
         raw_values: (m,) values in raw units, or label codes.
         unseen_labels: Texts of labels that the model does not have, by position in the order of arrival, from 0.
+        times: (m,) event times of the readings, microseconds since 1970, if readings are irregular.
 
     Returns:
         The explanation, without the readings of context features, which are not scored.
@@ -894,9 +996,11 @@ def _build_explanation(
                 relief=_none_if_nan(findings.relief[cell]),
                 suspect=bool(findings.is_suspect[cell]),
                 unit=feature.unit,
+                time=None if times is None else int(times[position]),
             )
         )
-    contributions.sort(key=_make_sort_key)
+    # The sort is stable: equal ones stay in arrival order.
+    contributions.sort(key=_make_sort_key if times is None else _make_context_sort_key)
     suspects = tuple(contribution.feature for contribution in contributions if contribution.suspect)
     # If no set of suspects avoids the alert, the marked ones are only the largest set that was tried.
     silenced_by = suspects if findings.is_silenced[row] else None
@@ -916,6 +1020,16 @@ def _make_sort_key(contribution: Contribution) -> tuple[bool, bool, float]:
     suspicion = contribution.surprise + (contribution.relief or 0.0)
     # In ascending order, False precedes True.
     return not contribution.suspect, not is_candidate, -suspicion
+
+
+def _make_context_sort_key(contribution: Contribution) -> tuple[bool, float]:
+    """Return a sort key by which the most suspicious reading of a context of irregular readings comes first.
+
+    Suspects precede all others. Within each class, readings are ordered by their surprise, the largest first. The
+    relief is no part of the key, because it depends on how predictable a sensor is. The readings of a very noisy
+    sensor, of which there can be many, would come first.
+    """
+    return not contribution.suspect, -contribution.surprise
 
 
 def _none_if_nan(value: np.float64) -> float | None:

@@ -12,8 +12,10 @@ ancestors only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 import torch
@@ -26,6 +28,10 @@ from deformer_stream.model.distributions import Conditional
 from deformer_stream.model.gaussian_prior import PriorConditional
 
 Ints = NDArray[np.int64]
+
+MAX_READINGS_PER_PASS = 8192
+"""Largest number of readings, padding included, for which a prior and time inputs are computed in one pass. Orders of
+irregular readings are computed one by one for them, so many would need much memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +46,13 @@ class OrderTree:
 
     - Given readings: every order begins with them. If there are no others, they are the only order.
     - Items: each item is the last reading of one order, after the given readings and all other items. If the tree is
-      mirrored, each item is the last reading of a second order, too.
+      mirrored, each item is the last reading of a second order, too. An item can also be a chain of several readings,
+      which stay together in all orders (`build_chain_tree`).
     - Extra readings: each is in a single order, after the given readings and all items. Such an order is one reading
       longer than the others.
 
     Attributes:
         reading_index: (T,) number of the reading at each node, 0 … W − 1.
-        ancestor_mask: (T, T) bool; entry [t, u] says whether node u is an ancestor of node t (the node itself is not).
         paths: (P, D) the nodes of each order from first to last; D is the length of the longest order. Shorter orders
             are padded with −1 at the end. The rows are the orders that end with the first item, the second item, …; in
             a mirrored tree, the second orders that end with these items; and the orders that end with extra readings.
@@ -60,7 +66,6 @@ class OrderTree:
     """
 
     reading_index: Ints
-    ancestor_mask: NDArray[np.bool_]
     paths: Ints
     path_and_depth: Ints
     num_parts: int = 1
@@ -73,6 +78,15 @@ class OrderTree:
         last_position = (self.paths >= 0).sum(1) - 1
         last_nodes: Ints = self.paths[np.arange(len(self.paths)), last_position]
         return last_nodes
+
+    @property
+    def ancestor_mask(self) -> NDArray[np.bool_]:
+        """(T, T) bool; entry [t, u] says whether node u is an ancestor of node t (the node itself is not)."""
+        path_index, depths = self.path_and_depth
+        is_above = np.arange(self.paths.shape[1]) < depths[:, None]  # (T, D)
+        mask = np.zeros((len(depths), len(depths)), bool)
+        mask[np.nonzero(is_above)[0], self.paths[path_index][is_above]] = True
+        return mask
 
 
 @lru_cache(maxsize=64)
@@ -96,7 +110,7 @@ def build_order_tree(num_given: int, num_items: int, num_extra: int = 0, is_mirr
     """
     builder = _TreeBuilder()
     given_path = builder.append_path([], list(range(num_given)))
-    items = list(range(num_given, num_given + num_items))
+    items = [[num_given + i] for i in range(num_items)]
     paths: list[list[int]] = []
     if items:
         paths += builder.append_leave_one_out(given_path, items)
@@ -114,6 +128,27 @@ def build_order_tree(num_given: int, num_items: int, num_extra: int = 0, is_mirr
     # same shape as the first one if there are no extra readings.
     has_two_parts = bool(items) and is_mirrored and not num_given and not num_extra
     return builder.build(paths or [given_path], 2 if has_two_parts else 1, num_items, num_extra)
+
+
+def build_chain_tree(num_given: int, chain_lengths: Sequence[int]) -> OrderTree:
+    """Return a mirrored trie of orders in which several readings stay together, for each chain two orders with it last.
+
+    The tree is that of `build_order_tree`, with a chain of readings in place of each item. The readings of a chain keep
+    their order, also in the mirrored part.
+
+    Args:
+        num_given: Number of readings with which all orders begin. They have the first numbers.
+        chain_lengths: Number of readings of each chain, at least 1. The readings of a chain have consecutive numbers,
+            the chains one after the other. There is at least one chain.
+    """
+    builder = _TreeBuilder()
+    given_path = builder.append_path([], list(range(num_given)))
+    ends = [num_given + int(end) for end in np.cumsum(chain_lengths)]
+    chains = [list(range(end - length, end)) for end, length in zip(ends, chain_lengths, strict=True)]
+    paths = builder.append_leave_one_out(given_path, chains)
+    paths += builder.append_leave_one_out(given_path, chains[::-1])[::-1]
+    # There is one part, because the mirrored orders have another shape if the chains differ in length.
+    return builder.build(paths, 1, len(chains), 0)
 
 
 class _TreeBuilder:
@@ -143,7 +178,7 @@ class _TreeBuilder:
             self.reading_index.append(reading)
         return path
 
-    def append_leave_one_out(self, path: list[int], items: list[int]) -> list[list[int]]:
+    def append_leave_one_out(self, path: list[int], items: list[list[int]]) -> list[list[int]]:
         """Add for each item an order of all items that ends with it, below a path of the trie.
 
         The orders share many nodes. Orders that end with an item of the first half share the nodes of the second half,
@@ -152,18 +187,19 @@ class _TreeBuilder:
 
         Args:
             path: The nodes from a root to the node below which the orders start; empty to start at a new root.
-            items: The numbers of the readings to order, at least one.
+            items: For each item, at least one, the numbers of its readings, which stay together in this order.
 
         Returns:
             For each item, the path of the order that ends with it, from the root.
         """
         if len(items) == 1:
-            return [self.append_path(path, items)]
+            return [self.append_path(path, items[0])]
         middle = len(items) // 2
         first_half, second_half = items[:middle], items[middle:]
+        first_readings, second_readings = list(chain(*first_half)), list(chain(*second_half))
         return [
-            *self.append_leave_one_out(self.append_path(path, second_half), first_half),
-            *self.append_leave_one_out(self.append_path(path, first_half), second_half),
+            *self.append_leave_one_out(self.append_path(path, second_readings), first_half),
+            *self.append_leave_one_out(self.append_path(path, first_readings), second_half),
         ]
 
     def build(self, paths: list[list[int]], num_parts: int, num_items: int, num_extra: int) -> OrderTree:
@@ -177,9 +213,6 @@ class _TreeBuilder:
             num_extra: Number of extra readings. The last `num_extra` paths end with them, and no other path has them.
         """
         num_nodes = len(self.reading_index)
-        ancestor_mask = np.zeros((num_nodes, num_nodes), bool)
-        for node, ancestors in enumerate(self.ancestors):
-            ancestor_mask[node, ancestors] = True
         padded_paths = np.full((len(paths), max(map(len, paths), default=0)), -1)
         path_and_depth = np.zeros((2, num_nodes), np.int64)
         for path_index, path in enumerate(paths):
@@ -188,11 +221,16 @@ class _TreeBuilder:
             path_and_depth[0, path] = path_index
             path_and_depth[1, path] = np.arange(len(path))
         reading_index = np.array(self.reading_index, np.int64)
-        return OrderTree(reading_index, ancestor_mask, padded_paths, path_and_depth, num_parts, num_items, num_extra)
+        return OrderTree(reading_index, padded_paths, path_and_depth, num_parts, num_items, num_extra)
 
 
 def compute_tree_conditionals(
-    model: DEformer, tree: OrderTree, codes: Tensor, values: Tensor, kernels: CpuKernels | None = None
+    model: DEformer,
+    tree: OrderTree,
+    codes: Tensor,
+    values: Tensor,
+    kernels: CpuKernels | None = None,
+    ages: Tensor | None = None,
 ) -> Conditional:
     """Return the distribution of the reading at each node of a tree of orders, given the readings at its ancestors.
 
@@ -205,60 +243,88 @@ def compute_tree_conditionals(
             w in the tree. There is no padding.
         values: (A, W) the values of the same readings in normalised units, or label codes.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
+        ages: (A, W) float64 seconds from the origin of the record to the same readings, if readings are irregular.
 
     Returns:
         Distributions of shape (A, T): entry [a, t] is that of the reading of record a at node t.
     """
     reading_index = torch.from_numpy(tree.reading_index).to(model.device)
     node_codes, node_values = codes[:, reading_index], values[:, reading_index]
+    node_ages = None if ages is None else ages[:, reading_index]
     num_records, num_nodes = node_codes.shape
     # The nodes consist of one or two parts of the same shape, without edges between them. Nodes of different parts do
     # not attend to each other, so each part is computed like a record of its own, with `nodes_per_part` readings.
     nodes_per_part = num_nodes // tree.num_parts
     part_codes, part_values = node_codes.reshape(-1, nodes_per_part), node_values.reshape(-1, nodes_per_part)
-    ancestor_mask = tree.ancestor_mask[:nodes_per_part, :nodes_per_part]
     if kernels is not None:
         # The kernels need only the depths: as nodes are in depth-first order, these determine the ancestors.
-        depths = ancestor_mask.sum(1)
-        return kernels.conditionals_of_records(part_codes, part_values, depths).reshape(num_records, num_nodes)
-    prior = _compute_tree_prior(model, tree, node_codes, node_values)
+        depths = tree.path_and_depth[1, :nodes_per_part]
+        part_ages = None if node_ages is None else node_ages.reshape(-1, nodes_per_part)
+        conditional = kernels.conditionals_of_records(part_codes, part_values, depths, part_ages)
+        return conditional.reshape(num_records, num_nodes)
+    prior, time_inputs = _compute_tree_inputs(model, tree, node_codes, node_values, node_ages)
+
+    def split_parts(tensor: Tensor) -> Tensor:
+        """Return a tensor (A, T, …) as (A · num_parts, nodes_per_part, …), like the codes and values."""
+        return torch.unflatten(tensor, 1, (-1, nodes_per_part)).flatten(0, 1)
+
     if prior is not None:
-        # From shape (A, T, …) to (A · num_parts, nodes_per_part, …), like the codes and values.
-        prior = PriorConditional(
-            *(torch.unflatten(tensor, 1, (-1, nodes_per_part)).flatten(0, 1) for tensor in prior.tensors)
-        )
-    attention_mask = torch.from_numpy(ancestor_mask).to(model.device)
-    return model.conditionals(part_codes, part_values, prior, attention_mask).reshape(num_records, num_nodes)
+        prior = PriorConditional(*map(split_parts, prior.tensors))
+    if time_inputs is not None:
+        time_inputs = split_parts(time_inputs)
+    attention_mask = torch.from_numpy(tree.ancestor_mask[:nodes_per_part, :nodes_per_part]).to(model.device)
+    conditional = model.conditionals(part_codes, part_values, prior, attention_mask, time_inputs=time_inputs)
+    return conditional.reshape(num_records, num_nodes)
 
 
-def _compute_tree_prior(
-    model: DEformer, tree: OrderTree, node_codes: Tensor, node_values: Tensor
-) -> PriorConditional | None:
-    """Return the Gaussian prior's distribution of the reading at each node of a tree of orders, given its ancestors.
+def _compute_tree_inputs(
+    model: DEformer, tree: OrderTree, node_codes: Tensor, node_values: Tensor, node_ages: Tensor | None
+) -> tuple[PriorConditional | None, Tensor | None]:
+    """Return further inputs of the network at each node of a tree of orders, which depend on the node's ancestors.
 
-    The Gaussian prior is a mixture of Gaussians that was fitted before training; its conditional distributions are
-    inputs of the network. A tree of orders is a trie of several orders of a record's readings. The prior cannot compute
-    a trie, so it computes each order as a record of its own. The result of a node is taken from one of the orders that
-    contain it; all give the same result, because the ancestors are the same.
+    They are the distributions under the prior (which was fitted before training) and, if readings are irregular, the
+    time since the previous reading of the sensor. A tree of orders is a trie of several orders of a record's readings.
+    These inputs cannot be computed for a trie, so each order is computed as a record of its own. The result of a node
+    is taken from one of the orders that contain it; all give the same result, because the ancestors are the same.
 
     Args:
         model: The network.
         tree: A tree with T nodes and P orders, which is applied to each of A records.
         node_codes: (A, T) feature codes (indexes in the schema) of the readings at the nodes.
         node_values: (A, T) the values of the same readings in normalised units, or label codes.
+        node_ages: (A, T) float64 seconds from the origin of the record to these readings, if readings are irregular.
 
     Returns:
-        Distributions of shape (A, T), or None if the model has no Gaussian prior.
+        First distributions of shape (A, T), or None if the model has no prior. Second (A, T, inputs) the inputs that
+        express the times, or None if readings are not irregular.
     """
-    if model.gaussians is None:
-        return None
+    if not model.num_prior_components and node_ages is None:
+        return None, None
     paths = torch.from_numpy(tree.paths).to(model.device)  # (P, D) nodes of each order, −1 as padding
     # Each order of each record becomes one row of the input, (A · P, D), with feature code −1 as padding (its
     # values are ignored).
     path_codes = node_codes[:, paths].masked_fill(paths < 0, -1).flatten(0, 1)
     path_values = node_values[:, paths].flatten(0, 1)
-    path_prior: PriorConditional = model.gaussians(path_codes, path_values)
+    path_ages = None if node_ages is None else node_ages[:, paths].flatten(0, 1)
     # The orders of record a are the rows a · P, …, a · P + P − 1. Node t is in order `path_index[t]`, at `depth[t]`.
     path_index, depth = torch.from_numpy(tree.path_and_depth).to(model.device)
     first_row = torch.arange(len(node_codes), device=model.device)[:, None] * len(paths)
-    return path_prior[first_row + path_index, depth]
+    cells = first_row + path_index, depth
+    if path_ages is None:
+        prior: PriorConditional | None = None if model.gaussians is None else model.gaussians(path_codes, path_values)
+        return (None if prior is None else prior[cells]), None
+    rows_per_pass = max(1, MAX_READINGS_PER_PASS // max(1, paths.shape[1]))
+    priors: list[PriorConditional] = []
+    times: list[Tensor] = []
+    for start in range(0, len(path_codes), rows_per_pass):
+        rows = slice(start, start + rows_per_pass)
+        if model.process is not None:
+            priors.append(model.process(path_codes[rows], path_values[rows], path_ages[rows]))
+        encoded = model.encode_times(path_codes[rows], path_ages[rows])
+        if encoded is not None:
+            times.append(encoded)
+    process_prior = None
+    if priors:
+        tensors = zip(*(prior.tensors for prior in priors), strict=True)
+        process_prior = PriorConditional(*(torch.cat(parts)[cells] for parts in tensors))
+    return process_prior, torch.cat(times)[cells] if times else None
