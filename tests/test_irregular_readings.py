@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -68,8 +69,9 @@ def test_replay_writes_a_score_for_each_accepted_reading(tmp_path: Path, has_win
     model = write_irregular_model(tmp_path / "m", Window(600_000_000, 1) if has_windows else None)
     table = make_long_table(120, "device" if has_windows else "record")
     pq.write_table(table, tmp_path / "in.parquet")
-    outputs = [tmp_path / name for name in ("scores.parquet", "records.parquet", "alerts.jsonl")]
-    options = [f"--{name}={path}" for name, path in zip(("output", "records", "alerts"), outputs, strict=True)]
+    outputs = [tmp_path / name for name in ("scores.parquet", "records.parquet", "alerts.jsonl", "why.parquet")]
+    names = ("output", "records", "alerts", "explain")
+    options = [f"--{name}={path}" for name, path in zip(names, outputs, strict=True)]
     arguments = ["replay", str(tmp_path / "in.parquet"), "--model", str(model), "--layout", "long", *options]
     assert run(arguments).returncode == 0
     scores, records = (pq.read_table(path).to_pylist() for path in outputs[:2])
@@ -90,6 +92,14 @@ def test_replay_writes_a_score_for_each_accepted_reading(tmp_path: Path, has_win
         assert alert["features_seen"] <= 3
         times = [contribution["time"] for contribution in alert["contributions"]]
         assert alert["time"] in times
+    # The explanations have a row for each contribution, with its time.
+    reasons = pq.read_table(outputs[3]).to_pylist()
+    contributions = [part for alert in alerts for part in alert["contributions"]]
+    assert len(reasons) == len(contributions)
+    for reason, part in zip(reasons, contributions, strict=True):
+        assert reason["time"].timestamp() == datetime.fromisoformat(part["time"]).timestamp()
+        assert (reason["feature"], reason["suspect"]) == (part["feature"], part["suspect"])
+        assert reason["attribution"] is not None
 
 
 def test_rows_of_a_wide_table_are_readings_of_one_time(tmp_path: Path) -> None:
@@ -159,6 +169,24 @@ def test_records_without_times_are_refused(tmp_path: Path) -> None:
     for function in (compute_record_scores, sum_centered_nll):
         with pytest.raises(ConfigError, match="the model is for irregular readings"):
             function(None, detector.artifact.model, codes, values)
+
+
+@pytest.mark.parametrize("command", ["replay", "calibrate"])
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [(["--order", "random"], "--order random"), (["--ties", "hold"], "ties")],
+    ids=["order", "ties"],
+)
+def test_options_without_meaning_are_refused(tmp_path: Path, command: str, options: list[str], named: str) -> None:
+    model = write_irregular_model(tmp_path / "m")
+    pq.write_table(make_long_table(30, "record"), tmp_path / "in.parquet")
+    out = ["--out", str(tmp_path / "new")] if command == "calibrate" else []
+    result = run([command, str(tmp_path / "in.parquet"), "--model", str(model), *options, *out])
+    assert result.returncode == 2
+    line = result.stderr.strip().splitlines()[-1]
+    assert named in line
+    assert "irregular" in line
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("command", ["impute", "sample", "replay"])

@@ -283,10 +283,19 @@ def open_inputs(
 
     Returns:
         The codec that decodes the events, and the source that reads them.
+
+    Raises:
+        ConfigError: The order of the readings is set, but the readings of the model are irregular.
     """
     from connectors.files import open_source
+    from deformer_stream.errors import ConfigError
     from deformer_stream.tables.table import TableOptions
 
+    if loaded.schema.reading_times is not None and settings.order not in (None, "arrival"):
+        raise ConfigError(
+            f"--order {settings.order} is for records with one reading of each feature, but the readings of the model "
+            "are irregular and are scored in the order of arrival: leave the option out"
+        )
     source = open_source(
         list(inputs),
         loaded.schema,
