@@ -243,14 +243,17 @@ class AlertBuilder:
             num_readings: Number of readings of the record when the alert was raised. Later readings are ignored.
             record_id: Id of the record.
         """
-        limit, log = version.context_limit, self.records.log
-        if self.effort == "off" or limit is None:
+        limit, log, contexts = version.context_limit, self.records.log, self.records.contexts
+        if self.effort == "off" or limit is None or contexts is None:
             return Explanation(())
-        block_start = (num_readings - 1) // limit.block * limit.block
-        earlier_codes = log.gather_features(np.full(block_start, record_index), np.arange(block_start))
-        offsets = np.array([0, block_start])
+        # Positions of the first reading of the block and after the last one, and their places in the log.
+        positions = np.array([0, num_readings])
+        positions[0] = contexts.find_block_starts(np.array([record_index]), positions[1:] - 1)[0]
+        block_place, end = self.records.find_places(np.full(2, record_index), positions).tolist()
+        earlier_codes = log.gather_features(np.full(block_place, record_index), np.arange(block_place))
+        offsets = np.array([0, block_place])
         selected, _ = select_contexts(earlier_codes, offsets, len(self.records.schema), limit.recent)
-        places = np.concatenate([selected, np.arange(block_start, num_readings)])
+        places = np.concatenate([selected, np.arange(block_place, end)])
         rows = np.full(len(places), record_index)
         codes, values = log.gather(rows, places)
         label_by_place = self.records.unseen_labels.get(record_index, {})

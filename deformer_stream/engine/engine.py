@@ -180,6 +180,7 @@ class Engine:
         self._unscorable: UnscorableReadings | None = None
         self._newest_version = 0
         self._models_by_version = {0: ModelVersion(model, calibration, fingerprint)}
+        self._set_context_limits()
         self._cache_by_shape: dict[CacheShape, Cache] = {}
         # Times (microseconds since 1970) before which no record and no tie group can time out. 0: check at once.
         self._next_record_timeout = self._next_tie_timeout = 0
@@ -259,6 +260,7 @@ class Engine:
             no_longer_waiting = np.array(ending + timed_out, np.int64)
             batch, to_score = decide_tie_groups(self.records, batch, accepted, no_longer_waiting)
         scored, alerts = self._score_and_alert(batch, to_score, accepted)
+        self.records.drop_old_readings(accepted.record_indices)
         closed = self._close(ending, close_reasons)
         drift_notices: list[DriftNotice] = []
         drift_states: dict[int, DriftState] = {}
@@ -313,6 +315,7 @@ class Engine:
         # The scores of records that stay open are needed for their later readings.
         stays_open = ~np.isin(to_score.record_indices, ending)
         self._score(to_score.record_indices[stays_open], to_score.seq[stays_open], NO_ALPHAS)
+        self.records.drop_old_readings(accepted.record_indices)
         self._release(ending)
 
     def preload_decisions(self, partition: int, decisions: Decisions) -> None:
@@ -452,12 +455,14 @@ class Engine:
         snapshots = {} if can_finish else {p: self.snapshot(p, now=0) for p in self.records.partitions}
         self._newest_version += 1
         self._models_by_version[self._newest_version] = ModelVersion(model, calibration, fingerprint)
+        self._set_context_limits()
         if self._drift_monitor is not None:
             # Evidence about the old calibration says nothing about the new one.
             self._drift_monitor = DriftMonitor(calibration, fingerprint, self._drift_monitor.level)
         if not can_finish:
             self.records = self.records.empty_copy(model.schema, holds_ties)
             self._models_by_version = {self._newest_version: self.current_version}
+            self._set_context_limits()
             self._cache_by_shape.clear()  # the table of records is new, so the rows of the caches have no meaning
         self._drop_unused_models()
         self._allocate_caches()  # the new model may need a cache of another shape
@@ -619,6 +624,7 @@ class Engine:
         # time 0 lets the next batch search for records that have timed out.
         self._next_record_timeout = self._next_tie_timeout = 0
         self._rescore(record_index[needs_rescoring])
+        self.records.drop_old_readings(record_index)
 
     def _get_timeout_places(self, record_index: int) -> Collection[int]:
         """Return where timeouts of the previous run have ended tie groups of a record.
@@ -657,6 +663,14 @@ class Engine:
             batch, accepted, rejections, num_combined = ingest_slots(self.records, batch, now, self._newest_version)
         self._grow_caches()
         return batch, accepted, rejections, num_combined
+
+    def _set_context_limits(self) -> None:
+        """Inform the table of records how many readings the contexts of each model version have at most."""
+        if self.records.contexts is not None:
+            versions = self._models_by_version.items()
+            self.records.contexts.limits = {
+                number: version.context_limit for number, version in versions if version.context_limit is not None
+            }
 
     def _grow_caches(self) -> None:
         """Extend the page table of every KV cache, so that it has a row for each row of the table of records.
@@ -776,16 +790,20 @@ class Engine:
         """Score all readings of records again, without alerts, after their model or the rules of scoring have changed.
 
         If the new p-value of a record is small enough for an alert, the record raises it when its next reading is
-        scored. Readings that still wait for others with the same event time are left out.
+        scored. Readings that still wait for others with the same event time are left out, and so are older irregular
+        readings, which are not stored any more.
 
         Args:
             record_index: (R,) row of each record in the table.
         """
         self.records.reset_scores(record_index)
         # The waiting readings are the last ones of a record, so those to score are the first ones.
-        num_to_score = self.records.num_readings[record_index] - self.records.num_pending[record_index]
-        record, place = ragged_indices(num_to_score)  # of each reading: index into `record_index`, position in record
-        self._score(record_index[record], place, NO_ALPHAS)
+        num_stored = self.records.count_stored(record_index)
+        num_to_score = num_stored - self.records.num_pending[record_index]
+        # Of each reading: index into `record_index`, and place in the log.
+        record, place = ragged_indices(num_to_score)
+        num_dropped = self.records.num_readings[record_index] - num_stored
+        self._score(record_index[record], num_dropped[record] + place, NO_ALPHAS)
 
     def _select_closing(
         self, accepted: AcceptedReadings, now: int, restoring_partitions: Collection[int]

@@ -5,7 +5,7 @@ gives each record an extent (consecutive elements of shared arrays) of about the
 full, it is replaced by one of twice the size. The extent of a closed record is used again for another record.
 
 If readings are irregular, a record has any number of readings of a sensor, and the log also stores when each of them
-was made.
+was made. It then has only the latest readings of a record (`deformer_stream.engine.record_contexts`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ MIN_EXTENT_SIZE = 8
 would save little compared with the record's row in the table, and growing records would be copied more often."""
 MAX_EXTENT_SIZE = 2**30
 """Readings that fit into the largest extent, if readings are irregular. The sizes of extents are int32."""
+EXTENT_STEP = 32
+"""Step between medium sizes of extents, if readings are irregular. A long record has about the same number of readings
+in each block, so extents whose sizes double would leave up to half of the memory unused for good."""
 INITIAL_NUM_PLACES = 1024
 """Length of the shared arrays of a new log, in readings."""
 
@@ -81,7 +84,10 @@ class ReadingLog:
         # class is the index of a size in this list. Size class 0 is that of a record without an extent.
         sizes, largest_size = [0], MAX_EXTENT_SIZE if has_times else num_features
         while sizes[-1] < largest_size:
-            sizes.append(min(largest_size, max(MIN_EXTENT_SIZE, 2 * sizes[-1])))
+            growth = max(MIN_EXTENT_SIZE, sizes[-1])
+            if has_times and growth > EXTENT_STEP:
+                growth = EXTENT_STEP if growth < 8 * EXTENT_STEP else growth // 2
+            sizes.append(min(largest_size, sizes[-1] + growth))
         self._extent_sizes = np.array(sizes, np.int64)
         self._free_extents = [_IndexStack() for _ in sizes]  # starts of freed extents, by size class
         self._has_ties, self._has_times = has_ties, has_times
@@ -143,23 +149,38 @@ class ReadingLog:
         too_small = (num_readings > self._extent_size[record_indices]).nonzero()[0]
         if not len(too_small):
             return
-        # An extent is the part of the shared arrays that a record occupies. Records whose extent is too small get a
-        # larger one: copy their readings, free the old extents, and write the readings into the new ones.
-        growing = record_indices[too_small]
+        num_stored = num_stored[too_small]
+        _, places = ragged_indices(num_stored)
+        self.keep(record_indices[too_small], places, num_stored, num_readings[too_small])
+
+    def keep(self, record_indices: Ints, places: Ints, num_kept: Ints, num_readings: Ints) -> None:
+        """Keep some of the readings of R records, drop the others, and reserve memory for new ones.
+
+        Args:
+            record_indices: (R,) distinct rows of the record table.
+            places: (K,) positions of the readings to keep, record after record, ascending within each. The first one of
+                a record gets the position 0, the next one the position 1, and so on.
+            num_kept: (R,) number of readings of each record to keep.
+            num_readings: (R,) number of readings for which each record reserves memory, old and new ones together.
+        """
         # The smallest extent size that is sufficient, as an index into the ascending sizes.
-        size_classes = np.searchsorted(self._extent_sizes, num_readings[too_small])
-        # For each stored reading: the index of its record in `growing`, and its position in the record.
-        record, place = ragged_indices(num_stored[too_small])
-        old_elements = self._extent_start[growing[record]] + place
-        stored_arrays = {name: getattr(self, name)[old_elements] for name in self._array_names}
-        self.free(growing)
-        for size_class in np.bincount(size_classes).nonzero()[0].tolist():  # each size class that occurs
-            members = growing[size_classes == size_class]
+        size_classes = np.searchsorted(self._extent_sizes, num_readings)
+        # For each kept reading: the index of its record in `record_indices`, and its new position in the record.
+        record, new_places = ragged_indices(num_kept)
+        rows = record_indices[record]
+        old_elements = self._extent_start[rows] + places
+        kept_arrays = {name: getattr(self, name)[old_elements] for name in self._array_names}
+        # An extent is the part of the shared arrays that a record occupies. Records that need one of another size
+        # return theirs first, so that others can use it.
+        has_other_size = self._extent_sizes[size_classes] != self._extent_size[record_indices]
+        self.free(record_indices[has_other_size])
+        for size_class in np.bincount(size_classes[has_other_size]).nonzero()[0].tolist():  # each class that occurs
+            members = record_indices[has_other_size & (size_classes == size_class)]
             self._extent_start[members] = self._allocate(size_class, len(members))
             self._extent_size[members] = self._extent_sizes[size_class]
-        new_elements = self._extent_start[growing[record]] + place
-        for name, stored in stored_arrays.items():
-            getattr(self, name)[new_elements] = stored
+        new_elements = self._extent_start[rows] + new_places
+        for name, kept in kept_arrays.items():
+            getattr(self, name)[new_elements] = kept
 
     def _allocate(self, size_class: int, num_extents: int) -> Ints:
         """Allocate extents of one size (consecutive elements of the shared arrays, each for the readings of a record).

@@ -1,133 +1,252 @@
-"""The bounded contexts of open records with irregular readings: which earlier readings a prediction depends on.
+"""The bounded contexts of open records with irregular readings, and which readings are not needed any more.
 
 The readings of a record are divided into blocks (`deformer_stream.model.bounded_context`). The context of a reading
 consists of the earlier readings of its block, and of a selection of the readings before the block: the latest ones, and
-the latest one of each sensor. A record can have thousands of readings, so the selection must not be searched for among
-all of them each time. `RecordContexts` keeps the latest reading of each sensor before the current block of a record.
-When a record enters its next block, only the readings of the block that ends are examined.
+the latest one of each sensor.
+
+A record can have thousands of readings. The selection for the next block contains only readings of the current block
+and of its own selection. Therefore the reading log stores only these: first the readings from before the block that
+were selected, then those of the block. When a record enters its next block, the selection is made among the stored
+readings, and the others are dropped.
+
+Two numbers refer to a reading. Its *position* counts all readings of the record, from 0, and never changes. Its *place*
+is its position among the readings that the log stores.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.engine.reading_log import ReadingLog
+from deformer_stream.model.bounded_context import ContextLimit, select_contexts
 from deformer_stream.ragged import ragged_indices
 
 Ints = NDArray[np.int64]
 
-MAX_READINGS_PER_PASS = 2**20
-"""Largest number of readings that are examined at a time. After a restart, all readings of each record are examined
-once."""
+NO_LIMIT = ContextLimit(recent=0, block=2**31 - 1)
+"""The limit of records that are not scored by a model: all readings are in one block, so none is dropped."""
 
 
 class RecordContexts:
-    """The latest reading of each sensor before the current block of each open record.
+    """The blocks and contexts of open records, and how many of their readings were dropped.
 
-    Records are identified by their row in the record table. The contents follow from the readings in the log, so they
-    are not part of snapshots.
+    Records are identified by their row in the record table.
 
     Args:
-        num_features: The number F of features of the schema.
+        num_features: Number of features of the schema.
 
     Attributes:
-        block_starts: (rows,) for each record the position of the first reading of the block to which `latest_places`
-            belongs.
-        latest_places: (rows, F) int32 for each sensor the position of its latest reading before that block, −1 if there
-            is none.
+        num_features: Number of features of the schema.
+        limits: By number of a model version, how many readings the contexts of its records have at most.
+        num_dropped: (rows,) number of readings of each record that the log does not store any more. 0 if the row has no
+            record.
+        block_starts: (rows,) position of the first reading of each record's current block. 0 if the row has no record.
+            The log stores `block_starts - num_dropped` readings from before the block. They belong to its context.
+        block: (rows,) number of readings of a block of the record.
+        recent: (rows,) number of the latest readings before a block that belong to its context.
     """
 
     def __init__(self, num_features: int) -> None:
+        self.num_features = num_features
+        self.limits: Mapping[int, ContextLimit] = {}
+        self.num_dropped = np.zeros(0, np.int64)
         self.block_starts = np.zeros(0, np.int64)
-        self.latest_places = np.zeros((0, num_features), np.int32)
+        self.block = np.zeros(0, np.int32)
+        self.recent = np.zeros(0, np.int32)
+        self._array_names = ("num_dropped", "block_starts", "block", "recent")
 
     @property
     def row_bytes(self) -> int:
         """Bytes for each row of the record table."""
-        return self.block_starts.itemsize + self.latest_places.itemsize * self.latest_places.shape[1]
+        return sum(getattr(self, name).itemsize for name in self._array_names)
 
     def resize(self, num_records: int) -> None:
         """Add rows without readings until there are `num_records` rows, the new size of the record table."""
-        num_new = num_records - len(self.block_starts)
-        self.block_starts = np.append(self.block_starts, np.zeros(num_new, np.int64))
-        new_places = np.full((num_new, self.latest_places.shape[1]), -1, np.int32)
-        self.latest_places = np.concatenate([self.latest_places, new_places])
+        for name in self._array_names:
+            array = getattr(self, name)
+            larger = np.zeros(num_records, array.dtype)
+            larger[: len(array)] = array
+            setattr(self, name, larger)
 
-    def reset(self, record_indices: Ints) -> None:
-        """Return the records in these rows to their first block, which has no reading before it."""
+    def limit_of(self, model_version: int) -> ContextLimit:
+        """Return the limit of the contexts of records that a model version scores."""
+        return self.limits.get(model_version, NO_LIMIT)
+
+    def initialize(self, record_indices: Ints, model_versions: Ints) -> None:
+        """Prepare the rows of new records.
+
+        Args:
+            record_indices: (R,) rows of the records.
+            model_versions: (R,) number of the model version that scores each record.
+        """
+        for version in np.unique(model_versions).tolist():
+            limit, members = self.limit_of(version), record_indices[model_versions == version]
+            self.block[members], self.recent[members] = limit.block, limit.recent
+
+    def restore(self, record_indices: Ints, num_dropped: Ints) -> None:
+        """Prepare the rows of records from a snapshot, whose stored readings form a block without a context.
+
+        `RecordTable.drop_old_readings` selects the contexts. It changes nothing if only needed readings are stored.
+
+        Args:
+            record_indices: (R,) rows of the records.
+            num_dropped: (R,) number of readings of each record that the log does not store.
+        """
+        self.num_dropped[record_indices] = num_dropped
+        self.block_starts[record_indices] = num_dropped
+
+    def release(self, record_indices: Ints) -> None:
+        """Reset the rows of closed records."""
+        self.num_dropped[record_indices] = 0
         self.block_starts[record_indices] = 0
-        self.latest_places[record_indices] = -1
 
-    def advance(self, log: ReadingLog, record_indices: Ints, block_starts: Ints) -> None:
-        """Move R records to the blocks that begin at the given positions.
+    def find_block_starts(self, record_indices: Ints, positions: Ints) -> Ints:
+        """Return the position of the first reading of the block to which each of R readings belongs, (R,).
+
+        If the block began with readings that are dropped, which is possible if another model scores the record again,
+        the first stored reading is the first one of the block.
+
+        Args:
+            record_indices: (R,) row of each reading's record.
+            positions: (R,) position of each reading in its record.
+        """
+        starts: Ints = positions - positions % self.block[record_indices]
+        return np.maximum(starts, self.num_dropped[record_indices])
+
+    def enter_blocks(self, log: ReadingLog, record_indices: Ints, num_readings: Ints) -> tuple[Ints, Ints, Ints]:
+        """Move R records to the blocks of their next readings, and drop the readings that are not needed any more.
 
         Args:
             log: The readings of the records.
             record_indices: (R,) distinct rows of the records.
-            block_starts: (R,) position of the first reading of the new block of each record.
-        """
-        current = self.block_starts[record_indices]
-        if (current == block_starts).all():
-            return
-        is_behind = current > block_starts  # the record is scored again, from an earlier reading on
-        if is_behind.any():
-            self.reset(record_indices[is_behind])
-            current = np.where(is_behind, 0, current)
-        num_passed = block_starts - current
-        reading_sums = np.cumsum(num_passed)
-        # A group has at most about `MAX_READINGS_PER_PASS` readings, or a single record.
-        group = reading_sums // MAX_READINGS_PER_PASS
-        for number in np.unique(group[num_passed > 0]).tolist():
-            members = np.flatnonzero((group == number) & (num_passed > 0))
-            record, offset = ragged_indices(num_passed[members])
-            rows, places = record_indices[members[record]], current[members[record]] + offset
-            codes = log.gather_features(rows, places)
-            # Positions ascend within a record, and of several values for one element the largest one is kept.
-            np.maximum.at(self.latest_places, (rows, codes), places.astype(np.int32))
-        self.block_starts[record_indices] = block_starts
-
-    def count(self, record_indices: Ints, recent: int) -> Ints:
-        """Return the number of readings before the current block that belong to the context of its readings, (R,).
-
-        Args:
-            record_indices: (R,) rows of the records.
-            recent: Number of the latest readings before a block that belong to its context.
-        """
-        first_recent = np.maximum(self.block_starts[record_indices] - recent, 0)
-        num_older: Ints = self._is_older(record_indices, first_recent).sum(1)
-        return num_older + self.block_starts[record_indices] - first_recent
-
-    def select(self, record_indices: Ints, recent: int) -> tuple[Ints, Ints]:
-        """Return which readings before the current block of R records belong to the contexts of its readings.
-
-        Args:
-            record_indices: (R,) rows of the records.
-            recent: Number of the latest readings before a block that belong to its context.
+            num_readings: (R,) number of readings of each record, dropped ones included.
 
         Returns:
-            First (C,) positions of the readings in their records, record after record, ascending within each. Second
-            (R,) the number of readings of each record.
+            First (E,) rows of the records that have entered another block. Second (K,) former places of the readings
+            that these records still have, record after record. Third (E,) the number of these readings.
         """
-        first_recent = np.maximum(self.block_starts[record_indices] - recent, 0)
-        is_older = self._is_older(record_indices, first_recent)
-        num_older = is_older.sum(1)
-        counts: Ints = num_older + self.block_starts[record_indices] - first_recent
-        # Sensors without an older reading are sorted to the end of their row.
-        older = np.sort(np.where(is_older, self.latest_places[record_indices], np.iinfo(np.int32).max), 1)
-        record, offset = ragged_indices(counts)
-        is_from_older = offset < num_older[record]
-        places = first_recent[record] + offset - num_older[record]
-        places[is_from_older] = older[record[is_from_older], offset[is_from_older]]
-        return places, counts
+        starts = self.find_block_starts(record_indices, num_readings)
+        has_entered = starts > self.block_starts[record_indices]
+        rows, starts, num_readings = record_indices[has_entered], starts[has_entered], num_readings[has_entered]
+        if not len(rows):
+            return rows, np.empty(0, np.int64), np.empty(0, np.int64)
+        num_before = starts - self.num_dropped[rows]
+        record, places = ragged_indices(num_readings - self.num_dropped[rows])
+        is_before = places < num_before[record]
+        is_kept = ~is_before
+        is_kept[is_before] = self._find_selected(log, rows, record[is_before], places[is_before])
+        num_context = np.bincount(record[is_kept & is_before], minlength=len(rows))
+        counts = np.bincount(record[is_kept], minlength=len(rows))
+        # Memory for the whole block, so that readings need not be copied before the next one.
+        log.keep(rows, places[is_kept], counts, num_context + self.block[rows])
+        self.num_dropped[rows] = starts - num_context
+        self.block_starts[rows] = starts
+        return rows, places[is_kept], counts
 
-    def _is_older(self, record_indices: Ints, first_recent: Ints) -> NDArray[np.bool_]:
-        """Return for each sensor whether its latest reading is before the recent ones, (R, F).
+    def _find_selected(self, log: ReadingLog, rows: Ints, record: Ints, places: Ints) -> NDArray[np.bool_]:
+        """Return which of B readings before the new blocks of E records belong to their contexts, (B,).
 
         Args:
-            record_indices: (R,) rows of the records.
-            first_recent: (R,) position of the first recent reading of each record.
+            log: The readings.
+            rows: (E,) rows of the records.
+            record: (B,) index of each reading's record among the E records, ascending.
+            places: (B,) place of each reading in its record, ascending within each.
         """
-        latest = self.latest_places[record_indices]
-        is_older: NDArray[np.bool_] = (latest >= 0) & (latest < first_recent[:, None])
-        return is_older
+        is_selected = np.zeros(len(record), bool)
+        codes = log.gather_features(rows[record], places)
+        recent = self.recent[rows]
+        for number in np.unique(recent).tolist():  # one number, unless several models score open records
+            members = np.flatnonzero(recent[record] == number)
+            counts = np.bincount(record[members], minlength=len(rows))
+            selected, _ = select_contexts(
+                codes[members], np.concatenate([[0], np.cumsum(counts)]), self.num_features, number
+            )
+            is_selected[members[selected]] = True
+        return is_selected
+
+
+class ContextWalk:
+    """The contexts of R records while readings of a batch are scored, which can belong to several blocks of a record.
+
+    The log stores all readings of the batch until alerts are explained. So the readings of a context are not the first
+    ones of the log any more after a record has entered its next block.
+
+    Args:
+        contexts: The blocks and contexts of the records before the batch.
+        log: The readings of the records.
+        record_indices: (R,) distinct rows of the records.
+        limit: How many readings contexts have at most.
+
+    Attributes:
+        block_starts: (R,) position of the first reading of the current block of each record.
+        num_context: (R,) number of readings before the block that belong to its context.
+        context_starts: (R,) index in `context_places` of the first reading of each record's context. −1 if the context
+            consists of the first readings that the log stores.
+        context_places: Places of the readings of contexts.
+    """
+
+    def __init__(
+        self,
+        contexts: RecordContexts,
+        log: ReadingLog,
+        record_indices: Ints,
+        limit: ContextLimit,
+    ) -> None:
+        self._contexts, self._log, self._record_indices, self._limit = contexts, log, record_indices, limit
+        self._num_dropped = contexts.num_dropped[record_indices]
+        self.block_starts = contexts.block_starts[record_indices]
+        self.num_context = self.block_starts - self._num_dropped
+        self.context_starts = np.full(len(record_indices), -1)
+        self.context_places = np.empty(0, np.int64)
+
+    def enter_blocks(self, members: Ints, positions: Ints) -> None:
+        """Move some of the records to the blocks of the given readings, which are the current or the next ones.
+
+        Args:
+            members: (S,) indexes of the records, from 0 to R − 1.
+            positions: (S,) position of a reading in each record.
+        """
+        starts = self._contexts.find_block_starts(self._record_indices[members], positions)
+        has_entered = starts > self.block_starts[members]
+        if not has_entered.any():
+            return
+        members, starts = members[has_entered], starts[has_entered]
+        # The context is selected among the readings of the block that ends and of its own context.
+        record, offset = ragged_indices(self.num_context[members] + starts - self.block_starts[members])
+        owners = members[record]
+        places = find_places(
+            offset,
+            self.num_context[owners],
+            self.context_starts[owners],
+            self.context_places,
+            (self.block_starts - self._num_dropped)[owners],
+        )
+        codes = self._log.gather_features(self._record_indices[owners], places)
+        offsets = np.searchsorted(record, np.arange(len(members) + 1))
+        selected, new_offsets = select_contexts(codes, offsets, self._contexts.num_features, self._limit.recent)
+        self.block_starts[members] = starts
+        self.num_context[members] = np.diff(new_offsets)
+        self.context_starts[members] = len(self.context_places) + new_offsets[:-1]
+        self.context_places = np.concatenate([self.context_places, places[selected]])
+
+
+def find_places(
+    offsets: Ints, num_context: Ints, context_starts: Ints, context_places: Ints, block_places: Ints
+) -> Ints:
+    """Return the places in the log of K readings, which are given by their positions in their contexts, (K,).
+
+    Args:
+        offsets: (K,) position of each reading in the sequence of the readings before the block that belong to the
+            context, and of those of the block.
+        num_context: (K,) number of readings before the block that belong to the context.
+        context_starts: (K,) index in `context_places` of the first of these, −1 if they are the first ones of the log.
+        context_places: Places of the readings of contexts.
+        block_places: (K,) place of the first reading of the block.
+    """
+    places = np.where(offsets < num_context, offsets, block_places + offsets - num_context)
+    is_listed = (offsets < num_context) & (context_starts >= 0)
+    places[is_listed] = context_places[context_starts[is_listed] + offsets[is_listed]]
+    return places

@@ -269,15 +269,16 @@ class RecordTable:
         misrouted_example: Record id, partition number and number of the other partition for the latest misrouted
             record; None if there is none.
         record_ids: Id of the record in each row, a list.
-        unseen_labels: By row, then by position of the reading in its record: the text of a label that the model does
-            not have.
+        unseen_labels: By row, then by place of the reading in the log: the text of a label that the model does not
+            have.
         log: The accepted readings.
         is_open: Whether the row holds an open record.
         partition_ids: Partition number of the record.
         open_order: Sequence number of the opening of the record; larger for records that were opened later.
         model_version: Number of the model version that scores the record.
         last_accepted_at: When the last event of the record was accepted.
-        num_readings: Number of accepted readings.
+        num_readings: Number of accepted readings. If readings are irregular, older ones are dropped from the log, but
+            are counted here.
         num_declared_missing: Number of features that an event has declared as "will not be observed".
         observed_mask: (capacity, bytes) bit set of features that were observed or declared missing. Feature f is bit
             f % 8, counted from the least significant, of byte f // 8. If readings are irregular, only those that were
@@ -314,7 +315,7 @@ class RecordTable:
         self.num_misrouted = 0
         self.misrouted_example: tuple[str, int, int] | None = None
         self.record_ids: list[str] = []
-        # By row, then by position of the reading in its record: text of a label that the model does not have.
+        # By row, then by place of the reading in the log: text of a label that the model does not have.
         self.unseen_labels: dict[int, dict[int, str]] = {}
         self.log = ReadingLog(len(schema), holds_ties, self.is_irregular)
         self._num_opened = 0
@@ -484,7 +485,7 @@ class RecordTable:
         self.tie_time[record_indices] = NO_TIME
         if self.contexts is not None:
             self.origin[record_indices] = NO_TIME
-            self.contexts.reset(record_indices)
+            self.contexts.initialize(record_indices, self.model_version[record_indices])
         self.reset_scores(record_indices)
 
     def close(self, record_indices: Sequence[int], reason: CloseReason | Sequence[CloseReason]) -> ClosedRecords:
@@ -544,8 +545,9 @@ class RecordTable:
         """Make the rows of closed records, and the memory of their readings, available to new records."""
         rows = np.fromiter(record_indices, np.int64, len(record_indices))
         self.observed_mask[rows] = 0  # `allocate` returns rows with an empty mask
-        if self.is_irregular:
+        if self.contexts is not None:
             self.latest_time[rows] = NO_TIME
+            self.contexts.release(rows)
         self.log.free(rows)
         self._free_indices.extend(record_indices)
         if self.unseen_labels:
@@ -601,12 +603,50 @@ class RecordTable:
         return is_complete
 
     def readings_of(self, record_index: int) -> tuple[Ints, Floats]:
-        """Return the feature codes and the raw values of one record's L readings, each (L,), as copies.
+        """Return the feature codes and the raw values of the L stored readings of a record, each (L,), as copies.
 
         The readings are in the order in which the record stores them: by arrival, except that readings with the same
         event time may be sorted.
         """
-        return self.log.gather(np.int64(record_index), np.arange(int(self.num_readings[record_index])))
+        num_stored = int(self.count_stored(np.array([record_index]))[0])
+        return self.log.gather(np.int64(record_index), np.arange(num_stored))
+
+    def count_stored(self, record_indices: Ints) -> Ints:
+        """Return the number of readings of R records that the log stores, (R,); it drops older irregular readings."""
+        return self.find_places(record_indices, self.num_readings[record_indices])
+
+    def find_places(self, record_indices: Ints, positions: Ints) -> Ints:
+        """Return the places in the log of M readings, (M,).
+
+        Args:
+            record_indices: (M,) row of each reading's record.
+            positions: (M,) position of each reading in its record, counted from 0 over all readings. If readings are
+                irregular, the readings belong to the current or a later block of their records.
+        """
+        return positions if self.contexts is None else positions - self.contexts.num_dropped[record_indices]
+
+    def drop_old_readings(self, record_indices: Ints) -> None:
+        """Drop the irregular readings of R records on which no prediction depends any more.
+
+        These are the readings that are not in the block of the next reading, and do not belong to its context. The
+        result depends on the readings of a record, and not on when this method is called.
+
+        Args:
+            record_indices: (R,) rows of records; a row may occur several times. Closed records are left out.
+        """
+        if self.contexts is None:
+            return
+        rows = np.unique(record_indices[self.is_open[record_indices]])
+        rows, places, counts = self.contexts.enter_blocks(self.log, rows, self.num_readings[rows])
+        if not self.unseen_labels:
+            return
+        ends = np.cumsum(counts)
+        for i in np.flatnonzero([row in self.unseen_labels for row in rows.tolist()]).tolist():
+            text_by_place = self.unseen_labels.pop(int(rows[i]))
+            new_place_by_old = {old: new for new, old in enumerate(places[ends[i] - counts[i] : ends[i]].tolist())}
+            kept = {new_place_by_old[old]: text for old, text in text_by_place.items() if old in new_place_by_old}
+            if kept:
+                self.unseen_labels[int(rows[i])] = kept
 
     def ages_of(self, record_indices: Ints, places: Ints) -> Floats:
         """Return the ages of M irregular readings, (M,) float64 seconds from the origins of their records.
@@ -615,7 +655,7 @@ class RecordTable:
 
         Args:
             record_indices: (M,) row of each reading's record.
-            places: (M,) position of each reading in its record, from 0.
+            places: (M,) place of each reading in the log, from 0.
         """
         ages: Floats = (self.log.gather_times(record_indices, places) - self.origin[record_indices]) / 1e6
         return ages
@@ -623,11 +663,13 @@ class RecordTable:
     def count_sensors_seen(self, record_indices: Ints, num_readings: Ints) -> Ints:
         """Return how many different sensors the first readings of R records with irregular readings are from, (R,).
 
+        The readings that were dropped are of sensors that have later readings.
+
         Args:
             record_indices: (R,) rows of the records; a row may occur several times.
             num_readings: (R,) number of readings of each record to count, from the first.
         """
-        record, place = ragged_indices(num_readings)
+        record, place = ragged_indices(self.find_places(record_indices, num_readings))
         codes = self.log.gather_features(record_indices[record], place)
         distinct = np.unique(record * len(self.schema) + codes)
         num_sensors: Ints = np.bincount(distinct // len(self.schema), minlength=len(record_indices))
@@ -864,7 +906,7 @@ class RecordTable:
 
         Args:
             record_index: Row of the record.
-            place: Position of the reading in the record, from 0.
+            place: Place of the reading in the log, from 0.
             text: The label.
         """
         self.unseen_labels.setdefault(record_index, {})[place] = text
@@ -904,6 +946,7 @@ class RecordTable:
         running: Mapping[str, NDArray[Any]],
         alert_seq: NDArray[np.int32],
         alert_alpha: Floats,
+        num_dropped: Ints | None = None,
     ) -> None:
         """Store the readings and scores of R records from a snapshot (the saved state of a partition).
 
@@ -913,7 +956,7 @@ class RecordTable:
         Args:
             record_indices: (R,) rows of the records.
             last_accepted_at: (R,) when the last event of each record was accepted, microseconds since 1970.
-            num_readings: (R,) number of readings of each record.
+            num_readings: (R,) number of readings of each record in the snapshot.
             features: (T,) feature codes of the readings, one record after the other.
             values: (T,) raw values of the readings, in the same order.
             num_declared_missing: (R,) number of features of each record that are declared missing.
@@ -921,9 +964,14 @@ class RecordTable:
             running: Running statistics: an array (R,) for each field of `RUNNING_DTYPE`.
             alert_seq: (R,) position of the reading that raised the first alert, -1 if there is none.
             alert_alpha: (R,) strictest (smallest) alpha at which the record alerted, `NO_ALERT` if there is none.
+            num_dropped: (R,) number of older irregular readings of each record that the snapshot does not have; None if
+                readings are not irregular.
         """
         self.last_accepted_at[record_indices] = last_accepted_at
         self.num_readings[record_indices] = num_readings
+        if self.contexts is not None and num_dropped is not None:
+            self.num_readings[record_indices] += num_dropped
+            self.contexts.restore(record_indices, num_dropped)
         self.num_declared_missing[record_indices] = num_declared_missing
         self.log.reserve(record_indices, np.zeros(len(record_indices), np.int64), num_readings.astype(np.int64))
         record, place = ragged_indices(num_readings)
@@ -956,7 +1004,7 @@ class RecordTable:
             times: (T,) event times of the readings, one record after the other, microseconds since 1970.
         """
         self.origin[record_indices] = origins
-        record, place = ragged_indices(self.num_readings[record_indices])
+        record, place = ragged_indices(self.count_stored(record_indices))
         rows = record_indices[record]
         codes = self.log.gather_features(rows, place)
         np.maximum.at(self.latest_time, (rows, codes), times)
@@ -1351,9 +1399,10 @@ class ReadingCollector:
         touched = np.array(list(self._new_counts), np.int64)
         counts = np.array(list(self._new_counts.values()), np.int64)
         # Reserve memory for old and new readings together, then write the new ones.
-        records.log.reserve(touched, records.num_readings[touched], counts)
+        records.log.reserve(touched, records.count_stored(touched), records.find_places(touched, counts))
         features, values = batch.features[accepted.event_indices], batch.values[accepted.event_indices]
-        records.log.write(accepted.record_indices, accepted.seq, features, values)
+        places = records.find_places(accepted.record_indices, accepted.seq)
+        records.log.write(accepted.record_indices, places, features, values)
         # Unlike `+=`, `add.at` counts a row as often as it occurs: a record can have several declared features.
         np.add.at(records.num_declared_missing, accepted.missing_record_indices, 1)
         records.num_readings[touched] = counts

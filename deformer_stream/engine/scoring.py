@@ -29,6 +29,7 @@ from deformer_stream.calibration.conformal import (
     compute_running_sums,
 )
 from deformer_stream.engine.events import AlertState
+from deformer_stream.engine.record_contexts import ContextWalk, find_places
 from deformer_stream.engine.records import RecordTable
 from deformer_stream.engine.ties import average_over_orders
 from deformer_stream.errors import ConfigError
@@ -73,6 +74,9 @@ class Segments:
         num_context: (S,) number of readings before the block that belong to its context, 0 if contexts are not bounded.
         starts: (S,) position in the record of the first new reading.
         num_new: (S,) number of new readings.
+        context_starts: (S,) index in `context_places` of the first reading of the context, −1 if the context consists
+            of the first readings that the log stores.
+        context_places: Places in the log of readings of contexts, for all segments.
     """
 
     record_index: Ints
@@ -80,6 +84,8 @@ class Segments:
     num_context: Ints
     starts: Ints
     num_new: Ints
+    context_starts: Ints
+    context_places: Ints
 
     @property
     def num_before(self) -> Ints:
@@ -88,8 +94,15 @@ class Segments:
 
     def select(self, members: slice | Ints) -> Segments:
         """Return some of the S segments."""
-        arrays = (self.record_index, self.block_starts, self.num_context, self.starts, self.num_new)
-        return Segments(*(array[members] for array in arrays))
+        return Segments(
+            self.record_index[members],
+            self.block_starts[members],
+            self.num_context[members],
+            self.starts[members],
+            self.num_new[members],
+            self.context_starts[members],
+            self.context_places,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,20 +283,27 @@ class ModelVersion:
         """
         terms = np.empty((3, int(num_new.sum())))
         if self.context_limit is None or records.contexts is None:
-            no_readings = np.zeros_like(num_new)
-            segments = Segments(record_index, no_readings, no_readings, num_scored_before, num_new)
+            none, no_places = np.zeros_like(num_new), np.empty(0, np.int64)
+            segments = Segments(record_index, none, none, num_scored_before, num_new, none - 1, no_places)
             return terms, self._score_segments(records, cache, segments, is_tied, terms)
         first = np.cumsum(num_new) - num_new  # index of the first reading of each record among the M readings
         num_rebuilt = 0
         members, starts = np.arange(len(record_index)), num_scored_before
+        walk = ContextWalk(records.contexts, records.log, record_index, self.context_limit)
         while len(members):
             # One round scores the next segment of each record that still has new readings.
-            index, ends = record_index[members], (num_scored_before + num_new)[members]
-            block_starts = starts - starts % self.context_limit.block
-            records.contexts.advance(records.log, index, block_starts)
-            num_context = records.contexts.count(index, self.context_limit.recent)
-            segment_ends = np.minimum(ends, block_starts + self.context_limit.block)
-            segments = Segments(index, block_starts, num_context, starts, segment_ends - starts)
+            ends = (num_scored_before + num_new)[members]
+            walk.enter_blocks(members, starts)
+            segment_ends = np.minimum(ends, starts + self.context_limit.block - starts % self.context_limit.block)
+            segments = Segments(
+                record_index[members],
+                walk.block_starts[members],
+                walk.num_context[members],
+                starts,
+                segment_ends - starts,
+                walk.context_starts[members],
+                walk.context_places,
+            )
             segment_terms = np.empty((3, int(segments.num_new.sum())))
             num_rebuilt += self._score_segments(records, cache, segments, is_tied, segment_terms)
             segment, offset = ragged_indices(segments.num_new)
@@ -362,15 +382,18 @@ class ModelVersion:
         # For each reading to process: the index of its record, and its position in the context of the last new reading.
         row, offset = ragged_indices(num_prefill_only + segments.num_new)
         position = num_cached[row] + offset
-        # The context begins with readings from before the block. The readings of the block follow.
-        places = segments.block_starts[row] + position - segments.num_context[row]
-        is_before_block = position < segments.num_context[row]
-        if is_before_block.any() and self.context_limit is not None and records.contexts is not None:
-            rebuilt = np.flatnonzero((num_cached == 0) & (segments.num_context > 0))
-            places[is_before_block], _ = records.contexts.select(
-                segments.record_index[rebuilt], self.context_limit.recent
-            )
         rows = segments.record_index[row]
+        places = position
+        if self.context_limit is not None:
+            # The context begins with readings from before the block. The readings of the block follow.
+            block_places = records.find_places(segments.record_index, segments.block_starts)
+            places = find_places(
+                position,
+                segments.num_context[row],
+                segments.context_starts[row],
+                segments.context_places,
+                block_places[row],
+            )
         codes, raw_values = records.log.gather(rows, places)
         ages = None if self.context_limit is None else records.ages_of(rows, places)
         values = self.schema.normalise(codes, raw_values)
@@ -567,7 +590,8 @@ class ModelVersion:
         is_scored: Bools | None = None
         is_context = self.schema.is_context
         if is_context.any():
-            is_scored = ~is_context[records.log.gather_features(index_by_reading, seq)]
+            places = records.find_places(index_by_reading, seq)
+            is_scored = ~is_context[records.log.gather_features(index_by_reading, places)]
         is_finite: Bools = np.all(np.isfinite(terms), axis=0)
         if not is_finite.all():
             is_scored = is_finite if is_scored is None else is_scored & is_finite

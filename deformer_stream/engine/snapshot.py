@@ -195,7 +195,8 @@ class Snapshot:
 
     Array fields have the names of the columns in which `deformer_stream.codec.state` stores them. Records are in the
     order in which they were opened. Readings are stored one record after the other, in order of arrival. Positions of
-    readings in their record count from 0. Logarithms are natural.
+    readings in their record count from 0. Logarithms are natural. If readings are irregular, the snapshot does not have
+    older readings on which no prediction depends any more (`EventTimes.num_dropped`).
 
     A window is a record that collects the readings of one device within an interval of event time. An unseen label is
     a label of a discrete feature that the model does not have.
@@ -206,7 +207,7 @@ class Snapshot:
         ids: R record ids.
         model: (R,) int32 index into `models` of the model that scores each record.
         age: (R,) int64 microseconds from the last accepted event of the record to the snapshot.
-        counts: (R,) int32 number of readings of each record.
+        counts: (R,) int32 number of readings of each record that the snapshot has.
         features: (T,) int16 feature code of each reading.
         values: (T,) float64 raw value of each reading. For a discrete feature it is the label code, or the number of
             labels if the label is unseen.
@@ -222,10 +223,11 @@ class Snapshot:
         excess: (R,) float64 sum of centered NLLs (negative log-likelihood of a value minus the entropy of its
             conditional).
         p_value: (R,) float64 current p-value of the record, computed from `peak`.
-        alert_seq: (R,) int32 position of the reading that raised the first alert, -1 if there is none.
+        alert_seq: (R,) int32 position of the reading that raised the first alert, -1 if there is none. Dropped readings
+            are counted.
         alert_alpha: (R,) float64 strictest (smallest) alpha at which the record has alerted, `NO_ALERT` if none.
         unseen_record: (U,) int32 index into `ids` of the record of each of U readings with an unseen label.
-        unseen_place: (U,) int32 position of each of these readings in its record.
+        unseen_place: (U,) int32 position of each of these readings among those of its record in the snapshot.
         unseen_text: Texts of the U labels.
         window_record: (W,) int32 index into `ids` of each of W open windows.
         window_device: Devices of the W windows.
@@ -343,10 +345,13 @@ class Snapshot:
         num_kept_before = np.concatenate([[0], np.cumsum(is_kept)])
         first_reading = np.cumsum(self.counts) - self.counts
         # Count the kept readings of each record up to and including the one that raised its first alert. The new
-        # `alert_seq` is the position of the last one counted. Without an alert, `alert_seq` is −1 and stays so.
-        num_until_alert = np.clip(self.alert_seq + 1, 0, self.counts)
+        # `alert_seq` is the position of the last one counted. Without an alert, `alert_seq` is −1 and stays so. It also
+        # stays the same if the reading that raised the alert is not in the snapshot any more.
+        num_dropped = 0 if self.event_times is None else self.event_times.num_dropped
+        num_until_alert = np.clip(self.alert_seq + 1 - num_dropped, 0, self.counts)
         num_kept_until_alert = num_kept_before[first_reading + num_until_alert] - num_kept_before[first_reading]
-        alert_seq = np.where(self.alert_seq < 0, -1, np.maximum(num_kept_until_alert - 1, 0))
+        new_seq = num_dropped + np.maximum(num_kept_until_alert - 1, 0)
+        alert_seq = np.where(self.alert_seq < num_dropped, self.alert_seq, new_seq)
         # Kept readings with an unseen label, and their new positions.
         unseen = (first_reading[self.unseen_record] + self.unseen_place).astype(np.int64)
         kept_labels = np.flatnonzero(is_kept[unseen])
@@ -371,7 +376,7 @@ class Snapshot:
     def remove_times(self) -> tuple[Snapshot, int]:
         """Return the snapshot of irregular readings for a model in whose records a feature has at most one reading.
 
-        The first reading of each feature of a record is kept. A feature with a reading is not absent.
+        The first reading of each feature of a record in the snapshot is kept. A feature with a reading is not absent.
 
         Returns:
             The snapshot without event times, and the number of dropped readings.
@@ -384,12 +389,16 @@ class Snapshot:
         has_reading[record, self.features] = True
         absent_record, _ = ragged_indices(self.absent_counts)
         is_absent = ~has_reading[absent_record, self.absent]
+        num_dropped = 0 if self.event_times is None else self.event_times.num_dropped
+        place = np.maximum(self.alert_seq - num_dropped, 0)  # of the reading that raised the first alert
         snapshot = replace(
             self,
             absent_counts=np.bincount(absent_record[is_absent], minlength=len(self)).astype(np.int32),
             absent=self.absent[is_absent],
-        )._drop_readings(is_kept)
-        return replace(snapshot, event_times=None), int((~is_kept).sum())
+            alert_seq=np.where(self.alert_seq < 0, -1, place).astype(np.int32),
+            event_times=None,
+        )
+        return snapshot._drop_readings(is_kept), int((~is_kept).sum())
 
     def drop_readings_without_times(self) -> tuple[Snapshot, int]:
         """Return the snapshot for a model of irregular readings, which cannot score readings without times.
@@ -552,7 +561,7 @@ def export_state(
     ids = list(partition.record_index_by_id)
     rows = np.fromiter(partition.record_index_by_id.values(), np.int64, len(ids))
     versions, model = np.unique(records.model_version[rows], return_inverse=True)
-    counts = records.num_readings[rows].astype(np.int32)
+    counts = records.count_stored(rows)
     record, place = ragged_indices(counts)
     features, values = records.log.gather(rows[record], place)
     missing_record, missing_feature = records.missing_features(rows)
@@ -572,14 +581,14 @@ def export_state(
     event_times = None
     if records.is_irregular:
         times = records.log.gather_times(rows[record], place)
-        event_times = EventTimes(times, records.origin[rows], np.zeros(len(rows), np.int64))
+        event_times = EventTimes(times, records.origin[rows], records.num_readings[rows] - counts)
     return Snapshot(
         vocabulary=Vocabulary.from_schema(records.schema),
         models=tuple(fingerprint_by_version[version] for version in versions.tolist()),
         ids=ids,
         model=model.astype(np.int32),
         age=now - records.last_accepted_at[rows],
-        counts=counts,
+        counts=counts.astype(np.int32),
         features=features.astype(np.int16),
         values=values,
         absent_counts=np.bincount(missing_record, minlength=len(ids)).astype(np.int32),
@@ -705,6 +714,7 @@ def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, no
         running={field: getattr(snapshot, field) for field in RUNNING_DTYPE.names or ()},
         alert_seq=snapshot.alert_seq,
         alert_alpha=snapshot.alert_alpha,
+        num_dropped=None if snapshot.event_times is None else snapshot.event_times.num_dropped,
     )
     # If only the table or only the snapshot has tie groups (readings of one record with the same event time), none are
     # loaded, and the caller scores the records again.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.explain import ExplanationEffort
+from deformer_stream.kernels import build
 from deformer_stream.model.bounded_context import ContextLimit, select_contexts
 from deformer_stream.model.deformer import DEformer
 from tests.engine.restarts import Event, Poll
@@ -33,6 +35,18 @@ def make_model(seed: int = 0, neighbors: int = 3, memory: str = "values", limit:
 
 
 @cache
+def make_compiled_model() -> DEformer:
+    """Return a model of irregular readings with random weights, in float32 and with compiled kernels."""
+    config = replace(make_config(), d_model=64, context_recent=LIMIT.recent, context_block=LIMIT.block)
+    model = make_irregular_model(config, 0).float()
+    assert model.process is not None
+    model.process.double()  # its parameters are float64, whatever the dtype of the network
+    model.kernel_library = build.load_kernels(False)
+    assert model.kernel_library is not None, "the tests of compiled code need a C compiler"
+    return model
+
+
+@cache
 def make_calibration(seed: int = 0) -> Calibration:
     """Return a calibration for which many records raise alerts."""
     statistics = np.random.default_rng(seed).exponential(8.0, 200)
@@ -50,17 +64,27 @@ def make_engine(
 
 
 def compute_expected_log_prob(
-    model: DEformer, codes: Sequence[int], values: Sequence[float], ages: Sequence[float]
+    model: DEformer, codes: Sequence[int], values: Sequence[float], ages: Sequence[float], num_dropped: int = 0
 ) -> np.ndarray:
-    """Return ln p of each reading of a record by the definition: one sequence for each block, with its context."""
+    """Return ln p of each reading of a record by the definition: one sequence for each block, with its context.
+
+    Args:
+        model: The model.
+        codes: Feature codes of the readings.
+        values: Raw values.
+        ages: Seconds since the origin of the record.
+        num_dropped: How many readings of the record were dropped before the first one. They belong to no context.
+    """
     limit = model.config.context_limit
     assert limit is not None
     code_array, value_array, age_array = np.array(codes, np.int64), np.array(values), np.array(ages)
     normalised = model.schema.normalise(code_array, value_array)
     parts = [np.empty(0)]
-    for start in range(0, len(codes), limit.block):
+    first_end = limit.block - num_dropped % limit.block
+    starts = [0, *range(first_end, len(codes), limit.block), len(codes)]
+    for start, stop in pairwise(starts):
         selected, _ = select_contexts(code_array[:start], np.array([0, start]), len(model.schema), limit.recent)
-        places = np.concatenate([selected, np.arange(start, min(start + limit.block, len(codes)))])
+        places = np.concatenate([selected, np.arange(start, stop)])
         with torch.inference_mode():
             log_prob = model.log_prob(
                 torch.from_numpy(code_array[places])[None],

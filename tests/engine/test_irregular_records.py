@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,18 +12,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.codec.state import decode_snapshot, encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
-from deformer_stream.engine.events import NO_TIME, CloseReason, EventBatch, RejectionReason, WindowMembership
+from deformer_stream.engine.events import (
+    NO_TIME,
+    Alert,
+    CloseReason,
+    EventBatch,
+    RejectionReason,
+    WindowMembership,
+)
 from deformer_stream.engine.reading_log import ReadingLog
-from deformer_stream.engine.record_contexts import RecordContexts
+from deformer_stream.engine.record_contexts import ContextWalk, RecordContexts
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.bounded_context import ContextLimit, select_contexts
 from tests.engine.irregular_streams import (
+    ALPHA,
     LIMIT,
     MINUTE,
     WIDTH,
     compute_expected_log_prob,
     make_calibration,
+    make_compiled_model,
     make_engine,
     make_model,
 )
@@ -59,15 +70,16 @@ def make_batch(readings: list[Reading], window_starts: list[int] | None = None) 
 
 
 def draw_readings(num_records: int, num_readings: int, seed: int) -> list[Reading]:
-    """Return readings of several records in a random order; some are late, some simultaneous."""
+    """Return different readings of several records in a random order; some are late, some simultaneous."""
     rng = np.random.default_rng(seed)
-    readings: list[Reading] = []
-    for i in range(num_readings):
+    readings: dict[Reading, None] = {}  # a set with an order
+    while len(readings) < num_readings:
+        i = len(readings)
         feature = int(rng.choice(len(SCHEMA), p=[0.5, 0.3, 0.1, 0.05, 0.05]))
         value = float(rng.integers(0, 3)) if feature == 4 else float(rng.normal())
         time = MINUTE * (i // 2 - (30 if rng.random() < 0.2 else 0))
-        readings.append((f"r{rng.integers(num_records)}", feature, value, time))
-    return readings
+        readings[f"r{rng.integers(num_records)}", feature, value, time] = None
+    return list(readings)
 
 
 def score(engine: Engine, readings: list[Reading], cuts: list[int]) -> dict[str, list[float]]:
@@ -105,32 +117,50 @@ def test_scores_equal_log_prob_of_each_block_with_its_context(
         np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=seeds, recent=st.integers(0, 12), block=st.integers(1, 9), data=st.data())
-def test_contexts_are_those_of_the_model_whatever_the_steps(
-    seed: int, recent: int, block: int, data: st.DataObject
-) -> None:
-    num_features, lengths = 5, [0, 7, 40, 31]
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, recent=st.integers(0, 12), block=st.integers(1, 9))
+def test_the_log_has_the_context_and_the_block_of_the_next_reading(seed: int, recent: int, block: int) -> None:
+    """A walk over the blocks of a batch and the readings that are kept after it agree with the model's definition."""
+    num_features, lengths, limit = 5, np.array([0, 7, 40, 31]), ContextLimit(recent, block)
     rng = np.random.default_rng(seed)
     log, contexts = ReadingLog(num_features, has_ties=False, has_times=True), RecordContexts(num_features)
+    contexts.limits = {3: limit}
     log.resize(len(lengths))
     contexts.resize(len(lengths))
     rows = np.arange(len(lengths))
+    contexts.initialize(rows, np.full(len(rows), 3))
     codes = [rng.integers(0, num_features, n) for n in lengths]
-    log.reserve(rows, np.zeros_like(rows), np.array(lengths))
-    for row, own_codes in enumerate(codes):
-        log.write(np.full(len(own_codes), row), np.arange(len(own_codes)), own_codes, np.zeros(len(own_codes)))
-    for _ in range(4):  # forwards, and backwards as when a record is scored again
-        starts = np.array([data.draw(st.integers(0, n // block)) * block for n in lengths])
-        contexts.advance(log, rows, starts)
-        places, counts = contexts.select(rows, recent)
-        assert np.array_equal(counts, contexts.count(rows, recent))
-        parts = [
-            select_contexts(own_codes[:start], np.array([0, start]), num_features, recent)[0]
-            for own_codes, start in zip(codes, starts.tolist(), strict=True)
-        ]
-        assert np.array_equal(places, np.concatenate(parts))
-        assert counts.tolist() == [len(part) for part in parts]
+    positions = [np.arange(0)] * len(lengths)  # those of the readings that are kept
+    done = np.zeros_like(lengths)
+    while (done < lengths).any():
+        ends = rng.integers(done, lengths + 1)
+        log.reserve(rows, done - contexts.num_dropped, ends - contexts.num_dropped)
+        for row, (first, end) in enumerate(zip(done.tolist(), ends.tolist(), strict=True)):
+            places = np.arange(first, end) - contexts.num_dropped[row]
+            log.write(np.full(end - first, row), places, codes[row][first:end], np.arange(first, end, dtype=float))
+        walk = ContextWalk(contexts, log, rows, limit)
+        for step in range(int((ends - done).max(initial=0))):
+            members = np.flatnonzero(done + step < ends)
+            walk.enter_blocks(members, (done + step)[members])
+            for row in members.tolist():
+                start = int(done[row] + step) // block * block
+                expected, _ = select_contexts(codes[row][:start], np.array([0, start]), num_features, recent)
+                assert walk.block_starts[row] == start
+                assert walk.num_context[row] == len(expected)
+                places = np.arange(len(expected))
+                if walk.context_starts[row] >= 0:
+                    places = walk.context_places[walk.context_starts[row] :][: len(expected)]
+                assert log.gather(np.full(len(places), row), places)[1].tolist() == expected.tolist()
+        done = ends
+        contexts.enter_blocks(log, rows, done)
+        for row, end in enumerate(done.tolist()):
+            start = end // block * block
+            expected, _ = select_contexts(codes[row][:start], np.array([0, start]), num_features, recent)
+            positions[row] = np.append(expected, np.arange(start, end))
+            assert end - contexts.num_dropped[row] == len(positions[row])
+            kept = log.gather(np.int64(row), np.arange(len(positions[row])))
+            assert kept[0].tolist() == codes[row][positions[row]].tolist()
+            assert kept[1].tolist() == positions[row].tolist()
 
 
 def test_a_bounded_cache_holds_the_context_of_any_record() -> None:
@@ -145,7 +175,7 @@ def test_a_bounded_cache_holds_the_context_of_any_record() -> None:
 
 
 def test_duplicates_simultaneous_and_late_readings() -> None:
-    engine = make_engine()
+    engine = make_engine(model=make_model(limit=ContextLimit(3, 50)))
     first = [("r", 0, 0.5, 10), ("r", 0, 0.7, 10), ("r", 1, 0.5, 10), ("r", 0, 0.5, 20), ("r", 0, 0.9, 5)]
     effects = engine.handle(make_batch(first), 1)
     assert len(effects.scored) == 5
@@ -158,6 +188,115 @@ def test_duplicates_simultaneous_and_late_readings() -> None:
     assert "at the same time already" in effects.rejections[0].detail
     assert effects.scored.event_indices.tolist() == [5, 7]
     assert effects.scored.seq.tolist() == [5, 0]
+
+
+def find_duplicates(readings: list[Reading], limit: ContextLimit) -> list[int]:
+    """Return the indexes of the duplicates among readings of one record, by the definition."""
+    accepted: list[Reading] = []
+    duplicates = []
+    for i, reading in enumerate(readings):
+        start = len(accepted) // limit.block * limit.block
+        codes = np.array([feature for _, feature, _, _ in accepted[:start]], np.int64)
+        selected, _ = select_contexts(codes, np.array([0, start]), len(SCHEMA), limit.recent)
+        if reading in [accepted[place] for place in selected] + accepted[start:]:
+            duplicates.append(i)
+        else:
+            accepted.append(reading)
+    return duplicates
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=seeds,
+    limit=st.sampled_from([LIMIT, ContextLimit(0, 1), ContextLimit(0, 6), ContextLimit(9, 2), ContextLimit(2, 50)]),
+    num_values=st.integers(1, 3),
+    cuts=st.sets(st.integers(1, 99), max_size=99),
+    is_restarted=st.booleans(),
+)
+def test_duplicates_are_those_of_the_context_whatever_the_batches(
+    seed: int, limit: ContextLimit, num_values: int, cuts: set[int], is_restarted: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    features = rng.choice(len(SCHEMA), 100, p=[0.6, 0.2, 0.1, 0.05, 0.05]).tolist()
+    numbers = rng.integers(0, num_values, (2, 100)).tolist()
+    readings = [("r", feature, float(value), time) for feature, value, time in zip(features, *numbers, strict=True)]
+    engine, rejected = make_engine(model=make_model(limit=limit)), []
+    for now, (start, stop) in enumerate(pairwise([0, *sorted(cuts), 100])):
+        effects = engine.handle(make_batch(readings[start:stop]), now)
+        rejected += [start + rejection.message_index for rejection in effects.rejections]
+        if is_restarted:
+            snapshot = decode_snapshot(encode_snapshot(engine.snapshot(0, now)))
+            engine = make_engine(model=make_model(limit=limit))
+            engine.restore(0, snapshot, now)
+    assert rejected == find_duplicates(readings, limit)
+
+
+def test_a_repetition_of_an_old_reading_is_accepted() -> None:
+    """The context of the reading has neither the first reading nor a reading of the same sensor and time."""
+    first = ("r", 0, 0.5, 10)
+    readings = [first, *(("r", i % 2, 0.1, i * MINUTE) for i in range(1, 40)), first]
+    for cuts in ([], [1], [20, 40], list(range(1, 41))):
+        scores = score(make_engine(), readings, cuts)
+        assert len(scores["r"]) == 41
+
+
+def test_a_long_record_has_a_bounded_number_of_readings_in_memory_and_in_snapshots() -> None:
+    engine = make_engine()
+    readings = [("r", i % 4, float(i % 7), i * MINUTE) for i in range(5000)]
+    rng = np.random.default_rng(0)
+    most = LIMIT.max_readings(len(SCHEMA)) - 1  # the reading that comes next is not stored yet
+    sizes = set()
+    start = 0
+    while start < len(readings):
+        stop = start + int(rng.integers(1, 200))
+        engine.handle(make_batch(readings[start:stop]), start)
+        start = stop
+        codes, _ = engine.records.readings_of(0)
+        assert len(codes) <= most
+        sizes.add(engine.records.num_bytes)
+        snapshot = engine.snapshot(0, start)
+        assert len(snapshot.features) == len(codes)
+        assert snapshot.event_times is not None
+        assert snapshot.counts[0] + snapshot.event_times.num_dropped[0] == min(start, 5000)
+    assert len(sizes) == 1
+    closed = engine.finish().closed
+    assert closed.num_readings.tolist() == [5000]
+
+
+def test_long_records_have_the_same_bits_whatever_the_batches_and_restarts() -> None:
+    # Sensor 4 is rare and has a label that the model does not have now and then. Some readings are late.
+    features = [4 if i % 50 < 3 else (i + i // 7) % 4 for i in range(5000)]
+    values = [float(i % 3) if features[i] == 4 else float(i % 7) - 3 + 1e9 * (i % 4900 > 4890) for i in range(5000)]
+    readings = [(f"r{i % 3 % 2}", features[i], values[i], (i - 9 * (i % 11 == 0)) * MINUTE) for i in range(5000)]
+    labels = {i: f"text {i % 4}" for i in range(0, 5000, 50)}
+
+    def run(cuts: list[int], num_per_restart: int, cache_bytes: int) -> tuple[list[tuple[float, float]], list[Alert]]:
+        limits, scores, alerts = Limits(cache_bytes=cache_bytes), [], []
+        engine = Engine(make_compiled_model(), calibration, "m", ALPHA, limits, effort="fast")
+        for number, (start, stop) in enumerate(pairwise([0, *cuts, len(readings)])):
+            own_labels = {i - start: text for i, text in labels.items() if start <= i < stop}
+            effects = engine.handle(replace(make_batch(readings[start:stop]), unseen_labels=own_labels), 1)
+            assert not effects.rejections
+            scores += list(zip(effects.scored.score.tolist(), effects.scored.log_likelihood.tolist(), strict=True))
+            alerts += [replace(alert, message_index=0) for alert in effects.alerts]
+            if num_per_restart and number % num_per_restart == 0:
+                data = encode_snapshot(engine.snapshot(0, 1))
+                engine = Engine(make_compiled_model(), calibration, "m", ALPHA, limits, effort="fast")
+                engine.restore(0, decode_snapshot(data), 1)
+        final_states.append(encode_snapshot(engine.snapshot(0, 1)))
+        return scores, alerts
+
+    # Only the outliers near the end raise alerts.
+    calibration = Calibration.from_statistics(1500 + np.arange(100.0), "random")
+    final_states: list[bytes] = []
+    expected_scores, expected_alerts = run([], 0, 2**24)
+    assert min(alert.raised_at for alert in expected_alerts) > 500
+    cuts = np.unique(np.random.default_rng(1).integers(1, 5000, 400)).tolist()
+    for num_per_restart, cache_bytes in ((0, 2**24), (7, 2**24), (50, 0)):
+        scores, alerts = run(cuts, num_per_restart, cache_bytes)
+        assert scores == expected_scores
+        assert alerts == expected_alerts
+    assert len(set(final_states)) == 1
 
 
 def test_unseen_labels_are_duplicates_only_if_their_texts_are_equal() -> None:

@@ -108,18 +108,59 @@ def make_readings(num_readings: int) -> list[Event]:
     return [Event(0, "r", False, i * MINUTE, i % 3, 0.1 * (i % 7)) for i in range(num_readings)]
 
 
-def test_another_model_scores_all_readings_again_in_its_own_contexts() -> None:
+@pytest.mark.parametrize("limit", [ContextLimit(2, 7), ContextLimit(2, 5), ContextLimit(0, 2), ContextLimit(9, 1)])
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_another_model_scores_the_kept_readings_again_in_its_own_contexts(
+    limit: ContextLimit, is_restarted: bool
+) -> None:
     engine = make_engine()
-    engine.handle(make_batch(make_readings(25), SCHEMA), 1)
-    other = make_model(seed=9, limit=ContextLimit(2, 7))
-    assert engine.change_model(other, make_calibration(), "other", "rescore") == "rescore"
-    events = make_readings(25)
+    events = make_readings(45)
+    engine.handle(make_batch(events[:25], SCHEMA), 1)
+    other = make_model(seed=9, limit=limit)
+    if is_restarted:
+        snapshot = encode_and_decode(engine.snapshot(0, 1))
+        engine = Engine(other, make_calibration(), "other", ALPHA)
+        engine.restore(0, snapshot, 1)
+    else:
+        assert engine.change_model(other, make_calibration(), "other", "rescore") == "rescore"
+    # The last three readings before the block of the reading 24, which are also the last ones of their sensors.
+    kept = events[21:]
     expected = compute_expected_log_prob(
-        other, [e.feature for e in events], [float(e.value or 0) for e in events], [e.time / 1e6 for e in events]
+        other, [e.feature for e in kept], [float(e.value or 0) for e in kept], [e.time / 1e6 for e in kept], 21
     )
+    row = engine.records.partition(0).record_index_by_id["r"]
+    np.testing.assert_allclose(engine.records.running["log_likelihood"][row], expected[:4].sum())
+    assert engine.records.running["scored"][row] == 4
+    scores = []
+    for start, stop in pairwise([25, 26, 33, 45]):
+        scores += engine.handle(make_batch(events[start:stop], SCHEMA), 1).scored.log_likelihood.tolist()
+    np.testing.assert_allclose(scores, expected[4:])
     closed = engine.finish().closed
     np.testing.assert_allclose(closed.log_likelihood, [expected.sum()])
-    assert closed.num_readings.tolist() == [25]
+    assert closed.num_readings.tolist() == [45]
+
+
+def test_a_snapshot_with_all_readings_continues_with_those_that_are_needed() -> None:
+    """A release that writes format version 6 keeps all readings of a record."""
+    engine, resumed = make_engine(), make_engine()
+    events = make_readings(25)
+    for event in events:
+        engine.handle(make_batch([event], SCHEMA), 1)
+    snapshot = engine.snapshot(0, 1)
+    assert snapshot.event_times is not None
+    assert snapshot.event_times.num_dropped.tolist() == [21]
+    complete = replace(
+        snapshot,
+        counts=np.array([25], np.int32),
+        features=np.array([event.feature for event in events], np.int16),
+        values=np.array([event.value for event in events], np.float64),
+        event_times=EventTimes(
+            np.array([event.time for event in events]), snapshot.event_times.origins, np.zeros(1, np.int64)
+        ),
+    )
+    resumed.restore(0, encode_and_decode(complete), 1)
+    assert_same_snapshot(resumed.snapshot(0, 1), snapshot)
+    assert resumed.records.num_bytes == engine.records.num_bytes
 
 
 def test_models_with_other_contexts_score_their_own_records() -> None:
@@ -138,7 +179,7 @@ def test_models_with_other_contexts_score_their_own_records() -> None:
 
 @pytest.mark.parametrize("policy", ["finish", "rescore"])
 def test_change_to_a_model_with_one_reading_per_feature_keeps_the_first_readings(policy: str) -> None:
-    engine = make_engine()
+    engine = make_engine(model=make_model(limit=ContextLimit(3, 16)))
     null = Event(0, "r", False, 99 * MINUTE, 0, None)
     engine.handle(make_batch([*make_readings(10), null, replace(null, feature=3)], SCHEMA), 1)
     schema = replace(SCHEMA, reading_times=None)
@@ -163,7 +204,8 @@ def test_change_to_a_model_of_irregular_readings_drops_readings_without_times() 
 
 
 def test_duplicates_are_recognised_after_a_restart() -> None:
-    engine, resumed = make_engine(), make_engine()
+    model = make_model(limit=ContextLimit(3, 16))
+    engine, resumed = make_engine(model=model), make_engine(model=model)
     events = make_readings(10)
     engine.handle(make_batch(events, SCHEMA), 1)
     resumed.restore(0, encode_and_decode(engine.snapshot(0, 1)), 1)
@@ -184,7 +226,7 @@ def test_snapshot_of_irregular_readings_is_checked() -> None:
         EventTimes(times, np.append(origins, 0), num_dropped),
         EventTimes(times, origins, np.append(num_dropped, 0)),
         EventTimes(times, np.array([NO_TIME]), num_dropped),
-        EventTimes(np.where(times > 0, times, 2**62), origins, num_dropped),
+        EventTimes(np.where(times > MINUTE, times, 2**62), origins, num_dropped),
     ):
         with pytest.raises(StateError, match="time"):
             encode_and_decode(replace(snapshot, event_times=damaged))
