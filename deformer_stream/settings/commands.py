@@ -569,6 +569,12 @@ class InitSettings(WindowedTableSettings, _KafkaSettings):
     )
     normal: str | None = Field(None, description="Value of the column --label in normal rows. Default: asked.")
     exclude: str | None = Field(
+    irregular: bool = Field(
+        False,
+        description="A sensor reports any number of times in a record, and each reading keeps its own time. Default: "
+        "asked if a row is one reading and the times of readings are irregular, or sensors report several times in a "
+        "record.",
+    )
         None, description='Columns to leave out, separated by commas, "" for none. Default: asked.'
     )
     contamination: MinorityShare | None = Field(

@@ -64,7 +64,18 @@ TABLE_GROUPS: OptionGroups = {
 INIT_GROUPS: OptionGroups = {
     "Configuration file": ("yes", "output", "force"),
     "Answers": (
-        *("record", "window", "slots", "per_slot", "label", "normal", "contamination", "exclude", "timezone"),
+        *(
+            "record",
+            "window",
+            "slots",
+            "per_slot",
+            "irregular",
+            "label",
+            "normal",
+            "contamination",
+            "exclude",
+            "timezone",
+        ),
         *("alpha", "max_time"),
     ),
     "Tables": ("time_column", "device_column", "delimiter", "decimal", "encoding", "header", "no_header"),

@@ -252,6 +252,89 @@ def test_shared_time_slots_are_mentioned_in_the_configuration(plant: Path, layou
     assert "of the readings share" not in Path("deformer.toml").read_text(), "each reading has a slot of its own"
 
 
+def write_irregular_table(id_column: str, num_sensors: int = 3) -> None:
+    """Write the readings of four devices or records, at irregular times, to `log.csv`."""
+    rng = np.random.default_rng(0)
+    seconds = np.sort(rng.uniform(0, 7200, 1200)).round(2)
+    table = pd.DataFrame(
+        {
+            id_column: rng.choice(["b1", "b2", "b3", "b4"], 1200),
+            "feature": rng.choice([f"tag{i}" for i in range(num_sensors)], 1200),
+            "value": rng.normal(20, 2, 1200).round(3),
+            "time": (pd.Timestamp("2026-01-01", tz="UTC") + pd.to_timedelta(seconds, unit="s")),
+        }
+    )
+    table.to_csv("log.csv", index=False)
+
+
+def test_irregular_readings_are_proposed_for_devices(cli: RunCommand, plant: Path) -> None:
+    write_irregular_table("device")
+    result = cli("init", "log.csv", "--yes")
+    assert (result.code, result.err) == (0, "")
+    assert "at irregular times, usually a reading of a sensor every" in result.out
+    train = read_config()["train"]
+    assert train["irregular"] is True
+    assert "slots" not in train
+    assert "per-slot" not in train
+    assert "contamination" not in Path("deformer.toml").read_text()
+    # Half of the gaps between readings of a sensor are below 50 s. A window holds at most 60 such gaps.
+    assert train["window"] == "30m"
+    # Options that need time slots are another answer.
+    assert cli("init", "log.csv", "--yes", "--force", "--slots", "6").code == 0
+    assert "irregular" not in read_config()["train"]
+
+
+def test_irregular_readings_are_proposed_for_records_whose_sensors_report_several_times(
+    cli: RunCommand, plant: Path
+) -> None:
+    write_irregular_table("record")
+    assert cli("init", "log.csv", "--yes").code == 0
+    train = read_config()["train"]
+    assert train["irregular"] is True
+    assert "window" not in train
+    # With one reading of each sensor in a record, nothing is proposed.
+    table = pd.read_csv("log.csv").drop_duplicates(["record", "feature"])
+    table.to_csv("log.csv", index=False)
+    assert cli("init", "log.csv", "--yes", "--force").code == 0
+    assert "irregular" not in read_config()["train"]
+
+
+def test_the_user_can_decline_irregular_readings(plant: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(click.testing._NamedTextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(click.testing, "_NamedTextIOWrapper", Terminal)
+    write_irregular_table("device")
+    answers = ["no", "5m", "5", "", "", "", "", ""]
+    result = CliRunner().invoke(init.build_init(), ["log.csv"], input="\n".join(answers) + "\n")
+    assert result.exit_code == 0, result.output
+    assert "The times of the readings are irregular. Learn each reading with its own time (irregular)?" in result.output
+    train = read_config()["train"]
+    assert (train["window"], train["slots"]) == ("5m", 5)
+    assert "irregular" not in train
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--slots", "5"], ["--irregular", "--slots"]),
+        (["--contamination", "1%"], ["--contamination", "irregular"]),
+        (["--record", "row"], ["--irregular", "time"]),
+    ],
+)
+def test_irregular_is_refused_with_options_that_contradict_it(
+    cli: RunCommand, plant: Path, options: list[str], words: list[str]
+) -> None:
+    record = [] if "--record" in options else ["--record", "window"]
+    label = ["--label", ""]
+    result = cli("init", "plant.csv", "--yes", "--irregular", *label, *record, *options)
+    assert (result.code, len(result.lines)) == (2, 1)
+    assert all(word in result.err for word in words)
+    assert cli("init", "plant.csv", "--yes", "--irregular", *label, "--record", "window", "--window", "2m").code == 0
+    assert read_config()["train"]["irregular"] is True
+
+
 def test_a_table_of_readings_under_other_names_is_explained(cli: RunCommand, plant: Path) -> None:
     Path("log.csv").write_text("ts,tag,val\n2026-01-01 00:00:00,flow,20.5\n2026-01-01 00:00:01,flow,20.6\n")
     assert_command_failed(cli("init", "log.csv", "--yes"), 3, "'tag'", "rename its columns (ts, tag, val)")

@@ -124,6 +124,8 @@ def format_view(view: TableView) -> str:
     lines.append("")
     if view.interval is not None:
         what = "a reading of each sensor" if view.layout == "long" else "a row"
+        if view.layout == "long" and view.reading_times is not None and view.reading_times.is_irregular:
+            what = "at irregular times, usually a reading of a sensor"
         span = "" if view.span is None else f", over {_format_seconds(view.span)}"
         lines.append(f"time     {what} every {_format_seconds(view.interval)}{span}")
     if view.device_column is not None:

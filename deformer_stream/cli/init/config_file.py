@@ -20,6 +20,9 @@ CALIBRATION_SHARE = 0.2
 NUM_FOLDS = 5
 """Number of models that are trained if the table is small (`--folds`), so that all records can be used to calibrate."""
 
+OR_IRREGULAR = "# (or irregular = true in place of slots, if each reading is to keep its own time)."
+"""Comment about several readings of a sensor in one time slot."""
+
 MODEL = "model"
 """Name of the model directory."""
 
@@ -33,6 +36,7 @@ class Answers:
         alpha: Largest share of normal records that raise an alert.
         max_time: Time limit of the training in seconds.
         window: Length of a window in seconds, None if records are not windows.
+        irregular: Whether a sensor may report any number of times in a record, and each reading keeps its own time.
         slots: Number of time slots of a window.
         per_slot: Which value counts if a sensor has several readings in a time slot.
         repeated_share: Share of the readings that share a time slot with an earlier reading of their sensor, from 0 to
@@ -49,6 +53,7 @@ class Answers:
     alpha: float
     max_time: float
     window: float | None = None
+    irregular: bool = False
     slots: int = 1
     per_slot: PerSlot = "first"
     repeated_share: float = 0.0
@@ -186,7 +191,8 @@ def _format_training(subject: Subject, answers: Answers) -> list[str]:
     """Return the lines of the table [train]."""
     lines = [_format_entry("out", MODEL)]
     if answers.record == "window" and answers.window is not None:
-        lines.append("# A record is a time window of a device. A sensor may report once in each of its time slots.")
+        sensor = "" if answers.irregular else " A sensor may report once in each of its time slots."
+        lines.append(f"# A record is a time window of a device.{sensor}")
         lines.append(_format_entry("window", format_duration(round(answers.window * 1e6))))
         if answers.slots > 1:
             lines.append(_format_entry("slots", answers.slots))
@@ -195,12 +201,17 @@ def _format_training(subject: Subject, answers: Answers) -> list[str]:
         lines.append("# A record is all readings with the same id in the column `record`.")
     else:
         lines.append('# A record is a row of the table. For time windows of a device: window = "60s", slots = 12')
+    if answers.irregular:
+        lines.append("# A sensor reports any number of times in a record, and each reading keeps its own time.")
+        lines.append(_format_entry("irregular", True))
     if answers.label is not None:
         lines.append("# Only normal rows are used for training. The label is never a feature.")
         lines += [_format_entry("label", answers.label), _format_entry("normal", answers.normal)]
     elif answers.contamination:
         lines.append("# Up to this share of the records may be anomalies; the most unusual ones are left out.")
         lines.append(_format_entry("contamination", answers.contamination))
+    elif answers.irregular:
+        lines.append("# All records count as normal.")
     else:
         lines.append("# All rows count as normal. If up to 2% of them may be faulty: contamination = 0.02")
     lines.append(
@@ -208,7 +219,7 @@ def _format_training(subject: Subject, answers: Answers) -> list[str]:
     )
     lines.append('# such as a recipe, are context: context = ["recipe"]')
     lines.append(_format_entry("exclude", list(answers.exclude)))
-    if needs_folds(subject.num_normal_records, answers.alpha):
+    if not answers.irregular and needs_folds(subject.num_normal_records, answers.alpha):
         lines.append(f"# There are few records, so all of them calibrate: {NUM_FOLDS} models are trained in turn.")
         lines.append(_format_entry("folds", NUM_FOLDS))
     lines.append("# Time limit of the whole training. More time gives a better model.")
@@ -227,7 +238,11 @@ def _format_per_slot(answers: Answers) -> list[str]:
             f"# {answers.repeated_share:.0%} of the readings share a {place} with an earlier reading of their sensor."
         )
     if answers.per_slot == "first":
-        return [*lines, f'# Only the first reading of a {place} counts. To use all of them: per-slot = "mean"']
+        return [
+            *lines,
+            f'# Only the first reading of a {place} counts. To use all of them: per-slot = "mean"',
+            OR_IRREGULAR,
+        ]
     lines.append(f"# Which value counts if a sensor has several readings in a {place}: first, last, mean, min or max.")
     lines.append("# All but first are known only when it is over, so that alerts come later.")
     return [*lines, _format_entry("per-slot", answers.per_slot)]

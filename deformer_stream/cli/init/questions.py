@@ -29,8 +29,14 @@ MAX_FEATURES_PER_RECORD = 60
 MAX_SLOTS = 12
 """Largest number of time slots that is proposed."""
 
+PER_SLOT_DEFAULT: PerSlot = "first"
+"""Which reading of a time slot counts if nothing is asked: the default of the training."""
+
 NONE = "-"
 """What a user answers if no column is meant."""
+
+READINGS_PER_SENSOR = 60
+"""Number of readings of a usual sensor up to which the proposed window grows if readings are irregular."""
 
 _ROUND_SECONDS = (1, 2, 5, 10, 15, 20, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 """Lengths of windows, in seconds, of which one is proposed."""
@@ -50,12 +56,19 @@ def ask_questions(view: TableView, settings: InitSettings, asks: bool) -> Answer
         ConfigError: An option does not fit the input.
     """
     record = _choose_record(view, settings, asks)
-    window, slots = _choose_window(view, settings, asks) if record == "window" else (None, 1)
-    per_slot, repeated_share = _choose_per_slot(view, settings, window, slots, asks)
+    is_irregular = _choose_irregular(view, settings, record, asks)
+    window, slots = _choose_window(view, settings, is_irregular, asks) if record == "window" else (None, 1)
+    per_slot, repeated_share = PER_SLOT_DEFAULT, 0.0
+    if not is_irregular:
+        per_slot, repeated_share = _choose_per_slot(view, settings, window, slots, asks)
     label, normal = _choose_label(view, settings, asks)
     if label is not None and settings.contamination:
         raise ConfigError("--contamination is for tables without a label: leave it out, or add --label ''")
     contamination = settings.contamination
+    if is_irregular:
+        if contamination:
+            raise ConfigError("--contamination cannot be combined with irregular readings: leave one of them out")
+        contamination = 0.0
     if contamination is None:
         question = "Largest share of these records that may be anomalies"
         contamination = 0.0 if label is not None else _ask(question, "0%", _make_parser(MinorityShare), asks)
@@ -78,6 +91,7 @@ def ask_questions(view: TableView, settings: InitSettings, asks: bool) -> Answer
         alpha=alpha,
         max_time=max_time,
         window=window,
+        irregular=is_irregular,
         slots=slots,
         per_slot=per_slot,
         repeated_share=repeated_share,
@@ -180,13 +194,46 @@ def _choose_record(view: TableView, settings: InitSettings, asks: bool) -> Recor
     return chosen
 
 
-def _choose_window(view: TableView, settings: InitSettings, asks: bool) -> tuple[float, int]:
-    """Return the length of a window in seconds and the number of its time slots.
+def _choose_irregular(view: TableView, settings: InitSettings, record: RecordKind, asks: bool) -> bool:
+    """Return whether each reading keeps its own time, so that a sensor may report any number of times in a record.
+
+    It is asked, with the default "yes", if the table suits it: a row is one reading, and either records are windows and
+    the times of readings are irregular, or records have ids and sensors report several times in a record.
+
+    Raises:
+        ConfigError: The option `--irregular` does not fit the table or another option.
+    """
+    has_slots = settings.slots is not None or settings.per_slot is not None
+    if settings.irregular:
+        if has_slots:
+            raise ConfigError("--irregular cannot be combined with --slots and --per-slot: leave one of them out")
+        if record == "row" or view.time_column is None:
+            raise ConfigError(
+                "--irregular needs a time for each reading: add a column of times, or add --record window if each row "
+                "has a time"
+            )
+        return True
+    if has_slots or view.layout != "long" or view.time_column is None or view.reading_times is None:
+        return False
+    if record == "id" and view.repeated_in_record >= MIN_SHARE:
+        reason = f"{view.repeated_in_record:.0%} of the readings repeat a sensor of their record"
+    elif record == "window" and view.reading_times.is_irregular:
+        reason = "The times of the readings are irregular"
+    else:
+        return False
+    question = f"{reason}. Learn each reading with its own time (irregular)? yes, no"
+    return _ask(question, "yes", _make_choice(("yes", "no")), asks) == "yes"
+
+
+def _choose_window(view: TableView, settings: InitSettings, is_irregular: bool, asks: bool) -> tuple[float, int]:
+    """Return the length of a window in seconds and the number of its time slots, 1 if readings are irregular.
 
     The proposed window holds several readings of each sensor, one in each slot.
     """
     interval = view.interval or 60.0
     most_slots = max(1, min(MAX_SLOTS, MAX_FEATURES_PER_RECORD // max(1, len(view.feature_names))))
+    if is_irregular:
+        most_slots = READINGS_PER_SENSOR
     window = settings.window
     if window is None:
         wanted = interval * (settings.slots or most_slots)
@@ -194,6 +241,8 @@ def _choose_window(view: TableView, settings: InitSettings, asks: bool) -> tuple
         proposed = max((length for length in _ROUND_SECONDS if interval <= length <= wanted), default=interval)
         question = "Length of a window"
         window = _ask(question, format_duration(round(proposed * 1e6)), _make_parser(WindowWidth), asks)
+    if is_irregular:
+        return window, 1
     slots = settings.slots
     if slots is None:
         proposed_slots = min(1000, max(1, round(window / interval)))

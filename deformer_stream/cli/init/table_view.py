@@ -62,6 +62,12 @@ _DEVICE_NAME = re.compile(
 _SENSOR_NAME = re.compile(r"^(tag|tag_?name|sensor|signal|point|variable|parameter|metric|channel)(_?(id|name))?$")
 """Names of columns that usually contain the sensor of a reading, in a table with one reading per row."""
 
+REGULAR_GAP_RATIO = 1.25
+"""Gaps between the readings of a sensor count as regular if they differ from the usual gap by this factor at most."""
+
+MAX_IRREGULAR_SHARE = 0.2
+"""Share of the gaps that may be irregular in a table of regular readings, because some readings are missing."""
+
 _NORMAL_VALUES = ("normal", "ok", "good", "healthy", "none", "no", "n", "false", "0")
 """Labels of normal rows, the most certain first."""
 
@@ -94,7 +100,7 @@ class ReadingTimes:
 
     Attributes:
         times: (M,) microseconds since 1970.
-        sources: (M,) int64 number of the sensor of a device that each reading is from.
+        sources: (M,) int64 number of the sensor of a device or record that each reading is from.
     """
 
     times: NDArray[np.int64]
@@ -112,6 +118,18 @@ class ReadingTimes:
         order = np.lexsort((slots, self.sources))
         is_repeated = (np.diff(slots[order]) == 0) & (np.diff(self.sources[order]) == 0)
         return float(is_repeated.sum()) / len(self.times)
+
+    @property
+    def is_irregular(self) -> bool:
+        """Whether the readings do not come at equal intervals that are about the same for all sensors."""
+        order = np.lexsort((self.times, self.sources))
+        gaps = np.diff(self.times[order])[np.diff(self.sources[order]) == 0]
+        gaps = gaps[gaps > 0]
+        if not len(gaps):
+            return False
+        ratio = gaps / np.median(gaps)
+        is_regular = (ratio <= REGULAR_GAP_RATIO) & (ratio >= 1 / REGULAR_GAP_RATIO)
+        return float((~is_regular).mean()) > MAX_IRREGULAR_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +151,8 @@ class TableView:
         device_column: The column with the device, None if there is none.
         devices: The devices, sorted.
         record_column: The column with the id of the record, None if there is none.
+        repeated_in_record: Share of the readings that have an earlier reading of their sensor in their record, from 0
+            to 1. 0 if a row is not one reading, or if there is no column with the id of the record.
         label_counts: By column that may say whether a row is normal, the number of rows by value; the most likely
             column first.
         suggested_exclusions: Columns that became features and probably should not: ids and answers.
@@ -154,6 +174,7 @@ class TableView:
     device_column: str | None = None
     devices: tuple[str, ...] = ()
     record_column: str | None = None
+    repeated_in_record: float = 0.0
     label_counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     suggested_exclusions: tuple[str, ...] = ()
     dialect: str | None = None
@@ -224,7 +245,11 @@ def look_at_table(
     num_rows = batch.num_rows if is_complete else _estimate_rows(files, table, batch)
     devices_of_rows = _find_devices(batch, device_column, is_long)
     times = None if time_column is None else parse_times(batch.column(time_column), table.name)[0]
-    groups = [devices_of_rows[1], batch.column(FEATURE).to_pylist() if is_long else None]
+    # The readings of a record are from one device, even if no column names it.
+    owners = devices_of_rows[1]
+    if owners is None and is_long and DEFAULT_RECORD_COLUMN in batch.schema.names:
+        owners = [str(record) for record in batch.column(DEFAULT_RECORD_COLUMN).to_pylist()]
+    groups = [owners, batch.column(FEATURE).to_pylist() if is_long else None]
     interval, span = (None, None) if times is None else _measure_times(times, groups)
     if span is not None and not is_complete:
         span *= num_rows / batch.num_rows  # as if the rate stays the same
@@ -247,6 +272,7 @@ def look_at_table(
         device_column=devices_of_rows[0],
         devices=tuple(sorted({device for device in devices_of_rows[1] or [] if device is not None})[:MAX_DEVICES]),
         record_column=DEFAULT_RECORD_COLUMN if DEFAULT_RECORD_COLUMN in table.schema.names else None,
+        repeated_in_record=_compute_repeated_in_record(batch) if is_long else 0.0,
         label_counts=label_counts,
         suggested_exclusions=tuple(
             name
@@ -254,7 +280,7 @@ def look_at_table(
             if not is_long and (_ID_NAME.search(_simplify(name)) or _ANSWER_NAME.search(_simplify(name)))
         ),
         dialect=table.describe_dialect(),
-        reading_times=None if times is None else _collect_reading_times(batch, times, devices_of_rows[1], sensors),
+        reading_times=None if times is None else _collect_reading_times(batch, times, owners, sensors),
     )
 
 
@@ -412,32 +438,46 @@ def _measure_times(
 
 
 def _collect_reading_times(
-    batch: pa.RecordBatch, times: NDArray[np.int64], devices: Sequence[str | None] | None, sensors: Sequence[str]
+    batch: pa.RecordBatch, times: NDArray[np.int64], owners: Sequence[str | None] | None, sensors: Sequence[str]
 ) -> ReadingTimes:
     """Return the times of the readings of some sensors.
 
     Args:
         batch: The M first rows.
         times: (M,) their times in microseconds since 1970, `NO_TIME` if unknown.
-        devices: The device of each row, None if there are no devices.
+        owners: The device or record of each row, None if there are neither.
         sensors: Names of the sensors, which are columns unless a row is one reading.
     """
-    device_of_row = np.zeros(len(times), np.int64)
-    if devices is not None:
-        device_of_row = np.unique([str(name) for name in devices], return_inverse=True)[1].astype(np.int64)
+    owner_of_row = np.zeros(len(times), np.int64)
+    if owners is not None:
+        owner_of_row = np.unique([str(name) for name in owners], return_inverse=True)[1].astype(np.int64)
     all_times, all_sources = [], []
     if FEATURE in batch.schema.names and VALUE in batch.schema.names:  # a row is one reading
         sensor_of_row, names = encode_labels(batch.column(FEATURE))
         is_known = (times != NO_TIME) & np.isin(sensor_of_row, [i for i, name in enumerate(names) if name in sensors])
         all_times.append(times[is_known])
-        all_sources.append(device_of_row[is_known] * len(names) + sensor_of_row[is_known])
+        all_sources.append(owner_of_row[is_known] * len(names) + sensor_of_row[is_known])
     else:
         for index, name in enumerate(sensors):
             is_known = (times != NO_TIME) & batch.column(name).is_valid().to_numpy(zero_copy_only=False)
             all_times.append(times[is_known])
-            all_sources.append(device_of_row[is_known] * len(sensors) + index)
+            all_sources.append(owner_of_row[is_known] * len(sensors) + index)
     empty = np.empty(0, np.int64)
     return ReadingTimes(np.concatenate([empty, *all_times]), np.concatenate([empty, *all_sources]))
+
+
+def _compute_repeated_in_record(batch: pa.RecordBatch) -> float:
+    """Return the share of the rows that have an earlier row of the same record and sensor, 0 without record ids.
+
+    Args:
+        batch: The first rows, of which each is one reading.
+    """
+    if DEFAULT_RECORD_COLUMN not in batch.schema.names or not batch.num_rows:
+        return 0.0
+    records, _ = encode_labels(batch.column(DEFAULT_RECORD_COLUMN))
+    sensors, names = encode_labels(batch.column(FEATURE))
+    num_different = len(np.unique(np.asarray(records, np.int64) * (len(names) + 1) + sensors))
+    return float(1.0 - num_different / batch.num_rows)
 
 
 def _collect_statistics(
