@@ -85,6 +85,14 @@ MAX_CONTEXT_CANDIDATES = 256
 bounded in this way, whatever its size: about 4,600 nodes of a tree of orders for the attributions, and fewer for the
 suspects and the expected values."""
 
+EARLIER_ONSET_COST = 0.5
+"""Nats that the excess of a sensor's latest readings loses for each reading but one.
+
+Without it, a sensor that reports often is suspected too often, because the largest of many sums is large by chance. If
+it is 2 in place of 0, the first suspect is the faulty sensor in 1% to 3% more of the alerts on intensive-care stays.
+But a simulated sensor that reports often and is always shifted comes first in 80% of the alerts in place of 88%.
+"""
+
 NUM_SINGLE_SUSPECTS = 4
 """Number of readings of which each is tried as the only suspect (reading that explains the alert). First the reading is
 tried whose removal makes the record most probable, then the others in one pass. A fault in one sensor is the most
@@ -461,8 +469,9 @@ def _find_suspect_readings(model: DEformer, group: _RecordGroup) -> Ints:
 
     A sensor that becomes faulty at some time has faulty readings from then on. For each sensor and each number j, the
     last j readings of the sensor have an excess: −ln p of them given all other readings of the context, minus its
-    expectation. The suspects are the readings with the largest excess. In an exact density, this is the likelihood
-    ratio of two explanations: a sensor whose last j readings are arbitrary, but as probable as usual, and no fault.
+    expectation, minus `EARLIER_ONSET_COST` · (j − 1). The suspects are the readings with the largest excess. In an
+    exact density, this is the logarithm of the ratio of the probabilities of two explanations: a fault after which the
+    last j readings of a sensor are arbitrary, but as probable as usual, and no fault. The last term is the prior of j.
 
     The excess is the sum of the centered NLLs of these readings in orders that end with the sensor's readings. It is
     the mean over two orders of the sensors, of which one is the reverse of the other.
@@ -487,7 +496,8 @@ def _find_suspect_readings(model: DEformer, group: _RecordGroup) -> Ints:
     for index, chain in enumerate(chains):
         last_nodes = paths[:, index, -len(chain) :]  # (2, n) for a chain of n readings
         terms = output.compute_centered_nll(last_nodes.ravel()).reshape(last_nodes.shape).mean(0)
-        excess_by_length = np.cumsum(terms[::-1])  # of the last 1, 2, … readings
+        # The excess of the last 1, 2, … readings.
+        excess_by_length = np.cumsum(terms[::-1]) - EARLIER_ONSET_COST * np.arange(len(chain))
         length = int(excess_by_length.argmax()) + 1
         if excess_by_length[length - 1] > largest_excess:
             suspects, largest_excess = chain[-length:], float(excess_by_length[length - 1])
