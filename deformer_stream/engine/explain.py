@@ -473,8 +473,8 @@ def _find_suspect_readings(model: DEformer, group: _RecordGroup) -> Ints:
     exact density, this is the logarithm of the ratio of the probabilities of two explanations: a fault after which the
     last j readings of a sensor are arbitrary, but as probable as usual, and no fault. The last term is the prior of j.
 
-    The excess is the sum of the centered NLLs of these readings in orders that end with the sensor's readings. It is
-    the mean over two orders of the sensors, of which one is the reverse of the other.
+    −ln p minus its expectation is the sum of the centered NLLs of these readings in an order that ends with the
+    sensor's readings. It is the mean over two orders of the sensors, of which one is the reverse of the other.
 
     Args:
         model: The network.
