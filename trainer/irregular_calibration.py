@@ -13,14 +13,13 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.calibration.torch_scoring import RecordScores
+from deformer_stream.calibration.torch_scoring import RecordScores, sum_neg_log_p
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import ClosedRecords, EventBatch, WindowMembership
 from deformer_stream.kernels.cpu import attached_kernels
 from deformer_stream.model.deformer import DEformer
 from trainer.examples import BlockExamples, Ints
 from trainer.irregular_table import IrregularTable
-from trainer.sampling import move_to_device
 
 MAX_READINGS_PER_CALL = 50_000
 """Readings that are sent to the engine at once. It bounds memory and does not change any score."""
@@ -117,17 +116,12 @@ def average_neg_log_p(model: DEformer, examples: BlockExamples, indexes: Ints, b
         The sums, without statistics of records.
     """
     num_features = len(model.schema)
-    sums, counts = np.zeros(num_features), np.zeros(num_features, np.int64)
+    total = RecordScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
     generator = torch.Generator().manual_seed(0)
     for start in range(0, min(len(indexes), MAX_FEATURE_BLOCKS), batch_size):
         batch = examples.gather(indexes[start : start + batch_size], generator)
-        stored = np.where(batch.readings >= 0, examples.table.values[np.maximum(batch.readings, 0)], 0.0)
-        values = move_to_device(torch.from_numpy(stored).to(model.dtype), model.device)  # without noise, as in a stream
-        with torch.inference_mode():
-            features, ages = (move_to_device(tensor, model.device) for tensor in (batch.features, batch.ages))
-            log_p = model.conditionals(features, values, ages=ages).score(values)[0].double().cpu().numpy()
-        is_scored = examples.find_scored(batch)
-        codes = batch.features.numpy()[is_scored]
-        sums += np.bincount(codes, -log_p[is_scored], num_features)
-        counts += np.bincount(codes, minlength=num_features)
-    return RecordScores(np.empty(0), sums, counts)
+        # The stored values have no noise, as in a stream.
+        values = np.where(batch.readings >= 0, examples.table.values[np.maximum(batch.readings, 0)], 0.0)
+        codes, ages = batch.features.numpy(), batch.ages.numpy()
+        total += sum_neg_log_p(model, codes, values, ages, examples.find_scored(batch), batch_size)
+    return total

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import SCORE_TOLERANCE, Calibration, extract_group, group_indexes_by_key
 from deformer_stream.calibration.drift_state import DriftNotice, DriftState, FeatureShift
-from deformer_stream.calibration.torch_scoring import score_records
+from deformer_stream.calibration.torch_scoring import score_records, sum_neg_log_p
 from deformer_stream.model.deformer import DEformer
 
 Ints = NDArray[np.int64]
@@ -61,9 +61,24 @@ NUM_RECENT_RECORDS = 64
 """Number of most recent records from which a notice finds the features that have shifted. It is enough for a mean of
 each feature and small enough that most of these records lie after the change."""
 
-RecordReadings = tuple[Ints, Floats]
-"""The L readings of one record in order of arrival: feature codes (indexes in the schema), (L,), and values in raw
-units or label codes, (L,)."""
+RECORDS_PER_PASS = 16
+"""Number of contexts of irregular readings that go through the network together. It bounds the memory of a notice."""
+
+
+class RecordReadings(NamedTuple):
+    """The L readings of one record in order of arrival. If readings are irregular, those of a block with its context.
+
+    Attributes:
+        codes: (L,) feature codes (indexes in the schema).
+        values: (L,) values in raw units, or label codes.
+        ages: (L,) seconds from the origin of the record to each reading; None if readings are not irregular.
+        num_context: How many of the first readings only condition the others, because they are from before the block.
+    """
+
+    codes: Ints
+    values: Floats
+    ages: Floats | None = None
+    num_context: int = 0
 
 
 class RankBins:
@@ -478,23 +493,30 @@ def average_neg_log_p_by_feature(model: DEformer, records: Collection[RecordRead
 
     Args:
         model: The network that computes the p-values.
-        records: For each record two arrays in order of arrival: feature codes (indexes in the schema), and values in
-            raw units or label codes.
+        records: The readings of each record; with their ages, if readings are irregular.
 
     Returns:
-        The mean by feature name. Empty if readings are irregular, because their p-values depend on their times.
+        The mean by feature name. Empty if readings are irregular and have no ages.
     """
-    if not records or model.schema.reading_times is not None:
+    is_irregular = model.schema.reading_times is not None
+    if not records or (is_irregular and any(record.ages is None for record in records)):
         return {}
     # (R, L) for R records with at most L readings; the code −1 is padding at the end of a row.
-    max_readings = max(len(record_codes) for record_codes, _ in records)
+    max_readings = max(len(record.codes) for record in records)
     codes = np.full((len(records), max_readings), -1, np.int64)
-    values = np.zeros(codes.shape)
-    for row, (record_codes, record_values) in enumerate(records):
-        codes[row, : len(record_codes)] = record_codes
-        values[row, : len(record_values)] = record_values
+    values, ages = np.zeros(codes.shape), np.zeros(codes.shape)
+    for row, record in enumerate(records):
+        codes[row, : len(record.codes)] = record.codes
+        values[row, : len(record.values)] = record.values
+        if record.ages is not None:
+            ages[row, : len(record.ages)] = record.ages
     normalised_values = model.schema.normalise(np.maximum(codes, 0), values)  # padding needs a valid code
-    scores = score_records(model, codes, normalised_values)
+    if not is_irregular:
+        scores = score_records(model, codes, normalised_values)
+    else:
+        num_context = np.array([record.num_context for record in records])
+        is_scored = (codes >= 0) & (np.arange(max_readings) >= num_context[:, None])
+        scores = sum_neg_log_p(model, codes, normalised_values, ages, is_scored, RECORDS_PER_PASS)
     return scores.average_neg_log_p_by_feature(model.schema.names)
 
 

@@ -124,6 +124,45 @@ def compute_centered_nll(model: DEformer, features: NDArray[np.int64], values: F
     return np.concatenate(sums) if sums else np.empty(0)
 
 
+def sum_neg_log_p(
+    model: DEformer,
+    features: NDArray[np.int64],
+    values: Floats,
+    ages: Floats,
+    is_scored: NDArray[np.bool_],
+    batch_size: int = 32,
+) -> RecordScores:
+    """Return how improbable the irregular readings of each feature are, in N contexts of records.
+
+    Args:
+        model: The network, in evaluation mode.
+        features: (N, L) feature codes (indexes in the model's schema) of the readings of contexts, −1 as padding.
+        values: (N, L) values in normalised units or label codes; those of padding are ignored.
+        ages: (N, L) seconds from the origin of the record to each reading; those of padding are ignored.
+        is_scored: (N, L) which readings are counted. Those of context features are never counted.
+        batch_size: Number of contexts in one forward pass.
+
+    Returns:
+        For each feature the sum of −ln p-value over its readings and their number, without statistics of records.
+    """
+    num_features = len(model.schema)
+    sums, counts = np.zeros(num_features), np.zeros(num_features, np.int64)
+    is_scored = is_scored & (features >= 0) & ~model.schema.is_context[np.maximum(features, 0)]
+    for start in range(0, len(features), batch_size):
+        part = slice(start, start + batch_size)
+        with torch.inference_mode():
+            value_tensor = to_tensor(np.ascontiguousarray(values[part]), model)
+            code_tensor = torch.from_numpy(np.ascontiguousarray(features[part])).to(model.device)
+            # float64, whatever the dtype of the model
+            age_tensor = torch.from_numpy(np.ascontiguousarray(ages[part], np.float64)).to(model.device)
+            conditionals = model.conditionals(code_tensor, value_tensor, ages=age_tensor)
+            log_p = conditionals.score(value_tensor)[0].double().cpu().numpy()
+        codes = features[part][is_scored[part]]
+        sums += np.bincount(codes, -log_p[is_scored[part]], num_features)
+        counts += np.bincount(codes, minlength=num_features)
+    return RecordScores(np.empty(0), sums, counts)
+
+
 def _iterate_score_terms(
     model: DEformer, features: NDArray[np.int64], values: Floats, batch_size: int
 ) -> Iterator[tuple[Floats, Floats, NDArray[np.bool_]]]:

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from deformer_stream.engine.events import NO_TIME, Alert, EventBatch, Explanation, ScoredReadings
 from deformer_stream.engine.explain import ExplanationEffort, explain_context, explain_records
+from deformer_stream.engine.last_context import find_last_context
 from deformer_stream.engine.records import AcceptedReadings, RecordTable
 from deformer_stream.engine.scoring import ModelVersion
-from deformer_stream.model.bounded_context import select_contexts
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -243,18 +243,10 @@ class AlertBuilder:
             num_readings: Number of readings of the record when the alert was raised. Later readings are ignored.
             record_id: Id of the record.
         """
-        limit, log, contexts = version.context_limit, self.records.log, self.records.contexts
-        if self.effort == "off" or limit is None or contexts is None:
+        if self.effort == "off":
             return Explanation(())
-        # Positions of the first reading of the block and after the last one, and their places in the log.
-        positions = np.array([0, num_readings])
-        positions[0] = contexts.find_block_starts(np.array([record_index]), positions[1:] - 1)[0]
-        block_place, end = self.records.find_places(np.full(2, record_index), positions).tolist()
-        earlier_codes = log.gather_features(np.full(block_place, record_index), np.arange(block_place))
-        offsets = np.array([0, block_place])
-        selected, _ = select_contexts(earlier_codes, offsets, len(self.records.schema), limit.recent)
-        places = np.concatenate([selected, np.arange(block_place, end)])
-        rows = np.full(len(places), record_index)
+        places, _ = find_last_context(self.records, record_index, num_readings)
+        rows, log = np.full(len(places), record_index), self.records.log
         codes, values = log.gather(rows, places)
         label_by_place = self.records.unseen_labels.get(record_index, {})
         return explain_context(

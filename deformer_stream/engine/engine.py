@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration, TiePolicy
-from deformer_stream.calibration.drift import DriftMonitor
+from deformer_stream.calibration.drift import DriftMonitor, RecordReadings
 from deformer_stream.calibration.drift_state import DriftNotice, DriftState
 from deformer_stream.engine.alerts import AlertBuilder, compute_alert_id
 from deformer_stream.engine.events import (
@@ -31,6 +31,7 @@ from deformer_stream.engine.events import (
 )
 from deformer_stream.engine.explain import ExplanationEffort
 from deformer_stream.engine.irregular_ingest import ingest_irregular
+from deformer_stream.engine.last_context import find_last_context
 from deformer_stream.engine.records import MAX_CLOSED_IDS, AcceptedReadings, RecordTable
 from deformer_stream.engine.scoring import NO_ALPHAS, Cache, ModelVersion
 from deformer_stream.engine.slot_ingest import ingest_slots, release_slots
@@ -971,9 +972,22 @@ class Engine:
             [closed.record_ids[i] for i in observed.tolist()],
             closed.score[observed],
             # The monitor requests the readings of only a few of the observed records, so they are not all copied.
-            # A notice about irregular readings does not name the features that have shifted.
-            get_readings=None if self.records.is_irregular else lambda i: self.records.readings_of(table_rows[i]),
+            get_readings=lambda i: self._get_last_readings(table_rows[i]),
         )
+
+    def _get_last_readings(self, record_index: int) -> RecordReadings:
+        """Return the readings of a record; if they are irregular, those of the last block with their context.
+
+        Args:
+            record_index: Row of the record in the table.
+        """
+        if not self.records.is_irregular:
+            return RecordReadings(*self.records.readings_of(record_index))
+        num_readings = int(self.records.num_readings[record_index])
+        places, num_context = find_last_context(self.records, record_index, num_readings)
+        rows = np.full(len(places), record_index)
+        codes, values = self.records.log.gather(rows, places)
+        return RecordReadings(codes, values, self.records.ages_of(rows, places), num_context)
 
     def _release(self, closed: list[int]) -> None:
         """Make the table rows and the KV cache of closed records available to new records.

@@ -10,7 +10,7 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.drift import average_neg_log_p_by_feature
+from deformer_stream.calibration.drift import RecordReadings, average_neg_log_p_by_feature
 from deformer_stream.calibration.seen_records import RecordHasher
 from deformer_stream.codec.payloads import Messages, Payload, UnreadablePayload, WideRows
 from deformer_stream.engine.events import Effects
@@ -117,11 +117,11 @@ class MaxStatisticSink:
             The mean of −ln p by feature name, in nats. Empty if no readings of these records were kept.
         """
         # For each record, the feature codes and the values of its readings as two arrays.
-        records: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
+        records: list[RecordReadings] = []
         chosen = set(record_ids)
         for readings in (kept for record_id, kept in self._readings_by_record.items() if record_id in chosen):
             codes, values = zip(*readings, strict=True)
-            records.append((np.array(codes, np.int64), np.array(values)))
+            records.append(RecordReadings(np.array(codes, np.int64), np.array(values)))
         return average_neg_log_p_by_feature(model, records)
 
     def find_arrival_order(self, order_of_rows: str, requested_order: str | None) -> str:
