@@ -38,9 +38,9 @@ CACHE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class ImputedValues:
-    """Estimates of missing readings of N records with F features.
+    """Estimates of missing readings: of N records with F features, or of T targets (`engine.irregular_imputation`).
 
-    Each attribute has shape (N, F), with NaN for readings that were not imputed. Values are in raw units. They are
+    Each attribute has shape (N, F) or (T,), with NaN for readings that were not imputed. Values are in raw units. They are
     clipped to the range of the training values, extended by its width on either side. For discrete features, all
     attributes but `median` are NaN.
 
@@ -75,29 +75,39 @@ def impute(model: DEformer, values: Floats, is_requested: NDArray[np.bool_], int
     Returns:
         Median, mean, mode and prediction interval of each requested reading.
     """
-    imputed = ImputedValues(*(np.full(values.shape, np.nan) for _ in range(5)))
-    probabilities = ((1 - interval) / 2, 0.5, (1 + interval) / 2)
-    schema = model.schema
+    statistics = np.full((5, *values.shape), np.nan)
     for rows, codes, conditional in iterate_conditionals(model, values, is_requested):
-        cells = rows, codes  # where the results of these readings are in the (N, F) arrays
-        quantiles = conditional.quantiles(probabilities).double().cpu().numpy()
-        for target, quantile in zip((imputed.low, imputed.median, imputed.high), quantiles, strict=True):
-            target[cells] = denormalise_within_bounds(schema, codes, quantile)
-        # Quadrature: the mean in raw units is a weighted sum over P points of the distribution, (M, P) for M readings.
-        # The points are converted before they are added, because the conversion to raw units is not linear.
-        points, weights = (tensor.double().cpu().numpy() for tensor in conditional.quadrature_points())
-        imputed.mean[cells] = (weights * denormalise_within_bounds(schema, codes[:, None], points)).sum(-1)
-        mode = conditional.mode().double().cpu().numpy()
-        imputed.mode[cells] = denormalise_within_bounds(schema, codes, mode)
-        for target in (imputed.median, imputed.mode):  # these should look like values of the sensor
-            target[cells] = round_to_quantum(schema, codes, target[cells])
-        # A discrete feature has no numbers, only a most probable label.
-        is_discrete = schema.is_discrete[codes]
-        labels = find_likeliest_labels(schema, codes, conditional)
-        imputed.median[cells] = np.where(is_discrete, labels, imputed.median[cells])
-        for target in (imputed.low, imputed.high, imputed.mean, imputed.mode):
-            target[cells] = np.where(is_discrete, np.nan, target[cells])
-    return imputed
+        statistics[:, rows, codes] = describe_conditional(model.schema, codes, conditional, interval)
+    return ImputedValues(*statistics)
+
+
+def describe_conditional(schema: Schema, codes: Ints, conditional: Conditional, interval: float) -> Floats:
+    """Return the statistics of distributions that `ImputedValues` contains.
+
+    Args:
+        schema: Describes the features.
+        codes: (M,) feature codes (indexes in the schema).
+        conditional: The distributions, of shape (M,).
+        interval: Probability of the central prediction interval.
+
+    Returns:
+        (5, M) median, lower and upper bound of the interval, mean and mode, in the order of `ImputedValues`.
+    """
+    probabilities = (0.5, (1 - interval) / 2, (1 + interval) / 2)
+    normalised = conditional.quantiles(probabilities).double().cpu().numpy()
+    median, low, high = denormalise_within_bounds(schema, codes, normalised)
+    # Quadrature: the mean in raw units is a weighted sum over P points of the distribution, (M, P) for M readings. The
+    # points are converted before they are added, because the conversion to raw units is not linear.
+    points, weights = (tensor.double().cpu().numpy() for tensor in conditional.quadrature_points())
+    mean = (weights * denormalise_within_bounds(schema, codes[:, None], points)).sum(-1)
+    mode = denormalise_within_bounds(schema, codes, conditional.mode().double().cpu().numpy())
+    # These two should look like values of the sensor.
+    median, mode = (round_to_quantum(schema, codes, estimate) for estimate in (median, mode))
+    # A discrete feature has no numbers, only a most probable label.
+    is_discrete = schema.is_discrete[codes]
+    labels = find_likeliest_labels(schema, codes, conditional)
+    others = [np.where(is_discrete, np.nan, statistic) for statistic in (low, high, mean, mode)]
+    return np.stack([np.where(is_discrete, labels, median), *others])
 
 
 def impute_quantiles(
