@@ -195,5 +195,5 @@ def test_commands_refuse_complete_records(tmp_path: Path, command: str) -> None:
     pq.write_table(pa.table({"sensor0": [0.5, None], "sensor1": [1.0, 2.0]}), tmp_path / "wide.parquet")
     inputs = ["--count", "2"] if command == "sample" else [str(tmp_path / "wide.parquet")]
     result = run([command, *inputs, "--model", str(model), "--output", str(tmp_path / "out.parquet")])
-    assert result.returncode == (3 if command == "replay" else 2)
+    assert result.returncode == (2 if command == "sample" else 3)
     assert "irregular readings" in result.stderr.strip().splitlines()[-1]

@@ -44,7 +44,7 @@ ReportProgress = Callable[[int], None]
 Floats = NDArray[np.float64]
 
 
-class _RowsParquet(ParquetSink):
+class RowsParquet(ParquetSink):
     """A Parquet file to which rows are appended in batches.
 
     Rows are written when enough of them, or enough bytes, have been collected. The limit of bytes bounds the memory if
@@ -143,8 +143,8 @@ def impute_tables(
     codec = Codec(model.schema, order="schema")
     has_column = np.isin(np.arange(len(model.schema)), [model.schema.code_by_name[name] for name in feature_columns])
     num_filled = first_row = 0
-    bad_cells = _BadCells()
-    sink = _RowsParquet(output, output_schema)
+    bad_cells = BadCells()
+    sink = RowsParquet(output, output_schema)
     try:
         for table, batch, row_in_table in _iterate_batches(tables, columns, feature_by_name):
             row_ids = [str(row) for row in range(first_row, first_row + batch.num_rows)]
@@ -163,11 +163,11 @@ def impute_tables(
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
                 feature, code = feature_by_name.get(name), model.schema.code_by_name.get(name)
                 if feature is None or feature.context or code is None:
-                    arrays.append(_copy_column(column.take(rows), output_schema.field(name).type))
+                    arrays.append(copy_column(column.take(rows), output_schema.field(name).type))
                     continue
                 description = f"{table.name}: column {name!r}"
                 filled = fill_gaps(column.take(rows), feature, new_values[:, code], description)
-                arrays.append(_copy_column(filled, output_schema.field(name).type))
+                arrays.append(copy_column(filled, output_schema.field(name).type))
                 if _is_continuous_reading(feature):
                     arrays += [make_nullable(added[:, code]) for added in added_columns]
             if options.draws:
@@ -186,7 +186,7 @@ def impute_tables(
 
 
 @dataclass(slots=True)
-class _BadCells:
+class BadCells:
     """The cells of features that cannot be read.
 
     Attributes:
@@ -312,7 +312,7 @@ def write_samples(
             for feature in features
         ]
     )
-    sink = _RowsParquet(output, output_schema)
+    sink = RowsParquet(output, output_schema)
     try:
         for values in imputation.sample_records(model, count, seed):
             arrays = [
@@ -438,7 +438,7 @@ def _unify_column_types(tables: Sequence[Table], feature_by_name: dict[str, Feat
     """
     type_by_column: dict[str, pa.DataType] = {}
     for table in tables:
-        types = _find_column_types(table, _choose_forms(table, feature_by_name), feature_by_name)
+        types = find_column_types(table, _choose_forms(table, feature_by_name), feature_by_name)
         for name, column_type in types.items():
             fields = [pa.field(name, known) for known in (type_by_column.get(name, column_type), column_type)]
             try:
@@ -452,7 +452,7 @@ def _unify_column_types(tables: Sequence[Table], feature_by_name: dict[str, Feat
     return {name: type_by_column[name] for name in tables[0].schema.names}
 
 
-def _find_column_types(
+def find_column_types(
     table: Table, forms: dict[str, CellForm], feature_by_name: dict[str, Feature]
 ) -> dict[str, pa.DataType]:
     """Return the type of each column of the table, as its cells are read.
@@ -485,7 +485,7 @@ def _find_column_types(
     return type_by_column
 
 
-def _copy_column(column: pa.Array, column_type: pa.DataType) -> pa.Array:
+def copy_column(column: pa.Array, column_type: pa.DataType) -> pa.Array:
     """Return a column that is not imputed, in the type that it has in the output."""
     return column if column.type == column_type else column.cast(column_type)
 

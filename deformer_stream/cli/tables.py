@@ -201,12 +201,15 @@ def build_impute() -> click.Command:
         Each missing value is replaced by an estimate with an interval, or each row by several random completions
         (--draws). INPUT is a Parquet or CSV table in which each row is a record, a folder of such files, or a quoted
         pattern such as 'logs/*.csv'. Several tables must have the same columns; the output is one table.
+
+        If the model is for irregular readings, a row is a reading with a time. A row without a value requests the value
+        of its sensor at its time, given the other readings of its record.
         """
         interrupt_on_termination()
         settings = load_settings(ImputeSettings, flags, config, "impute")
         check_paths(inputs, settings.model)
         # These imports take seconds.
-        from connectors.files import imputation
+        from connectors.files import imputation, reading_imputation
         from deformer_stream import log, model_store
         from deformer_stream.progress import Progress
         from deformer_stream.tables.table import TableOptions
@@ -217,9 +220,15 @@ def build_impute() -> click.Command:
             options = imputation.ImputeOptions(
                 settings.interval, settings.estimate, settings.quantiles or (), settings.draws, settings.seed
             )
-            num_filled = imputation.impute_tables(
-                inputs, settings.output, model, options, progress.advance, TableOptions.from_settings(settings)
-            )
+            table_options = TableOptions.from_settings(settings)
+            if model.schema.reading_times is None:
+                num_filled = imputation.impute_tables(
+                    inputs, settings.output, model, options, progress.advance, table_options
+                )
+            else:
+                num_filled = reading_imputation.impute_reading_tables(
+                    inputs, settings.output, model, options, progress.advance, table_options, settings.time_column
+                )
         times = f" ({settings.draws} times each)" if settings.draws else ""
         click.echo(
             f"{num_filled} missing values filled in {progress.num_done} rows{times}; the table was written to "

@@ -36,6 +36,12 @@ from deformer_stream.library.frames import (
     read_tabular,
     warn,
 )
+from deformer_stream.library.readings import (
+    DRAW_COLUMN,
+    complete_readings,
+    compute_reading_quantiles,
+    impute_readings,
+)
 from deformer_stream.library.records import (
     Record,
     decode_table,
@@ -64,9 +70,6 @@ FrameT = TypeVar("FrameT", bound="IntoDataFrame")
 
 NUM_SHOWN_NAMES = 6
 """Number of features that the text of a detector names."""
-
-DRAW_COLUMN = "draw"
-"""The column that numbers the copies of each row in the result of `Detector.complete`, from 0."""
 
 
 class TemporaryFolder:
@@ -474,9 +477,12 @@ class Detector:
         Raises:
             ValueError: If `interval` does not lie between 0 and 1.
             InputError: If a value cannot be accepted; the message names the record or row, and the feature.
+            ConfigError: If the readings of the model are irregular, but the rows are not readings with times.
         """
         if not 0 < interval < 1:
             raise ValueError(f"interval is {interval}, but it must be a probability between 0 and 1")
+        if self.schema.reading_times is not None:
+            return impute_readings(self.artifact.model, self.codec, records, interval, bounds, columns)
         table = read_tabular(records, self.schema, columns)
         if bounds and not isinstance(table, FrameRecords):
             raise ValueError(
@@ -561,6 +567,10 @@ class Detector:
         Context features only condition the other features, and the model has no distribution for them. Missing ones are
         therefore left out.
 
+        If the readings of the model are irregular, rows and dicts are readings as in `impute`. The result for a list of
+        dicts is then a list with a tuple of quantiles for each request and None for other rows. That for a data frame
+        has columns such as `value__q0.05`.
+
         Args:
             records: One record as a dict or as a row of a pandas data frame, or several records as in `score`. The
                 predictions depend on the present values; None and NaN count as missing.
@@ -581,6 +591,8 @@ class Detector:
             raise ValueError(
                 f"qs is {list(qs)}, but it must be one or more probabilities of quantiles, each between 0 and 1"
             )
+        if self.schema.reading_times is not None:
+            return compute_reading_quantiles(self.artifact.model, self.codec, records, qs, columns)
         table = read_tabular(records, self.schema, columns)
         values = self._read_values(records, table)
         # (Q, N, F) for Q probabilities, N records and F features, NaN for features that were not imputed.
@@ -631,6 +643,9 @@ class Detector:
         features only condition the others, and the model has no distribution for them, so missing ones stay missing.
         Equal arguments give equal results.
 
+        If the readings of the model are irregular, rows and dicts are readings as in `impute`. All requested values of
+        a record are drawn jointly. The result for a list of dicts is then a list of `draws` such lists.
+
         Args:
             records: One record as a dict or as a row of a pandas data frame, or several records as in `score`. None and
                 NaN count as missing.
@@ -650,6 +665,8 @@ class Detector:
         """
         if draws < 1:
             raise ValueError(f"draws is {draws}, but the number of completed records to return must be at least 1")
+        if self.schema.reading_times is not None:
+            return complete_readings(self.artifact.model, self.codec, records, draws, seed, columns)
         table = read_tabular(records, self.schema, columns)
         values = self._read_values(records, table)
         # (draws, N, F) values of N records and F features.

@@ -490,6 +490,11 @@ class ImputeSettings(TableSettings, _ModelSettings):
     option_groups: ClassVar[OptionGroups] = TABLE_GROUPS
 
     output: Path = Field(description="Parquet file for the table with its nulls filled.")
+    time_column: str = Field(
+        "time",
+        min_length=1,
+        description="Column with the time of each reading, for models of irregular readings.",
+    )
     interval: Share = Field(
         0.9, description="Probability that a missing value is between COLUMN__low and COLUMN__high."
     )
@@ -564,17 +569,17 @@ class InitSettings(WindowedTableSettings, _KafkaSettings):
         description="Which value counts if a sensor has several readings in a time slot. Default: asked if at least 1% "
         "of the readings share a time slot with an earlier one.",
     )
-    label: str | None = Field(
-        None, description='Column that says whether a row is normal, "" if there is none. Default: asked.'
-    )
-    normal: str | None = Field(None, description="Value of the column --label in normal rows. Default: asked.")
-    exclude: str | None = Field(
     irregular: bool = Field(
         False,
         description="A sensor reports any number of times in a record, and each reading keeps its own time. Default: "
         "asked if a row is one reading and the times of readings are irregular, or sensors report several times in a "
         "record.",
     )
+    label: str | None = Field(
+        None, description='Column that says whether a row is normal, "" if there is none. Default: asked.'
+    )
+    normal: str | None = Field(None, description="Value of the column --label in normal rows. Default: asked.")
+    exclude: str | None = Field(
         None, description='Columns to leave out, separated by commas, "" for none. Default: asked.'
     )
     contamination: MinorityShare | None = Field(
