@@ -42,7 +42,8 @@ Those of irregular readings are chosen by `irregular_model_config`.
 """
 
 IRREGULAR_DEFAULTS = {
-    "neighbors": 8,
+    "neighbors": 12,
+    "neighbor_decay": 0.8,
     "process_rank": 12,
     "process_scales": 5,
     "context_recent": 32,

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from deformer_stream.model.config import IRREGULAR
 from deformer_stream.settings import (
     Device,
     Duration,
@@ -340,6 +341,13 @@ class TrainConfig(TrainSettings):
         description="Number of earlier readings on which the Gaussian process of irregular readings is conditioned, 0 "
         "for no process.",
     )
+    neighbor_decay: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Factor by which the correlation of a reading is multiplied for each later reading of its sensor "
+        "before these are chosen.",
+    )
     process_rank: int | None = Field(None, ge=0)
     process_scales: int | None = Field(None, ge=1)
     context_recent: int | None = Field(None, ge=0)
@@ -374,7 +382,7 @@ class TrainConfig(TrainSettings):
         Raises:
             ValueError: One of them is set without --irregular.
         """
-        for name in ("neighbors", "process_rank", "process_scales", "context_recent", "context_block"):
+        for name in IRREGULAR:
             if getattr(self, name) is not None and not self.irregular:
                 raise ValueError(f"the setting {name} needs --irregular, because it is for irregular readings")
         return self

@@ -327,6 +327,7 @@ class Process(KernelStruct):
 
     kinds: ClassVar[dict[str, Kind]] = {
         **dict.fromkeys(("num_features", "num_scales", "num_neighbors"), INTEGER),
+        "decay": REAL,
         **dict.fromkeys(("covariances", "negative_rates", "means", "variances", "noise_variances"), _FLOAT64),
         **dict.fromkeys(("inverse_deviations", "outlier_factors"), _FLOAT64),
         "log_weights": _FLOAT32,
@@ -377,7 +378,6 @@ class Batch(KernelStruct):
         "values": _FLOAT32,
         **dict.fromkeys(("offsets", "query_offsets", "num_cached", "depths", "page_table"), _INT64),
         "ages": _FLOAT64,
-        "time_inputs": _FLOAT32,
         "page_pool": _BYTES,
         **dict.fromkeys(("prior_log_weights", "prior_means", "prior_scales"), _FLOAT32),
         "hidden": _FLOAT32,

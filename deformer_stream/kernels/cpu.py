@@ -96,11 +96,8 @@ class RaggedBatch:
         num_prefill_only: (R,) how many of each record's first new readings are only written to the cache and not
             scored, because they were scored before. None if all new readings are scored.
         ages: (M,) seconds from the origin of the record to each reading. None if the readings of the schema are not
-            irregular.
-        time_inputs: (M, T) inputs of the network that express the times of irregular readings
-            (`model.time_inputs.encode_ragged_times`). If None, the kernels compute them from the ages of the readings
-            and of the cached ones. A node of a tree of orders then has the time since its sensor's previous reading
-            among its ancestors.
+            irregular. The time since the previous reading of the same sensor is that among the earlier readings; of a
+            node of a tree of orders, that among its ancestors.
     """
 
     features: Ints
@@ -111,7 +108,6 @@ class RaggedBatch:
     depths: Ints | None = None
     num_prefill_only: Ints | None = None
     ages: Doubles | None = None
-    time_inputs: Floats | None = None
 
     @property
     def query_offsets(self) -> Ints:
@@ -401,6 +397,7 @@ def _pack_process(process: GaussianProcessPrior) -> abi.Process:
         num_features=covariances.shape[1],
         num_scales=len(covariances),
         num_neighbors=process.num_neighbors,
+        decay=process.decay,
         covariances=covariances.transpose(0, 1).contiguous(),
         negative_rates=-rates,
         means=process.means.contiguous(),
@@ -691,7 +688,6 @@ class CpuKernels:
             num_cached=batch.num_cached,
             depths=batch.depths,
             ages=batch.ages,
-            time_inputs=batch.time_inputs,
             page_table=batch.page_table,
             page_pool=kv_cache.pool,
             prior_log_weights=log_weights,
@@ -719,21 +715,14 @@ class CpuKernels:
         """Check that a batch has the times that the model needs, because compiled code would read wrong memory.
 
         Raises:
-            ValueError: Readings are irregular, and the ages are missing, or ages or time inputs have a wrong shape.
+            ValueError: Readings are irregular, and the ages are missing or have a wrong shape.
         """
-        times, num_readings = self.model.schema.reading_times, len(batch.features)
-        if times is None:
+        if self.model.schema.reading_times is None:
             return
-        if batch.ages is None or batch.ages.shape != (num_readings,):
+        if batch.ages is None or batch.ages.shape != (len(batch.features),):
             raise ValueError(
                 "the readings of the model's schema are irregular, but the batch does not have an age for each of "
                 "them: pass RaggedBatch.ages"
-            )
-        expected_shape = num_readings, times.num_inputs
-        if batch.time_inputs is not None and batch.time_inputs.shape != expected_shape:
-            raise ValueError(
-                f"the time inputs of the batch have the shape {batch.time_inputs.shape}, but the model needs "
-                f"{expected_shape}: compute them with encode_ragged_times"
             )
 
 

@@ -5,7 +5,7 @@ This module does not import torch, so that the command line can read the presets
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from deformer_stream.model.bounded_context import ContextLimit
@@ -17,10 +17,13 @@ AttentionContext = Literal["all", "values"]
 Tokens = Literal["pair", "single"]
 Precision = Literal["float32", "bfloat16"]
 
-IRREGULAR = ("neighbors", "process_rank", "process_scales", "context_recent", "context_block")
-"""Names of the hyperparameters of models for irregular readings. They are 0 in other models."""
+IRREGULAR = (
+    *("neighbors", "neighbor_decay", "process_rank", "process_scales"),
+    *("context_recent", "context_block"),
+)
+"""Names of the hyperparameters of models for irregular readings. They have their default values in other models."""
 
-NON_NEGATIVE = ("gaussians", "exemplars", *IRREGULAR)
+NON_NEGATIVE = ("gaussians", "exemplars", *(name for name in IRREGULAR if name != "neighbor_decay"))
 """Names of the integer hyperparameters that may be 0."""
 
 
@@ -57,6 +60,8 @@ class ModelConfig:
             network.
         neighbors: The number of earlier readings on which the Gaussian process prior of irregular readings is
             conditioned for each reading, 0 for a network without it. It takes the place of the mixture of `gaussians`.
+        neighbor_decay: The factor by which the correlation of a reading is multiplied for each later reading of its
+            sensor, before the neighbors are chosen (`gaussian_process`); greater than 0, at most 1. 1 has no effect.
         process_rank: The rank of the covariance matrices of the Gaussian process prior, without their diagonals.
         process_scales: The number of time scales of the Gaussian process prior.
         context_recent: The number of latest readings before a block that belong to the context of the readings of the
@@ -86,6 +91,7 @@ class ModelConfig:
     tokens: Tokens = "pair"
     gaussians: int = 0
     neighbors: int = 0
+    neighbor_decay: float = 1.0
     process_rank: int = 0
     process_scales: int = 0
     context_recent: int = 0
@@ -102,6 +108,11 @@ class ModelConfig:
             raise ValueError(
                 "the hyperparameter neighbors needs process_scales of at least 1, and cannot be combined with "
                 "gaussians: a network has one prior"
+            )
+        if not 0 < self.neighbor_decay <= 1:
+            raise ValueError(
+                f"the hyperparameter neighbor_decay is {self.neighbor_decay}, but it must be greater than 0, and at "
+                "most 1"
             )
         for width in self.hidden:
             _check_integer("each width in the hyperparameter hidden", width, minimum=1)
@@ -127,10 +138,11 @@ class ModelConfig:
     def to_json(self) -> dict[str, Any]:
         """Return a dict from hyperparameter names to values, for the manifest (manifest.json) of a model directory.
 
-        Hyperparameters of irregular readings are left out if they are 0. So the fingerprints of models without them
-        stay as they are.
+        Hyperparameters of irregular readings are left out if they have their default values. So the fingerprints of
+        models without them stay as they are.
         """
-        return {name: value for name, value in asdict(self).items() if value or name not in IRREGULAR}
+        defaults = {field.name: field.default for field in fields(self) if field.name in IRREGULAR}
+        return {name: value for name, value in asdict(self).items() if value != defaults.get(name)}
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> ModelConfig:

@@ -165,7 +165,8 @@ class DEformer(nn.Module):
                 self.gaussians = GaussianPrior(schema, config.gaussians)
             if config.neighbors:
                 self.process = GaussianProcessPrior(
-                    schema, config.process_rank, config.process_scales, config.neighbors
+                    *(schema, config.process_rank, config.process_scales),
+                    *(config.neighbors, config.neighbor_decay),
                 )
         num_prior_components = self.num_prior_components
         if num_prior_components:

@@ -14,9 +14,17 @@ plus the variance of the sensor's noise if it is the same reading. Each time sca
 the sensors. A scale that is much longer than a record stands for what differs from record to record.
 
 A reading is not conditioned on all earlier readings of its context, whose cost would grow with the cube of their
-number, but on the `neighbors` ones with the largest absolute correlation with it. This is Vecchia's approximation
-(Vecchia, "Estimation and model identification for continuous spatial processes", 1988). The cost of a record then grows
-linearly with its number of readings, if its contexts are bounded.
+number, but on a few of them, its neighbors. This is Vecchia's approximation (Vecchia, "Estimation and model
+identification for continuous spatial processes", 1988). The cost of a record then grows linearly with its number of
+readings, if its contexts are bounded.
+
+The neighbors are the readings with the largest absolute correlation with the reading (Kang and Katzfuss,
+"Correlation-based sparse inverse Cholesky factorization for fast Gaussian-process inference", 2023). But first, the
+correlation of each reading is multiplied by the factor `decay` for each later reading of its sensor. Otherwise most
+neighbors are older readings of the same sensor. They add little to its last reading, and displace simultaneous readings
+of other sensors. One could also choose each neighbor so that it reduces the conditional variance most, given the others
+(Huan and others, "Sparse inverse Cholesky factorization of dense kernel matrices by greedy conditional selection",
+arXiv 2307.11648). That is slower, and was no better at the same cost (`docs/experiments/21-gaussian-process-prior.md`).
 
 Real readings have more outliers than a Gaussian distribution. So the distribution of a reading is a mixture of two
 Gaussians with the same mean: the conditional of the process, and a wider one for outliers.
@@ -75,6 +83,8 @@ class GaussianProcessPrior(nn.Module):
         rank: The rank R of the matrices B_q.
         num_scales: The number Q of time scales.
         num_neighbors: The number K of earlier readings on which a reading is conditioned at most.
+        decay: The factor of the correlation of a reading for each later reading of its sensor, greater than 0. 1 to
+            choose neighbors by their correlation alone.
 
     Attributes:
         is_linear: (S + 1,) bool, whether the process contains the feature. The last entry, false, is for the feature
@@ -88,9 +98,9 @@ class GaussianProcessPrior(nn.Module):
         outlier_factor: (S,) its standard deviation relative to that of the process.
     """
 
-    def __init__(self, schema: Schema, rank: int, num_scales: int, num_neighbors: int) -> None:
+    def __init__(self, schema: Schema, rank: int, num_scales: int, num_neighbors: int, decay: float = 1.0) -> None:
         super().__init__()
-        self.num_neighbors = num_neighbors
+        self.num_neighbors, self.decay = num_neighbors, decay
         num_features = len(schema)
         is_linear = torch.cat([torch.from_numpy(schema.is_linear.copy()), torch.zeros(1, dtype=torch.bool)])
         self.register_buffer("is_linear", is_linear, persistent=False)
@@ -167,7 +177,8 @@ class GaussianProcessPrior(nn.Module):
     def choose_neighbors(self, codes: Tensor, ages: Tensor, has_prior: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         """Return, for each reading, the K earlier readings with the largest absolute correlation with it.
 
-        Of equal correlations, that of the later reading counts as larger.
+        Correlations are multiplied by `decay` for each later reading of the same sensor. Of equal products, that of the
+        later reading counts as larger.
 
         Args:
             codes: (N, L) feature codes in arrival order, any valid code for padding.
@@ -183,11 +194,14 @@ class GaussianProcessPrior(nn.Module):
         covariances = self.compute_covariances()
         lag = (ages[:, first:].unsqueeze(2) - ages.unsqueeze(1)).abs()  # (N, L − first, L)
         covariance = torch.zeros_like(lag)
+        column = codes.unsqueeze(1).expand_as(lag)
         for matrix, scale in zip(covariances, self.scales, strict=True):
-            covariance += matrix[codes[:, first:].unsqueeze(2), codes.unsqueeze(1)] * torch.exp(-lag / scale)
+            covariance += matrix[codes[:, first:]].gather(2, column) * torch.exp(-lag / scale)
         variances = covariances.diagonal(dim1=1, dim2=2).sum(0) + self.compute_noise_variances()
         # The variance of the reading itself is the same for all its candidates, so it need not be divided by.
         correlation = covariance.abs() / variances.sqrt()[codes].unsqueeze(1)
+        if self.decay < 1.0:
+            correlation *= self._compute_weights(codes, has_prior, first)
         is_earlier = torch.ones(num_readings, num_readings, dtype=torch.bool, device=codes.device).tril(-1)
         is_candidate = is_earlier[first:] & has_prior.unsqueeze(1) & has_prior[:, first:].unsqueeze(2)
         correlation = correlation.masked_fill(~is_candidate, -1.0)
@@ -196,6 +210,31 @@ class GaussianProcessPrior(nn.Module):
         order = torch.sort(correlation.flip(2), dim=2, descending=True, stable=True).indices[..., :num_neighbors]
         index = num_readings - 1 - order
         return index, is_candidate.gather(2, index)
+
+    def _compute_weights(self, codes: Tensor, has_prior: Tensor, first: int) -> Tensor:
+        """Return `decay` to the power of the number of later readings of the same sensor.
+
+        Args:
+            codes: (N, L) feature codes in arrival order, any valid code for padding.
+            has_prior: (N, L) bool, whether the process contains the reading.
+            first: Index of the first reading for which weights are computed.
+
+        Returns:
+            (N, L − first, L) float64: for each reading k the weight of each earlier reading j, which depends on the
+            number of readings of its sensor after j and before k. Meaningless if j is not before k.
+        """
+        num_readings = codes.shape[1]
+        is_of_sensor = nn.functional.one_hot(codes, len(self.means)) * has_prior.unsqueeze(2)
+        num_before = is_of_sensor.cumsum(1) - is_of_sensor  # (N, L, S) readings of each sensor before each reading
+        column = codes.unsqueeze(1).expand(-1, num_readings - first, -1)
+        num_until = (
+            num_before.gather(2, codes.unsqueeze(2)).squeeze(2) + 1
+        )  # of the own sensor, with the reading itself
+        num_later = num_before[:, first:].gather(2, column) - num_until.unsqueeze(1)
+        # Repeated multiplication has the same rounding errors as in the compiled kernels.
+        factors = torch.full((num_readings + 1,), self.decay, dtype=torch.float64, device=codes.device)
+        factors[0] = 1.0
+        return factors.cumprod(0)[num_later.clamp(min=0)]
 
     def condition(self, features: Tensor, ages: Tensor, neighbors: Neighbors) -> tuple[Tensor, Tensor]:
         """Return the means and the standard deviations of M readings given their neighbors.

@@ -5,23 +5,17 @@ the context. Linear maps of them are added to the tokens of the reading, as posi
 Transformer.
 
 Shapes use these letters: N is the number of records, L the number of readings of each record, T the number of time
-inputs of a reading. *S stands for a shape S of any length. In ragged arrays, R is the number of records and C the
-number of readings of all contexts.
+inputs of a reading. *S stands for a shape S of any length.
 """
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from deformer_stream.model.reading_times import ReadingTimes
-from deformer_stream.ragged import ragged_indices
-
-Ints = NDArray[np.int64]
 
 MAX_AGE = 4.0
 """The limit to which an age is clipped as an input of the network, in units of `ReadingTimes.duration`."""
@@ -86,35 +80,3 @@ def compute_gaps(features: Tensor, ages: Tensor) -> Tensor:
     previous = find_previous_of_sensor(features)
     gaps = ages - ages.gather(1, previous.clamp(min=0))
     return gaps.masked_fill(previous < 0, torch.nan)
-
-
-def encode_ragged_times(
-    scales: ReadingTimes, codes: NDArray[np.integer], ages: NDArray[np.float64], offsets: Ints, num_cached: Ints
-) -> NDArray[np.float32]:
-    """Return the inputs of the network that express the times of new readings, for contexts without padding.
-
-    The result is that of `encode_times` and `compute_gaps`.
-
-    Args:
-        scales: The time scales of the records.
-        codes: (C,) feature codes of the readings of R contexts, one context after the other, in arrival order.
-        ages: (C,) seconds from the origin of the record to each reading.
-        offsets: (R + 1,) index of each context's first reading among the C readings; the last entry is C.
-        num_cached: (R,) how many of the first readings of each context are left out of the result, because the network
-            has processed them already. The readings after them are the new ones, M in total.
-
-    Returns:
-        (M, T) one row for each new reading, one context after the other.
-    """
-    num_readings = np.diff(offsets)
-    row, position = ragged_indices(num_readings)
-    is_new = position >= num_cached[row]
-    # The readings of each sensor of each context, in arrival order.
-    sensor_of_context = row * (int(codes.max(initial=0)) + 1) + codes
-    order = sensor_of_context.argsort(kind="stable")
-    is_same = np.append(False, np.diff(sensor_of_context[order]) == 0)[: len(order)]
-    gaps = np.full(len(codes), np.nan)
-    gaps[order[is_same]] = ages[order[is_same]] - ages[order[np.flatnonzero(is_same) - 1]]
-    inputs = encode_times(scales, torch.from_numpy(ages[is_new]), torch.from_numpy(gaps[is_new]))
-    encoded: NDArray[np.float32] = inputs.float().numpy()
-    return encoded

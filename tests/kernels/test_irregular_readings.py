@@ -24,7 +24,6 @@ from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.gaussian_prior import PriorConditional
 from deformer_stream.model.reading_times import ReadingTimes
 from deformer_stream.model.schema import Feature, Schema
-from deformer_stream.model.time_inputs import compute_gaps, encode_ragged_times, encode_times
 from tests.engine.irregular_streams import compute_expected_log_prob, make_engine
 from tests.engine.random_models import make_model, schemas
 from tests.engine.test_irregular_records import draw_readings
@@ -68,6 +67,7 @@ SHAPES = st.builds(
     memory=st.sampled_from(["all", "values"]),
     hidden=st.sampled_from([(), (24,), (40, 64)]),
     neighbors=st.sampled_from([0, 1, 7, 8, 16, 32]),
+    neighbor_decay=st.sampled_from([1.0, 0.8, 0.05]),
     process_scales=st.integers(1, 4),
 )
 seeds = st.integers(0, 2**16)
@@ -132,7 +132,6 @@ def score_in_parts(
     contexts: tuple[Tensor, Tensor, Tensor],
     num_new: Ints,
     is_shuffled: bool = False,
-    has_time_inputs: bool = False,
 ) -> Floats:
     """Score contexts in several calls of the kernels.
 
@@ -141,7 +140,6 @@ def score_in_parts(
         contexts: Codes, values and ages, (N, L) each.
         num_new: (calls, N) the number of readings of each context that each call scores.
         is_shuffled: Whether the contexts have another order in each call.
-        has_time_inputs: Whether each call gets the time inputs; otherwise the kernels compute them.
 
     Returns:
         (3, N, L) score terms.
@@ -161,14 +159,6 @@ def score_in_parts(
         cache.allocate_all(records, counts[records])
         places = [(r, k) for r, start in zip(records, before, strict=True) for k in range(start, start + counts[r])]
         row, column = np.array(places).T
-        time_inputs = None
-        if has_time_inputs:
-            ends = before + counts[records]
-            context_codes, context_ages = (
-                np.concatenate([t[r, :n] for r, n in zip(records, ends, strict=True)]) for t in (codes, ages)
-            )
-            offsets = np.append(0, np.cumsum(ends))
-            time_inputs = encode_ragged_times(TIMES, context_codes, context_ages, offsets, before)
         batch = RaggedBatch(
             codes[row, column],
             values[row, column],
@@ -176,7 +166,6 @@ def score_in_parts(
             before,
             cache.page_table[records],
             ages=ages[row, column],
-            time_inputs=time_inputs,
         )
         terms[:, row, column] = kernels.score(cache, batch)
         cache.num_cached_readings[records] += counts[records]
@@ -238,10 +227,11 @@ def compute_prior(
     return prior
 
 
-def test_neighbors_of_equal_correlations_are_the_latest_readings() -> None:
+@pytest.mark.parametrize("decay", [1.0, 0.8])
+def test_neighbors_of_equal_correlations_are_the_latest_readings(decay: float) -> None:
     """All readings of one sensor at one time have the same correlation, and those of an unfitted process have none."""
     for is_fitted in (True, False):
-        model = make_irregular_model(SCHEMA, CONFIG, 3)
+        model = make_irregular_model(SCHEMA, replace(CONFIG, neighbor_decay=decay), 3)
         assert model.process is not None
         if not is_fitted:
             model.process.factors.zero_()
@@ -274,12 +264,18 @@ def test_prior_of_almost_equal_readings_is_finite(lag: float) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @settings(max_examples=20, deadline=None)
-@given(data=st.data(), memory=st.sampled_from(["values", "all"]), neighbors=st.sampled_from([0, 4, 12]), seed=seeds)
+@given(
+    data=st.data(),
+    memory=st.sampled_from(["values", "all"]),
+    neighbors=st.sampled_from([0, 4, 12]),
+    decay=st.sampled_from([1.0, 0.8]),
+    seed=seeds,
+)
 def test_scores_do_not_depend_on_the_split_into_calls(
-    precision: Precision, data: st.DataObject, memory: Any, neighbors: int, seed: int
+    precision: Precision, data: st.DataObject, memory: Any, neighbors: int, decay: float, seed: int
 ) -> None:
     """They are the same bits, also if contexts share a batch with others."""
-    config = replace(CONFIG, precision=precision, memory=memory, neighbors=neighbors)
+    config = replace(CONFIG, precision=precision, memory=memory, neighbors=neighbors, neighbor_decay=decay)
     kernels, rng = kernels_for(make_irregular_model(SCHEMA, config, seed)), np.random.default_rng(seed)
     N, L = 7, data.draw(st.integers(1, 40))
     contexts = draw_contexts(SCHEMA, N, L, seed)
@@ -288,8 +284,7 @@ def test_scores_do_not_depend_on_the_split_into_calls(
     np.testing.assert_array_equal(single_steps, expected)
     cuts = np.sort(rng.integers(0, L + 1, (3, N)), 0)
     random_parts = np.diff(cuts, axis=0, prepend=0, append=L)
-    has_time_inputs = data.draw(st.booleans())
-    scores = score_in_parts(kernels, contexts, random_parts, is_shuffled=True, has_time_inputs=has_time_inputs)
+    scores = score_in_parts(kernels, contexts, random_parts, is_shuffled=True)
     np.testing.assert_array_equal(scores, expected)
 
 
@@ -416,30 +411,12 @@ def test_branches_from_a_copied_cache_do_not_change_it() -> None:
     np.testing.assert_allclose(actual, expected[0, 24:].numpy(), atol=5e-3)
 
 
-@settings(max_examples=50, deadline=None)
-@given(seed=seeds, lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=5))
-def test_time_inputs_of_ragged_contexts_are_those_of_padded_ones(seed: int, lengths: list[tuple[int, int]]) -> None:
-    num_cached, num_new = np.array(lengths, np.int64).reshape(-1, 2).T
-    num_readings = num_cached + num_new
-    N, L = len(lengths), int(num_readings.max(initial=0))
-    codes, _, ages = draw_contexts(SCHEMA, N, L, seed)
-    is_reading = np.arange(L) < num_readings[:, None]
-    is_new = is_reading & (np.arange(L) >= num_cached[:, None])
-    expected = encode_times(TIMES, ages, compute_gaps(codes, ages)).float().numpy()[is_new]
-    offsets = np.append(0, np.cumsum(num_readings))
-    actual = encode_ragged_times(TIMES, codes.numpy()[is_reading], ages.numpy()[is_reading], offsets, num_cached)
-    assert actual.shape == (num_new.sum(), TIMES.num_inputs)
-    np.testing.assert_array_equal(actual, expected)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"ages": None}, "does not have an age for each"),
         ({"ages": np.zeros(2)}, "does not have an age for each"),
         ({"ages": np.zeros(3, np.float32)}, "Batch.ages has dtype float32, but the compiled kernels need float64"),
-        ({"time_inputs": np.zeros((3, 5), np.float32)}, r"time inputs of the batch have the shape \(3, 5\)"),
-        ({"time_inputs": np.zeros((3, TIMES.num_inputs))}, "Batch.time_inputs has dtype float64"),
     ],
 )
 def test_batch_without_fitting_times_is_refused(change: dict[str, Any], message: str) -> None:

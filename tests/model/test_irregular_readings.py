@@ -32,7 +32,7 @@ SCHEMA = Schema(
 seeds = st.integers(0, 2**16)
 
 
-def make_config(memory: str = "values", neighbors: int = 3) -> ModelConfig:
+def make_config(memory: str = "values", neighbors: int = 3, decay: float = 1.0) -> ModelConfig:
     return ModelConfig(
         d_model=16,
         layers=2,
@@ -43,6 +43,7 @@ def make_config(memory: str = "values", neighbors: int = 3) -> ModelConfig:
         hidden=(8,),
         memory=memory,  # type: ignore[arg-type]
         neighbors=neighbors,
+        neighbor_decay=decay,
         process_rank=2 if neighbors else 0,
         process_scales=3 if neighbors else 0,
     )
@@ -106,11 +107,16 @@ def log_prob_by_steps(
 
 
 @settings(max_examples=30, deadline=None)
-@given(data=st.data(), seed=seeds, memory=st.sampled_from(["values", "all"]), neighbors=st.sampled_from([0, 1, 3, 50]))
+@given(
+    data=st.data(),
+    seed=seeds,
+    memory=st.sampled_from(["values", "all"]),
+    neighbors=st.sampled_from([(0, 1.0), (1, 1.0), (3, 1.0), (50, 1.0), (3, 0.8)]),
+)
 def test_any_split_into_prefill_and_steps_equals_log_prob(
-    data: st.DataObject, seed: int, memory: str, neighbors: int
+    data: st.DataObject, seed: int, memory: str, neighbors: tuple[int, float]
 ) -> None:
-    model = make_irregular_model(make_config(memory, neighbors), seed)
+    model = make_irregular_model(make_config(memory, *neighbors), seed)
     codes, values, ages = draw_contexts(3, 12, seed)
     random_cuts = sorted(data.draw(st.sets(st.integers(1, 11), max_size=4)))
     with torch.inference_mode():
@@ -121,9 +127,9 @@ def test_any_split_into_prefill_and_steps_equals_log_prob(
 
 
 @settings(max_examples=20, deadline=None)
-@given(seed=seeds, changed=st.integers(1, 11))
-def test_later_readings_and_padding_change_no_score(seed: int, changed: int) -> None:
-    model = make_irregular_model(make_config(), seed)
+@given(seed=seeds, changed=st.integers(1, 11), decay=st.sampled_from([1.0, 0.5]))
+def test_later_readings_and_padding_change_no_score(seed: int, changed: int, decay: float) -> None:
+    model = make_irregular_model(make_config(decay=decay), seed)
     codes, values, ages = draw_contexts(2, 12, seed)
     other_codes, other_values, other_ages = draw_contexts(2, 12, seed + 1)
     with torch.inference_mode():
@@ -208,6 +214,54 @@ def test_prior_conditions_on_the_most_correlated_earlier_readings() -> None:
     assert is_neighbor[0].sum(1).tolist() == [0, 1, 2, 0, 2, 2, 2]
 
 
+def test_older_readings_of_a_sensor_do_not_displace_another_sensor_if_correlations_decay() -> None:
+    """Without the decay, the older readings of the sensor count more than the simultaneous one of the other sensor."""
+    process = GaussianProcessPrior(SCHEMA, rank=1, num_scales=1, num_neighbors=2)
+    process.scales.fill_(1000.0)
+    process.factors.copy_(torch.tensor([[[1.0], [0.7], [0.0], [0.0], [0.0]]]).double())
+    process.deviations.fill_(0.2)
+    process.noise.fill_(0.2)
+    codes = torch.tensor([[0, 0, 0, 1, 0]])
+    ages = torch.tensor([[920.0, 940.0, 950.0, 1000.0, 1000.0]], dtype=torch.float64)
+    deviations = {}
+    for decay, expected in ((1.0, [2, 1]), (0.9, [2, 3])):
+        process.decay = decay
+        index, is_neighbor = process.choose_neighbors(codes, ages, torch.ones_like(codes, dtype=torch.bool))
+        assert index[0, 4].tolist() == expected
+        assert is_neighbor[0, 4].all()
+        deviations[decay] = float(process(codes, torch.zeros(1, 5).double(), ages).scales[0, 4, 0])
+    assert deviations[0.9] < deviations[1.0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=seeds, neighbors=st.integers(1, 6), decay=st.sampled_from([1.0, 0.8, 0.1]), first=st.integers(0, 11))
+def test_neighbors_have_the_largest_correlations_after_decay(
+    seed: int, neighbors: int, decay: float, first: int
+) -> None:
+    process = GaussianProcessPrior(SCHEMA, 2, 3, neighbors, decay)
+    randomize_process(process, torch.Generator().manual_seed(seed))
+    codes, _, ages = draw_contexts(1, 12, seed)
+    has_prior = process.is_linear[codes]
+    has_prior[0, 2] = False  # padding may be at any position, with any code
+    index, is_neighbor = process.choose_neighbors(codes, ages, has_prior, first)
+    assert index.shape == (1, 12 - first, neighbors)
+    c, t = codes[0], ages[0]
+    covariance = sum(
+        (matrix[c[:, None], c[None]] * torch.exp(-(t[:, None] - t[None]).abs() / scale))
+        for matrix, scale in zip(process.compute_covariances(), process.scales, strict=True)
+    )
+    assert isinstance(covariance, torch.Tensor)
+    correlation = (covariance / (covariance.diagonal() + process.noise[c] ** 2 + MIN_NOISE_VARIANCE).sqrt()).abs()
+    for k in range(first, 12):
+        earlier = [j for j in range(k) if has_prior[0, j] and has_prior[0, k]]
+        num_later = {j: sum(1 for other in earlier if other > j and codes[0, other] == codes[0, j]) for j in earlier}
+        product = {j: float(correlation[k, j]) * decay ** num_later[j] for j in earlier}
+        chosen = index[0, k - first][is_neighbor[0, k - first]].tolist()
+        expected = sorted(product.values(), reverse=True)[:neighbors]
+        assert [product[j] for j in chosen] == pytest.approx(expected)
+        assert len(set(chosen)) == len(chosen)
+
+
 def test_outlier_among_the_neighbors_is_clipped() -> None:
     process = GaussianProcessPrior(SCHEMA, rank=1, num_scales=1, num_neighbors=1)
     process.scales.fill_(1000.0)
@@ -247,12 +301,19 @@ def test_hyperparameters_must_fit_the_schema() -> None:
         ModelConfig(neighbors=2, gaussians=2, process_scales=1)
     with pytest.raises(ValueError, match="one prior"):
         ModelConfig(neighbors=2)
+    for decay in (0.0, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="neighbor_decay"):
+            make_config(decay=decay)
     with pytest.raises(ValueError, match="pass the age"):
         DEformer(SCHEMA, make_config()).log_prob(torch.tensor([[0]]), torch.tensor([[0.0]]))
 
 
 def test_hyperparameters_of_other_models_keep_their_json() -> None:
     assert "neighbors" not in ModelConfig().to_json()
+    # Models of the first version choose neighbors by correlation, and their manifests do not contain the rule.
+    assert "neighbor_decay" not in make_config().to_json()
+    assert ModelConfig.from_json(make_config().to_json()).neighbor_decay == 1.0
+    assert ModelConfig.from_json(make_config(decay=0.8).to_json()).neighbor_decay == 0.8
     config = ModelConfig(neighbors=8, process_rank=4, process_scales=5, context_recent=32, context_block=64)
     assert ModelConfig.from_json(config.to_json()) == config
     assert config.context_limit == ContextLimit(32, 64)

@@ -95,6 +95,7 @@ typedef struct {
  * with the same mean, are inputs of the network. Q is the number of its time scales. */
 typedef struct {
     int64_t num_features, num_scales, num_neighbors; /* F, Q, and largest number of neighbors of a reading */
+    double decay;                    /* factor of the correlation of a reading for each later reading of its sensor */
     const double *covariances;       /* (F, Q, F) of two features, for each time scale */
     const double *negative_rates;    /* (Q) -1 / time scale */
     const double *means;             /* (F) */
@@ -147,7 +148,6 @@ typedef struct {
                                    * k, from 0, over an earlier one. */
     const int64_t *page_table;    /* (R, page_table_columns) page numbers */
     const double *ages;           /* (M) seconds from the origin of the record; NULL if readings are not irregular */
-    const float *time_inputs;     /* (M, T) or NULL, if they are to be computed from the ages */
     char *page_pool;              /* the pages of the KV cache, page_bytes each */
     float *prior_log_weights, *prior_means, *prior_scales; /* (Z, padded_components) outputs, (Z, 2) of a process; NULL
                                                             * without a prior */

@@ -1,8 +1,8 @@
 /* Conditionals of the Gaussian process prior of irregular readings, by Vecchia's approximation.
  *
- * A reading is conditioned on its neighbors: the K earlier readings of its context with the largest absolute
- * correlation with it. model/gaussian_process.py describes the process, and is the reference. The choice of the
- * neighbors costs time that is linear in the number of readings of the context. The rest is cubic in K.
+ * A reading is conditioned on its neighbors: K earlier readings of its context. model/gaussian_process.py describes the
+ * process and the choice of the neighbors, and is the reference. The choice costs time that is linear in the number of
+ * readings of the context. The rest is cubic in K.
  *
  * Letters: F is the number of features of the schema, Q that of the time scales, K that of the neighbors. */
 #ifndef GAUSSIAN_PROCESS_H
@@ -81,39 +81,49 @@ typedef struct {
     int32_t codes[MAX_NEIGHBORS];
 } Neighbors;
 
+/* The scratch memory for the contexts of records. */
+typedef struct {
+    ReadingContext readings;
+    double *covariances, *correlations; /* (capacity of the context) */
+    double *weights;                    /* (F) factors of the correlations; 1 while no neighbors are chosen */
+} ContextScratch;
+
 /* Choose the neighbors of a reading among the first `count` readings of a context.
  *
- * Of equal correlations, that of the later reading counts as larger. covariances, correlations: scratch, (capacity of
- * the context). */
-static void choose_neighbors(const Process *process, const ReadingContext *context, int64_t count, int64_t code,
-                             double age, double *covariances, double *correlations, Neighbors *neighbors) {
+ * The correlation of a reading is multiplied by `decay` for each later reading of its sensor. Of equal products, that of
+ * the later reading counts as larger. */
+static void choose_neighbors(const Process *process, ContextScratch *s, int64_t count, int64_t code, double age,
+                             Neighbors *neighbors) {
     const f64x8 zero = {0}, negative = zero - 1;
+    const ReadingContext *context = &s->readings;
     for (int64_t b = 0; b < count; b += PRIOR_LANES) {
         f64x8 covariance = covariances8(process, code, age, context->codes + b, context->ages + b);
         f64x8 inverse_deviation = load8(context->inverse_deviations + b);
         /* The standard deviation of the reading itself is the same for all candidates and need not be divided by. */
         f64x8 correlation = (f64x8)((i64x8)covariance & INT64_MAX) * inverse_deviation;
         i64x8 is_candidate = inverse_deviation > 0;
-        store8(covariances + b, covariance);
+        store8(s->covariances + b, covariance);
         /* Correlations of readings that are no candidates become negative. */
-        store8(correlations + b, (f64x8)((i64x8)correlation | (~is_candidate & (i64x8)negative)));
+        store8(s->correlations + b, (f64x8)((i64x8)correlation | (~is_candidate & (i64x8)negative)));
     }
     /* The best candidates so far, in descending order; candidates are visited from the latest to the first one. */
     double best[MAX_NEIGHBORS + 1];
     int64_t index[MAX_NEIGHBORS + 1], num_best = 0, K = process->num_neighbors;
     for (int64_t k = count - 1; k >= 0; k--) {
-        double correlation = correlations[k];
+        double *weight = s->weights + context->codes[k], correlation = s->correlations[k] * *weight;
+        *weight *= process->decay;
         if (!(correlation >= 0) || (num_best == K && !(correlation > best[K - 1]))) continue;
         int64_t place = num_best < K ? num_best++ : K - 1;
         for (; place && best[place - 1] < correlation; place--)
             best[place] = best[place - 1], index[place] = index[place - 1];
         best[place] = correlation, index[place] = k;
     }
+    for (int64_t k = 0; k < count; k++) s->weights[context->codes[k]] = 1;
     neighbors->count = num_best;
     for (int64_t j = 0; j < (int64_t)round_up(num_best, PRIOR_LANES); j++) {
         int64_t k = index[j < num_best ? j : 0];
         neighbors->ages[j] = context->ages[k], neighbors->residuals[j] = context->residuals[k];
-        neighbors->covariances[j] = covariances[k], neighbors->codes[j] = context->codes[k];
+        neighbors->covariances[j] = s->covariances[k], neighbors->codes[j] = context->codes[k];
     }
 }
 
@@ -154,12 +164,6 @@ static void condition(const Process *process, int64_t code, const Neighbors *nei
     *variance = fmax(*variance, process->noise_variances[code]);
 }
 
-/* The scratch memory for the contexts of records. */
-typedef struct {
-    ReadingContext readings;
-    double *covariances, *correlations; /* (capacity of the context) */
-} ContextScratch;
-
 /* Allocate scratch memory for contexts of at most `longest` readings; nothing if readings are not irregular. Return 1,
  * or 0 if there is not enough memory. */
 static int allocate_context(const Network *net, size_t longest, ContextScratch *s) {
@@ -171,14 +175,17 @@ static int allocate_context(const Network *net, size_t longest, ContextScratch *
     s->readings.codes = allocate_zeroed(capacity * sizeof(int32_t));
     s->covariances = allocate_zeroed(bytes);
     s->correlations = allocate_zeroed(bytes);
+    int64_t num_features = net->process ? net->process->num_features : 0;
+    s->weights = allocate_zeroed((num_features + 1) * sizeof(double));
+    for (int64_t f = 0; s->weights && f < num_features; f++) s->weights[f] = 1;
     return s->readings.ages && s->readings.residuals && s->readings.inverse_deviations && s->readings.codes &&
-           s->covariances && s->correlations;
+           s->covariances && s->correlations && s->weights;
 }
 
 /* Free the memory that `allocate_context` has allocated; pointers may be NULL. */
 static void free_context(ContextScratch *s) {
     free(s->readings.ages), free(s->readings.residuals), free(s->readings.inverse_deviations);
-    free(s->readings.codes), free(s->covariances), free(s->correlations);
+    free(s->readings.codes), free(s->covariances), free(s->correlations), free(s->weights);
 }
 
 /* Compute the conditional of a reading of the feature `code`, and write it as number `query` into the batch. */
@@ -187,7 +194,7 @@ static void write_process_conditional(const Process *process, const Batch *batch
     double mean = 0, variance = 1, outlier_factor = 1;
     if (process->inverse_deviations[code] > 0) {
         Neighbors neighbors;
-        choose_neighbors(process, &s->readings, count, code, age, s->covariances, s->correlations, &neighbors);
+        choose_neighbors(process, s, count, code, age, &neighbors);
         condition(process, code, &neighbors, &mean, &variance);
         outlier_factor = process->outlier_factors[code];
     }
@@ -202,7 +209,7 @@ static void write_process_conditional(const Process *process, const Batch *batch
 /* Go through the irregular readings of the records from `from` to before `to`, in order of arrival: compute the time
  * inputs of all of them, and the conditionals of the scored ones under the process; write them into the pages.
  *
- * time_inputs: (readings of the records, T) output; NULL if the batch has time inputs. */
+ * time_inputs: (readings of the records, T) output. */
 static void compute_contexts(const Network *net, const Batch *batch, int64_t from, int64_t to, ContextScratch *s,
                              float *time_inputs) {
     for (int64_t i = from; i < to; i++) {
@@ -214,10 +221,8 @@ static void compute_contexts(const Network *net, const Batch *batch, int64_t fro
             int64_t k = batch->depths ? batch->depths[m] : batch->num_cached[i] + m - begin;
             for (; num_loaded < k && num_loaded < batch->num_cached[i]; num_loaded++)
                 load_reading(net, batch, i, num_loaded, &s->readings);
-            if (time_inputs) {
-                encode_time(net->times, &s->readings, k, code, batch->ages[m], time_inputs);
-                time_inputs += net->times->num_inputs;
-            }
+            encode_time(net->times, &s->readings, k, code, batch->ages[m], time_inputs);
+            time_inputs += net->times->num_inputs;
             if (net->process && query >= batch->query_offsets[i])
                 write_process_conditional(net->process, batch, query, code, batch->ages[m], k, s);
             put_reading(net->process, &s->readings, k, code, batch->ages[m], batch->values[m]);

@@ -29,7 +29,7 @@ typedef struct {
     float *weights;         /* (2, heads, max_tokens) attention weights of one reading */
     float *floats;          /* scratch of the encoder and of the head */
     double *prior_rows;     /* (most readings of a record, padded components) */
-    float *time_inputs;     /* (rows, T) if they are not given */
+    float *time_inputs;     /* (rows, T) inputs that express the times of irregular readings */
     ContextScratch context;
     const kv_t **pages;     /* (max_tokens / KV_PAGE_TOKENS + 1) for each page of a record, where one layer begins */
     size_t max_tokens;      /* most tokens of a record, rounded up to whole pages */
@@ -337,8 +337,8 @@ static void encode_unit(const Network *net, const Batch *batch, int64_t from, in
     const float *time_inputs = NULL;
     if (net->prior) compute_prior(net->prior, batch, from, to, s->prior_rows);
     if (net->times) {
-        compute_contexts(net, batch, from, to, &s->context, batch->time_inputs ? NULL : s->time_inputs);
-        time_inputs = batch->time_inputs ? batch->time_inputs + begin * net->times->num_inputs : s->time_inputs;
+        compute_contexts(net, batch, from, to, &s->context, s->time_inputs);
+        time_inputs = s->time_inputs;
     }
     build_query_inputs(net, batch, from, to, time_inputs, s->qkv);
     encode_queries(net->encoder, net->d, batch, from, to, s->qkv, s->x);
@@ -420,7 +420,7 @@ static int allocate_scratch(const Network *net, const Batch *batch, int64_t num_
     s->weights = allocate_zeroed(2 * net->num_heads * s->max_tokens * sizeof(float));
     s->floats = allocate_zeroed(max_size(encoder_floats, head_scratch_size(net->head)) * sizeof(float));
     s->prior_rows = allocate_zeroed(net->prior ? (longest + 1) * net->prior->padded_components * sizeof(double) : 1);
-    size_t num_time_inputs = net->times && !batch->time_inputs ? net->times->num_inputs : 0;
+    size_t num_time_inputs = net->times ? net->times->num_inputs : 0;
     s->time_inputs = allocate_zeroed((num_rows * num_time_inputs + 1) * sizeof(float));
     s->pages = allocate_zeroed((s->max_tokens / KV_PAGE_TOKENS + 1) * sizeof *s->pages);
     s->prefetch.pages = allocate_zeroed((num_pages + 1) * sizeof *s->prefetch.pages);
