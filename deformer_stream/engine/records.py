@@ -106,6 +106,10 @@ MAX_ID_LENGTH_IN_DETAIL = 100
 MIN_CAPACITY = 64
 """Rows of the smallest record table."""
 
+MAX_RECORDS_PER_PASS = 4096
+"""Largest number of records whose older readings are dropped at a time, or that are restored at a time. The arrays with
+an element for each reading would otherwise need several times the memory of the records."""
+
 ID_BYTES = 200
 """Estimated bytes of a record's id as a Python string and of its entry in the mapping of its partition."""
 
@@ -637,9 +641,20 @@ class RecordTable:
         if self.contexts is None:
             return
         rows = np.unique(record_indices[self.is_open[record_indices]])
-        rows, places, counts = self.contexts.enter_blocks(self.log, rows, self.num_readings[rows])
-        if not self.unseen_labels:
-            return
+        for start in range(0, len(rows), MAX_RECORDS_PER_PASS):
+            part = rows[start : start + MAX_RECORDS_PER_PASS]
+            kept = self.contexts.enter_blocks(self.log, part, self.num_readings[part])
+            if self.unseen_labels:
+                self._move_unseen_labels(*kept)
+
+    def _move_unseen_labels(self, rows: Ints, places: Ints, counts: Ints) -> None:
+        """Store the labels that the model does not have by the new places of their readings.
+
+        Args:
+            rows: (E,) rows of records from whose logs readings were dropped.
+            places: (K,) former places of the readings that they still have, record after record.
+            counts: (E,) number of these readings.
+        """
         ends = np.cumsum(counts)
         for i in np.flatnonzero([row in self.unseen_labels for row in rows.tolist()]).tolist():
             text_by_place = self.unseen_labels.pop(int(rows[i]))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.drift_state import DriftState
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.engine.id_set import BoundedIdSet, StringColumn
-from deformer_stream.engine.records import RUNNING_DTYPE, Partition, RecordTable
+from deformer_stream.engine.records import MAX_RECORDS_PER_PASS, RUNNING_DTYPE, Partition, RecordTable
 from deformer_stream.engine.slot_readings import SlotReading
 from deformer_stream.model.cycles import Cycle, compute_circular_mean
 from deformer_stream.model.schema import FeatureKind, Schema
@@ -562,8 +562,7 @@ def export_state(
     rows = np.fromiter(partition.record_index_by_id.values(), np.int64, len(ids))
     versions, model = np.unique(records.model_version[rows], return_inverse=True)
     counts = records.count_stored(rows)
-    record, place = ragged_indices(counts)
-    features, values = records.log.gather(rows[record], place)
+    features, values, times = _gather_readings(records, rows, counts)
     missing_record, missing_feature = records.missing_features(rows)
     unseen = _collect_unseen_labels(records, rows)
     windows = partition.watermarks.open_windows()
@@ -573,14 +572,14 @@ def export_state(
     running = records.running[rows]
     ties = None
     if records.holds_ties:
+        record, place = ragged_indices(counts)
         ties = TieGroups(
             is_tied=records.log.is_tied(rows[record], place),
             num_pending=records.num_pending[rows].astype(np.int32),
             tie_time=records.tie_time[rows],
         )
     event_times = None
-    if records.is_irregular:
-        times = records.log.gather_times(rows[record], place)
+    if times is not None:
         event_times = EventTimes(times, records.origin[rows], records.num_readings[rows] - counts)
     return Snapshot(
         vocabulary=Vocabulary.from_schema(records.schema),
@@ -589,7 +588,7 @@ def export_state(
         model=model.astype(np.int32),
         age=now - records.last_accepted_at[rows],
         counts=counts.astype(np.int32),
-        features=features.astype(np.int16),
+        features=features,
         values=values,
         absent_counts=np.bincount(missing_record, minlength=len(ids)).astype(np.int32),
         absent=missing_feature.astype(np.int16),
@@ -623,6 +622,33 @@ def export_state(
         ),
         event_times=event_times,
     )
+
+
+def _gather_readings(
+    records: RecordTable, rows: Ints, counts: Ints
+) -> tuple[NDArray[np.int16], NDArray[np.float64], Ints | None]:
+    """Return the T readings of R records, record after record.
+
+    Args:
+        records: The record table.
+        rows: (R,) rows of the records in the table.
+        counts: (R,) number of readings of each record in the log.
+
+    Returns:
+        (T,) feature codes; (T,) raw values; and (T,) event times, microseconds since 1970, None if readings are not
+        irregular.
+    """
+    ends = np.append(0, np.cumsum(counts))
+    features, values = np.empty(ends[-1], np.int16), np.empty(ends[-1])
+    times = np.empty(ends[-1], np.int64) if records.is_irregular else None
+    for start in range(0, len(rows), MAX_RECORDS_PER_PASS):
+        part = rows[start : start + MAX_RECORDS_PER_PASS]
+        record, place = ragged_indices(counts[start : start + MAX_RECORDS_PER_PASS])
+        readings = slice(ends[start], ends[start + len(part)])
+        features[readings], values[readings] = records.log.gather(part[record], place)
+        if times is not None:
+            times[readings] = records.log.gather_times(part[record], place)
+    return features, values, times
 
 
 def _export_waiting(schema: Schema, partition: Partition, position_by_id: Mapping[str, int]) -> WaitingReadings | None:
@@ -702,27 +728,34 @@ def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, no
     partition = records.partition(partition_id)
     rows = np.array([records.allocate(record_id, partition_id, partition) for record_id in snapshot.ids], np.int64)
     records.initialize(rows, np.full(len(rows), partition_id, np.int32), model_version)
-    # The fields of the running statistics have the same names in the snapshot.
-    records.restore_records(
-        rows,
-        last_accepted_at=now - snapshot.age,
-        num_readings=snapshot.counts,
-        features=snapshot.features,
-        values=snapshot.values,
-        num_declared_missing=snapshot.absent_counts,
-        missing_features=snapshot.absent,
-        running={field: getattr(snapshot, field) for field in RUNNING_DTYPE.names or ()},
-        alert_seq=snapshot.alert_seq,
-        alert_alpha=snapshot.alert_alpha,
-        num_dropped=None if snapshot.event_times is None else snapshot.event_times.num_dropped,
+    reading_ends, missing_ends = (
+        np.append(0, np.cumsum(counts)) for counts in (snapshot.counts, snapshot.absent_counts)
     )
+    event_times = snapshot.event_times
+    for start in range(0, len(rows), MAX_RECORDS_PER_PASS):
+        part = slice(start, min(start + MAX_RECORDS_PER_PASS, len(rows)))
+        readings, missing = (slice(ends[part.start], ends[part.stop]) for ends in (reading_ends, missing_ends))
+        # The fields of the running statistics have the same names in the snapshot.
+        records.restore_records(
+            rows[part],
+            last_accepted_at=now - snapshot.age[part],
+            num_readings=snapshot.counts[part],
+            features=snapshot.features[readings],
+            values=snapshot.values[readings],
+            num_declared_missing=snapshot.absent_counts[part],
+            missing_features=snapshot.absent[missing],
+            running={field: getattr(snapshot, field)[part] for field in RUNNING_DTYPE.names or ()},
+            alert_seq=snapshot.alert_seq[part],
+            alert_alpha=snapshot.alert_alpha[part],
+            num_dropped=None if event_times is None else event_times.num_dropped[part],
+        )
+        if event_times is not None:
+            records.restore_times(rows[part], event_times.origins[part], event_times.times[readings])
     # If only the table or only the snapshot has tie groups (readings of one record with the same event time), none are
     # loaded, and the caller scores the records again.
     if records.holds_ties and snapshot.ties is not None:
         ties = snapshot.ties
         records.restore_ties(rows, ties.is_tied, ties.num_pending, ties.tie_time)
-    if snapshot.event_times is not None:
-        records.restore_times(rows, snapshot.event_times.origins, snapshot.event_times.times)
     # Texts of labels that the model does not have.
     label_rows = rows[snapshot.unseen_record].tolist()
     for row, place, text in zip(label_rows, snapshot.unseen_place.tolist(), snapshot.unseen_text, strict=True):
