@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS, Calibration
+from deformer_stream.calibration.cusum import CusumScale
 from deformer_stream.calibration.seen_records import RecordHasher, RecordSet, SeenRecords
 from deformer_stream.calibration.torch_scoring import RecordScores
 from deformer_stream.counts import format_count
@@ -30,16 +31,19 @@ from deformer_stream.model.bounded_context import ContextLimit
 from deformer_stream.model.deformer import DEformer
 from trainer.budget import (
     MIN_HELD_OUT_PASSES,
+    MIN_RANKING_RECORDS,
     Costs,
     Phase,
     PhaseCosts,
     RecordCounts,
     TimeBudget,
     choose_batch_size,
+    compute_min_counts,
     measure_seconds_per_record,
     plan_record_counts,
 )
 from trainer.calibrate import build_calibration
+from trainer.cusum_scale import MAX_SCALE_RECORDS, fit_cusum_scale
 from trainer.data import Split, create_data_options
 from trainer.distributed import Ranks
 from trainer.examples import BlockExamples, Blocks, Ints
@@ -48,7 +52,7 @@ from trainer.gaussian_process import fit_process
 from trainer.irregular_calibration import average_neg_log_p, score_irregular_records
 from trainer.irregular_evaluation import IrregularLikelihood, evaluate_blocks
 from trainer.irregular_table import IrregularTable, iterate_record_chunks, prepare_irregular_table
-from trainer.job_output import JobOutput
+from trainer.job_output import JobOutput, summarize_job
 from trainer.planning import (
     PRIOR_SHARE,
     SAFETY_FACTOR,
@@ -155,17 +159,16 @@ def train_irregular(
         warnings.add(*check_calibration(calibration, num_available, len(data.split), budget.limit, None))
         on_message("writing the report and the model directory")
         summary = {
-            **data.summarize(),
-            "held_out": held_out.to_json(data.schema.names),
-            "steps": result.steps,
-            "epochs": round(result.epochs, 3),
-            "stopped_early": result.stopped_early,
-            "device": str(model.device),
-            "seed": settings.seed,
-            "recipe": asdict(run.recipe),
-            "options": settings.model_dump(mode="json", exclude_none=True),
-            "history": result.history,
-            "preset": {"name": job.settings.preset, "reason": job.preset_reason},
+            **summarize_job(
+                settings,
+                data,
+                run.recipe,
+                result,
+                held_out.to_json(data.schema.names),
+                (job.settings.preset, job.preset_reason),
+                budget,
+                warnings.warnings,
+            ),
             "context": {"recent": model.config.context_recent, "block": model.config.context_block},
             "process": {"rounds": job.num_rounds, "neighbors": model.config.neighbors},
             "records_used": {
@@ -185,9 +188,6 @@ def train_irregular(
                 "calibration": num_available,
                 "table": data.num_input_records,
             },
-            "seconds_by_phase": dict(budget.seconds_by_phase),
-            "warnings": [warning.to_json() for warning in warnings.warnings],
-            "seconds": round(budget.elapsed, 1),
         }
         page = render(data, result, calibration, held_out, summary)
         fingerprint = model_store.write(settings.out, model, calibration, summary, page, seen_records)
@@ -253,7 +253,10 @@ class _Job:
         if not num_blocks or not len(self._create_examples(self.settings).validation_indexes):
             raise ConfigError("the table has too few records with readings: give more records")
         num_passes = -(-min(num_blocks, HELD_OUT_BLOCKS) // BLOCKS_PER_PASS)
-        self.maximum = RecordCounts(min(num_calibration, MAX_CALIBRATION_RECORDS), 0, num_passes)
+        # The records of the scale of cumulative sums are typical normal records, as those for ranking.
+        num_scale = len(self.data.select_rows(Split.TRAIN)) if self.settings.evidence != "lasting" else 0
+        num_calibration = min(num_calibration, MAX_CALIBRATION_RECORDS)
+        self.maximum = RecordCounts(num_calibration, min(num_scale, MAX_SCALE_RECORDS), num_passes)
         return self.data
 
     def plan(self) -> TrainingRun:
@@ -414,9 +417,12 @@ class _Job:
         held_out_seconds = measure_seconds_per_record(
             lambda num_blocks: examples.evaluate(model, blocks[:num_blocks], 0, EVALUATION_BATCH), clock, len(blocks)
         )
+        # A record of the scale costs its blocks. `RecordCounts` adds the cost of a calibration record.
+        blocks_per_record = len(self.blocks) / max(len(self.data.split), 1)
+        scale_seconds = max(0.0, blocks_per_record * held_out_seconds - calibration_seconds)
         return PhaseCosts(
             calibration=SAFETY_FACTOR * calibration_seconds,
-            ranking=0.0,
+            ranking=SAFETY_FACTOR * scale_seconds,
             held_out=SAFETY_FACTOR * BLOCKS_PER_PASS * held_out_seconds,
             fixed=fixed_seconds,
         )
@@ -471,24 +477,44 @@ class _Job:
     def calibrate(self, model: DEformer) -> Calibration:
         """Score as many calibration records as the time permits, and return the calibration of the alert rule."""
         rows = self._sample_calibration_records()
-        num_records = self._plan_counts(self.maximum).calibration
+        cusum_scale = self._fit_cusum_scale(model)
+        num_records = self._plan_counts(replace(self.maximum, ranking=0)).calibration
         minimum = min(len(rows), Calibration.count_required_records(0.01))
         held_out_seconds = 0.0 if self.costs is None else MIN_HELD_OUT_PASSES * self.costs.held_out
         phase = self._start_phase("calibrating", "record", num_records, len(rows), minimum, held_out_seconds)
         batch_size = CALIBRATION_BATCH
         if self.costs is not None:
             batch_size = choose_batch_size(self.costs.calibration, CALIBRATION_BATCH)
-        statistics = score_irregular_records(model, self.data, rows[:num_records], batch_size, phase.should_continue)
+        statistics = score_irregular_records(model, self.data, rows[:num_records], batch_size, cusum_scale, phase.should_continue)
         examples = self._create_examples(self.settings)
         sums = average_neg_log_p(model, examples, self._sample_held_out_blocks(examples), EVALUATION_BATCH)
         scores = RecordScores(statistics, sums.neg_log_p_sums, sums.num_readings)
-        return build_calibration(scores, self.data.schema, "arrival", 0.0)
+        return build_calibration(scores, self.data.schema, "arrival", 0.0, cusum_scale=cusum_scale)
+
+    def _fit_cusum_scale(self, model: DEformer) -> CusumScale | None:
+        """Fit the scale of the cumulative sums to training records; None with `--evidence lasting`."""
+        if not self.maximum.ranking:
+            return None
+        rows = np.random.default_rng([self.settings.seed, 0xC5]).permutation(self.data.select_rows(Split.TRAIN))
+        num_records = self._plan_counts(self.maximum).ranking
+        later_seconds = 0.0
+        if self.costs is not None:
+            minimum = replace(compute_min_counts(self.maximum), ranking=0)
+            later_seconds = minimum.estimate_seconds(self.costs)
+        phase = self._start_phase(
+            "fitting the scale of the sums", "record", num_records, len(rows), MIN_RANKING_RECORDS, later_seconds
+        )
+        batch_size = EVALUATION_BATCH
+        if self.costs is not None:
+            batch_size = choose_batch_size(self.costs.held_out / BLOCKS_PER_PASS, EVALUATION_BATCH)
+        examples = self._create_examples(self.settings)
+        return fit_cusum_scale(model, examples, rows[:num_records], batch_size, phase.should_continue)
 
     def evaluate_held_out(self, model: DEformer) -> IrregularLikelihood:
         """Compute the likelihood of readings of calibration records, which training has not used."""
         examples = self._create_examples(self.settings)
         blocks = self._sample_held_out_blocks(examples)
-        num_passes = self._plan_counts(replace(self.maximum, calibration=0)).held_out_passes
+        num_passes = self._plan_counts(replace(self.maximum, calibration=0, ranking=0)).held_out_passes
         num_blocks = min(len(blocks), max(1, num_passes * BLOCKS_PER_PASS))
         minimum = min(num_blocks, MIN_HELD_OUT_PASSES * BLOCKS_PER_PASS)
         phase = self._start_phase("held-out figures", "block", num_blocks, len(blocks), minimum, 0.0)

@@ -12,7 +12,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -51,8 +51,8 @@ from trainer.distributed import Ranks
 from trainer.evaluate import BATCH_SIZE as EVALUATION_BATCH_SIZE
 from trainer.evaluate import HeldOutLikelihood, compute_independent_nll, evaluate_held_out
 from trainer.exemplars import MAX_REFERENCE_RECORDS, add_ranking
-from trainer.fit import SINGLE_PROCESS, Recipe, TrainingResult, TrainingStatus
-from trainer.job_output import JobOutput
+from trainer.fit import SINGLE_PROCESS, TrainingResult, TrainingStatus
+from trainer.job_output import JobOutput, summarize_job
 from trainer.outliers import choose_num_references, drop_outliers
 from trainer.planning import (
     HELD_OUT_ORDERS,
@@ -214,8 +214,10 @@ def train(
         budget.mark_phase("held-out figures")
         warnings.add(*_check_results(settings, data, held_out, final_phases.held_out_rows, calibration, budget.limit))
         on_message("writing the report and the model directory")
-        summary = _summarize_training(settings, data, run.recipe, result, held_out, budget, str(model.device))
-        summary["preset"] = {"name": planned.settings.preset, "reason": planned.preset_reason}
+        preset = planned.settings.preset, planned.preset_reason
+        summary = summarize_job(
+            settings, data, run.recipe, result, _summarize_held_out(data, held_out), preset, budget, warnings.warnings
+        )
         summary["records_used"] = {
             "train": result.num_train_records,
             "validation": result.num_validation_records,
@@ -233,8 +235,6 @@ def train(
             "table": data.num_input_records,
         }
         summary["records_per_day"] = estimate_records_per_day(data)
-        summary["seconds_by_phase"] = dict(budget.seconds_by_phase)
-        summary["warnings"] = [warning.to_json() for warning in warnings.warnings]
         page = render(data, result, calibration, held_out, summary)
         fingerprint = model_store.write(settings.out, model, calibration, summary, page, seen_records)
         shutil.rmtree(folder)
@@ -696,28 +696,8 @@ def _read_earlier_records(settings: TrainConfig) -> tuple[RecordSet, ...]:
     return () if seen_records is None else seen_records.training
 
 
-def _summarize_training(
-    settings: TrainConfig,
-    data: PreparedTable,
-    recipe: Recipe,
-    result: TrainingResult,
-    held_out: HeldOutLikelihood,
-    budget: TimeBudget,
-    device: str,
-) -> dict[str, Any]:
-    """Return the entry `training` of the model's manifest: facts about the data, the training and its quality.
-
-    The values can be written as JSON.
-
-    Args:
-        settings: All options of `deformer-train`.
-        data: The prepared table.
-        recipe: Hyperparameters of training.
-        result: The result of the training loop.
-        held_out: The likelihood of records that were not used for training.
-        budget: The budget whose elapsed time is stored.
-        device: Name of the device on which the model was trained.
-    """
+def _summarize_held_out(data: PreparedTable, held_out: HeldOutLikelihood) -> dict[str, Any]:
+    """Return the likelihood of records that were not used for training, as JSON values for the model's manifest."""
     num_scored = max(1, int((~data.schema.is_context).sum()))
     log_likelihood_by_feature = {
         name: -float(nll)
@@ -725,22 +705,10 @@ def _summarize_training(
         if np.isfinite(nll)
     }
     return {
-        **data.summarize(),
-        "held_out": {
-            "log_likelihood": -held_out.mean_nll,
-            "log_likelihood_per_feature": -held_out.mean_nll / num_scored,
-            "features": log_likelihood_by_feature,
-            "records": len(held_out.nll_by_record),
-            "orders": held_out.num_orders,
-            "unit": "nats, normalised units",
-        },
-        "steps": result.steps,
-        "epochs": round(result.epochs, 3),
-        "stopped_early": result.stopped_early,
-        "seconds": round(budget.elapsed, 1),
-        "device": device,
-        "seed": settings.seed,
-        "recipe": asdict(recipe),
-        "options": settings.model_dump(mode="json", exclude_none=True),
-        "history": result.history,
+        "log_likelihood": -held_out.mean_nll,
+        "log_likelihood_per_feature": -held_out.mean_nll / num_scored,
+        "features": log_likelihood_by_feature,
+        "records": len(held_out.nll_by_record),
+        "orders": held_out.num_orders,
+        "unit": "nats, normalised units",
     }
