@@ -14,7 +14,9 @@ number of readings of a block times the number of blocks, so the gradients are u
 A share of the examples are not in their real order, so that the model learns to condition on any readings (as
 explanations and imputation do). The recent readings of the context and those of the block are then in random order. A
 random number of them, at most as many as the context had, is the context of the others. Such an example has the weight
-of its block.
+of its block. If all examples are in random order (`arrival_share` 0), the model is for imputation, where most of the
+readings around a target are known. The number of context readings is then uniform from 0 to `MAX_CONTEXT_SHARE` of the
+readings.
 """
 
 from __future__ import annotations
@@ -47,6 +49,12 @@ from trainer.sampling import (
 
 VALIDATION_ORDERS = 4
 """Number of orders of the readings in which a validation record is scored."""
+
+MAX_CONTEXT_SHARE = 0.9
+"""Largest share of the readings of an example that are its context if all examples are in random order.
+
+An example has the weight of its block, so each of its targets has at most ten times the usual weight.
+"""
 
 Ints = NDArray[np.int64]
 
@@ -344,7 +352,8 @@ class BlockExamples:
         is_arrival = torch.rand(num_blocks, generator=generator).numpy() < arrival_share
         drawn = torch.rand(num_blocks, generator=generator, dtype=torch.float64).numpy()
         keys = torch.rand(len(row), generator=generator, dtype=torch.float64).numpy()
-        num_context = np.where(is_arrival, num_recent, (drawn * (num_recent + 1)).astype(np.int64))
+        max_context = MAX_CONTEXT_SHARE * num_span if arrival_share == 0.0 else num_recent + 1
+        num_context = np.where(is_arrival, num_recent, (drawn * max_context).astype(np.int64))
         # Older readings stay first: their keys are their places, which are smaller than those of the other readings.
         keys = np.where(is_older | is_arrival[row], place, older + keys)
         order = np.lexsort((keys, row))

@@ -241,9 +241,11 @@ def draw_targets(
     """
     chosen = torch.randint(len(examples.train_indexes), (num_blocks,), generator=generator).numpy()
     indexes = examples.train_indexes[chosen]
+    # A model for imputation learns from random orders only, in which readings have later ones as neighbors, too.
+    arrival_share = 0.0 if examples.arrival_share == 0.0 else 1.0
     parts = []
     for start in range(0, num_blocks, 25):  # few blocks at once, because all pairs of their readings are compared
-        batch = examples.gather(indexes[start : start + 25], generator)
+        batch = examples.gather(indexes[start : start + 25], generator, arrival_share=arrival_share)
         parts.append(find_targets(process, batch.features, batch.values, batch.ages, batch.weights > 0))
     return _concatenate(parts)
 

@@ -23,5 +23,5 @@ def check_single_readings(schema: Schema, task: str) -> None:
     if schema.reading_times is not None:
         raise ConfigError(
             f"the model is for irregular readings, so it cannot {task} records that have one value of each feature and "
-            "no times: send the readings with their times (deformer-stream replay or consume, or Detector.scorer)"
+            "no times: give readings with their times (deformer-stream replay, consume or impute, or Detector.scorer)"
         )

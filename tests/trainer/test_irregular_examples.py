@@ -73,7 +73,7 @@ def test_mean_loss_over_all_blocks_is_the_nll_of_whole_records(tmp_path: Path, t
 
 
 def test_random_orders_keep_the_readings_and_the_weight_of_a_block(tmp_path: Path, table: IrregularTable) -> None:
-    examples = divided(tmp_path, table, arrival_share=0.0)
+    examples = divided(tmp_path, table, arrival_share=1e-12)
     indexes, blocks = examples.train_indexes, examples.blocks
     shuffled = examples.draw(indexes, create_generator(1))
     real = examples.gather(indexes, create_generator(1))
@@ -90,6 +90,27 @@ def test_random_orders_keep_the_readings_and_the_weight_of_a_block(tmp_path: Pat
     assert (shuffled.readings != real.readings).any(1).mean() > 0.9
     again = examples.draw(indexes, create_generator(1))
     assert torch.equal(again.values, shuffled.values)
+
+
+def test_examples_for_imputation_have_contexts_of_all_sizes(tmp_path: Path, table: IrregularTable) -> None:
+    """Without real orders, the context may also be larger than `recent`, and no example has no target."""
+    examples = divided(tmp_path, table, arrival_share=0.0)
+    shares = []
+    for seed in range(5):
+        batch = examples.draw(examples.train_indexes, create_generator(seed))
+        num_older = np.diff(examples.blocks.context_offsets)[examples.train_indexes]
+        num_span = (batch.readings >= 0).sum(1) - num_older
+        num_targets = (batch.weights.numpy() > 0).sum(1)
+        assert (num_targets >= 0.1 * num_span).all()
+        lengths = examples.blocks.lengths[examples.train_indexes]
+        np.testing.assert_allclose(batch.weights.numpy().sum(1), lengths, rtol=1e-5)
+        shares += (1 - num_targets / num_span)[num_span > 10].tolist()
+    assert max(shares) > 0.8
+    assert abs(np.mean(shares) - 0.42) < 0.05
+    # The process is then fitted to the same orders, in which a reading has neighbors with later times.
+    targets = draw_targets(GaussianProcessPrior(table.schema, 2, 3, 6), examples, 20, create_generator(3))
+    is_later = targets.neighbors.is_neighbor & (targets.neighbors.ages > targets.ages.unsqueeze(1))
+    assert is_later.double().mean() > 0.2
 
 
 def test_size_of_an_example_does_not_grow_with_the_record(tmp_path: Path) -> None:
