@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.model.windows import format_duration
+from deformer_stream.model.windows import format_rough_duration
 from deformer_stream.report import charts, pages
 from trainer.fit import TrainingResult
 from trainer.irregular_evaluation import IrregularLikelihood
@@ -65,7 +65,7 @@ def _render_readings(data: IrregularTable, training: dict[str, Any]) -> list[str
     """Return the HTML blocks of the section that describes records, times and contexts."""
     times = data.schema.reading_times
     num_readings = data.num_readings
-    durations = "" if times is None else f" A record usually lasts {format_duration(times.duration)}."
+    durations = "" if times is None else f" A record usually lasts {format_rough_duration(times.duration)}."
     context = training["context"]
     return [
         pages.render_heading("Irregular readings"),

@@ -11,6 +11,7 @@ from rich.table import Table
 from deformer_stream.calibration.conformal import DEFAULT_ALPHAS
 from deformer_stream.model.schema import Feature
 from deformer_stream.model.time_slots import collapse_time_slots, describe_records
+from deformer_stream.model.windows import format_rough_duration
 from deformer_stream.model_store import Artifact
 
 WIDTH = 160
@@ -41,6 +42,16 @@ def print_model(loaded: Artifact, console: Console | None = None) -> None:
     # Windows of event time are described by a sentence; for records with ids of their own, the text is empty.
     if description := describe_records(loaded.schema):
         console.print(_escape(description))
+    times, limit = loaded.schema.reading_times, config.context_limit
+    if times is not None:
+        blocks = (
+            "" if limit is None else f" It is predicted from up to {limit.recent} recent readings, the last reading "
+        )
+        blocks += "" if limit is None else f"of each sensor, and its block of {limit.block}."
+        console.print(
+            "Readings are irregular: a sensor reports any number of times in a record, and each reading keeps its own "
+            f"time. A record usually lasts {format_rough_duration(times.duration)}.{blocks}"
+        )
     console.print(f"Calibration: {len(calibration.scores)} normal records, {_escape(calibration.arrival_order)} order")
     console.print(_make_alpha_table(loaded))
     table = Table("training", "", title_justify="left")

@@ -445,6 +445,7 @@ def build_calibrate() -> click.Command:
         from deformer_stream.cli.config_report import align_columns
         from deformer_stream.cli.recalibration_report import write_recalibrated_model
         from deformer_stream.cli.seen_records import replace_calibration_records, select_new_records
+        from deformer_stream.counts import format_count
         from deformer_stream.runtime.calibration_sink import MaxStatisticSink
 
         log.configure(is_debugging())
@@ -484,7 +485,7 @@ def build_calibrate() -> click.Command:
         is_holding = statistics.tie_policy == "hold"
         # Fragments of the sentence below.
         ties = ", with readings of the same event time scored together" if is_holding else ""
-        refused = f" ({totals.rejected.total()} readings were refused)" if totals.rejected else ""
+        refused = f" ({format_count(totals.rejected.total(), 'reading')} refused)" if totals.rejected else ""
         repeated = f"; {totals.repeated_readings.describe()}" if totals.repeated_readings else ""
         click.echo(
             f"calibrated on {recalibration.num_records} records in {statistics.arrival_order} order{ties}{refused}; "

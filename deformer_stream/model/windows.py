@@ -149,3 +149,14 @@ def format_duration(microseconds: int) -> str:
     milliseconds, remainder = divmod(microseconds, 1000)
     decimals = f"{remainder:03}".rstrip("0")
     return f"{milliseconds}.{decimals}ms"
+
+
+def format_rough_duration(microseconds: float) -> str:
+    """Return a duration with three digits, such as "3 min" or "12.5 days".
+
+    The unit is the largest one in which it is at least two, but milliseconds only below a second.
+    """
+    short = ("s", 1e6) if microseconds >= 1e6 else ("ms", 1e3)
+    units = (("days", 86_400e6), ("h", 3600e6), ("min", 60e6), short)
+    unit, length = next(((unit, length) for unit, length in units if microseconds >= 2 * length), short)
+    return f"{microseconds / length:.3g} {unit}"

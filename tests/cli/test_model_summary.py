@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from rich.console import Console
 
 from deformer_stream import model_store
@@ -16,6 +18,9 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.cli.model_summary import print_model
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
+from deformer_stream.model.windows import format_rough_duration
+from tests.model.test_irregular_readings import SCHEMA as IRREGULAR_SCHEMA
+from tests.model.test_irregular_readings import make_config
 from tests.models import CONFIG, SCHEMA
 
 
@@ -49,6 +54,30 @@ def test_ranges_have_their_unit(tmp_path: Path) -> None:
     text = render(tmp_path / "m")
     assert "5 … 35 °C" in text
     assert "\\x1b[2J" in text
+
+
+def test_irregular_readings_are_described(tmp_path: Path) -> None:
+    model = DEformer(IRREGULAR_SCHEMA, replace(make_config(), context_recent=3, context_block=4))
+    model_store.write(tmp_path / "m", model, Calibration.from_statistics(np.ones(3), "arrival"), {}, "")
+    text = " ".join(render(tmp_path / "m").split())
+    assert "Readings are irregular" in text
+    assert "A record usually lasts 2 days." in text
+    assert "up to 3 recent readings, the last reading of each sensor, and its block of 4." in text
+
+
+@pytest.mark.parametrize(
+    ("microseconds", "text"),
+    [
+        (7_198_412_000, "120 min"),
+        (1_000_000, "1 s"),
+        (90_000_000, "90 s"),
+        (172_800_000_000, "2 days"),
+        (1500, "1.5 ms"),
+        (300_000, "300 ms"),
+    ],
+)
+def test_rough_durations_have_three_digits(microseconds: int, text: str) -> None:
+    assert format_rough_duration(microseconds) == text
 
 
 def test_hostile_names_are_escaped(tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ def run_init(inputs: tuple[str, ...], settings: InitSettings) -> None:
 def format_view(view: TableView) -> str:
     """Return what the first look at the data has shown, as text for the terminal."""
     from deformer_stream.cli.config_report import align_columns
+    from deformer_stream.model.windows import format_rough_duration
 
     about = "" if view.is_exact else "about "
     files = "" if view.num_files == 1 else f" in {view.num_files:,} files"
@@ -126,8 +127,8 @@ def format_view(view: TableView) -> str:
         what = "a reading of each sensor" if view.layout == "long" else "a row"
         if view.layout == "long" and view.reading_times is not None and view.reading_times.is_irregular:
             what = "at irregular times, usually a reading of a sensor"
-        span = "" if view.span is None else f", over {_format_seconds(view.span)}"
-        lines.append(f"time     {what} every {_format_seconds(view.interval)}{span}")
+        span = "" if view.span is None else f", over {format_rough_duration(1e6 * view.span)}"
+        lines.append(f"time     {what} every {format_rough_duration(1e6 * view.interval)}{span}")
     if view.device_column is not None:
         shown = ", ".join(view.devices[:5]) + (", …" if len(view.devices) > 5 else "")
         lines.append(f"devices  {len(view.devices)} in the column {view.device_column}: {shown}")
@@ -135,13 +136,6 @@ def format_view(view: TableView) -> str:
         shown = ", ".join(f"{value} ({count:,} rows)" for value, count in counts.items())
         lines.append(f"labels   {column_name}: {shown}")
     return "\n".join(lines).rstrip()
-
-
-def _format_seconds(seconds: float) -> str:
-    """Return a duration in the largest unit in which it is at least two, such as "3 min" or "12.5 days"."""
-    units = (("days", SECONDS_PER_DAY), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
-    unit, length = next(((unit, length) for unit, length in units if seconds >= 2 * length), ("s", 1.0))
-    return f"{seconds / length:.3g} {unit}"
 
 
 def _describe_subject(
