@@ -6,6 +6,9 @@ stages       Events per second of each stage in one process, without Kafka, with
 throughput   Events per second through a real Kafka from a topic that was filled before, by format of the messages: one
              reading per message, several, Arrow.
 sustained    Messages are produced at a rate (--rate) for a time (--seconds); the consumer lag must not grow.
+irregular    Irregular readings of --stays long records that are open at once are produced at --irregular-rate for
+             --seconds: intensive-care stays (DEFORMER_DATA), or simulated records. --model names a model that was
+             trained on such stays with `deformer-train --irregular`; otherwise its weights are random.
 latency      Time from produce to alert, at several rates (--rates). An alert is visible when it is committed.
 start        Time from the start of the process until it is ready.
 memory       Memory of a million open records with 20 readings each, in one process.
@@ -35,6 +38,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], Rows]] = {
     "stages": stream_local.stages,
     "throughput": stream_kafka.throughput,
     "sustained": stream_kafka.sustained,
+    "irregular": stream_kafka.irregular,
     "latency": stream_kafka.latency,
     "start": stream_kafka.start,
     "memory": stream_local.memory,
@@ -96,6 +100,9 @@ def main(words: list[str] | None = None) -> None:
     )
     parser.add_argument("--payloads", default="json,many,arrow", help="Message formats of throughput, comma-separated.")
     parser.add_argument("--rate", type=int, default=40_000, help="Events per second of sustained.")
+    parser.add_argument("--irregular-rate", type=int, default=10_000, help="Readings per second of irregular.")
+    parser.add_argument("--stays", type=int, default=1600, help="Records of irregular that are open at once.")
+    parser.add_argument("--model", default="", help="A model of irregular readings for irregular.")
     parser.add_argument(
         "--rates", default="500,5000,20000,30000,45000", help="Events per second of latency, one measurement for each."
     )

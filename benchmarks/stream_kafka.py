@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import multiprocessing
+import os
 import resource
 import threading
 import time
@@ -19,6 +20,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+import numpy as np
 import orjson
 from kafka import KafkaConsumer, TopicPartition
 
@@ -31,7 +33,9 @@ from benchmarks.feed import (
     make_model,
     make_quiet_calibration,
 )
+from benchmarks.irregular_feed import MessageFeed, make_irregular_model, produce, read_or_simulate_records
 from benchmarks.recovery import measure_ready_seconds
+from benchmarks.tables import get_tables_folder
 from connectors.kafka import ensure_topics
 from deformer_stream import model_store
 from deformer_stream.runtime.timing import limit_rate
@@ -61,6 +65,15 @@ def _run_consumer(
         model_store.write(
             model, make_model(options.preset, options.features, options.gaussians), make_quiet_calibration(), {}, ""
         )
+    with _run_model(options, folder, model, bootstrap, topic, *words) as consumer:
+        yield consumer
+
+
+@contextmanager
+def _run_model(
+    options: argparse.Namespace, folder: Path, model: Path, bootstrap: str, topic: str, *words: str
+) -> Iterator[RunningConsumer]:
+    """Run `deformer-stream consume` on a topic within a `with` block, with the model of a directory."""
     settings = [word for setting in options.set for word in ("--" + setting).split("=", 1)]
     arguments = ["--topic", topic, "--group", topic, "--bootstrap-servers", bootstrap, "--model", model, "--alerts", ""]
     log = folder / f"{topic}.log"
@@ -312,8 +325,12 @@ class _Alerts(threading.Thread):
             now = time.time()
             for messages in polled.values():
                 for message in messages:
-                    self.received_at_by_record.setdefault(orjson.loads(message.value)["record"], now)
+                    self.receive(orjson.loads(message.value), now)
         self._reader.close()
+
+    def receive(self, alert: dict[str, Any], now: float) -> None:
+        """Store when an alert was received."""
+        self.received_at_by_record.setdefault(alert["record"], now)
 
 
 def _read_lag(consumer: RunningConsumer) -> int:
@@ -419,6 +436,147 @@ def _compute_means(before: dict[str, float], after: dict[str, float]) -> dict[st
         "scoring_ms": round(1000 * mean("scoring_seconds"), 1),
         "commit_ms": round(1000 * mean("commit_seconds"), 1),
     }
+
+
+def irregular(options: argparse.Namespace, folder: Path) -> Rows:
+    """Measure whether the consumer keeps up with irregular readings of many long records at a fixed rate.
+
+    The records begin at the same time, and their readings are sent in order of time. A few have an outlier. The latency
+    is the time from sending the reading that raises an alert to receiving the alert.
+    """
+    num_messages = options.irregular_rate * options.seconds
+    tables = get_tables_folder()
+    records = read_or_simulate_records(tables.parent / "icu2012", options.stays, num_messages // options.stays)
+    feed = MessageFeed.in_order_of_time(records, num_messages, PARTITIONS)
+    model = Path(options.model) if options.model else folder / "irregular"
+    if not options.model:
+        model_store.write(
+            model, make_irregular_model(options.preset, records.sensors), make_quiet_calibration(), {}, ""
+        )
+    load_before = os.getloadavg()[0]
+    context = multiprocessing.get_context("spawn")
+    with load_broker_script().start(is_long_running=True) as broker:
+        topic = _create_topic(broker.bootstrap)
+        results, results_of_process = context.Pipe()
+        with (
+            _run_model(options, folder, model, broker.bootstrap, topic) as consumer,
+            closing(KafkaConsumer(bootstrap_servers=broker.bootstrap)) as reader,
+        ):
+            consumer.wait_until_ready()
+            alerts = _IrregularAlerts(broker.bootstrap, f"{topic}-alerts")
+            alerts.start()
+            process = context.Process(
+                target=produce,
+                args=(broker.bootstrap, topic, feed, options.irregular_rate, LINGER_SECONDS, results_of_process),
+            )
+            process.start()
+            results.recv()
+            before, began = consumer.read_metrics(), time.monotonic()
+            results.send("go")
+            lags, memory = [], []
+            while not results.poll():
+                time.sleep(1)
+                lags.append(_count_unprocessed(reader, topic, consumer.read_metrics()))
+                memory.append(_read_resident_bytes(consumer.process.pid))
+            sent_at, seconds = results.recv(), time.monotonic() - began
+            lag_at_end = _count_unprocessed(reader, topic, consumer.read_metrics())
+            _wait_for_irregular_events(consumer, len(sent_at))
+            drained_after = time.monotonic() - began - seconds
+            process.join()
+            time.sleep(2)
+            alerts.is_over.set()
+            alerts.join()
+            after = consumer.read_metrics()
+            consumer.stop()
+    sent_at_by_source = _find_sending_times(feed, sent_at)
+    milliseconds = sorted(
+        1000 * (received_at - sent_at_by_source[source]) for source, received_at in alerts.received_at_by_source
+    )
+    # A model with random weights need not raise alerts.
+    percentiles = [round(ms, 1) for ms in quantiles(milliseconds, n=100)] if len(milliseconds) > 1 else [None] * 99
+    third = len(lags) // 3
+    yield {
+        "records": len(records.records),
+        "model": "trained" if options.model else f"random {options.preset}",
+        "threads": options.threads,
+        "planned_/s": options.irregular_rate,
+        "produced_/s": round(len(sent_at) / seconds),
+        "accepted_/s": round(_count_events(after) / (seconds + drained_after)),
+        "rejected": round(_count_rejected(after)),
+        "seconds": round(seconds),
+        "lag_first_third": round(median(lags[:third])),
+        "lag_last_third": round(median(lags[-third:])),
+        "largest_lag": max(lags),
+        "lag_at_end": lag_at_end,
+        "drained_after_s": round(drained_after, 1),
+        "alerts": len(milliseconds),
+        "median_ms": percentiles[49],
+        "p90_ms": percentiles[89],
+        "p99_ms": percentiles[98],
+        # Not the time to an alert, which is measured from the event times of the table.
+        **{name: mean for name, mean in _compute_means(before, after).items() if name != "alert_out_after_ms"},
+        "cache_rebuilds": round(after.get("deformer_cache_rebuilds_total", 0)),
+        "resident_MiB": round(max(memory) / 2**20),
+        "load_before": round(load_before, 1),
+    }
+
+
+def _count_events(metrics: dict[str, float]) -> float:
+    """Return the number of accepted events."""
+    return metrics.get("deformer_events_total", 0.0)
+
+
+def _count_rejected(metrics: dict[str, float]) -> float:
+    """Return the number of rejected events."""
+    return sum(value for name, value in metrics.items() if name.startswith("deformer_events_rejected_total"))
+
+
+def _count_unprocessed(reader: KafkaConsumer, topic: str, metrics: dict[str, float]) -> int:
+    """Return how many messages of a topic the consumer has neither accepted nor rejected.
+
+    The metric `deformer_consumer_lag` is not used. It refers to the end of the topic at the consumer's last fetch,
+    which can be long ago if the consumer does not keep up.
+    """
+    end_offsets = reader.end_offsets([TopicPartition(topic, partition) for partition in range(PARTITIONS)])
+    return int(sum(end_offsets.values()) - _count_events(metrics) - _count_rejected(metrics))
+
+
+def _wait_for_irregular_events(consumer: RunningConsumer, num_events: int) -> None:
+    """Wait until the consumer has accepted or rejected this many events."""
+    num_done, progress_at = -1.0, time.monotonic()
+    while num_done < num_events:
+        metrics = consumer.read_metrics()
+        now = _count_events(metrics) + _count_rejected(metrics)
+        if now > num_done:
+            num_done, progress_at = now, time.monotonic()
+        assert time.monotonic() - progress_at < STALL_SECONDS, f"the consumer stopped at {num_done} of {num_events}"
+        time.sleep(0.1)
+
+
+def _find_sending_times(feed: MessageFeed, sent_at: np.ndarray) -> dict[tuple[int, int], float]:
+    """Return when each message was sent, by its partition and its offset."""
+    sent_at_by_source = {}
+    for partition in range(PARTITIONS):
+        own = sent_at[feed.partitions == partition].tolist()
+        sent_at_by_source |= {(partition, offset): at for offset, at in enumerate(own)}
+    return sent_at_by_source
+
+
+class _IrregularAlerts(_Alerts):
+    """A thread that reads alerts, and finds the messages that have raised them.
+
+    Attributes:
+        received_at_by_source: Partition and offset of the message that raised each alert, and when it was received.
+    """
+
+    def __init__(self, bootstrap: str, topic: str) -> None:
+        super().__init__(bootstrap, topic)
+        self.received_at_by_source: list[tuple[tuple[int, int], float]] = []
+
+    def receive(self, alert: dict[str, Any], now: float) -> None:
+        """Store when an alert was received."""
+        source = alert["source"]
+        self.received_at_by_source.append(((source["partition"], source["offset"]), now))
 
 
 def start(options: argparse.Namespace, folder: Path, times: int = 5) -> Rows:
