@@ -85,6 +85,7 @@ bench-quality: $(VENV)/.bench ## measure detection, early alerts, drift, density
 	$(BIN)/python -m benchmarks.attribution
 	$(BIN)/python -m benchmarks.imputation
 	$(BIN)/python -m benchmarks.icu --deformer
+	$(BIN)/python -m benchmarks.irregular_attribution
 	$(BIN)/python -m benchmarks.icu_imputation --deformer
 	$(BIN)/python -m benchmarks.hydraulic --deformer
 	$(BIN)/python -m benchmarks.fleet --deformer
