@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS, Calibration, TiePolicy, trim_largest
+from deformer_stream.calibration.cusum import CusumScale
 from deformer_stream.calibration.torch_scoring import RecordScores
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import ClosedRecords, EventBatch
@@ -223,7 +224,12 @@ def calibrate(
 
 
 def build_calibration(
-    scores: RecordScores, schema: Schema, order: Order, trim: float, ties: TiePolicy = "arrival"
+    scores: RecordScores,
+    schema: Schema,
+    order: Order,
+    trim: float,
+    ties: TiePolicy = "arrival",
+    cusum_scale: CusumScale | None = None,
 ) -> Calibration:
     """Return the calibration of the alert rule: the sorted anomaly scores of normal records and how they were computed.
 
@@ -235,11 +241,12 @@ def build_calibration(
         trim: Share (0 to 1) of the records that may be anomalies. Those with the largest scores are removed.
         ties: "arrival" if readings of one record with the same time were scored one after the other, "hold" if they
             were scored together.
+        cusum_scale: The scale of the cumulative sums from which the scores were computed, None without sums.
     """
     # These means are stored for the drift monitor, which compares them with those of later records.
     mean_neg_log_p_by_feature = scores.average_neg_log_p_by_feature(schema.names)
     statistics = trim_largest(scores.statistics, trim)
-    return Calibration.from_statistics(statistics, order, mean_neg_log_p_by_feature, ties)
+    return Calibration.from_statistics(statistics, order, mean_neg_log_p_by_feature, ties, cusum_scale)
 
 
 def split_folds(data: PreparedTable, num_folds: int, seed: int) -> Iterator[PreparedTable]:

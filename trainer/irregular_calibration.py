@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.cusum import CusumScale
 from deformer_stream.calibration.torch_scoring import RecordScores, sum_neg_log_p
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import ClosedRecords, EventBatch, WindowMembership
@@ -33,6 +34,7 @@ def score_irregular_records(
     table: IrregularTable,
     rows: Ints,
     batch_size: int = 64,
+    cusum_scale: CusumScale | None = None,
     should_continue: Callable[[int], bool] = lambda num_done: True,
 ) -> NDArray[np.float64]:
     """Return the largest prefix statistic of each record, larger is more anomalous.
@@ -44,6 +46,7 @@ def score_irregular_records(
         table: The table.
         rows: (N,) row numbers of the records.
         batch_size: Number of records that are scored together at most.
+        cusum_scale: The scale of the cumulative sums from which the statistics are computed; None to combine p-values.
         should_continue: Called before each batch with the number of records that are scored. If it returns False, no
             more records are scored.
 
@@ -56,16 +59,19 @@ def score_irregular_records(
         while start < len(rows) and should_continue(start):
             num_readings = np.cumsum(table.num_readings[rows[start : start + batch_size]])
             stop = start + max(1, int(np.searchsorted(num_readings, MAX_READINGS_PER_CALL, side="right")))
-            parts.append(_score_batch(model, table, rows[start:stop]))
+            parts.append(_score_batch(model, table, rows[start:stop], cusum_scale))
             start = stop
     return np.concatenate(parts)
 
 
-def _score_batch(model: DEformer, table: IrregularTable, rows: Ints) -> NDArray[np.float64]:
+def _score_batch(
+    model: DEformer, table: IrregularTable, rows: Ints, cusum_scale: CusumScale | None
+) -> NDArray[np.float64]:
     """Return the largest prefix statistic of each of a few records, (N,)."""
     # Alerts are not needed (no alphas), nor explanations of them (effort "off"), nor p-values (a calibration without
     # scores).
-    engine = Engine(model, Calibration(np.empty(0), "arrival"), fingerprint="", alpha=(), effort="off")
+    calibration = Calibration(np.empty(0), "arrival", cusum_scale=cusum_scale)
+    engine = Engine(model, calibration, fingerprint="", alpha=(), effort="off")
     closed = []
     for batch in create_event_batches(table, rows):
         closed.append(engine.handle(batch, now=0).closed)

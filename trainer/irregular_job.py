@@ -485,7 +485,9 @@ class _Job:
         batch_size = CALIBRATION_BATCH
         if self.costs is not None:
             batch_size = choose_batch_size(self.costs.calibration, CALIBRATION_BATCH)
-        statistics = score_irregular_records(model, self.data, rows[:num_records], batch_size, cusum_scale, phase.should_continue)
+        statistics = score_irregular_records(
+            model, self.data, rows[:num_records], batch_size, cusum_scale, phase.should_continue
+        )
         examples = self._create_examples(self.settings)
         sums = average_neg_log_p(model, examples, self._sample_held_out_blocks(examples), EVALUATION_BATCH)
         scores = RecordScores(statistics, sums.neg_log_p_sums, sums.num_readings)

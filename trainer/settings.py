@@ -101,7 +101,7 @@ OPTION_GROUPS: OptionGroups = {
     "Normal records": ("label", "normal", "contamination", "faults"),
     "Columns": ("exclude", "context", "discrete", "continuous", "cycle", "units"),
     "Windows": ("window", "irregular", "slots", "per_slot", "once"),
-    "Calibration": ("calibration_share", "folds", "order", "ties"),
+    "Calibration": ("calibration_share", "folds", "order", "ties", "evidence"),
 }
 """The headings under which `--help` lists the options, each with the names of its settings fields."""
 
@@ -168,6 +168,12 @@ class TrainSettings(WindowedTableSettings):
         description="A sensor may report any number of times in a record, at any times, and each reading keeps its own "
         "time. For long records whose readings arrive asynchronously. The table is long, with a column of times, or "
         "--window makes the records.",
+    )
+    evidence: Literal["fading", "lasting"] | None = Field(
+        None,
+        description="What the anomaly score of a record of irregular readings is computed from (default: fading). "
+        "fading: cumulative sums of each sensor, which return to zero when a fault has gone, so that late faults of "
+        "long records are found. lasting: all readings of the record with equal weights.",
     )
     slots: int | None = Field(
         None,
@@ -290,9 +296,11 @@ class TrainSettings(WindowedTableSettings):
         """Check that --irregular is not combined with an option that has no meaning for irregular readings.
 
         Raises:
-            ValueError: There is such an option.
+            ValueError: There is such an option, or one that needs --irregular.
         """
         if not self.irregular:
+            if self.evidence is not None:
+                raise ValueError("--evidence needs --irregular: add --irregular, or remove --evidence")
             return
         is_set_by_option = {
             "--slots": self.slots is not None,

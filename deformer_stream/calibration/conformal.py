@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deformer_stream.calibration.cusum import CusumScale
 from deformer_stream.model.distributions import log_gamma_sf
 
 Floats = NDArray[np.float64]
@@ -263,6 +264,8 @@ class Calibration:
             recent mean is larger.
         tie_policy: How readings of one record with the same event time were scored: "arrival" for one after the other,
             "hold" for all together (`TiePolicy`).
+        cusum_scale: The anomaly scores are those of cumulative sums, which this scale turns into statistics (`cusum`).
+            None if they are the combinations of p-values of this module.
     """
 
     scores: Floats
@@ -271,6 +274,7 @@ class Calibration:
     calibration_by_group: Mapping[str, Calibration] = field(default_factory=dict)
     mean_neg_log_p_by_feature: Mapping[str, float] = field(default_factory=dict)
     tie_policy: TiePolicy = "arrival"
+    cusum_scale: CusumScale | None = None
 
     def __post_init__(self) -> None:
         # If the calibration is read from a model directory, the reader adds the directory and the remedy to the errors.
@@ -350,6 +354,7 @@ class Calibration:
         arrival_order: str,
         mean_neg_log_p_by_feature: Mapping[str, float] | None = None,
         tie_policy: TiePolicy = "arrival",
+        cusum_scale: CusumScale | None = None,
     ) -> Calibration:
         """Return a calibration without groups.
 
@@ -362,6 +367,7 @@ class Calibration:
                 highest-density p-value of a reading; None if unknown.
             tie_policy: How readings of one record with the same event time were scored: "arrival" for one after the
                 other, "hold" for all together.
+            cusum_scale: The scale of the cumulative sums from which the scores were computed, None without sums.
         """
         scores = np.sort(np.asarray(statistics, np.float64))
         return Calibration(
@@ -369,6 +375,7 @@ class Calibration:
             arrival_order,
             mean_neg_log_p_by_feature=mean_neg_log_p_by_feature or {},
             tie_policy=tie_policy,
+            cusum_scale=cusum_scale,
         )
 
     def with_groups(self, statistics_by_group: Mapping[str, Floats], separator: str, min_records: int) -> Calibration:
@@ -519,6 +526,8 @@ class Calibration:
         }
         if self.tie_policy != "arrival":
             document["ties"] = self.tie_policy
+        if self.cusum_scale is not None:
+            document["cusum"] = self.cusum_scale.to_json()
         if self.mean_neg_log_p_by_feature:
             document["surprise"] = dict(self.mean_neg_log_p_by_feature)
         if self.calibration_by_group:
@@ -549,4 +558,5 @@ class Calibration:
             },
             mean_neg_log_p_by_feature={str(name): float(mean) for name, mean in document.get("surprise", {}).items()},
             tie_policy=tie_policy,
+            cusum_scale=CusumScale.from_json(document["cusum"]) if "cusum" in document else None,
         )

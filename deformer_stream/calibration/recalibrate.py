@@ -160,6 +160,7 @@ def recalibrate(
         statistics.arrival_order,
         statistics.mean_neg_log_p_by_feature,
         statistics.tie_policy,
+        old.cusum_scale,
     )
     min_records = max(1, *(Calibration.count_required_records(alpha) for alpha in alphas))
     if group_by is None:

@@ -36,6 +36,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from deformer_stream.calibration.cusum import create_states, state_width
 from deformer_stream.calibration.drift import BET_EXPONENTS, MAX_WEALTH
 from deformer_stream.calibration.drift_state import DriftState
 from deformer_stream.engine.events import NO_ALERT, SUPPRESS_ALL, AlertState, Decisions
@@ -153,19 +154,21 @@ _TIME_COLUMNS = {"times": pa.int64(), "origins": pa.int64()}
 are differences: the first time, and then the steps from each reading of the snapshot to the next one."""
 _DROPPED_COLUMNS = {"dropped": pa.int64()}
 """How many readings of each record were dropped (`EventTimes.num_dropped`). Version 6 does not have this column."""
+_CUSUM_COLUMNS = {"cusums": pa.float32()}
+"""The states of the cumulative sums (`Snapshot.cusums`), record after record. Version 6 does not have this column."""
 _COLUMNS_ADDED_IN_VERSION = {
     2: {"alert_alpha", *_DRIFT_COLUMNS},
     3: {*_TIE_COLUMNS, *_TIE_DECISION_COLUMNS},
     4: {*_SLOT_COLUMNS, *_COMPLETE_COLUMNS},
     5: {*_CIRCULAR_COLUMNS},
     6: {*_TIME_COLUMNS},
-    7: {*_DROPPED_COLUMNS},
+    7: {*_DROPPED_COLUMNS, *_CUSUM_COLUMNS},
 }
 _PARTS = (
     _TIE_COLUMNS,
     _SLOT_COLUMNS | _COMPLETE_COLUMNS,
     _CIRCULAR_COLUMNS,
-    _TIME_COLUMNS | _DROPPED_COLUMNS,
+    _TIME_COLUMNS | _DROPPED_COLUMNS | _CUSUM_COLUMNS,
 )
 """Columns of the parts that not every state has. Since version 7, those of a missing part are missing."""
 
@@ -178,6 +181,7 @@ _SNAPSHOT_TYPES = (
     | _CIRCULAR_COLUMNS
     | _TIME_COLUMNS
     | _DROPPED_COLUMNS
+    | _CUSUM_COLUMNS
 )
 """The type of each column of a snapshot in the newest format version."""
 
@@ -214,6 +218,10 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
         event_times = snapshot.event_times
         steps = np.diff(event_times.times, prepend=0)
         columns |= {"times": steps, "origins": event_times.origins, "dropped": event_times.num_dropped}
+        if snapshot.cusums is not None:
+            columns["cusums"] = snapshot.cusums.ravel()
+        else:
+            columns["cusums"] = create_states(len(snapshot), len(vocabulary)).ravel()
     return _encode(SNAPSHOT, columns, _SNAPSHOT_TYPES)
 
 
@@ -324,6 +332,12 @@ def _decode_snapshot(data: bytes) -> Snapshot:
     ties = _pop_ties(columns) if "tied" in columns else None  # format versions 1 and 2 have no tie groups
     waiting, complete_windows = _pop_windows(columns) if "slot_rule" in columns else (None, None)
     event_times = _pop_event_times(columns) if "times" in columns else None  # earlier versions do not have this part
+    cusums = columns.pop("cusums", None)
+    if cusums is not None:
+        shape = len(columns["ids"]), state_width(len(vocabulary))
+        has_length = len(cusums) == shape[0] * shape[1]
+        _require(has_length, "the cumulative sums do not have the length that the records need")
+        cusums = cusums.reshape(shape)
     columns["closed"] = StringColumn.from_strings(columns["closed"])
     models = tuple(columns.pop("models"))
     # The other columns have the names of fields.
@@ -336,6 +350,7 @@ def _decode_snapshot(data: bytes) -> Snapshot:
         waiting=waiting,
         complete_windows=complete_windows,
         event_times=event_times,
+        cusums=cusums,
     )
     _check_snapshot(snapshot)
     return snapshot

@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.calibration.cusum import create_states, state_width
 from deformer_stream.engine.events import (
     NO_ALERT,
     NO_TIME,
@@ -348,6 +349,7 @@ class RecordTable:
         if self.is_irregular:
             self.origin = self._add_array("origin", np.int64)
             self.latest_time = self._add_array("latest_time", np.int64, (len(schema),))
+            self.cusum_states = self._add_array("cusum_states", np.float32, (state_width(len(schema)),))
         # Bytes of a record without its readings, for `num_bytes`.
         arrays = [getattr(self, name) for name in self._array_names]
         row_widths = [array.dtype.itemsize * int(np.prod(array.shape[1:])) for array in arrays]
@@ -855,6 +857,8 @@ class RecordTable:
     def reset_scores(self, record_indices: Ints) -> None:
         """Set the running statistics of the records in these rows to their values before the first reading."""
         self.running[record_indices] = INITIAL_RUNNING
+        if self.is_irregular:
+            self.cusum_states[record_indices] = create_states(len(record_indices), len(self.schema))
 
     def set_p_values(self, record_indices: Ints, p_values: Floats) -> None:
         """Store the current p-value of each of R records.

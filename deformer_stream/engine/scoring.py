@@ -28,12 +28,23 @@ from deformer_stream.calibration.conformal import (
     advance_prefix_state,
     compute_running_sums,
 )
+from deformer_stream.calibration.cusum import (
+    MAX_REPETITION,
+    MAX_SURPRISE,
+    RECORD_KAPPA,
+    SENSOR_KAPPA,
+    CusumReadings,
+    CusumScale,
+    advance_sums,
+    compute_log_resolutions,
+    compute_statistics,
+)
 from deformer_stream.engine.events import AlertState
 from deformer_stream.engine.record_contexts import ContextWalk, find_places
 from deformer_stream.engine.records import RecordTable
 from deformer_stream.engine.ties import average_over_orders
 from deformer_stream.errors import ConfigError
-from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch
+from deformer_stream.kernels.cpu import CpuKernels, CusumArguments, RaggedBatch
 from deformer_stream.kernels.cuda_graphs import CudaGraphs, ForwardInputs
 from deformer_stream.kernels.kv_cache import CacheShape, CpuKVCache, TorchKVCache, cache_shape
 from deformer_stream.model.deformer import DEformer, to_tensor
@@ -157,6 +168,7 @@ class ModelVersion:
     def __init__(self, model: DEformer, calibration: Calibration, fingerprint: str) -> None:
         self.model, self.calibration, self.fingerprint = model.eval(), calibration, fingerprint
         self.schema = model.schema
+        self._log_resolutions = compute_log_resolutions(model.schema)
         self.context_limit = model.config.context_limit if model.schema.reading_times is not None else None
         if model.schema.reading_times is not None and self.context_limit is None:
             raise ConfigError(
@@ -596,12 +608,15 @@ class ModelVersion:
         if not is_finite.all():
             is_scored = is_finite if is_scored is None else is_scored & is_finite
         score_rows = np.empty((4, len(seq)))
+        cusums = None
+        if self.calibration.cusum_scale is not None and records.is_irregular:
+            cusums = self._describe_cusums(records, index_by_reading, seq, self.calibration.cusum_scale)
         # Compute rows 0 to 2: log-likelihoods, their running sums, and running anomaly scores.
+        arrays = record_index, boundaries, terms, is_scored, is_group_end, score_rows
         if self.kernels is not None:
-            arrays = record_index, boundaries, terms, is_scored, is_group_end, score_rows
-            self.kernels.advance(records.running, *arrays, P_VALUE_EXPONENT)
+            self.kernels.advance(records.running, *arrays, P_VALUE_EXPONENT, cusums)
         else:
-            _advance_running(records.running, record_index, boundaries, terms, is_scored, is_group_end, score_rows)
+            _advance_running(records.running, *arrays, cusums)
         anomaly_scores = score_rows[2]
         # The record ids are only needed if groups of records have calibrations of their own.
         p_values = self.calibration.compute_p_values(
@@ -612,6 +627,34 @@ class ModelVersion:
         records.set_p_values(record_index, p_values[last_reading])
         return score_rows, _count_crossed_alphas(records, index_by_reading, seq, p_values, alphas)
 
+    def _describe_cusums(
+        self, records: RecordTable, index_by_reading: Ints, seq: Ints, scale: CusumScale
+    ) -> CusumArguments:
+        """Return what the cumulative sums need of M readings.
+
+        Args:
+            records: The table of open records, which holds the readings and the states of the sums.
+            index_by_reading: (M,) row of the record of each reading.
+            seq: (M,) position of each reading in its record, from 0.
+            scale: The lines that turn sums into statistics.
+        """
+        codes, raw_values = records.log.gather(index_by_reading, records.find_places(index_by_reading, seq))
+        return CusumArguments(
+            cusum_states=records.cusum_states,
+            codes=codes.astype(np.int64),
+            values=self.schema.normalise(codes, raw_values).astype(np.float32),
+            log_p_others=None,
+            log_resolutions=self._log_resolutions,
+            slopes=scale.slopes,
+            intercepts=scale.intercepts,
+            record_slope=scale.record_slope,
+            record_intercept=scale.record_intercept,
+            sensor_kappa=SENSOR_KAPPA,
+            record_kappa=RECORD_KAPPA,
+            max_surprise=MAX_SURPRISE,
+            max_repetition=MAX_REPETITION,
+        )
+
 
 def _advance_running(
     running: NDArray[np.void],
@@ -621,6 +664,7 @@ def _advance_running(
     is_scored: Bools | None,
     is_group_end: Bools | None,
     score_rows: Floats,
+    cusums: CusumArguments | None,
 ) -> None:
     """Add M readings to the running statistics of their R records. The readings are one record after the other.
 
@@ -640,6 +684,7 @@ def _advance_running(
             The others do not update the anomaly score. None without tie groups.
         score_rows: (4, M) array whose first three rows receive, for each reading, ln p (NaN if it is not scored), the
             sum of ln p over the record so far, and the running anomaly score of the record.
+        cusums: What the cumulative sums need, whose statistics take the place of combined p-values; None without sums.
     """
     first, num_new = boundaries[:-1], boundaries[1:] - boundaries[:-1]
     score_rows[0] = terms[0] if is_scored is None else np.where(is_scored, terms[0], np.nan)
@@ -661,6 +706,9 @@ def _advance_running(
         # tie groups, every reading is a decision point, and the argument is None.
         is_decision_point = None if is_group_end is None else is_group_end[reading]
         score, state = advance_prefix_state(state, log_p_value, is_counted, is_decision_point)
+        if cusums is not None:
+            statistics = _compute_cusum_statistics(cusums, record_index[rows], terms, reading, is_counted)
+            score = np.maximum.accumulate(np.maximum(statistics, running_before["peak"][:, None]), 1)
         # Sums run in arrival order, so that any division of the readings into batches gives the same bits.
         log_likelihood = compute_running_sums(running_before["log_likelihood"], log_p)
         centered_sum = compute_running_sums(running_before["excess"], centered_nll)
@@ -670,12 +718,40 @@ def _advance_running(
             "scored": state.num_scored,
             "total": state.neg_log_p_sum,
             "least": state.min_log_p,
-            "peak": state.max_statistic,
+            "peak": score[:, -1],
             "log_likelihood": log_likelihood[:, -1],
             "excess": centered_sum[:, -1],
         }
         for field, last in last_by_field.items():
             running[field][record_index[rows]] = last
+
+
+def _compute_cusum_statistics(
+    cusums: CusumArguments, record_index: Ints, terms: Floats, reading: Ints, is_counted: Bools
+) -> Floats:
+    """Add readings to the cumulative sums of R records, and return the statistic of each reading, (R, L).
+
+    Args:
+        cusums: The readings, and the states of all records, which are updated.
+        record_index: (R,) row of each record in the table.
+        terms: (3, M) score terms of all readings: ln p of the value, ln of its p-value, and centered NLL.
+        reading: (R, L) index of each reading of the records among the M readings.
+        is_counted: (R, L) false for padding and for readings that are not scored, whose statistic is 0.
+    """
+    codes = cusums.codes[reading]
+    readings = CusumReadings(
+        codes=codes,
+        values=cusums.values[reading],
+        log_p=terms[1, reading],
+        log_p_others=None if cusums.log_p_others is None else cusums.log_p_others[reading],
+        log_masses=terms[0, reading] + cusums.log_resolutions[codes],
+        is_counted=is_counted,
+    )
+    states = cusums.cusum_states[record_index]
+    sums = advance_sums(states, readings)
+    cusums.cusum_states[record_index] = states
+    scale = CusumScale(cusums.slopes, cusums.intercepts, cusums.record_slope, cusums.record_intercept)
+    return np.where(is_counted, compute_statistics(scale, codes, *sums), 0.0)
 
 
 def _count_crossed_alphas(

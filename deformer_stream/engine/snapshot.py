@@ -243,6 +243,8 @@ class Snapshot:
         complete_windows: Windows that are complete, but not over; None if there are none.
         event_times: When the readings were made. None if readings are not irregular: a feature then has at most one
             reading in a record.
+        cusums: (R, W) states of the cumulative sums of irregular readings (`calibration.cusum.state_width`). None if
+            readings are not irregular, or if the sums are those of another model.
     """
 
     vocabulary: Vocabulary
@@ -278,6 +280,7 @@ class Snapshot:
     waiting: WaitingReadings | None = None
     complete_windows: CompleteWindows | None = None
     event_times: EventTimes | None = None
+    cusums: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         """Return the number of open records."""
@@ -326,6 +329,7 @@ class Snapshot:
             unseen_record=record[unseen].astype(np.int32),
             unseen_place=place[unseen].astype(np.int32),
             unseen_text=[text_by_reading[reading] for reading in unseen.tolist()],
+            cusums=None,  # they have an entry for each feature of the old vocabulary
         )
         is_kept = features >= 0
         return snapshot._drop_readings(is_kept), int((~is_kept).sum())
@@ -397,6 +401,7 @@ class Snapshot:
             absent=self.absent[is_absent],
             alert_seq=np.where(self.alert_seq < 0, -1, place).astype(np.int32),
             event_times=None,
+            cusums=None,
         )
         return snapshot._drop_readings(is_kept), int((~is_kept).sum())
 
@@ -751,6 +756,8 @@ def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, no
         )
         if event_times is not None:
             records.restore_times(rows[part], event_times.origins[part], event_times.times[readings])
+        if snapshot.cusums is not None:
+            records.cusum_states[rows[part]] = snapshot.cusums[part]
     # If only the table or only the snapshot has tie groups (readings of one record with the same event time), none are
     # loaded, and the caller scores the records again.
     if records.holds_ties and snapshot.ties is not None:

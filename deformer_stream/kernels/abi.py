@@ -433,8 +433,22 @@ class AdvanceTask(KernelStruct):
         "is_decided": _BOOL,
         "running": ADDRESS,
         "out": _FLOAT64,
+        "cusum_states": _FLOAT32,
+        "codes": _INT64,
+        "values": _FLOAT32,
+        "log_p_others": _FLOAT64,
+        "log_resolutions": _FLOAT64,
+        "slopes": _FLOAT64,
+        "intercepts": _FLOAT64,
         "num_records": INTEGER,
+        "num_sensors": INTEGER,
         "p_value_exponent": REAL,
+        "record_slope": REAL,
+        "record_intercept": REAL,
+        "sensor_kappa": REAL,
+        "record_kappa": REAL,
+        "max_surprise": REAL,
+        "max_repetition": REAL,
     }
     _fields_ = _c_fields(kinds)
 

@@ -420,6 +420,56 @@ def _pack_times(times: ReadingTimes) -> abi.TimeScales:
     )
 
 
+CUSUM_ARRAYS = ("cusum_states", "codes", "values", "log_p_others", "log_resolutions", "slopes", "intercepts")
+CUSUM_NUMBERS = (
+    *("num_sensors", "record_slope", "record_intercept"),
+    *("sensor_kappa", "record_kappa", "max_surprise", "max_repetition"),
+)
+"""The fields of `abi.AdvanceTask` that only cumulative sums need. They have the names of those of `CusumArguments`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CusumArguments:
+    """What `CpuKernels.advance` needs for cumulative sums.
+
+    The numbers are those of `deformer_stream.calibration.cusum`.
+
+    Attributes:
+        cusum_states: (records, 4F + 1) the states of all open records, which are updated.
+        codes: (M,) the sensors of the readings.
+        values: (M,) their normalised values, as the network reads them.
+        log_p_others: (M,) ln of the p-values given the readings of other sensors only; None if they are not computed.
+        log_resolutions: (F,) ln of the width of each sensor's values, −inf if it is unknown.
+        slopes: (3, F) slopes of the lines that turn the sums of a sensor into statistics.
+        intercepts: (3, F) their intercepts.
+        record_slope: Slope of the line of the record's sum.
+        record_intercept: Its intercept.
+        sensor_kappa: κ of the sums of sensors.
+        record_kappa: κ of the sum of a record.
+        max_surprise: Largest −ln p that counts.
+        max_repetition: Largest increment of the sum "repeated".
+    """
+
+    cusum_states: Floats
+    codes: Ints
+    values: Floats
+    log_p_others: Doubles | None
+    log_resolutions: Doubles
+    slopes: Doubles
+    intercepts: Doubles
+    record_slope: float
+    record_intercept: float
+    sensor_kappa: float
+    record_kappa: float
+    max_surprise: float
+    max_repetition: float
+
+    @property
+    def num_sensors(self) -> int:
+        """The number F of sensors."""
+        return len(self.log_resolutions)
+
+
 class CpuKernels:
     """The compiled kernels (C code that scores readings on the CPU) together with the packed weights of one model.
 
@@ -499,6 +549,7 @@ class CpuKernels:
         is_decided: Bools | None,
         columns: Doubles,
         p_value_exponent: float,
+        cusums: CusumArguments | None = None,
     ) -> None:
         """Update the running statistics of R records with M new readings, reading by reading.
 
@@ -520,7 +571,13 @@ class CpuKernels:
                 the reading is not scored), the sum of ln p over the record so far, and the record's anomaly score so
                 far (larger is more anomalous).
             p_value_exponent: The power to which p-values of readings are raised before they are combined.
+            cusums: What the cumulative sums need, whose statistics take the place of combined p-values; None without
+                sums. The states of the R records are updated.
         """
+        # Without cumulative sums, the numbers of their fields are 0, and the addresses of their arrays NULL.
+        cusum_fields: dict[str, Any] = dict.fromkeys(CUSUM_ARRAYS) | dict.fromkeys(CUSUM_NUMBERS, 0)
+        if cusums is not None:
+            cusum_fields = {name: getattr(cusums, name) for name in (*CUSUM_ARRAYS, *CUSUM_NUMBERS)}
         task = abi.AdvanceTask(
             record_index=record_index,
             offsets=offsets,
@@ -531,6 +588,7 @@ class CpuKernels:
             out=columns,
             num_records=len(record_index),
             p_value_exponent=p_value_exponent,
+            **cusum_fields,
         )
         self.library.advance_statistics(ctypes.byref(task))
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deformer_stream.calibration.cusum import create_states, state_width
 from deformer_stream.calibration.drift_state import DriftState
 from deformer_stream.codec.state import (
     DECISIONS,
@@ -263,13 +264,24 @@ def test_format_version_5_is_written_only_for_circular_means() -> None:
 def test_format_version_7_is_written_for_irregular_readings() -> None:
     """Since version 7, the columns of all parts that a snapshot does not have are missing."""
     assert IRREGULAR.event_times is not None
-    dropping = replace(IRREGULAR, event_times=replace(IRREGULAR.event_times, num_dropped=np.array([7, 0, 2**40])))
+    sums = np.random.default_rng(0).exponential(size=(3, state_width(len(IRREGULAR.vocabulary)))).astype(np.float32)
+    dropping = replace(
+        IRREGULAR, event_times=replace(IRREGULAR.event_times, num_dropped=np.array([7, 0, 2**40])), cusums=sums
+    )
     data = encode_snapshot(dropping)
     assert data[10] == 7
     assert_same_snapshot(decode_snapshot(data), dropping)
     for part in ({"waiting": SLOTTED.waiting}, {"waiting": CIRCULAR.waiting}, {"ties": TIED.ties}):
         snapshot = replace(dropping, **part)
         assert_same_snapshot(decode_snapshot(encode_snapshot(snapshot)), snapshot)
+
+
+def test_cumulative_sums_must_fit_the_records() -> None:
+    assert_rejected(decode_snapshot, encode_snapshot(replace(IRREGULAR, cusums=np.zeros((3, 5), np.float32))), "sums")
+    # Without sums, those of records without readings are written.
+    initial = decode_snapshot(encode_snapshot(replace(IRREGULAR, cusums=None))).cusums
+    assert initial is not None
+    assert np.array_equal(initial, create_states(3, len(IRREGULAR.vocabulary)))
 
 
 def test_format_version_6_has_all_irregular_readings() -> None:

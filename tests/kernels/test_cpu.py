@@ -21,13 +21,24 @@ from deformer_stream.calibration.conformal import (
     advance_prefix_state,
     compute_running_sums,
 )
+from deformer_stream.calibration.cusum import (
+    MAX_REPETITION,
+    MAX_SURPRISE,
+    RECORD_KAPPA,
+    SENSOR_KAPPA,
+    CusumReadings,
+    CusumScale,
+    advance_sums,
+    compute_statistics,
+    create_states,
+)
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Contribution
 from deformer_stream.engine.explain import explain_records
 from deformer_stream.engine.order_trees import build_order_tree, compute_tree_conditionals
 from deformer_stream.engine.records import INITIAL_RUNNING
 from deformer_stream.kernels import build
-from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch, is_supported
+from deformer_stream.kernels.cpu import CpuKernels, CusumArguments, RaggedBatch, is_supported
 from deformer_stream.kernels.kv_cache import CpuKVCache
 from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
 from deformer_stream.model.distributions import Conditional
@@ -224,6 +235,60 @@ def test_running_statistics_follow_their_definition(seed: int, max_readings: int
         expected = state.num_scored, state.neg_log_p_sum, state.min_log_p, state.max_statistic, *sums
         got = [running[name][index] for name in ("scored", "total", "least", "peak", "log_likelihood", "excess")]
         np.testing.assert_allclose(got, np.array(expected).ravel(), rtol=1e-10, atol=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**16), has_others=st.booleans(), is_masked=st.booleans())
+def test_cumulative_sums_equal_those_of_the_reference(seed: int, has_others: bool, is_masked: bool) -> None:
+    """Statistics and states of records at any index, with readings from likely to extreme."""
+    kernels = kernels_of(make_model(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
+    rng, num_sensors = np.random.default_rng(seed), 4
+    num_readings = rng.integers(0, 30, 5)
+    record_index, offsets = rng.permutation(8)[:5], np.append(0, np.cumsum(num_readings))
+    M = int(offsets[-1])
+    terms = -(rng.exponential(size=(3, M)) * 10.0 ** rng.choice([-1, 0, 0, 0, 1, 3], (3, M)))
+    is_scored = rng.random(M) < 0.8 if is_masked else None
+    scale = CusumScale(rng.random((3, num_sensors)), rng.normal(size=(3, num_sensors)), 0.3, -0.5)
+    log_resolutions = np.array([-np.inf, -3.0, 0.0, 0.5])
+    states, running = create_states(8, num_sensors), np.full(8, INITIAL_RUNNING)
+    arguments = CusumArguments(
+        cusum_states=states,
+        codes=rng.integers(0, num_sensors, M),
+        values=rng.integers(0, 3, M).astype(np.float32),
+        log_p_others=-3 * rng.exponential(size=M) if has_others else None,
+        log_resolutions=log_resolutions,
+        slopes=scale.slopes,
+        intercepts=scale.intercepts,
+        record_slope=scale.record_slope,
+        record_intercept=scale.record_intercept,
+        sensor_kappa=SENSOR_KAPPA,
+        record_kappa=RECORD_KAPPA,
+        max_surprise=MAX_SURPRISE,
+        max_repetition=MAX_REPETITION,
+    )
+    columns = np.empty((3, M))
+    kernels.advance(running, record_index, offsets, terms, is_scored, None, columns, P_VALUE_EXPONENT, arguments)
+    expected_states = create_states(8, num_sensors)
+    for i, index in enumerate(record_index.tolist()):
+        own = np.arange(offsets[i], offsets[i + 1])[None]
+        counted = np.ones(own.shape, bool) if is_scored is None else is_scored[own]
+        codes = arguments.codes[own]
+        readings = CusumReadings(
+            codes,
+            arguments.values[own],
+            terms[1, own],
+            None if arguments.log_p_others is None else arguments.log_p_others[own],
+            terms[0, own] + log_resolutions[codes],
+            counted,
+        )
+        state = expected_states[[index]]
+        sums = advance_sums(state, readings)
+        expected_states[[index]] = state
+        statistics = np.where(counted, compute_statistics(scale, codes, *sums), 0.0)
+        expected = np.maximum.accumulate(np.maximum(statistics, 0.0), 1)
+        np.testing.assert_allclose(columns[2, own], expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(running["peak"][index], expected[0, -1] if own.size else 0.0, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(states, expected_states, rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=40, deadline=None)

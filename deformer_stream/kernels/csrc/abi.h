@@ -196,8 +196,18 @@ typedef struct {
     const char *is_decided;              /* (M) 0 for readings after which max_statistic is not updated; NULL: none */
     RunningState *running;               /* statistics of all records, updated for the R records */
     double *out;                         /* (3, M) output: ln p (NaN if not scored), its sum, max_statistic so far */
-    int64_t num_records;
+    /* The rest is for statistics from cumulative sums (calibration/cusum.py); NULL and 0 if p-values are combined. */
+    float *cusum_states;                 /* (records, 4F + 1) states of all records, updated for the R records */
+    const int64_t *codes;                /* (M) sensors of the readings */
+    const float *values;                 /* (M) their values, as the network reads them */
+    const double *log_p_others;          /* (M) ln of the p-value given the readings of other sensors only; NULL: none */
+    const double *log_resolutions;       /* (F) ln of the width of each sensor's values, -inf if it is unknown */
+    const double *slopes, *intercepts;   /* (3, F) lines that turn the sums of each sensor into statistics */
+    int64_t num_records, num_sensors;
     double p_value_exponent;             /* power to which p-values are raised before they are combined */
+    double record_slope, record_intercept; /* line that turns the sum of the record into a statistic */
+    double sensor_kappa, record_kappa;   /* kappa of the sums of sensors and of the sum of the record */
+    double max_surprise, max_repetition; /* largest -ln p that counts, and largest increment of "repeated" */
 } AdvanceTask;
 
 /* The argument of `run_one_thread`: a function that several threads execute at once, and its own argument. */

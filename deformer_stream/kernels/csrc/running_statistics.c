@@ -19,6 +19,34 @@ static double sidak(int64_t count, double min_log_p) {
  * It is -ln of the probability that uniform p-values have a larger sum, which has a Gamma(count, 1) distribution. */
 static double fisher(int64_t count, double neg_log_p_sum) { return -log_gamma_sf(count, neg_log_p_sum, TOLERANCE); }
 
+/* Return the increment ln(kappa) + (1 - kappa) min(-ln p, limit) of a cumulative sum. */
+static double bet(double log_p, double kappa, double limit) {
+    return log(kappa) + (1 - kappa) * fmin(fmax(-log_p, 0), limit); /* rounding can make a p-value > 1 */
+}
+
+/* Add a reading to the cumulative sums of its record, and return its statistic. `advance_sums` and `compute_statistics`
+ * of calibration/cusum.py compute the same, and are the reference. m: the reading's index among the M readings. */
+static double advance_cusums(const AdvanceTask *task, int64_t record_index, int64_t m, double log_prob, double log_p) {
+    int64_t F = task->num_sensors, code = task->codes[m];
+    float *state = task->cusum_states + record_index * (4 * F + 1);
+    float *improbable = state + code, *offset = state + F + code, *repeated = state + 2 * F + code;
+    float *last_value = state + 3 * F + code, *record = state + 4 * F;
+    double log_p_others = task->log_p_others ? task->log_p_others[m] : 0;
+    double repetition = fmin(fmax(-(log_prob + task->log_resolutions[code]), 0), task->max_repetition);
+    *improbable = (float)fmax(*improbable + bet(log_p, task->sensor_kappa, task->max_surprise), 0);
+    *offset = (float)fmax(*offset + bet(log_p_others, task->sensor_kappa, task->max_surprise), 0);
+    *repeated = *last_value == task->values[m] ? (float)(*repeated + repetition) : 0;
+    *last_value = task->values[m];
+    *record = (float)fmax(*record + bet(log_p, task->record_kappa, task->max_surprise), 0);
+    double statistic = task->record_intercept + task->record_slope * *record;
+    const float *sums[3] = {improbable, offset, repeated};
+    for (int64_t kind = 0; kind < 3; kind++) {
+        int64_t line = kind * F + code;
+        statistic = fmax(statistic, task->intercepts[line] + task->slopes[line] * *sums[kind]);
+    }
+    return statistic;
+}
+
 /* Update the running statistics of R records with their new readings; AdvanceTask (abi.h) describes all arrays. */
 void advance_statistics(const AdvanceTask *task) {
     int64_t M = task->offsets[task->num_records];
@@ -34,8 +62,12 @@ void advance_statistics(const AdvanceTask *task) {
                 state.neg_log_p_sum -= log_p, state.min_log_p = fmin(state.min_log_p, log_p);
                 state.log_likelihood += log_prob, state.centered_nll += centered_nll;
             }
+            if (is_scored && task->cusum_states) {
+                double statistic = advance_cusums(task, task->record_index[i], m, log_prob, log_p_value);
+                state.max_statistic = fmax(state.max_statistic, statistic);
+            }
             /* Not after readings that are followed by others with the same event time, whose order means nothing. */
-            if (state.num_scored && (!task->is_decided || task->is_decided[m])) {
+            if (!task->cusum_states && state.num_scored && (!task->is_decided || task->is_decided[m])) {
                 double statistic = fmax(fisher(state.num_scored, state.neg_log_p_sum),
                                         sidak(state.num_scored, state.min_log_p));
                 state.max_statistic = fmax(state.max_statistic, statistic);

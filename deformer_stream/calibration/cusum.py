@@ -1,0 +1,282 @@
+"""The anomaly score of records with many readings: cumulative sums of evidence that fade when a fault has gone.
+
+Fisher's combination of all p-values of a record (`conformal`) hardly rises after hundreds of normal readings, however
+wrong the next ones are. Cumulative sums (CUSUM; Page, "Continuous inspection schemes", 1954) forget: they fall while
+readings are as predicted, never below 0. There are sums of three kinds for each sensor s, and one for the record:
+
+    improbable   S_s ← max(0, S_s + ln κ + (1 − κ) min(−ln p, c))    readings that the model finds improbable
+    offset       O_s ← max(0, O_s + ln κ + (1 − κ) min(−ln p', c))   readings that differ from what other sensors imply
+    repeated     R_s ← R_s + min(−ln P, d) if the sensor repeats its last value, else 0
+    record       T   ← max(0, T + ln κ' + (1 − κ') min(−ln p, c))    improbable readings of any sensors
+
+p is the highest-density p-value of the reading (the probability of a value that is at most as likely), p' that given
+the readings of the other sensors only, and P the probability of its value at the resolution of the sensor. A sum is
+updated with each reading of its sensor. A sensor that is shifted soon becomes predictable from its own readings, which
+the sum "offset" does not use. A sensor that is stuck makes all of its readings likely, which only "repeated" sees.
+
+An increment ln κ + (1 − κ)(−ln p) is the logarithm of κ p^(κ − 1), whose mean is 1 if p is uniform (Vovk and Wang,
+"E-values: calibration, combination and applications", 2021). The increment of "repeated" is the logarithm of a
+likelihood ratio: a stuck sensor repeats its value with a probability of 1. So all sums are in nats, and if the model is
+right, a sum exceeds x at a given reading with a probability of the order of e^−x.
+
+The model is not equally right for all sensors. So a sum x is compared with the largest values that it reaches in normal
+records. Their tail is described by an exponential distribution, P(largest value ≥ x) = a e^(−(x − u)/b). It is fitted
+to training records (`fit_scale`). The statistic of a reading is the largest of −ln P over the sums that it updates.
+The largest statistic so far is the anomaly score of the record. It is calibrated as any other
+(`conformal.Calibration`), so the false-alarm rate does not depend on these descriptions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deformer_stream.model.schema import Schema
+
+Floats = NDArray[np.float64]
+Floats32 = NDArray[np.float32]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+KINDS = ("improbable", "offset", "repeated")
+"""The kinds of sums that each sensor has, in the order of `CusumScale.slopes` and of the state."""
+
+SENSOR_KAPPA = 0.2
+"""κ of the sums of sensors. A sum rises at p-values below κ^(1/(1 − κ)), here 13%."""
+
+RECORD_KAPPA = 0.1
+"""κ of the sum of the record."""
+
+MAX_SURPRISE = 12.0
+"""Largest −ln p that counts, in nats. No single reading is stronger evidence, because tails of models are uncertain."""
+
+MAX_REPETITION = 5.0
+"""Largest increment of the sum "repeated" in nats. Values of sensors without a known resolution have no probability."""
+
+TAIL_SHARE = 0.1
+"""Share of the records to whose largest sums the exponential tail is fitted."""
+
+MIN_TAIL_RECORDS = 5
+"""Smallest number of records in that tail."""
+
+MIN_FITTED_RECORDS = 20
+"""Smallest number of records with readings of a sensor from which its tails are fitted. With fewer, b is 1 and u 0."""
+
+MIN_TAIL_SCALE = 1.0
+"""Smallest scale b of a tail, in nats. It is that of a sum if the model is right."""
+
+
+@dataclass(frozen=True, slots=True)
+class CusumScale:
+    """The straight lines that turn the sums of F sensors and of the record into statistics, intercept + slope · sum.
+
+    With the tail a e^(−(x − u)/b), the slope is 1/b, and the intercept −u/b − ln a.
+
+    Attributes:
+        slopes: (3, F) slopes of the sums of each sensor, a row for each of `KINDS`.
+        intercepts: (3, F) their intercepts.
+        record_slope: The slope of the sum of the record.
+        record_intercept: Its intercept.
+
+    Raises:
+        ValueError: The arrays have other shapes, or a number is not finite.
+    """
+
+    slopes: Floats
+    intercepts: Floats
+    record_slope: float
+    record_intercept: float
+
+    def __post_init__(self) -> None:
+        if self.slopes.ndim != 2 or len(self.slopes) != len(KINDS) or self.slopes.shape != self.intercepts.shape:
+            raise ValueError(
+                f"slopes and intercepts of cumulative sums must be arrays of {len(KINDS)} rows, but have the shapes "
+                f"{self.slopes.shape} and {self.intercepts.shape}"
+            )
+        numbers = [*self.slopes.ravel(), *self.intercepts.ravel(), self.record_slope, self.record_intercept]
+        if not np.isfinite(numbers).all():
+            raise ValueError("slopes and intercepts of cumulative sums must be finite numbers")
+
+    @property
+    def num_sensors(self) -> int:
+        """The number F of sensors."""
+        return int(self.slopes.shape[1])
+
+    @staticmethod
+    def neutral(num_sensors: int) -> CusumScale:
+        """Return the scale that is right if the model is: slopes of 1 and intercepts of 0."""
+        shape = len(KINDS), num_sensors
+        return CusumScale(np.ones(shape), np.zeros(shape), 1.0, 0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the scale as a JSON object for the manifest of a model directory."""
+        lines: dict[str, Any] = {
+            kind: {"slopes": self.slopes[row].tolist(), "intercepts": self.intercepts[row].tolist()}
+            for row, kind in enumerate(KINDS)
+        }
+        return lines | {"record": {"slope": self.record_slope, "intercept": self.record_intercept}}
+
+    @staticmethod
+    def from_json(document: dict[str, Any]) -> CusumScale:
+        """Return the scale that an object from `to_json` describes.
+
+        Raises:
+            KeyError: A key is missing.
+            ValueError: A value is not valid.
+        """
+        slopes, intercepts = (
+            np.array([document[kind][name] for kind in KINDS], np.float64) for name in ("slopes", "intercepts")
+        )
+        record = document["record"]
+        return CusumScale(slopes, intercepts, float(record["slope"]), float(record["intercept"]))
+
+
+def compute_log_resolutions(schema: Schema) -> Floats:
+    """Return ln of the width in normalised units of the values that a sensor can tell apart, (F,).
+
+    The probability of a value is its density times this width. The result is 0 for labels, whose probabilities the model
+    states, and −inf for sensors without a known resolution.
+    """
+    widths = [
+        1.0 if is_discrete else (feature.quantum or 0.0) / feature.scale
+        for feature, is_discrete in zip(schema.features, schema.is_discrete.tolist(), strict=True)
+    ]
+    with np.errstate(divide="ignore"):
+        return np.log(np.array(widths, np.float64))
+
+
+def state_width(num_sensors: int) -> int:
+    """Return the number W of numbers in the state of a record with F sensors: 4F + 1.
+
+    They are the sums of each kind (F for each of `KINDS`), the last value of each sensor (infinite before its first
+    reading), and the sum of the record.
+    """
+    return (len(KINDS) + 1) * num_sensors + 1
+
+
+def create_states(num_records: int, num_sensors: int) -> Floats32:
+    """Return the states of records without readings, (R, W) float32."""
+    states = np.zeros((num_records, state_width(num_sensors)), np.float32)
+    states[:, len(KINDS) * num_sensors : -1] = np.inf
+    return states
+
+
+@dataclass(frozen=True, slots=True)
+class CusumReadings:
+    """What the sums need of R records with up to L new readings each, padded.
+
+    Attributes:
+        codes: (R, L) sensor codes, any valid code for padding.
+        values: (R, L) normalised values or label codes, as the network reads them.
+        log_p: (R, L) ln of the highest-density p-value given all readings of the context.
+        log_p_others: (R, L) the same given the readings of other sensors only; None if it is not computed.
+        log_masses: (R, L) ln of the probability of the value at the resolution of the sensor; −inf if it has none.
+        is_counted: (R, L) false for padding and for readings that are not scored.
+    """
+
+    codes: Ints
+    values: Floats32
+    log_p: Floats
+    log_p_others: Floats | None
+    log_masses: Floats
+    is_counted: Bools
+
+
+def advance_sums(states: Floats32, readings: CusumReadings) -> tuple[Floats, Floats]:
+    """Add up to L readings to the sums of R records. This is the reference of the compiled `advance_statistics`.
+
+    Sums are stored in float32 after each reading, so any division of the readings over several calls gives the same
+    bits.
+
+    Args:
+        states: (R, W) the states of the records (`state_width`), which are updated.
+        readings: The readings.
+
+    Returns:
+        First (3, R, L): the sums of the reading's sensor after each reading, a row for each of `KINDS`. Second (R, L):
+        the sum of the record. Both are undefined for readings that are not counted.
+    """
+    num_records, num_readings = readings.codes.shape
+    num_sensors = (states.shape[1] - 1) // (len(KINDS) + 1)
+    sensor_sums = np.zeros((len(KINDS), num_records, num_readings))
+    record_sums = np.zeros((num_records, num_readings))
+    sensor_bets = compute_increments(readings.log_p, SENSOR_KAPPA)
+    record_bets = compute_increments(readings.log_p, RECORD_KAPPA)
+    log_p_others = np.zeros_like(readings.log_p) if readings.log_p_others is None else readings.log_p_others
+    offset_bets = compute_increments(log_p_others, SENSOR_KAPPA)
+    repetitions = np.clip(-readings.log_masses, 0.0, MAX_REPETITION)
+    for column in range(num_readings):
+        rows = np.flatnonzero(readings.is_counted[:, column])
+        code, value = readings.codes[rows, column], readings.values[rows, column]
+        improbable = np.maximum(states[rows, code] + sensor_bets[rows, column], 0.0).astype(np.float32)
+        offset = states[rows, num_sensors + code] + offset_bets[rows, column]
+        offset = np.maximum(offset, 0.0).astype(np.float32)
+        is_repeated = states[rows, len(KINDS) * num_sensors + code] == value
+        repeated = states[rows, 2 * num_sensors + code] + repetitions[rows, column]
+        repeated = np.where(is_repeated, repeated, 0.0).astype(np.float32)
+        record = np.maximum(states[rows, -1] + record_bets[rows, column], 0.0).astype(np.float32)
+        for row, sums in enumerate((improbable, offset, repeated)):
+            states[rows, row * num_sensors + code] = sums
+            sensor_sums[row, rows, column] = sums
+        states[rows, len(KINDS) * num_sensors + code] = value
+        states[rows, -1] = record
+        record_sums[rows, column] = record
+    return sensor_sums, record_sums
+
+
+def compute_increments(log_p: Floats, kappa: float) -> Floats:
+    """Return the increments of a sum at p-values p, ln κ + (1 − κ) min(−ln p, c), of the same shape."""
+    surprise = np.clip(-log_p, 0.0, MAX_SURPRISE)  # rounding can make ln p positive
+    return np.asarray(math.log(kappa) + (1.0 - kappa) * surprise)
+
+
+def compute_statistics(scale: CusumScale, codes: Ints, sensor_sums: Floats, record_sums: Floats) -> Floats:
+    """Return the statistic of each reading, (R, L); larger is more anomalous.
+
+    Args:
+        scale: The lines that turn sums into statistics.
+        codes: (R, L) sensor codes.
+        sensor_sums: (3, R, L) the sums of each reading's sensor after the reading.
+        record_sums: (R, L) the sums of the records after each reading.
+    """
+    sensor_statistics = scale.intercepts[:, codes] + scale.slopes[:, codes] * sensor_sums
+    record_statistics = scale.record_intercept + scale.record_slope * record_sums
+    return np.asarray(np.maximum(sensor_statistics.max(0), record_statistics))
+
+
+def fit_scale(largest_sums: Floats, largest_record_sums: Floats, has_readings: Bools) -> CusumScale:
+    """Fit the tails of the largest sums of N normal records.
+
+    Args:
+        largest_sums: (3, N, F) the largest value of each sum over the readings of a record.
+        largest_record_sums: (N,) that of the sum of the record.
+        has_readings: (N, F) whether the sensor has readings in the record.
+    """
+    num_sensors = has_readings.shape[1]
+    scale = CusumScale.neutral(num_sensors)
+    slopes, intercepts = scale.slopes.copy(), scale.intercepts.copy()
+    for kind in range(len(KINDS)):
+        for sensor in range(num_sensors):
+            sums = largest_sums[kind, has_readings[:, sensor], sensor]
+            slopes[kind, sensor], intercepts[kind, sensor] = _fit_line(sums)
+    return CusumScale(slopes, intercepts, *_fit_line(largest_record_sums))
+
+
+def _fit_line(largest_sums: Floats) -> tuple[float, float]:
+    """Return slope and intercept of the line that turns a sum x into −ln P(largest sum of a normal record ≥ x).
+
+    Args:
+        largest_sums: (N,) the largest sums of the normal records with readings of the sensor.
+    """
+    count = len(largest_sums)
+    if count < MIN_FITTED_RECORDS:
+        return 1.0, 0.0
+    num_tail = max(MIN_TAIL_RECORDS, int(TAIL_SHARE * count))
+    ordered = np.sort(largest_sums)
+    threshold = float(ordered[-num_tail - 1])
+    tail_scale = max(float((ordered[-num_tail:] - threshold).mean()), MIN_TAIL_SCALE)
+    return 1.0 / tail_scale, -threshold / tail_scale - math.log(num_tail / count)

@@ -1,0 +1,191 @@
+"""Cumulative sums of evidence: their rules, their division over calls, and the scale fitted to normal records."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from deformer_stream.calibration.cusum import (
+    KINDS,
+    MAX_REPETITION,
+    MAX_SURPRISE,
+    RECORD_KAPPA,
+    SENSOR_KAPPA,
+    CusumReadings,
+    CusumScale,
+    advance_sums,
+    compute_log_resolutions,
+    compute_statistics,
+    create_states,
+    fit_scale,
+    state_width,
+)
+from deformer_stream.model.schema import Feature, Schema
+
+NUM_SENSORS = 3
+
+
+def make_readings(num_records: int, num_readings: int, seed: int, p_exponent: float = 1.0) -> CusumReadings:
+    """Return normal readings of random sensors, whose p-values are uniform to the power of `p_exponent`."""
+    rng = np.random.default_rng(seed)
+    shape = num_records, num_readings
+    return CusumReadings(
+        codes=rng.integers(0, NUM_SENSORS, shape),
+        values=rng.integers(0, 4, shape).astype(np.float32),
+        log_p=p_exponent * np.log(rng.random(shape)),
+        log_p_others=np.log(rng.random(shape)),
+        log_masses=np.log(rng.random(shape)),
+        is_counted=rng.random(shape) < 0.9,
+    )
+
+
+def take(readings: CusumReadings, columns: slice) -> CusumReadings:
+    """Return the readings of some columns."""
+    assert readings.log_p_others is not None
+    return CusumReadings(
+        readings.codes[:, columns],
+        readings.values[:, columns],
+        readings.log_p[:, columns],
+        readings.log_p_others[:, columns],
+        readings.log_masses[:, columns],
+        readings.is_counted[:, columns],
+    )
+
+
+def advance_by_definition(readings: CusumReadings) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return what `advance_sums` should, reading by reading with the formulas of its module."""
+    assert readings.log_p_others is not None
+    num_records, num_readings = readings.codes.shape
+    sums, records = np.zeros((3, num_records, num_readings)), np.zeros((num_records, num_readings))
+    for r in range(num_records):
+        improbable, offset, repeated = ([0.0] * NUM_SENSORS for _ in KINDS)
+        last: list[float | None] = [None] * NUM_SENSORS
+        total = 0.0
+        for k in np.flatnonzero(readings.is_counted[r]).tolist():
+            s, value = int(readings.codes[r, k]), float(readings.values[r, k])
+            surprise, other = (
+                min(-float(log_p[r, k]), MAX_SURPRISE) for log_p in (readings.log_p, readings.log_p_others)
+            )
+            improbable[s] = max(0.0, improbable[s] + math.log(SENSOR_KAPPA) + (1 - SENSOR_KAPPA) * surprise)
+            offset[s] = max(0.0, offset[s] + math.log(SENSOR_KAPPA) + (1 - SENSOR_KAPPA) * other)
+            rise = min(-float(readings.log_masses[r, k]), MAX_REPETITION)
+            repeated[s] = repeated[s] + rise if last[s] == value else 0.0
+            last[s] = value
+            total = max(0.0, total + math.log(RECORD_KAPPA) + (1 - RECORD_KAPPA) * surprise)
+            sums[:, r, k], records[r, k] = (improbable[s], offset[s], repeated[s]), total
+    return sums, records
+
+
+def test_sums_follow_their_definitions() -> None:
+    readings = make_readings(4, 60, 0, p_exponent=3.0)
+    states = create_states(4, NUM_SENSORS)
+    sensor_sums, record_sums = advance_sums(states, readings)
+    expected_sums, expected_records = advance_by_definition(readings)
+    counted = readings.is_counted
+    np.testing.assert_allclose(sensor_sums[:, counted], expected_sums[:, counted], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(record_sums[counted], expected_records[counted], rtol=1e-5, atol=1e-5)
+    assert (expected_sums[:, counted].max(1) > 1.0).all()
+
+
+@pytest.mark.parametrize("cut", [0, 1, 17, 60])
+def test_splitting_the_readings_gives_the_same_bits(cut: int) -> None:
+    readings, states = make_readings(5, 60, 1), create_states(5, NUM_SENSORS)
+    whole = advance_sums(states, readings)
+    split_states = create_states(5, NUM_SENSORS)
+    parts = [advance_sums(split_states, take(readings, part)) for part in (slice(0, cut), slice(cut, 60))]
+    np.testing.assert_array_equal(states, split_states)
+    np.testing.assert_array_equal(np.concatenate([part[0] for part in parts], 2), whole[0])
+    np.testing.assert_array_equal(np.concatenate([part[1] for part in parts], 1), whole[1])
+
+
+def test_evidence_fades_when_the_fault_has_gone_and_returns_with_it() -> None:
+    """A sensor with improbable readings raises its sum; normal readings take it back to zero."""
+    log_p = np.log(np.concatenate([np.full(20, 0.5), np.full(6, 1e-3), np.full(40, 0.5), np.full(6, 1e-3)]))[None]
+    readings = CusumReadings(
+        codes=np.zeros(log_p.shape, np.int64),
+        values=np.arange(72, dtype=np.float32)[None],
+        log_p=log_p,
+        log_p_others=None,
+        log_masses=np.full(log_p.shape, -3.0),
+        is_counted=np.ones(log_p.shape, bool),
+    )
+    sums = advance_sums(create_states(1, 1), readings)[0][0, 0]
+    rise = 6 * (math.log(SENSOR_KAPPA) + (1 - SENSOR_KAPPA) * math.log(1e3))
+    assert sums[19] == 0.0
+    assert sums[25] == pytest.approx(rise, rel=1e-5)
+    assert sums[65] == 0.0
+    assert sums[71] == pytest.approx(rise, rel=1e-5)
+
+
+def test_stuck_sensor_is_seen_by_repetitions_alone() -> None:
+    """Each repetition of a value with the probability P is evidence of −ln P, and another value ends it."""
+    values = np.array([[1.0, 2.0, 2.0, 2.0, 2.0, 3.0, 3.0]], np.float32)
+    log_masses = np.log(np.array([[0.5, 0.5, 0.1, 0.1, 1e-9, 0.5, 0.5]]))
+    readings = CusumReadings(
+        np.zeros((1, 7), np.int64), values, np.zeros((1, 7)), None, log_masses, np.ones((1, 7), bool)
+    )
+    sums = advance_sums(create_states(1, 1), readings)[0][:, 0]
+    tenth = math.log(10.0)
+    np.testing.assert_allclose(sums[2], [0, 0, tenth, 2 * tenth, 2 * tenth + MAX_REPETITION, 0, math.log(2)], rtol=1e-5)
+    assert not sums[:2].any()
+
+
+def test_resolutions_give_probabilities_of_values() -> None:
+    schema = Schema(
+        (
+            Feature("grid", "continuous", scale=2.0, quantum=0.5),
+            Feature("fine", "continuous"),
+            Feature("state", "discrete", labels=("on", "off")),
+        )
+    )
+    np.testing.assert_allclose(compute_log_resolutions(schema), [math.log(0.25), -math.inf, 0.0])
+
+
+def test_fitted_scale_states_the_probability_of_a_sum() -> None:
+    """Largest sums with exponential tails of several scales: the statistic exceeds x in a share e^−x of the records."""
+    rng, num_records = np.random.default_rng(3), 20_000
+    tail_scales = np.array([1.0, 2.5, 6.0])
+    largest = rng.exponential(tail_scales, (len(KINDS), num_records, NUM_SENSORS))
+    scale = fit_scale(largest, rng.exponential(3.0, num_records), np.ones((num_records, NUM_SENSORS), bool))
+    statistics = scale.intercepts[:, None] + scale.slopes[:, None] * largest
+    for x in (3.0, 5.0):
+        np.testing.assert_allclose((statistics > x).mean(1), math.exp(-x), rtol=0.35)
+    assert scale.record_slope == pytest.approx(1 / 3.0, rel=0.1)
+
+
+def test_scale_of_rare_or_constant_sensors_is_that_of_a_right_model() -> None:
+    """A sensor of few records keeps the line of a right model; a sum that never rises is not divided by zero."""
+    largest = np.zeros((len(KINDS), 100, 2))
+    has_readings = np.ones((100, 2), bool)
+    has_readings[10:, 0] = False
+    largest[:, :10, 0] = 30.0
+    scale = fit_scale(largest, np.zeros(100), has_readings)
+    np.testing.assert_array_equal(scale.slopes, 1.0)
+    np.testing.assert_array_equal(scale.intercepts[:, 0], 0.0)
+    np.testing.assert_allclose(scale.intercepts[:, 1], math.log(10.0))
+
+
+def test_statistic_is_the_largest_over_the_sums_of_the_sensor_and_the_record() -> None:
+    scale = replace(CusumScale.neutral(2), record_slope=0.5, record_intercept=1.0)
+    scale.slopes[1, 1], scale.intercepts[2, 0] = 3.0, -1.0
+    sums = np.array([[[2.0, 0.0]], [[0.0, 1.5]], [[9.0, 0.0]]])
+    statistics = compute_statistics(scale, np.array([[0, 1]]), sums, np.array([[0.0, 0.0]]))
+    np.testing.assert_allclose(statistics, [[8.0, 4.5]])
+    np.testing.assert_allclose(compute_statistics(scale, np.array([[0, 1]]), sums, np.array([[40.0, 40.0]])), 21.0)
+
+
+def test_scale_is_stored_as_json_and_checked() -> None:
+    scale = CusumScale(np.full((3, 2), 0.5), np.arange(6.0).reshape(3, 2), 0.25, 4.0)
+    copy = CusumScale.from_json(scale.to_json())
+    np.testing.assert_array_equal(copy.slopes, scale.slopes)
+    np.testing.assert_array_equal(copy.intercepts, scale.intercepts)
+    assert (copy.record_slope, copy.record_intercept) == (0.25, 4.0)
+    with pytest.raises(ValueError, match="3 rows"):
+        CusumScale(np.ones((2, 2)), np.ones((2, 2)), 1.0, 0.0)
+    with pytest.raises(ValueError, match="finite"):
+        CusumScale(np.full((3, 2), np.nan), np.ones((3, 2)), 1.0, 0.0)
+    assert state_width(2) == create_states(1, 2).shape[1] == 9

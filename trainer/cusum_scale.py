@@ -1,0 +1,124 @@
+"""Fit the scale of the cumulative sums (`deformer_stream.calibration.cusum`) to normal records.
+
+The records are those of the training set. The scale may depend on them, because the scores of other records, which
+calibrate the alert rule, are computed with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deformer_stream.calibration.cusum import (
+    KINDS,
+    CusumReadings,
+    CusumScale,
+    advance_sums,
+    compute_log_resolutions,
+    create_states,
+    fit_scale,
+)
+from deformer_stream.model.deformer import DEformer
+from deformer_stream.ragged import ragged_indices
+from trainer.examples import BlockExamples, Ints
+from trainer.sampling import move_to_device
+
+Floats = NDArray[np.float64]
+
+MAX_SCALE_RECORDS = 1000
+"""Largest number of training records to which the scale is fitted."""
+
+RECORDS_PER_PASS = 16
+"""Number of records whose blocks are gathered together. It bounds memory."""
+
+
+def fit_cusum_scale(
+    model: DEformer,
+    examples: BlockExamples,
+    rows: Ints,
+    batch_size: int,
+    should_continue: Callable[[int], bool] = lambda num_done: True,
+) -> CusumScale:
+    """Score the readings of normal records, and fit the tails of their largest cumulative sums.
+
+    Args:
+        model: The trained model, in evaluation mode.
+        examples: The blocks of the records.
+        rows: (N,) row numbers of the records.
+        batch_size: Number of blocks that are scored together.
+        should_continue: Called with the number of records that are scored, before more are. If it returns False, the
+            scale is fitted to the records that are scored.
+    """
+    num_sensors = len(model.schema)
+    largest_sums: list[Floats] = [np.empty((len(KINDS), 0, num_sensors))]
+    largest_record_sums: list[Floats] = [np.empty(0)]
+    has_readings: list[NDArray[np.bool_]] = [np.empty((0, num_sensors), bool)]
+    start = 0
+    while start < len(rows) and should_continue(start):
+        readings = _score_records(model, examples, rows[start : start + RECORDS_PER_PASS], batch_size)
+        num_records = len(readings.codes)
+        sensor_sums, record_sums = advance_sums(create_states(num_records, num_sensors), readings)
+        record, place = np.nonzero(readings.is_counted)
+        codes = readings.codes[record, place]
+        largest = np.zeros((len(KINDS), num_records, num_sensors))
+        for kind in range(len(KINDS)):
+            np.maximum.at(largest[kind], (record, codes), sensor_sums[kind, record, place])
+        is_present = np.zeros((num_records, num_sensors), bool)
+        is_present[record, codes] = True
+        largest_sums.append(largest)
+        largest_record_sums.append(np.where(readings.is_counted, record_sums, 0.0).max(1, initial=0.0))
+        has_readings.append(is_present)
+        start += num_records
+    return fit_scale(np.concatenate(largest_sums, 1), np.concatenate(largest_record_sums), np.concatenate(has_readings))
+
+
+def _score_records(model: DEformer, examples: BlockExamples, rows: Ints, batch_size: int) -> CusumReadings:
+    """Return what the cumulative sums need of all readings of some records.
+
+    Values have no noise, as in a stream.
+
+    Args:
+        model: The trained model, in evaluation mode.
+        examples: The blocks of the records.
+        rows: (N,) row numbers of the records.
+        batch_size: Number of blocks that are scored together.
+    """
+    table = examples.table
+    num_readings = table.num_readings[rows]
+    record, place = ragged_indices(num_readings)
+    # Where the reading with an index of the table belongs in the padded arrays.
+    order = np.argsort(rows, kind="stable")
+    ends = table.offsets[rows[order] + 1]
+    shape = len(rows), int(num_readings.max(initial=1))
+    codes, values = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+    log_p, log_prob = np.zeros(shape), np.zeros(shape)
+    reading = table.offsets[rows[record]] + place
+    codes[record, place], values[record, place] = table.codes[reading], table.values[reading]
+    indexes = np.flatnonzero(np.isin(examples.blocks.records, rows))
+    generator = torch.Generator().manual_seed(0)  # the noise that it would draw is not used
+    for start in range(0, len(indexes), batch_size):
+        batch = examples.gather(indexes[start : start + batch_size], generator)
+        stored = np.where(batch.readings >= 0, table.values[np.maximum(batch.readings, 0)], 0.0)
+        x = move_to_device(torch.from_numpy(stored).to(model.dtype), model.device)
+        with torch.inference_mode():
+            features, ages = (move_to_device(tensor, model.device) for tensor in (batch.features, batch.ages))
+            conditional = model.conditionals(features, x, ages=ages)
+            terms = conditional.compute_score_terms(x, conditional.compute_surprisal(x))
+        is_target = batch.weights.numpy() > 0
+        target = batch.readings[is_target]
+        own = order[np.searchsorted(ends, target, side="right")]
+        own_place = target - table.offsets[rows[own]]
+        log_p[own, own_place] = terms.log_p_value.double().cpu().numpy()[is_target]
+        log_prob[own, own_place] = terms.log_prob.double().cpu().numpy()[is_target]
+    is_valid = np.arange(shape[1]) < num_readings[:, None]
+    return CusumReadings(
+        codes=codes,
+        values=values,
+        log_p=log_p,
+        log_p_others=None,
+        log_masses=log_prob + compute_log_resolutions(model.schema)[codes],
+        is_counted=is_valid & ~model.schema.is_context[codes] & np.isfinite(log_p) & np.isfinite(log_prob),
+    )
