@@ -459,7 +459,8 @@ def irregular(options: argparse.Namespace, folder: Path) -> Rows:
         topic = _create_topic(broker.bootstrap)
         results, results_of_process = context.Pipe()
         with (
-            _run_model(options, folder, model, broker.bootstrap, topic) as consumer,
+            # Records stay open, however long the consumer takes.
+            _run_model(options, folder, model, broker.bootstrap, topic, "--record-timeout", "24h") as consumer,
             closing(KafkaConsumer(bootstrap_servers=broker.bootstrap)) as reader,
         ):
             consumer.wait_until_ready()
@@ -472,6 +473,7 @@ def irregular(options: argparse.Namespace, folder: Path) -> Rows:
             process.start()
             results.recv()
             before, began = consumer.read_metrics(), time.monotonic()
+            cpu_before = _read_cpu_seconds(consumer.process.pid)
             results.send("go")
             lags, memory = [], []
             while not results.poll():
@@ -482,6 +484,7 @@ def irregular(options: argparse.Namespace, folder: Path) -> Rows:
             lag_at_end = _count_unprocessed(reader, topic, consumer.read_metrics())
             _wait_for_irregular_events(consumer, len(sent_at))
             drained_after = time.monotonic() - began - seconds
+            cpu_seconds = _read_cpu_seconds(consumer.process.pid) - cpu_before
             process.join()
             time.sleep(2)
             alerts.is_over.set()
@@ -503,6 +506,7 @@ def irregular(options: argparse.Namespace, folder: Path) -> Rows:
         "produced_/s": round(len(sent_at) / seconds),
         "accepted_/s": round(_count_events(after) / (seconds + drained_after)),
         "rejected": round(_count_rejected(after)),
+        "cores_used": round(cpu_seconds / (seconds + drained_after), 2),
         "seconds": round(seconds),
         "lag_first_third": round(median(lags[:third])),
         "lag_last_third": round(median(lags[-third:])),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from deformer_stream.codec.state import decode_snapshot, encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, CloseReason
-from deformer_stream.engine.snapshot import EventTimes, Snapshot
+from deformer_stream.engine.snapshot import EventTimes, Snapshot, Vocabulary
 from deformer_stream.errors import StateError
 from deformer_stream.model.bounded_context import ContextLimit
 from tests.engine import restarts
@@ -234,3 +234,22 @@ def test_snapshot_of_irregular_readings_is_checked() -> None:
         encode_and_decode(replace(snapshot, event_times=EventTimes(times, origins, np.array([-1]))))
     with pytest.raises(StateError, match="a record has a feature twice"):
         encode_and_decode(replace(snapshot, event_times=None))
+
+
+def test_positions_count_dropped_readings_after_a_change_of_features() -> None:
+    """The alert was raised by a reading that is kept, by one of the removed feature, and by one that was dropped."""
+    engine = make_engine()
+    engine.handle(make_batch(make_readings(25), SCHEMA), 1)
+    snapshot = engine.snapshot(0, 1)
+    assert snapshot.features.tolist() == [0, 1, 2, 0]  # the readings 21 to 24
+    vocabulary = Vocabulary.from_schema(replace(SCHEMA, features=SCHEMA.features[1:]))
+    for alert_seq, expected in ((23, 22), (24, 22), (22, 21), (5, 5), (-1, -1)):
+        alerted = replace(snapshot, alert_seq=np.array([alert_seq], np.int32))
+        translated, num_dropped = alerted.translate(vocabulary)
+        assert num_dropped == 2
+        assert translated.counts.tolist() == [2]
+        assert translated.alert_seq.tolist() == [expected]
+        assert translated.event_times is not None
+        assert translated.event_times.num_dropped.tolist() == [21]
+        regular, _ = alerted.remove_times()
+        assert regular.alert_seq.tolist() == [-1 if alert_seq < 0 else {23: 2, 24: 2, 22: 1, 5: 0}[alert_seq]]
