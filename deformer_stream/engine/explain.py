@@ -85,12 +85,13 @@ MAX_CONTEXT_CANDIDATES = 256
 bounded in this way, whatever its size: about 4,600 nodes of a tree of orders for the attributions, and fewer for the
 suspects and the expected values."""
 
-EARLIER_ONSET_COST = 0.5
+EARLIER_ONSET_COST = 1.0
 """Nats that the excess of a sensor's latest readings loses for each reading but one.
 
-Without it, a sensor that reports often is suspected too often, because the largest of many sums is large by chance. If
-it is 2 in place of 0, the first suspect is the faulty sensor in 1% to 3% more of the alerts on intensive-care stays.
-But a simulated sensor that reports often and is always shifted comes first in 80% of the alerts in place of 88%.
+Without it, a sensor that reports often is suspected too often, because the largest of many sums is large by chance.
+With 1 in place of 0, the first suspect is the faulty sensor in 0% to 3% more of the alerts on intensive-care stays. But
+a simulated sensor that has half of the readings and is always shifted comes first in 83% of the alerts in place of 88%.
+By the surprise on arrival it comes first in 69%.
 """
 
 NUM_SINGLE_SUSPECTS = 4
