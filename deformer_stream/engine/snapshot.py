@@ -626,6 +626,7 @@ def export_state(
             np.array([deadline for _, _, deadline in complete], np.int64),
         ),
         event_times=event_times,
+        cusums=records.cusum_states[rows] if records.is_irregular else None,
     )
 
 
