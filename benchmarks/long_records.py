@@ -34,6 +34,7 @@ from benchmarks.irregular_feed import make_irregular_model
 from benchmarks.stream import format_table
 from benchmarks.stream_local import read_resident_bytes
 from deformer_stream import load
+from deformer_stream.calibration.cusum import KINDS, CusumScale
 from deformer_stream.codec.state import encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import EventBatch
@@ -70,7 +71,10 @@ def make_engine(model: DEformer, options: argparse.Namespace, num_records: int) 
     limits = Limits(
         max_open_records=2 * num_records, max_record_bytes=2**40, cache_bytes=options.cache_mib * 2**20, tie_wait=None
     )
-    return Engine(model, make_quiet_calibration(), "benchmark", 1e-9, limits)
+    # Cumulative sums are updated, and their statistics are too small for an alert.
+    slopes = np.full((len(KINDS), len(model.schema)), 1e-9)
+    scale = CusumScale(slopes, np.zeros_like(slopes), record_slope=1e-9, record_intercept=0.0)
+    return Engine(model, replace(make_quiet_calibration(), cusum_scale=scale), "benchmark", 1e-9, limits)
 
 
 def make_batch(names: list[str], first: int, num_readings: int, num_sensors: int, seed: int) -> EventBatch:
@@ -170,6 +174,8 @@ def make_snapshot(template: Snapshot, num_records: int) -> Snapshot:
     assert event_times is not None
     columns = {name: np.tile(getattr(template, name), repeats) for name in (*names, "p_value")}
     columns |= {name: np.tile(getattr(template, name), repeats) * rng.random(num_records) for name in sums}
+    if template.cusums is not None:
+        columns["cusums"] = np.tile(template.cusums, (repeats, 1)) * rng.random((num_records, 1), np.float32)
     num_readings = len(columns["features"])
     seconds = np.tile(event_times.times, repeats) // 10**6 + rng.integers(-20, 20, num_readings)
     counts = np.tile(template.counts, repeats)
