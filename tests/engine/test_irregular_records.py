@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.cusum import CusumScale
 from deformer_stream.codec.state import decode_snapshot, encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import (
@@ -287,7 +288,8 @@ def test_long_records_have_the_same_bits_whatever_the_batches_and_restarts() -> 
         return scores, alerts
 
     # Only the outliers near the end raise alerts.
-    calibration = Calibration.from_statistics(1500 + np.arange(100.0), "random")
+    scale = CusumScale.neutral(len(SCHEMA))
+    calibration = Calibration.from_statistics(1500 + np.arange(100.0), "random", cusum_scale=scale)
     final_states: list[bytes] = []
     expected_scores, expected_alerts = run([], 0, 2**24)
     assert min(alert.raised_at for alert in expected_alerts) > 500
