@@ -94,7 +94,7 @@ def _score_records(model: DEformer, examples: BlockExamples, rows: Ints, batch_s
     ends = table.offsets[rows[order] + 1]
     shape = len(rows), int(num_readings.max(initial=1))
     codes, values = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
-    log_p, log_prob = np.zeros(shape), np.zeros(shape)
+    log_p, log_p_others, log_prob = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     reading = table.offsets[rows[record]] + place
     codes[record, place], values[record, place] = table.codes[reading], table.values[reading]
     indexes = np.flatnonzero(np.isin(examples.blocks.records, rows))
@@ -107,18 +107,21 @@ def _score_records(model: DEformer, examples: BlockExamples, rows: Ints, batch_s
             features, ages = (move_to_device(tensor, model.device) for tensor in (batch.features, batch.ages))
             conditional = model.conditionals(features, x, ages=ages)
             terms = conditional.compute_score_terms(x, conditional.compute_surprisal(x))
+            others = None if model.process is None else model.process.compute_log_p_others(features, x, ages)
         is_target = batch.weights.numpy() > 0
         target = batch.readings[is_target]
         own = order[np.searchsorted(ends, target, side="right")]
         own_place = target - table.offsets[rows[own]]
         log_p[own, own_place] = terms.log_p_value.double().cpu().numpy()[is_target]
+        if others is not None:
+            log_p_others[own, own_place] = others.cpu().numpy()[is_target]
         log_prob[own, own_place] = terms.log_prob.double().cpu().numpy()[is_target]
     is_valid = np.arange(shape[1]) < num_readings[:, None]
     return CusumReadings(
         codes=codes,
         values=values,
         log_p=log_p,
-        log_p_others=None,
+        log_p_others=None if model.process is None else log_p_others,
         log_masses=log_prob + compute_log_resolutions(model.schema)[codes],
         is_counted=is_valid & ~model.schema.is_context[codes] & np.isfinite(log_p) & np.isfinite(log_prob),
     )

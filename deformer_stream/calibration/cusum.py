@@ -138,8 +138,8 @@ class CusumScale:
 def compute_log_resolutions(schema: Schema) -> Floats:
     """Return ln of the width in normalised units of the values that a sensor can tell apart, (F,).
 
-    The probability of a value is its density times this width. The result is 0 for labels, whose probabilities the model
-    states, and −inf for sensors without a known resolution.
+    The probability of a value is its density times this width. It is 0 for labels, whose probabilities the
+    model states, and −inf for sensors without a known resolution.
     """
     widths = [
         1.0 if is_discrete else (feature.quantum or 0.0) / feature.scale

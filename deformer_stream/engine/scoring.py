@@ -169,6 +169,9 @@ class ModelVersion:
         self.model, self.calibration, self.fingerprint = model.eval(), calibration, fingerprint
         self.schema = model.schema
         self._log_resolutions = compute_log_resolutions(model.schema)
+        # With cumulative sums, there is a fourth score term: ln of the p-value given the readings of other sensors.
+        self._has_others = calibration.cusum_scale is not None and model.process is not None
+        self._num_terms = 4 if self._has_others else 3
         self.context_limit = model.config.context_limit if model.schema.reading_times is not None else None
         if model.schema.reading_times is not None and self.context_limit is None:
             raise ConfigError(
@@ -290,10 +293,12 @@ class ModelVersion:
 
         Returns:
             First (3, M) score terms in three rows, one record after the other: ln p of the value; ln of its p-value
-            (probability of a value at most as likely); and centered NLL (−ln p minus its expected value). Second the
+            (probability of a value at most as likely); and centered NLL (−ln p minus its expected value). With
+            cumulative sums and a Gaussian process, there is a fourth row: ln of the p-value given the readings of other
+            sensors only (`model.gaussian_process`). Second the
             number of records whose keys and values were missing in the cache and were computed again.
         """
-        terms = np.empty((3, int(num_new.sum())))
+        terms = np.empty((self._num_terms, int(num_new.sum())))
         if self.context_limit is None or records.contexts is None:
             none, no_places = np.zeros_like(num_new), np.empty(0, np.int64)
             segments = Segments(record_index, none, none, num_scored_before, num_new, none - 1, no_places)
@@ -316,7 +321,7 @@ class ModelVersion:
                 walk.context_starts[members],
                 walk.context_places,
             )
-            segment_terms = np.empty((3, int(segments.num_new.sum())))
+            segment_terms = np.empty((self._num_terms, int(segments.num_new.sum())))
             num_rebuilt += self._score_segments(records, cache, segments, is_tied, segment_terms)
             segment, offset = ragged_indices(segments.num_new)
             first_column = first[members] + starts - num_scored_before[members]
@@ -420,7 +425,7 @@ class ModelVersion:
             readings: The readings that go through the network, M of which are new.
             out: (3, M) array that receives the results in three rows, one record after the other: ln p of the value; ln
                 of its p-value (probability of a value at most as likely); and centered NLL (−ln p minus its expected
-                value).
+                value). (4, M) with the fourth row of `_compute_score_terms`.
         """
         num_processed = readings.num_processed
         cache.allocate_all(readings.record_index, num_processed)
@@ -434,7 +439,7 @@ class ModelVersion:
             num_prefill_only=num_prefill_only if num_prefill_only.any() else None,  # None: all readings are scored
             ages=readings.ages,
         )
-        out[:] = kernels.score(cache, ragged_batch)
+        out[:] = kernels.score(cache, ragged_batch, self._has_others)
         cache.num_cached_readings[readings.record_index] += num_processed
 
     def _score_padded_groups(self, cache: TorchKVCache, readings: PassReadings, out: Floats) -> None:
@@ -447,7 +452,7 @@ class ModelVersion:
             readings: The readings that go through the network, M of which are new.
             out: (3, M) array that receives the results in three rows, one record after the other: ln p of the value; ln
                 of its p-value (probability of a value at most as likely); and centered NLL (−ln p minus its expected
-                value).
+                value). (4, M) with the fourth row of `_compute_score_terms`.
         """
         num_new = readings.num_new
         first = np.cumsum(num_new) - num_new  # index in `out` of the first new reading of each record
@@ -474,7 +479,8 @@ class ModelVersion:
         Returns:
             Two arrays. First (G, L) whether an entry of the batch is a new reading, and neither padding nor a reading
             that was scored before. Second (3, G, L) score terms: ln p of the value; ln of its p-value (probability of a
-            value at most as likely as the observed one); and centered NLL (−ln p minus its expected value).
+            value at most as likely as the observed one); and centered NLL (−ln p minus its expected value). (4, G, L)
+            with the fourth row of `_compute_score_terms`.
         """
         record_index, num_processed = readings.record_index[group], readings.num_processed[group]
         column = np.arange(int(num_processed.max()))
@@ -491,7 +497,8 @@ class ModelVersion:
         pages, num_tokens = cache.locate_tokens(record_index)
         num_tokens_computed = len(column) * cache.tokens_per_reading  # per record, padding included
         token_places, num_kept = cache.allocate_tokens(record_index, num_processed, num_tokens_computed)
-        terms = self._graph_runner(ForwardInputs(features, values, pages, num_tokens, token_places), ages)
+        inputs = ForwardInputs(features, values, pages, num_tokens, token_places)
+        terms = self._graph_runner(inputs, ages, self._has_others)
         # Readings for which the cache has no memory are not kept. They are computed again with the next new reading.
         cache.num_cached_readings[record_index] += num_kept
         is_new = is_reading & (column >= readings.num_prefill_only[group][:, None])
@@ -585,7 +592,8 @@ class ModelVersion:
             boundaries: (R + 1,) index of the first reading of each record among the M readings, followed by M.
             seq: (M,) position of each reading in its record, from 0.
             terms: (3, M) score terms of the readings: ln p of the value; ln of its p-value (probability of a value at
-                most as likely); and centered NLL (−ln p minus its expected value).
+                most as likely); and centered NLL (−ln p minus its expected value). (4, M) with the fourth row of
+                `_compute_score_terms`.
             alphas: The false-alarm rates at which alerts are raised, descending.
             is_group_end: (M,) whether a reading is the last one of its tie group (readings of one record with the same
                 event time); only such a reading can lower the p-value. None without tie groups.
@@ -610,7 +618,9 @@ class ModelVersion:
         score_rows = np.empty((4, len(seq)))
         cusums = None
         if self.calibration.cusum_scale is not None and records.is_irregular:
-            cusums = self._describe_cusums(records, index_by_reading, seq, self.calibration.cusum_scale)
+            log_p_others = terms[3] if self._has_others else None
+            scale = self.calibration.cusum_scale
+            cusums = self._describe_cusums(records, index_by_reading, seq, log_p_others, scale)
         # Compute rows 0 to 2: log-likelihoods, their running sums, and running anomaly scores.
         arrays = record_index, boundaries, terms, is_scored, is_group_end, score_rows
         if self.kernels is not None:
@@ -628,7 +638,7 @@ class ModelVersion:
         return score_rows, _count_crossed_alphas(records, index_by_reading, seq, p_values, alphas)
 
     def _describe_cusums(
-        self, records: RecordTable, index_by_reading: Ints, seq: Ints, scale: CusumScale
+        self, records: RecordTable, index_by_reading: Ints, seq: Ints, log_p_others: Floats | None, scale: CusumScale
     ) -> CusumArguments:
         """Return what the cumulative sums need of M readings.
 
@@ -636,6 +646,7 @@ class ModelVersion:
             records: The table of open records, which holds the readings and the states of the sums.
             index_by_reading: (M,) row of the record of each reading.
             seq: (M,) position of each reading in its record, from 0.
+            log_p_others: (M,) ln of the p-values given the readings of other sensors only; None without a process.
             scale: The lines that turn sums into statistics.
         """
         codes, raw_values = records.log.gather(index_by_reading, records.find_places(index_by_reading, seq))
@@ -643,7 +654,7 @@ class ModelVersion:
             cusum_states=records.cusum_states,
             codes=codes.astype(np.int64),
             values=self.schema.normalise(codes, raw_values).astype(np.float32),
-            log_p_others=None,
+            log_p_others=log_p_others,
             log_resolutions=self._log_resolutions,
             slopes=scale.slopes,
             intercepts=scale.intercepts,
@@ -695,7 +706,7 @@ def _advance_running(
         is_valid = column < num_new[rows, None]
         reading = np.where(is_valid, first[rows, None] + column, 0)  # index among the M readings, 0 for padding
         is_counted = is_valid if is_scored is None else is_valid & is_scored[reading]
-        log_p, log_p_value, centered_nll = np.where(is_counted, terms[:, reading], 0.0)
+        log_p, log_p_value, centered_nll = np.where(is_counted, terms[:3, reading], 0.0)
         state = PrefixState(
             num_scored=running_before["scored"],
             neg_log_p_sum=running_before["total"],

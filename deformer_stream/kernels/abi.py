@@ -382,6 +382,7 @@ class Batch(KernelStruct):
         **dict.fromkeys(("prior_log_weights", "prior_means", "prior_scales"), _FLOAT32),
         "hidden": _FLOAT32,
         "score_terms": _FLOAT32,
+        "log_p_others": _FLOAT32,
         "next_unit": ADDRESS,
         **dict.fromkeys(("num_records", "page_table_columns", "page_bytes", "tokens_per_unit"), INTEGER),
     }

@@ -513,18 +513,20 @@ class CpuKernels:
         """
         return CpuKVCache(self.model, int(self.library.kv_item_bytes()), max_bytes, max_readings)
 
-    def score(self, kv_cache: CpuKVCache, batch: RaggedBatch) -> Floats:
+    def score(self, kv_cache: CpuKVCache, batch: RaggedBatch, has_others: bool = False) -> Floats:
         """Score new readings, and write their keys and values into the cache.
 
         Args:
             kv_cache: The cache. The caller must have allocated pages for all new readings. Afterwards the caller must
                 add the numbers of new readings to `kv_cache.num_cached_readings`.
             batch: The new readings. Z of them are scored; the others are only written to the cache.
+            has_others: Whether to return a fourth row. The model must have a Gaussian process.
 
         Returns:
             (3, Z) one column for each scored reading. The first row is ln p of the value (its density or probability).
             The second row is ln of the p-value (probability of a value at most as likely). The third row is the
-            centered NLL (−ln p minus its expected value).
+            centered NLL (−ln p minus its expected value). The fourth row, with `has_others`, is ln of the p-value under
+            the process given the readings of other sensors only; it is 0 for readings that the process lacks.
 
         Raises:
             MemoryError: There is too little memory for intermediate results.
@@ -533,9 +535,9 @@ class CpuKernels:
         if batch.num_prefill_only is not None and self.model.cached_tokens_per_reading == 2:
             # This model also caches query tokens, which only scored readings have. So all readings are scored, and the
             # scores that are not requested are dropped.
-            terms_of_all = self.score(kv_cache, replace(batch, num_prefill_only=None))
+            terms_of_all = self.score(kv_cache, replace(batch, num_prefill_only=None), has_others)
             return terms_of_all[:, batch.query_mask()]
-        score_terms = np.empty((3, int(batch.query_offsets[-1])), np.float32)
+        score_terms = np.empty((4 if has_others else 3, int(batch.query_offsets[-1])), np.float32)
         self._score_batch(kv_cache, batch, score_terms=score_terms)
         return score_terms
 
@@ -723,7 +725,8 @@ class CpuKernels:
             hidden: (Z, d) an array for the last layer's outputs, of width d, at the query tokens. None to compute
                 `score_terms` instead.
             score_terms: (3, Z) an array with one column per scored reading. Its rows receive ln p of the value, ln of
-                the p-value, and centered NLL (−ln p minus its expected value). None to compute `hidden` instead.
+                the p-value, and centered NLL (−ln p minus its expected value). A fourth row receives ln of the p-value
+                given the readings of other sensors only. None to compute `hidden` instead.
 
         Returns:
             For each of the Z scored readings, the distribution of its value under the Gaussian prior (an input of the
@@ -753,6 +756,7 @@ class CpuKernels:
             prior_scales=scales,
             hidden=hidden,
             score_terms=score_terms,
+            log_p_others=score_terms[3] if score_terms is not None and len(score_terms) > 3 else None,
             next_unit=ctypes.c_int64(0),
             num_records=len(batch.num_cached),
             page_table_columns=batch.page_table.shape[1],

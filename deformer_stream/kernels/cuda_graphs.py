@@ -85,17 +85,22 @@ class CudaGraphs:
         self.capture = create_capture(model.device)
         self.graph_by_shape: dict[BatchShape, CapturedGraph] = {}
 
-    def __call__(self, inputs: ForwardInputs[NDArray[Any]], ages: Floats | None = None) -> Floats:
+    def __call__(
+        self, inputs: ForwardInputs[NDArray[Any]], ages: Floats | None = None, has_others: bool = False
+    ) -> Floats:
         """Run one forward pass over the new readings of R records, and write their keys and values into the cache.
 
         Args:
             inputs: The inputs, with L readings per record; records with fewer new readings are padded.
             ages: (R, L) float64 seconds from the origin of the record to each reading, if readings are irregular. Such
                 passes are not captured.
+            has_others: Whether to return a fourth row, ln of the p-value given the readings of other sensors only. The
+                model must have a Gaussian process.
 
         Returns:
             (3, R, L) for each reading ln p of the value, ln of the p-value (probability of a value at most as likely),
-            and centered NLL (−ln p minus its expected value). The entries of padding have no meaning.
+            and centered NLL (−ln p minus its expected value). The entries of padding have no meaning. (4, R, L) with
+            `has_others`.
         """
         with torch.inference_mode():
             graph = self._find_or_capture(inputs) if ages is None else None
@@ -106,6 +111,10 @@ class CudaGraphs:
             # Ages stay float64, whatever the dtype of the model.
             age_tensor = None if ages is None else torch.from_numpy(ages).to(self.model.device)
             prior = self.compute_prior(tensors, age_tensor)
+            log_p_others = self._compute_log_p_others(tensors, age_tensor) if has_others else None
+            if log_p_others is not None:
+                terms = self.compute_score_terms(tensors, prior, age_tensor)
+                return np.asarray(torch.cat([terms, log_p_others.unsqueeze(0)]).cpu().numpy())
             return np.asarray(self.compute_score_terms(tensors, prior, age_tensor).cpu().numpy())
 
     def compute_prior(self, inputs: ForwardInputs[Tensor], ages: Tensor | None = None) -> PriorConditional | None:
@@ -116,11 +125,18 @@ class CudaGraphs:
                 from the pages of the cache.
             ages: (R, L) seconds from the origin of the record to each reading, if readings are irregular.
         """
+        return self.model.compute_prior(inputs.features, inputs.values, self._view_readings(inputs), ages)
+
+    def _compute_log_p_others(self, inputs: ForwardInputs[Tensor], ages: Tensor | None) -> Tensor | None:
+        """Return ln of the p-values of the new readings given the readings of other sensors only, (R, L)."""
+        if ages is None:
+            return None
+        return self.model.compute_log_p_others(inputs.features, inputs.values, self._view_readings(inputs), ages)
+
+    def _view_readings(self, inputs: ForwardInputs[Tensor]) -> KVCacheView:
+        """Return a view of the cached readings, from which the prior is computed, without keys and values of layers."""
         cached_readings, cached_ages = self.cache.gather_readings(inputs.pages), self.cache.gather_ages(inputs.pages)
-        # The prior is computed from the readings themselves, so no keys and values of the Transformer's layers are
-        # given.
-        cache_view = KVCacheView((), (), inputs.num_tokens, cached_readings, cached_ages)
-        return self.model.compute_prior(inputs.features, inputs.values, cache_view, ages)
+        return KVCacheView((), (), inputs.num_tokens, cached_readings, cached_ages)
 
     def compute_score_terms(
         self, inputs: ForwardInputs[Tensor], prior: PriorConditional | None, ages: Tensor | None = None

@@ -53,6 +53,7 @@ from deformer_stream.model.distributions import Conditional, Head
 from deformer_stream.model.gaussian_prior import MAX_CONDITIONING_VALUE, GaussianPrior, PriorConditional
 from deformer_stream.model.gaussian_process import NUM_COMPONENTS, GaussianProcessPrior
 from deformer_stream.model.layers import Encoder, TransformerLayer
+from deformer_stream.model.process_conditionals import condition_in_order, is_exact
 from deformer_stream.model.ranking import Ranking
 from deformer_stream.model.schema import LINEAR_LIMIT, Schema
 from deformer_stream.model.time_inputs import compute_gaps, encode_times
@@ -451,6 +452,8 @@ class DEformer(nn.Module):
             prior = cast(PriorConditional, self.gaussians(features, values))
             prior = prior[:, first:] if first else prior
         elif self.process is not None and ages is not None:
+            if is_exact(self.process, features.shape[1]):
+                return condition_in_order(self.process, features, values, ages)[:, first:]
             prior = self.process(features, values, ages, first)
         return prior
 
@@ -594,14 +597,38 @@ class DEformer(nn.Module):
         """
         if not self.num_prior_components or cache.readings is None:
             return None
-        cached_codes, cached_values = self._unpack_cached_readings(cache)  # the prior ignores the code −1 of padding
+        # Return the distributions of the new readings only.
+        return self._apply_prior(*self._append_to_cached(features, values, cache, ages))
+
+    def compute_log_p_others(self, features: Tensor, values: Tensor, cache: KVCacheView, ages: Tensor) -> Tensor | None:
+        """Return ln of the p-values of new readings given the earlier readings of other sensors, by the process.
+
+        The arguments are those of `compute_prior`.
+
+        Returns:
+            (N, L) float64, 0 for readings that the process does not contain. None if the model has no process.
+        """
+        if self.process is None:
+            return None
+        all_codes, all_values, all_ages, first = self._append_to_cached(features, values, cache, ages)
+        if all_ages is None:
+            raise ValueError("the Gaussian process needs the age of each reading: pass ages")
+        return self.process.compute_log_p_others(all_codes, all_values, all_ages, first)
+
+    def _append_to_cached(
+        self, features: Tensor, values: Tensor, cache: KVCacheView, ages: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, int]:
+        """Return codes, values and ages of the cached and the new readings of records, and the number of cached ones.
+
+        The code of padding is −1. The arguments are those of `compute_prior`.
+        """
+        cached_codes, cached_values = self._unpack_cached_readings(cache)
         all_codes = torch.cat([cached_codes, features], 1)
         all_values = torch.cat([cached_values.to(values.dtype), values], 1)
         all_ages = ages
         if ages is not None and cache.ages is not None:
             all_ages = torch.cat([cache.ages[:, :: self.cached_tokens_per_reading], ages], 1)
-        # Return the distributions of the new readings only.
-        return self._apply_prior(all_codes, all_values, all_ages, first=cached_codes.shape[1])
+        return all_codes, all_values, all_ages, cached_codes.shape[1]
 
     def embed_query_tokens(
         self, features: Tensor, prior: PriorConditional | None, time_inputs: Tensor | None = None

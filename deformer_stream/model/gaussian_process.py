@@ -36,6 +36,7 @@ scales, R the rank of B_q, K the number of neighbors.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,9 @@ An outlier then cannot distort the distributions of the readings after it.
 
 MIN_NOISE_VARIANCE = 1e-4
 """Smallest variance of the noise of a reading, in squared normalised units. It keeps covariance matrices regular."""
+
+MIN_P_VALUE = 1e-300
+"""Smallest p-value, so that its logarithm is finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,20 +156,8 @@ class GaussianProcessPrior(nn.Module):
         Returns:
             Distributions of shape (N, L − first), each a mixture of two Gaussians with the same mean.
         """
-        has_prior = self.is_linear[features]  # the index −1 of padding selects the last entry, which is false
-        codes = features.clamp(min=0)
-        index, is_neighbor = self.choose_neighbors(codes, ages, has_prior, first)
-        flat = (index.shape[0] * index.shape[1], -1)
-        record = torch.arange(len(features), device=features.device)[:, None, None]
-        neighbors = Neighbors(
-            codes[record, index].reshape(flat),
-            values.double()[record, index].reshape(flat),
-            ages[record, index].reshape(flat),
-            is_neighbor.reshape(flat),
-        )
-        codes, ages, has_prior = codes[:, first:], ages[:, first:], has_prior[:, first:]
-        mean, deviation = self.condition(codes.flatten(), ages.flatten(), neighbors)
-        mean, deviation = mean.view(codes.shape), deviation.view(codes.shape)
+        mean, deviation, has_prior = self._condition_on_neighbors(features, values, ages, first)
+        codes = features[:, first:].clamp(min=0)
         share, factor = self.outlier_share[codes], self.outlier_factor[codes]
         log_weights = torch.stack([torch.log1p(-share), share.log()], -1)
         means = torch.where(has_prior, mean, 0.0).unsqueeze(-1).expand_as(log_weights)
@@ -174,7 +166,61 @@ class GaussianProcessPrior(nn.Module):
         log_weights, means, scales = (t.to(values.dtype) for t in (log_weights, means, scales))
         return PriorConditional(log_weights, means, scales, has_prior)
 
-    def choose_neighbors(self, codes: Tensor, ages: Tensor, has_prior: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+    def compute_log_p_others(self, features: Tensor, values: Tensor, ages: Tensor, first: int = 0) -> Tensor:
+        """Return ln of the p-value of each reading given the earlier readings of other sensors only.
+
+        The p-value is the probability of a value that is at least as far from the mean. The neighbors are chosen among
+        the readings of other sensors, by the same rule.
+
+        Args:
+            features: (N, L) feature codes, as in `forward`.
+            values: (N, L) values in normalised units.
+            ages: (N, L) float64 seconds since the origin of the record.
+            first: Index of the first reading whose p-value is computed.
+
+        Returns:
+            (N, L − first) float64, 0 for readings that the process does not contain.
+        """
+        mean, deviation, has_prior = self._condition_on_neighbors(features, values, ages, first, is_own_excluded=True)
+        codes = features[:, first:].clamp(min=0)
+        distance = (values[:, first:].double() - mean).abs() / (math.sqrt(2.0) * deviation)
+        share, factor = self.outlier_share[codes], self.outlier_factor[codes]
+        p = (1.0 - share) * torch.erfc(distance) + share * torch.erfc(distance / factor)
+        return torch.where(has_prior, p.clamp(min=MIN_P_VALUE).log(), 0.0)
+
+    def _condition_on_neighbors(
+        self, features: Tensor, values: Tensor, ages: Tensor, first: int, is_own_excluded: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return mean and standard deviation of each reading given its neighbors, and whether the process contains it.
+
+        Args:
+            features: (N, L) feature codes, −1 for padding.
+            values: (N, L) values in normalised units.
+            ages: (N, L) float64 seconds since the origin of the record.
+            first: Index of the first reading whose distribution is computed.
+            is_own_excluded: Whether readings of the same sensor are no neighbors.
+
+        Returns:
+            Three tensors (N, L − first): two of float64, one of bool.
+        """
+        has_prior = self.is_linear[features]  # the index −1 of padding selects the last entry, which is false
+        codes = features.clamp(min=0)
+        index, is_neighbor = self.choose_neighbors(codes, ages, has_prior, first, is_own_excluded)
+        flat = (index.shape[0] * index.shape[1], -1)
+        record = torch.arange(len(features), device=features.device)[:, None, None]
+        neighbors = Neighbors(
+            codes[record, index].reshape(flat),
+            values.double()[record, index].reshape(flat),
+            ages[record, index].reshape(flat),
+            is_neighbor.reshape(flat),
+        )
+        codes, ages = codes[:, first:], ages[:, first:]
+        mean, deviation = self.condition(codes.flatten(), ages.flatten(), neighbors)
+        return mean.view(codes.shape), deviation.view(codes.shape), has_prior[:, first:]
+
+    def choose_neighbors(
+        self, codes: Tensor, ages: Tensor, has_prior: Tensor, first: int = 0, is_own_excluded: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Return, for each reading, the K earlier readings with the largest absolute correlation with it.
 
         Correlations are multiplied by `decay` for each later reading of the same sensor. Of equal products, that of the
@@ -185,6 +231,7 @@ class GaussianProcessPrior(nn.Module):
             ages: (N, L) seconds since the origin of the record.
             has_prior: (N, L) bool, whether the process contains the reading.
             first: Index of the first reading whose neighbors are chosen.
+            is_own_excluded: Whether readings of the same sensor are left out.
 
         Returns:
             (index, is_neighbor), both (N, L − first, K'), where K' is the smaller of K and L: indexes from 0 to L − 1
@@ -204,6 +251,8 @@ class GaussianProcessPrior(nn.Module):
             correlation *= self._compute_weights(codes, has_prior, first)
         is_earlier = torch.ones(num_readings, num_readings, dtype=torch.bool, device=codes.device).tril(-1)
         is_candidate = is_earlier[first:] & has_prior.unsqueeze(1) & has_prior[:, first:].unsqueeze(2)
+        if is_own_excluded:
+            is_candidate &= codes.unsqueeze(1) != codes[:, first:].unsqueeze(2)
         correlation = correlation.masked_fill(~is_candidate, -1.0)
         # A stable descending sort of the reversed readings puts the later one of equal correlations first.
         num_neighbors = min(self.num_neighbors, num_readings)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.cusum import CusumScale
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.explain import ExplanationEffort
 from deformer_stream.kernels import build
@@ -48,9 +49,9 @@ def make_compiled_model() -> DEformer:
 
 @cache
 def make_calibration(seed: int = 0) -> Calibration:
-    """Return a calibration for which many records raise alerts."""
+    """Return a calibration of cumulative sums for which many records raise alerts."""
     statistics = np.random.default_rng(seed).exponential(8.0, 200)
-    return Calibration.from_statistics(statistics, "random")
+    return Calibration.from_statistics(statistics, "random", cusum_scale=CusumScale.neutral(len(SCHEMA)))
 
 
 def make_engine(

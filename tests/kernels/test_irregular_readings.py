@@ -132,6 +132,7 @@ def score_in_parts(
     contexts: tuple[Tensor, Tensor, Tensor],
     num_new: Ints,
     is_shuffled: bool = False,
+    has_others: bool = False,
 ) -> Floats:
     """Score contexts in several calls of the kernels.
 
@@ -140,15 +141,16 @@ def score_in_parts(
         contexts: Codes, values and ages, (N, L) each.
         num_new: (calls, N) the number of readings of each context that each call scores.
         is_shuffled: Whether the contexts have another order in each call.
+        has_others: Whether to return a fourth row, ln of the p-values given the readings of other sensors.
 
     Returns:
-        (3, N, L) score terms.
+        (3, N, L) score terms, or (4, N, L).
     """
     codes, values, ages = (t.numpy() for t in contexts)
     N, L = codes.shape
     cache = kernels.create_cache(N * kernels.bytes_per_record)
     cache.ensure_capacity(N)
-    terms, rng = np.full((3, N, L), np.nan, np.float32), np.random.default_rng(0)
+    terms, rng = np.full((4 if has_others else 3, N, L), np.nan, np.float32), np.random.default_rng(0)
     for counts in num_new:
         records = rng.permutation(N) if is_shuffled else np.arange(N)
         records = records[counts[records] > 0]
@@ -167,7 +169,7 @@ def score_in_parts(
             cache.page_table[records],
             ages=ages[row, column],
         )
-        terms[:, row, column] = kernels.score(cache, batch)
+        terms[:, row, column] = kernels.score(cache, batch, has_others)
         cache.num_cached_readings[records] += counts[records]
     assert not np.isnan(terms).any()
     return terms
@@ -199,6 +201,24 @@ def test_prior_equals_pytorchs(shape: ModelConfig, seed: int, num_readings: int)
     codes, values, ages = draw_contexts(SCHEMA, 3, num_readings, seed)
     assert model.process is not None
     assert_priors_are_close(compute_prior(kernels_for(model), codes, values, ages), model.process(codes, values, ages))
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=SHAPES, seed=seeds, num_readings=st.integers(1, 40), is_split=st.booleans())
+def test_p_values_given_other_sensors_equal_pytorchs(
+    shape: ModelConfig, seed: int, num_readings: int, is_split: bool
+) -> None:
+    """In one call or in two, of which the second one reads the context from the cache."""
+    model = make_irregular_model(SCHEMA, replace(shape, neighbors=max(1, shape.neighbors)), seed)
+    contexts = draw_contexts(SCHEMA, 3, num_readings, seed)
+    assert model.process is not None
+    expected = model.process.compute_log_p_others(*contexts)
+    num_first = num_readings // 2 if is_split else 0
+    num_new = np.array([[num_first] * 3, [num_readings - num_first] * 3])
+    terms = score_in_parts(kernels_for(model), contexts, num_new, has_others=True)
+    # Where p is tiny, its logarithm is -x²/2: a relative error of x counts twice.
+    torch.testing.assert_close(torch.from_numpy(terms[3]).double(), expected, rtol=1e-5, atol=1e-5)
+    assert (terms[:3] == score_in_parts(kernels_for(model), contexts, num_new)).all()
 
 
 def assert_priors_are_close(actual: PriorConditional, expected: PriorConditional) -> None:

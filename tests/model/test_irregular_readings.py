@@ -202,6 +202,33 @@ def test_prior_with_enough_neighbors_is_the_exact_conditional_of_the_process() -
         assert float(prior.scales[0, k, 1] / prior.scales[0, k, 0]) == pytest.approx(3.0)
 
 
+def test_p_value_given_other_sensors_is_that_of_the_exact_conditional_without_the_own_readings() -> None:
+    process = GaussianProcessPrior(SCHEMA, rank=2, num_scales=3, num_neighbors=50)
+    randomize_process(process, torch.Generator().manual_seed(2))
+    process.outlier_share.fill_(0.1)
+    codes = torch.tensor([[0, 2, 1, 0, 2, 0]])
+    ages = torch.tensor([[0.0, 300.0, 300.0, 5000.0, 9000.0, 9001.0]], dtype=torch.float64)
+    values = torch.tensor([[0.5, -0.2, 0.9, 0.1, -1.0, 2.0]], dtype=torch.float64)
+    log_p = process.compute_log_p_others(codes, values, ages)[0]
+    c, t = codes[0], ages[0]
+    covariance = sum(
+        (matrix[c[:, None], c[None]] * torch.exp(-(t[:, None] - t[None]).abs() / scale))
+        for matrix, scale in zip(process.compute_covariances(), process.scales, strict=True)
+    ) + torch.diag(process.noise[c] ** 2 + MIN_NOISE_VARIANCE)
+    assert isinstance(covariance, torch.Tensor)
+    residual = values[0] - process.means[c]
+    for k in range(6):
+        others = [j for j in range(k) if c[j] != c[k]]
+        weights = torch.linalg.solve(covariance[others][:, others], covariance[others, k])
+        deviation = math.sqrt(float(covariance[k, k] - weights @ covariance[others, k]))
+        distance = abs(float(residual[k] - weights @ residual[others])) / deviation
+        tails = [math.erfc(distance / math.sqrt(2)), math.erfc(distance / math.sqrt(2) / 3.0)]
+        assert float(log_p[k]) == pytest.approx(math.log(0.9 * tails[0] + 0.1 * tails[1]), abs=1e-9)
+    # Readings without a prior are evidence of nothing: code 3 is cyclic.
+    cyclic = process.compute_log_p_others(torch.tensor([[0, 3]]), torch.tensor([[0.5, 9.0]]).double(), ages[:, :2])
+    assert float(cyclic[0, 1]) == 0.0
+
+
 def test_prior_conditions_on_the_most_correlated_earlier_readings() -> None:
     process = GaussianProcessPrior(SCHEMA, rank=1, num_scales=1, num_neighbors=2)
     process.scales.fill_(1000.0)

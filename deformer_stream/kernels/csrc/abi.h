@@ -154,6 +154,8 @@ typedef struct {
     float *hidden;                /* (Z, d) output: the last layer's outputs at z. If NULL, score_terms is written */
     float *score_terms;           /* (3, Z) output: ln p of the value, ln of the p-value, centered NLL (-ln p minus
                                    * its expected value) */
+    float *log_p_others;          /* (Z) output: ln of the p-value under the process given the readings of other sensors
+                                   * only, 0 for readings that it lacks; NULL: not computed */
     int64_t *next_unit;           /* counter that all threads share: the next unit of work */
     int64_t num_records, page_table_columns, page_bytes;
     int64_t tokens_per_unit;      /* tokens that go through the layers together */

@@ -10,6 +10,7 @@
 #include "gaussian_prior.h"
 #include "reading_context.h"
 
+#define MIN_P_VALUE 1e-300 /* smallest p-value, so that its logarithm is finite */
 #define FACTOR_ROWS (MAX_NEIGHBORS + PRIOR_LANES) /* rows of the matrix of `condition` */
 
 /* Return e^x for x <= 0, with a relative error of about 1e-15, also if the result is a denormal number or 0.
@@ -88,12 +89,9 @@ typedef struct {
     double *weights;                    /* (F) factors of the correlations; 1 while no neighbors are chosen */
 } ContextScratch;
 
-/* Choose the neighbors of a reading among the first `count` readings of a context.
- *
- * The correlation of a reading is multiplied by `decay` for each later reading of its sensor. Of equal products, that of
- * the later reading counts as larger. */
-static void choose_neighbors(const Process *process, ContextScratch *s, int64_t count, int64_t code, double age,
-                             Neighbors *neighbors) {
+/* Compute the covariances and the absolute correlations of a reading with the first `count` readings of a context.
+ * Correlations with readings that the process lacks become negative. */
+static void correlate(const Process *process, ContextScratch *s, int64_t count, int64_t code, double age) {
     const f64x8 zero = {0}, negative = zero - 1;
     const ReadingContext *context = &s->readings;
     for (int64_t b = 0; b < count; b += PRIOR_LANES) {
@@ -103,16 +101,24 @@ static void choose_neighbors(const Process *process, ContextScratch *s, int64_t 
         f64x8 correlation = (f64x8)((i64x8)covariance & INT64_MAX) * inverse_deviation;
         i64x8 is_candidate = inverse_deviation > 0;
         store8(s->covariances + b, covariance);
-        /* Correlations of readings that are no candidates become negative. */
         store8(s->correlations + b, (f64x8)((i64x8)correlation | (~is_candidate & (i64x8)negative)));
     }
+}
+
+/* Choose the neighbors of a reading among the first `count` readings of a context, after `correlate`.
+ *
+ * The correlation of a reading is multiplied by `decay` for each later reading of its sensor. Of equal products, that of
+ * the later reading counts as larger. excluded: a sensor whose readings are no neighbors, or -1. */
+static void choose_neighbors(const Process *process, ContextScratch *s, int64_t count, int64_t excluded,
+                             Neighbors *neighbors) {
+    const ReadingContext *context = &s->readings;
     /* The best candidates so far, in descending order; candidates are visited from the latest to the first one. */
     double best[MAX_NEIGHBORS + 1];
     int64_t index[MAX_NEIGHBORS + 1], num_best = 0, K = process->num_neighbors;
     for (int64_t k = count - 1; k >= 0; k--) {
         double *weight = s->weights + context->codes[k], correlation = s->correlations[k] * *weight;
         *weight *= process->decay;
-        if (!(correlation >= 0) || (num_best == K && !(correlation > best[K - 1]))) continue;
+        if (context->codes[k] == excluded || !(correlation >= 0) || (num_best == K && !(correlation > best[K - 1]))) continue;
         int64_t place = num_best < K ? num_best++ : K - 1;
         for (; place && best[place - 1] < correlation; place--)
             best[place] = best[place - 1], index[place] = index[place - 1];
@@ -188,15 +194,32 @@ static void free_context(ContextScratch *s) {
     free(s->readings.codes), free(s->covariances), free(s->correlations), free(s->weights);
 }
 
-/* Compute the conditional of a reading of the feature `code`, and write it as number `query` into the batch. */
-static void write_process_conditional(const Process *process, const Batch *batch, int64_t query, int64_t code,
-                                      double age, int64_t count, ContextScratch *s) {
-    double mean = 0, variance = 1, outlier_factor = 1;
+/* Return ln of the p-value of a reading given the earlier readings of other sensors, after `correlate`.
+ *
+ * The p-value is the probability, under a mixture of two Gaussians with the same mean, of a value that is at least as far
+ * from it. `GaussianProcessPrior.compute_log_p_others` is the reference. */
+static double log_p_given_others(const Process *process, ContextScratch *s, int64_t count, int64_t code, double value) {
+    Neighbors neighbors;
+    double mean, variance;
+    choose_neighbors(process, s, count, code, &neighbors);
+    condition(process, code, &neighbors, &mean, &variance);
+    double distance = fabs(value - mean) / sqrt(2 * variance), share = exp(process->log_weights[2 * code + 1]);
+    double p = (1 - share) * erfc(distance) + share * erfc(distance / process->outlier_factors[code]);
+    return log(fmax(p, MIN_P_VALUE));
+}
+
+/* Compute the conditional of reading m of the batch under the process, and write it as number `query` into the batch. */
+static void write_process_conditional(const Process *process, const Batch *batch, int64_t query, int64_t m,
+                                      int64_t count, ContextScratch *s) {
+    int64_t code = batch->features[m];
+    double mean = 0, variance = 1, outlier_factor = 1, log_p_others = 0;
     if (process->inverse_deviations[code] > 0) {
         Neighbors neighbors;
-        choose_neighbors(process, s, count, code, age, &neighbors);
+        correlate(process, s, count, code, batch->ages[m]);
+        choose_neighbors(process, s, count, -1, &neighbors);
         condition(process, code, &neighbors, &mean, &variance);
         outlier_factor = process->outlier_factors[code];
+        if (batch->log_p_others) log_p_others = log_p_given_others(process, s, count, code, batch->values[m]);
     }
     double scale = sqrt(variance);
     for (int64_t c = 0; c < 2; c++) {
@@ -204,6 +227,7 @@ static void write_process_conditional(const Process *process, const Batch *batch
         batch->prior_means[2 * query + c] = (float)mean;
         batch->prior_scales[2 * query + c] = (float)(c ? outlier_factor * scale : scale);
     }
+    if (batch->log_p_others) batch->log_p_others[query] = (float)log_p_others;
 }
 
 /* Go through the irregular readings of the records from `from` to before `to`, in order of arrival: compute the time
@@ -224,7 +248,7 @@ static void compute_contexts(const Network *net, const Batch *batch, int64_t fro
             encode_time(net->times, &s->readings, k, code, batch->ages[m], time_inputs);
             time_inputs += net->times->num_inputs;
             if (net->process && query >= batch->query_offsets[i])
-                write_process_conditional(net->process, batch, query, code, batch->ages[m], k, s);
+                write_process_conditional(net->process, batch, query, m, k, s);
             put_reading(net->process, &s->readings, k, code, batch->ages[m], batch->values[m]);
             write_reading(net, batch, i, k, code, batch->ages[m], batch->values[m]);
         }
