@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from deformer_stream.model.gaussian_process import GaussianProcessPrior, Neighbors
+from deformer_stream.model.process_conditionals import condition_in_order, is_exact
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.time_inputs import find_previous_of_sensor
 from trainer.examples import BlockExamples
@@ -31,6 +32,9 @@ NUM_ROUNDS, STEPS_PER_ROUND, BATCH_READINGS = 16, 75, 512
 
 BLOCKS_PER_ROUND = 200
 """Number of random blocks whose readings are used in a round."""
+
+BLOCKS_PER_STEP = 8
+"""Number of random blocks of a step if each reading is conditioned on all readings before it."""
 
 LEARNING_RATE = 0.03
 """Learning rate of the first step. It falls linearly to 0."""
@@ -176,8 +180,8 @@ def _run_rounds(
         generator = create_generator(seed, 0x6B, 1 + round_index)
         with torch.no_grad():
             parameters.fill(process)
-            targets = draw_targets(process, examples, BLOCKS_PER_ROUND, generator)
-        if not len(targets.features):
+            compute_loss = _prepare_loss(process, examples, generator)
+        if compute_loss is None:
             break
         losses = []
         for _ in range(STEPS_PER_ROUND):
@@ -186,9 +190,8 @@ def _run_rounds(
                 break
             for group in optimizer.param_groups:
                 group["lr"] = LEARNING_RATE * (1.0 - progress)
-            chosen = torch.randint(len(targets.features), (BATCH_READINGS,), generator=generator)
             parameters.fill(process)
-            loss = -compute_log_prob(process, targets[chosen]).mean()
+            loss = compute_loss()
             optimizer.zero_grad()
             torch.autograd.backward(loss)
             optimizer.step()
@@ -204,6 +207,56 @@ def _run_rounds(
         for name, buffer in list(process.named_buffers()):
             setattr(process, name, buffer.detach().clone())
     return num_rounds
+
+
+def _prepare_loss(
+    process: GaussianProcessPrior, examples: BlockExamples, generator: torch.Generator
+) -> Callable[[], Tensor] | None:
+    """Return a function that computes the loss of random readings in each step of a round.
+
+    The loss is the mean −ln p of the readings. If the process has as many neighbors as an example has readings, each
+    reading is conditioned on all readings before it (`model.process_conditionals`), and a step uses complete examples.
+    Otherwise the neighbors are chosen for the whole round.
+
+    Args:
+        process: The process.
+        examples: The blocks of the records.
+        generator: The source of random numbers.
+
+    Returns:
+        The function, None if there are no readings.
+    """
+    # The examples for the benchmark of imputation have no blocks.
+    blocks = getattr(examples, "blocks", None)
+    if blocks is None or not is_exact(process, blocks.limit.max_readings(len(examples.table.schema))):
+        targets = draw_targets(process, examples, BLOCKS_PER_ROUND, generator)
+
+        def compute_loss() -> Tensor:
+            chosen = torch.randint(len(targets.features), (BATCH_READINGS,), generator=generator)
+            return -compute_log_prob(process, targets[chosen]).mean()
+
+        return compute_loss if len(targets.features) else None
+
+    arrival_share = choose_arrival_share(examples)
+
+    def compute_exact_loss() -> Tensor:
+        drawn = torch.randint(len(examples.train_indexes), (BLOCKS_PER_STEP,), generator=generator).numpy()
+        batch = examples.gather(examples.train_indexes[drawn], generator, arrival_share=arrival_share)
+        prior = condition_in_order(process, batch.features, batch.values, batch.ages)
+        z = (batch.values.unsqueeze(-1) - prior.means) / prior.scales
+        log_p = torch.logsumexp(prior.log_weights - prior.scales.log() - 0.5 * z.square(), -1)
+        weights = batch.weights * prior.has_prior
+        return -(log_p * weights).sum() / weights.sum().clamp(min=1e-9) + 0.5 * math.log(2.0 * math.pi)
+
+    return compute_exact_loss
+
+
+def choose_arrival_share(examples: BlockExamples) -> float:
+    """Return the share of the examples in their real order to which the process is fitted.
+
+    A model for imputation learns from random orders only, in which readings have later ones as neighbors, too.
+    """
+    return 0.0 if examples.arrival_share == 0.0 else 1.0
 
 
 def estimate_step_variances(examples: BlockExamples, generator: torch.Generator) -> Tensor:
@@ -241,8 +294,7 @@ def draw_targets(
     """
     chosen = torch.randint(len(examples.train_indexes), (num_blocks,), generator=generator).numpy()
     indexes = examples.train_indexes[chosen]
-    # A model for imputation learns from random orders only, in which readings have later ones as neighbors, too.
-    arrival_share = 0.0 if examples.arrival_share == 0.0 else 1.0
+    arrival_share = choose_arrival_share(examples)
     parts = []
     for start in range(0, num_blocks, 25):  # few blocks at once, because all pairs of their readings are compared
         batch = examples.gather(indexes[start : start + 25], generator, arrival_share=arrival_share)

@@ -12,6 +12,9 @@ Targets whose runs are the same share a context, which the network processes onc
 quarter of its length, so that each target has at least about a third of the run on either side, unless the record
 begins or ends there.
 
+If the Gaussian process has as many neighbors as a context has readings, its conditionals are computed for all targets of
+a context from one Cholesky factor (`model.process_conditionals`).
+
 The order of a context is that of a training example in random order (`trainer.examples`): first the readings outside of
 the run, in order of time, then those of the run in an order that is random but always the same.
 
@@ -39,6 +42,7 @@ from deformer_stream.model.bounded_context import ContextLimit
 from deformer_stream.model.deformer import DEformer, KVCacheView, to_tensor
 from deformer_stream.model.distributions import Conditional
 from deformer_stream.model.gaussian_prior import PriorConditional
+from deformer_stream.model.process_conditionals import ProcessContext, is_exact, pad_context
 from deformer_stream.ragged import ragged_indices
 
 Floats = NDArray[np.float64]
@@ -292,7 +296,7 @@ def iterate_target_conditionals(
         for start in range(0, len(index), num_rows):
             part = slice(start, start + num_rows)
             chosen = targets.select(index[part])
-            yield index[part], _predict(model, chosen.codes, chosen.ages, cache.select(row[part]))
+            yield index[part], _predict(model, chosen.codes, chosen.ages, cache, row[part])
 
 
 def check_irregular(model: DEformer) -> None:
@@ -338,6 +342,7 @@ class _ContextCache:
         readings: (N, P, 2) feature code and normalised value of each token.
         ages: (N, P) age of each token's reading.
         lengths: (N,) number of tokens of each context.
+        process: The same readings for exact conditionals of the Gaussian process; None if it has fewer neighbors.
     """
 
     model: DEformer
@@ -346,6 +351,7 @@ class _ContextCache:
     readings: torch.Tensor
     ages: torch.Tensor
     lengths: torch.Tensor
+    process: ProcessContext | None
 
     def view(self) -> KVCacheView:
         """Return the cache as the network reads it."""
@@ -355,7 +361,21 @@ class _ContextCache:
         """Return the contexts of some rows, which may be repeated."""
         index = to_tensor(rows, self.model)
         keys, values = ([layer[index] for layer in layers] for layers in (self.keys, self.values))
-        return _ContextCache(self.model, keys, values, self.readings[index], self.ages[index], self.lengths[index])
+        return _ContextCache(
+            self.model, keys, values, self.readings[index], self.ages[index], self.lengths[index], None
+        )
+
+    def condition(self, rows: Ints, codes: torch.Tensor, ages: torch.Tensor) -> PriorConditional | None:
+        """Return the exact conditionals of the Gaussian process for further readings, None without a process.
+
+        Args:
+            rows: (K,) the context of each reading.
+            codes: (K, 1) feature codes.
+            ages: (K, 1) seconds from the origin of the record.
+        """
+        if self.process is None:
+            return None
+        return self.process.condition(to_tensor(rows, self.model), codes[:, 0], ages[:, 0], self.model.dtype)
 
     def append(self, codes: Ints, normalised: Floats, ages: Floats, is_new: NDArray[np.bool_]) -> None:
         """Add a reading to some of the contexts. There must be space for it.
@@ -376,7 +396,11 @@ class _ContextCache:
             torch.from_numpy(ages[rows, None]).to(model.device),
         )
         with torch.inference_mode():
-            output = model.forward_cached(inputs[0], inputs[1], self.select(rows).view(), ages=inputs[2])
+            prior = self.condition(rows, inputs[0], inputs[2])
+            output = model.forward_cached(inputs[0], inputs[1], self.select(rows).view(), prior, inputs[2])
+            if self.process is not None:
+                places = self.lengths[index].long() // model.cached_tokens_per_reading
+                self.process.append(index, places, *(tensor[:, 0] for tensor in inputs))
             for token in range(model.cached_tokens_per_reading):
                 place = self.lengths[index].long() + token
                 for layers, new in ((self.keys, output.keys), (self.values, output.values)):
@@ -411,13 +435,13 @@ def _prefill(
     padded_ages[row, place] = all_ages
     tokens_per_reading = model.cached_tokens_per_reading
     with torch.inference_mode():
-        output = model.forward_cached(
+        inputs = (
             to_tensor(features, model),
             to_tensor(normalised, model),
-            _make_empty_cache(model, len(codes)),
-            _make_unused_prior(model, features.shape),
             torch.from_numpy(padded_ages).to(model.device),
         )
+        prior = _make_unused_prior(model, features.shape)
+        output = model.forward_cached(*inputs[:2], _make_empty_cache(model, len(codes)), prior, inputs[2])
         if output.readings is None or output.ages is None:
             raise ValueError("a model of irregular readings must return the readings and their ages for the cache")
         num_tokens = num_further * tokens_per_reading
@@ -429,7 +453,23 @@ def _prefill(
             pad(output.readings, (0, 0, 0, num_tokens)),
             pad(output.ages, (0, num_tokens)),
             torch.from_numpy(lengths * tokens_per_reading).to(model.device),
+            _make_process_context(model, inputs, num_further),
         )
+
+
+def _make_process_context(
+    model: DEformer, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], num_further: int
+) -> ProcessContext | None:
+    """Return contexts for exact conditionals, None if the model has no process, or conditions it on few neighbors.
+
+    Args:
+        model: The network.
+        inputs: Feature codes, values and ages of the contexts, (N, P) each.
+        num_further: Number of readings that can be added later.
+    """
+    if model.process is None or not is_exact(model.process, inputs[0].shape[1] + num_further):
+        return None
+    return ProcessContext(model.process, *pad_context(*inputs, num_further))
 
 
 def _make_empty_cache(model: DEformer, num_records: int) -> KVCacheView:
@@ -461,21 +501,24 @@ def _make_unused_prior(model: DEformer, shape: tuple[int, ...]) -> PriorConditio
     return PriorConditional(0.0 * ones, 0.0 * ones, ones, has_prior)
 
 
-def _predict(model: DEformer, codes: Ints, ages: Floats, cache: _ContextCache) -> Conditional:
-    """Return the distribution of one further reading of each of N contexts, of shape (N,).
+def _predict(model: DEformer, codes: Ints, ages: Floats, cache: _ContextCache, rows: Ints) -> Conditional:
+    """Return the distribution of one further reading of each of K contexts, of shape (K,).
 
     Args:
         model: The network.
-        codes: (N,) feature codes.
-        ages: (N,) seconds from the origin of the record.
+        codes: (K,) feature codes.
+        ages: (K,) seconds from the origin of the record.
         cache: The contexts.
+        rows: (K,) the context of each reading.
     """
     with torch.inference_mode():
         features = to_tensor(codes[:, None], model)
         # The distribution of a reading does not depend on its own value, so the input can be any number.
         placeholders = torch.zeros(features.shape, dtype=model.dtype, device=model.device)
         own_ages = torch.from_numpy(ages[:, None]).to(model.device)
-        return model.forward_cached(features, placeholders, cache.view(), ages=own_ages).conditional[:, 0]
+        prior = cache.condition(rows, features, own_ages)
+        view = cache.select(rows).view()
+        return model.forward_cached(features, placeholders, view, prior, own_ages).conditional[:, 0]
 
 
 def draw_at_times(
@@ -609,7 +652,7 @@ def _draw_groups(
         remaining = np.flatnonzero(sizes > k)
         index = np.array([rows[i][0].targets[k] for i in remaining.tolist()])
         codes, ages = targets.codes[index], targets.ages[index]
-        conditional = _predict(model, codes, ages, cache.select(remaining))
+        conditional = _predict(model, codes, ages, cache, remaining)
         sample = conditional.sample(generator).double().cpu().numpy()
         raw = round_to_quantum(schema, codes, schema.denormalise(codes, sample))
         raw = np.clip(raw, low[codes], high[codes])

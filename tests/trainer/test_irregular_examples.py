@@ -16,7 +16,7 @@ from tests.trainer.irregular import divided, fleet, prepared_irregular
 from trainer import gaussian_process
 from trainer.data import Split
 from trainer.examples import BlockExamples
-from trainer.gaussian_process import compute_log_prob, draw_targets, fit_process
+from trainer.gaussian_process import compute_log_prob, draw_targets, find_targets, fit_process
 from trainer.irregular_evaluation import draw_references, evaluate_blocks, predict_last_value, predict_marginal
 from trainer.irregular_table import IrregularTable
 from trainer.sampling import create_generator
@@ -142,6 +142,26 @@ def test_process_predicts_held_out_readings_better_than_baselines(tmp_path: Path
     marginal = predict_marginal(table.schema, references, readings)
     last_value = predict_last_value(table.schema, references, readings, marginal)
     assert nll < -last_value.mean() - 0.2 < -marginal.mean() - 0.4
+
+
+def test_process_with_all_neighbors_is_fitted_to_complete_examples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: IrregularTable
+) -> None:
+    monkeypatch.setattr(gaussian_process, "choose_arrival_share", lambda examples: 1.0)
+    examples = divided(tmp_path, table, 5, 8)
+    few, all_neighbors = (GaussianProcessPrior(table.schema, 2, 3, number) for number in (6, 100))
+    losses: list[float] = []
+    fit_process(all_neighbors, examples, 0, on_progress=losses.append)
+    fit_process(few, examples, 0)
+    assert losses[-1] < losses[0] - 0.2
+    batch = examples.gather(examples.validation_indexes, create_generator(3))
+    is_target = batch.weights > 0
+    log_p = []
+    for process in (few, all_neighbors):
+        with torch.no_grad():
+            targets = find_targets(process, batch.features, batch.values, batch.ages, is_target)
+            log_p.append(float(compute_log_prob(process, targets).mean()))
+    assert log_p[1] > log_p[0] - 0.05  # at least about as good
 
 
 def test_fit_of_the_process_is_reproducible_and_loads_into_a_model(

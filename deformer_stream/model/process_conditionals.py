@@ -1,0 +1,185 @@
+"""Exact conditionals of the Gaussian process of irregular readings, given all readings of a bounded context.
+
+`gaussian_process.GaussianProcessPrior` conditions a reading on few neighbors, whose number bounds the cost of a stream.
+In a model for imputation, it can have as many neighbors as a context has readings: then many targets are conditioned on
+the same readings. One Cholesky factor of the covariance of its n readings then
+serves all of them: it costs n³ / 3, and each target n². Let C be the factor, r the differences of the values from their
+means, and let z solve C z = r. A target whose covariances with the readings are k has the mean μ + vᵀz and the variance
+of the process minus vᵀv, where v solves C v = k.
+
+The same holds for a sequence of readings: reading i has the mean μ_i + r_i − C_ii z_i and the standard deviation C_ii
+given the readings before it. So the conditionals of a whole training example need only one factor.
+
+Shapes use these letters: N is the number of contexts, P the number of readings of the longest one, S the number of
+features of the schema.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from deformer_stream.model.gaussian_prior import PriorConditional
+from deformer_stream.model.gaussian_process import MAX_NEIGHBOR_VALUE, GaussianProcessPrior
+
+
+def is_exact(process: GaussianProcessPrior, num_readings: int) -> bool:
+    """Return whether a process has enough neighbors to be conditioned on all readings of contexts of this size."""
+    return process.num_neighbors >= num_readings
+
+
+def condition_in_order(
+    process: GaussianProcessPrior, features: Tensor, values: Tensor, ages: Tensor
+) -> PriorConditional:
+    """Return the distribution of each reading given all earlier readings of its context.
+
+    It is that of `GaussianProcessPrior.forward` with as many neighbors as there are readings.
+
+    Args:
+        process: The process.
+        features: (N, P) feature codes in the order of the readings, −1 for padding.
+        values: (N, P) values in normalised units. Label codes are ignored.
+        ages: (N, P) float64 seconds since the origin of the record.
+
+    Returns:
+        Distributions of shape (N, P).
+    """
+    context = ProcessContext(process, features, values, ages)
+    own = context.factor.diagonal(dim1=1, dim2=2)
+    mean = process.means[context.codes] + context.residuals - own * context.solution
+    return make_prior_conditional(process, context.codes, context.has_prior, mean, own, values.dtype)
+
+
+def make_prior_conditional(
+    process: GaussianProcessPrior,
+    codes: Tensor,
+    has_prior: Tensor,
+    mean: Tensor,
+    deviation: Tensor,
+    dtype: torch.dtype,
+) -> PriorConditional:
+    """Return mixtures of the usual Gaussian and that of outliers.
+
+    Args:
+        process: The process.
+        codes: Feature codes, of any shape.
+        has_prior: Whether the process contains the readings.
+        mean: The means of both Gaussians.
+        deviation: The standard deviation of the usual Gaussian.
+        dtype: The dtype of the result.
+    """
+    share, factor = process.outlier_share[codes], process.outlier_factor[codes]
+    log_weights = torch.stack([torch.log1p(-share), share.log()], -1)
+    means = torch.where(has_prior, mean, 0.0).unsqueeze(-1).expand_as(log_weights)
+    scales = torch.where(has_prior.unsqueeze(-1), torch.stack([deviation, factor * deviation], -1), 1.0)
+    return PriorConditional(log_weights.to(dtype), means.to(dtype), scales.to(dtype), has_prior)
+
+
+class ProcessContext:
+    """Contexts of readings, with the Cholesky factors of their covariances.
+
+    Args:
+        process: The process.
+        features: (N, P) feature codes, −1 for padding and for space to which readings are added later.
+        values: (N, P) values in normalised units.
+        ages: (N, P) float64 seconds since the origin of the record.
+
+    Attributes:
+        process: The process.
+        codes: (N, P) feature codes, 0 for padding.
+        has_prior: (N, P) bool, whether the process contains the reading; false for padding.
+        ages: (N, P) ages.
+        residuals: (N, P) float64 clipped differences of the values from their means; 0 without prior.
+        factor: (N, P, P) the lower Cholesky factors C. Readings without prior are independent and have variance 1.
+        solution: (N, P) the solutions z of C z = residuals.
+    """
+
+    def __init__(self, process: GaussianProcessPrior, features: Tensor, values: Tensor, ages: Tensor) -> None:
+        self.process, self.ages = process, ages
+        self.has_prior = process.is_linear[features]  # the index −1 selects the last entry, which is false
+        self.codes = features.clamp(min=0)
+        self.residuals = self._compute_residuals(self.codes, values, self.has_prior)
+        covariance = self._compute_covariances(slice(None), self.codes, self.ages)
+        covariance = covariance * self.has_prior.unsqueeze(2)
+        noise = torch.where(self.has_prior, process.compute_noise_variances()[self.codes], 1.0)
+        self.factor: Tensor = torch.linalg.cholesky(covariance + torch.diag_embed(noise))
+        self.solution = torch.linalg.solve_triangular(self.factor, self.residuals.unsqueeze(-1), upper=False)[..., 0]
+
+    def _compute_residuals(self, codes: Tensor, values: Tensor, has_prior: Tensor) -> Tensor:
+        """Return the clipped differences of values from the means of their features, 0 without prior."""
+        residuals = values.double() - self.process.means[codes]
+        return torch.where(has_prior, residuals.clamp(-MAX_NEIGHBOR_VALUE, MAX_NEIGHBOR_VALUE), 0.0)
+
+    def _compute_covariances(self, rows: Tensor | slice, codes: Tensor, ages: Tensor) -> Tensor:
+        """Return the covariances, without noise, of further readings with those of contexts.
+
+        Args:
+            rows: The M contexts.
+            codes: (M, K) feature codes of the further readings.
+            ages: (M, K) their ages.
+
+        Returns:
+            (M, K, P), 0 for readings of the context without prior.
+        """
+        process = self.process
+        lag = (ages.unsqueeze(2) - self.ages[rows].unsqueeze(1)).abs()
+        covariance = torch.zeros_like(lag)
+        for matrix, scale in zip(process.compute_covariances(), process.scales, strict=True):
+            covariance += matrix[codes.unsqueeze(2), self.codes[rows].unsqueeze(1)] * torch.exp(-lag / scale)
+        return covariance * self.has_prior[rows].unsqueeze(1)
+
+    def condition(self, rows: Tensor, codes: Tensor, ages: Tensor, dtype: torch.dtype) -> PriorConditional:
+        """Return the distributions of K targets, each given its context.
+
+        Args:
+            rows: (K,) the context of each target.
+            codes: (K,) feature codes.
+            ages: (K,) ages.
+            dtype: The dtype of the result.
+
+        Returns:
+            Distributions of shape (K, 1).
+        """
+        mean, deviation, _ = self._condition(rows, codes, ages)
+        has_prior = self.process.is_linear[codes]
+        conditional = make_prior_conditional(self.process, codes, has_prior, mean, deviation, dtype)
+        return PriorConditional(*(tensor.unsqueeze(1) for tensor in conditional.tensors))
+
+    def _condition(self, rows: Tensor, codes: Tensor, ages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the mean and the standard deviation of K targets, (K,) each, and v, (K, P)."""
+        process = self.process
+        cross = self._compute_covariances(rows, codes.unsqueeze(1), ages.unsqueeze(1))
+        v = torch.linalg.solve_triangular(self.factor[rows], cross.transpose(1, 2), upper=False)[..., 0]
+        variance = process.compute_covariances().diagonal(dim1=1, dim2=2).sum(0) + process.compute_noise_variances()
+        noise = process.compute_noise_variances()[codes]
+        mean = process.means[codes] + (v * self.solution[rows]).sum(-1)
+        # The variance given the context is at least that of the noise, apart from rounding errors.
+        deviation = torch.maximum(variance[codes] - v.square().sum(-1), noise).sqrt()
+        return mean, deviation, v
+
+    def append(self, rows: Tensor, places: Tensor, codes: Tensor, values: Tensor, ages: Tensor) -> None:
+        """Add one reading to each of K different contexts, in which all readings at its place and later are padding.
+
+        Args:
+            rows: (K,) the contexts.
+            places: (K,) the places of the readings.
+            codes: (K,) feature codes.
+            values: (K,) values in normalised units.
+            ages: (K,) ages.
+        """
+        has_prior = self.process.is_linear[codes]
+        mean, deviation, v = self._condition(rows, codes, ages)
+        deviation = torch.where(has_prior, deviation, 1.0)
+        residuals = self._compute_residuals(codes, values, has_prior)
+        explained = torch.where(has_prior, mean - self.process.means[codes], 0.0)
+        self.factor[rows, places] = v * has_prior.unsqueeze(1)
+        self.factor[rows, places, places] = deviation
+        self.solution[rows, places] = (residuals - explained) / deviation
+        self.residuals[rows, places], self.has_prior[rows, places] = residuals, has_prior
+        self.codes[rows, places], self.ages[rows, places] = codes, ages
+
+
+def pad_context(features: Tensor, values: Tensor, ages: Tensor, num_further: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return contexts with space for further readings, as arguments of `ProcessContext`."""
+    pad = nn.functional.pad
+    return pad(features, (0, num_further), value=-1), pad(values, (0, num_further)), pad(ages, (0, num_further))
