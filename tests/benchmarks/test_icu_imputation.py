@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,14 @@ from scipy.stats import norm
 
 from benchmarks import icu_imputation as imputation
 from benchmarks.irregular_records import make_readings
+from deformer_stream.engine.irregular_imputation import ObservedReadings, Targets
+from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.gaussian_process import GaussianProcessPrior
 from deformer_stream.model.reading_times import ReadingTimes
 from deformer_stream.model.schema import Feature, Schema
+from tests.model.test_irregular_readings import make_config
+
+Floats = NDArray[np.float64]
 
 NUM_PARAMETERS = len(imputation.PARAMETERS)
 
@@ -205,18 +211,36 @@ def test_process_does_not_read_hidden_values(monkeypatch: pytest.MonkeyPatch) ->
     assert again == pytest.approx(quantiles)
 
 
-def test_context_of_the_network_is_near_and_has_each_parameter() -> None:
-    grids = draw_grids(2)
-    visible = imputation.make_stay_readings(grids.values, grids.is_observed)
-    context = imputation.choose_context(visible, 1, 20 * 3600.0, np.random.default_rng(0))
-    own = np.arange(visible.offsets[1], visible.offsets[2])
-    assert set(context.tolist()) <= set(own.tolist())
-    assert len(set(context.tolist())) == len(context)
-    assert set(visible.codes[context].tolist()) == set(visible.codes[own].tolist())
-    distance = np.abs(visible.times[own] - 20 * 3600.0)
-    nearest = own[np.argsort(distance, kind="stable")[: imputation.DEFORMER_CONTEXT]]
-    assert set(nearest.tolist()) <= set(context.tolist())
-    assert context.tolist() != sorted(context.tolist())
+def test_network_gets_the_visible_cells_in_raw_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose quantiles are known is given readings in raw units, and its results are standardised."""
+    rng = np.random.default_rng(3)
+    raw = np.where(rng.random((6, 48, 35)) < 0.2, np.round(50 + 10 * rng.normal(size=(6, 48, 35)), 1), np.nan)
+    grids = imputation.standardise(raw)
+    np.testing.assert_allclose(grids.restore_raw(), np.nan_to_num(raw), atol=1e-9)
+    is_hidden = imputation.hide_cells(grids.is_observed, 0.5)
+    test = np.array([4, 1])
+    features = tuple(Feature(name, "continuous", location=50.0, scale=10.0) for name in reversed(imputation.PARAMETERS))
+    schema = Schema(features, reading_times=ReadingTimes(100_000_000, 1_000_000))
+    model = DEformer(schema, replace(make_config(neighbors=0), context_recent=0, context_block=64)).eval()
+    given = []
+
+    def predict(model: DEformer, observed: ObservedReadings, targets: Targets, levels: list[float]) -> Floats:
+        given.append((observed, targets))
+        return np.repeat(np.array(levels)[:, None], len(targets), 1)
+
+    monkeypatch.setattr(imputation, "impute_quantiles_at_times", predict)
+    quantiles = imputation.impute_by_model(model, grids, is_hidden, test)
+    ((observed, targets),) = given
+    is_visible = grids.is_observed[test] & ~is_hidden[test]
+    names = np.array(imputation.PARAMETERS)
+    assert sorted(observed.values) == pytest.approx(sorted(raw[test][is_visible]))
+    assert [schema.names[code] for code in targets.codes] == names[np.nonzero(is_hidden[test])[2]].tolist()
+    first_hours = [np.flatnonzero(is_visible[i].any(1))[0] for i in (0, 1)]
+    _, hours, columns = np.nonzero(is_hidden[test])
+    assert (targets.ages / 3600 + np.array(first_hours)[targets.records]).tolist() == hours.tolist()
+    assert grids.units is not None
+    expected = (imputation.LEVELS[:, None] - grids.units[0][columns]) / grids.units[1][columns]
+    np.testing.assert_allclose(quantiles, expected)
 
 
 def test_results_are_averaged_over_folds() -> None:
