@@ -25,7 +25,8 @@ AUTO_PRESETS: tuple[Preset, Preset] = ("small", "tiny")
 MIN_STEPS_OF_LARGER_PRESET = 1000
 """Number of training steps from which the larger one of `AUTO_PRESETS` is worth its time.
 
-With fewer of its steps, the smaller one predicts better after the same time (docs/experiments/19-training-steps.md).
+With fewer of its steps, the smaller one predicts better after the same time, for tables of irregular readings, too
+(docs/experiments/19-training-steps.md).
 """
 
 MIN_USEFUL_STEPS = 200

@@ -21,7 +21,7 @@ from deformer_stream.settings import load_settings
 from tests.trainer.irregular import divided, fleet, prepared_irregular
 from tests.trainer.tables import write
 from tests.trainer.test_irregular_examples import CONFIG
-from trainer import gaussian_process
+from trainer import gaussian_process, irregular_job
 from trainer.budget import TimeBudget
 from trainer.cli import command
 from trainer.data import Split
@@ -33,6 +33,7 @@ from trainer.irregular_job import IrregularOutput, train_irregular
 from trainer.irregular_table import IrregularTable
 from trainer.settings import TrainConfig
 
+from trainer.recipes import MIN_STEPS_OF_LARGER_PRESET
 SMALL: dict[str, Any] = {
     "d_model": 16,
     "layers": 1,
@@ -221,3 +222,18 @@ def test_command_trains_and_previews(tmp_path: Path, source: Path) -> None:
     result = CliRunner().invoke(command, [*arguments, *out])
     assert result.exit_code == 0, result.output
     assert "nats a reading (sensor alone" in result.output
+
+
+@pytest.mark.parametrize(("seconds_per_block", "preset"), [(1e-6, "small"), (1e3, "tiny")])
+def test_the_preset_depends_on_the_steps_that_irregular_readings_need(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, seconds_per_block: float, preset: str
+) -> None:
+    monkeypatch.setattr(irregular_job._Job, "_measure_step", lambda job, run: seconds_per_block)
+    settings = TrainConfig(out=tmp_path / "model", irregular=True, epochs=1000)
+    (tmp_path / "work").mkdir()
+    job = irregular_job._Job(settings, tmp_path / "work", TimeBudget(1000.0), lambda line: None)
+    job.prepare([source])
+    job.plan()
+    assert job.settings.preset == preset
+    if preset == "tiny":
+        assert f"at least {MIN_STEPS_OF_LARGER_PRESET}" in job.preset_reason
