@@ -58,7 +58,7 @@ def fit_cusum_scale(
     has_readings: list[NDArray[np.bool_]] = [np.empty((0, num_sensors), bool)]
     start = 0
     while start < len(rows) and should_continue(start):
-        readings = _score_records(model, examples, rows[start : start + RECORDS_PER_PASS], batch_size)
+        readings = score_records(model, examples, rows[start : start + RECORDS_PER_PASS], batch_size)
         num_records = len(readings.codes)
         sensor_sums, record_sums = advance_sums(create_states(num_records, num_sensors), readings)
         record, place = np.nonzero(readings.is_counted)
@@ -75,7 +75,7 @@ def fit_cusum_scale(
     return fit_scale(np.concatenate(largest_sums, 1), np.concatenate(largest_record_sums), np.concatenate(has_readings))
 
 
-def _score_records(model: DEformer, examples: BlockExamples, rows: Ints, batch_size: int) -> CusumReadings:
+def score_records(model: DEformer, examples: BlockExamples, rows: Ints, batch_size: int) -> CusumReadings:
     """Return what the cumulative sums need of all readings of some records.
 
     Values have no noise, as in a stream.

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import PrefixState, advance_prefix_state
+from deformer_stream.calibration.cusum import advance_sums, compute_statistics, create_states
 from deformer_stream.calibration.seen_records import RecordHasher
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
@@ -24,6 +25,7 @@ from tests.trainer.test_irregular_examples import CONFIG
 from trainer import gaussian_process, irregular_job
 from trainer.budget import TimeBudget
 from trainer.cli import command
+from trainer.cusum_scale import fit_cusum_scale, score_records
 from trainer.data import Split
 from trainer.distributed import Ranks
 from trainer.fit import Interrupted
@@ -31,9 +33,9 @@ from trainer.gaussian_process import fit_process
 from trainer.irregular_calibration import average_neg_log_p, score_irregular_records
 from trainer.irregular_job import IrregularOutput, train_irregular
 from trainer.irregular_table import IrregularTable
+from trainer.recipes import MIN_STEPS_OF_LARGER_PRESET
 from trainer.settings import TrainConfig
 
-from trainer.recipes import MIN_STEPS_OF_LARGER_PRESET
 SMALL: dict[str, Any] = {
     "d_model": 16,
     "layers": 1,
@@ -179,6 +181,40 @@ def test_calibration_through_the_engine_gives_the_scores_of_the_blocks(tmp_path:
     means = average_neg_log_p(model, examples, blocks, 16).average_neg_log_p_by_feature(table.schema.names)
     assert set(means) == {"a", "b", "state"}
     assert all(0.3 < mean < 3.0 for mean in means.values())
+
+
+def test_scale_of_cumulative_sums_is_fitted_to_the_scores_of_the_engine(tmp_path: Path) -> None:
+    """The sums of training records, from which the scale is fitted, are those that a stream would have."""
+    table = prepared_irregular(tmp_path, fleet(np.random.default_rng(2)))
+    examples = divided(tmp_path, table)
+    torch.manual_seed(0)
+    model = DEformer(table.schema, replace(CONFIG, context_recent=5, context_block=8)).eval()
+    assert model.process is not None
+    fit_process(model.process, examples, 0)
+    rows = np.random.default_rng(0).permutation(table.select_rows(Split.TRAIN))[:40]
+    scale = fit_cusum_scale(model, examples, rows, 7)
+    assert scale.num_sensors == 3
+    assert (scale.slopes < 1.0).any()  # an untrained model is wrong, so normal records have large sums
+    readings = score_records(model, examples, rows, 7)
+    assert readings.is_counted.sum(1).tolist() == table.num_readings[rows].tolist()
+    sums = advance_sums(create_states(len(rows), 3), readings)
+    statistics = np.where(readings.is_counted, compute_statistics(scale, readings.codes, *sums), 0.0)
+    actual = score_irregular_records(model, table, rows, 5, scale)
+    np.testing.assert_allclose(actual, statistics.max(1), rtol=1e-3, atol=1e-3)
+    assert len(np.unique(actual.round(3))) > 15
+
+
+def test_evidence_fades_by_default(tmp_path: Path, source: Path) -> None:
+    fading = run(source, tmp_path / "fading").calibration
+    assert fading.cusum_scale is not None
+    stored = model_store.read(tmp_path / "fading").calibration
+    assert stored.cusum_scale is not None
+    np.testing.assert_array_equal(stored.cusum_scale.slopes, fading.cusum_scale.slopes)
+    lasting = run(source, tmp_path / "lasting", evidence="lasting").calibration
+    assert lasting.cusum_scale is None
+    assert not np.allclose(lasting.scores, fading.scores, rtol=0.01)
+    with pytest.raises(ConfigError, match="--evidence needs --irregular"):
+        load_settings(TrainConfig, {"out": tmp_path, "evidence": "fading"}, None, "train")
 
 
 @pytest.mark.parametrize(
