@@ -148,7 +148,7 @@ def test_a_scorer_takes_readings_with_times(tmp_path: Path) -> None:
     scorer = deformer_stream.load(write_irregular_model(tmp_path / "m")).scorer(alpha=0.2)
     updates = [scorer.update("r", "sensor0", 0.1 * i, START + 60 * i) for i in range(12)]
     assert all(np.isfinite(update.log_likelihood) for update in updates)
-    repeated = scorer.update("r", "sensor0", 0.0, START)
+    repeated = scorer.update("r", "sensor0", 0.1 * 11, START + 60 * 11)  # the last reading is in the next context
     assert repeated.rejection is not None
     assert repeated.rejection.reason == RejectionReason.DUPLICATE
     without_time = scorer.update("r", "sensor0", 5.0)

@@ -265,7 +265,8 @@ def test_the_preset_depends_on_the_steps_that_irregular_readings_need(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, seconds_per_block: float, preset: str
 ) -> None:
     monkeypatch.setattr(irregular_job._Job, "_measure_step", lambda job, run: seconds_per_block)
-    settings = TrainConfig(out=tmp_path / "model", irregular=True, epochs=1000)
+    options: dict[str, Any] = {"out": tmp_path / "model", "irregular": True, "epochs": 1000}
+    settings = TrainConfig(**options)
     (tmp_path / "work").mkdir()
     job = irregular_job._Job(settings, tmp_path / "work", TimeBudget(1000.0), lambda line: None)
     job.prepare([source])
