@@ -5,9 +5,9 @@ wrong the next ones are. Cumulative sums (CUSUM; Page, "Continuous inspection sc
 readings are as predicted, never below 0. There are sums of three kinds for each sensor s, and one for the record:
 
     improbable   S_s ← max(0, S_s + ln κ + (1 − κ) min(−ln p, c))    readings that the model finds improbable
-    offset       O_s ← max(0, O_s + ln κ + (1 − κ) min(−ln p', c))   readings that differ from what other sensors imply
+    offset       O_s ← max(0, O_s + ln λ + (1 − λ) min(−ln p', c))   readings that differ from what other sensors imply
     repeated     R_s ← R_s + min(−ln P, d) if the sensor repeats its last value, else 0
-    record       T   ← max(0, T + ln κ' + (1 − κ') min(−ln p, c))    improbable readings of any sensors
+    record       T   ← max(0, T + ln λ + (1 − λ) min(−ln p, c))      improbable readings of any sensors
 
 p is the highest-density p-value of the reading (the probability of a value that is at most as likely), p' that given
 the readings of the other sensors only, and P the probability of its value at the resolution of the sensor. A sum is
@@ -46,10 +46,10 @@ KINDS = ("improbable", "offset", "repeated")
 """The kinds of sums that each sensor has, in the order of `CusumScale.slopes` and of the state."""
 
 SENSOR_KAPPA = 0.2
-"""κ of the sums of sensors. A sum rises at p-values below κ^(1/(1 − κ)), here 13%."""
+"""κ of the sums "improbable". A sum rises at p-values below κ^(1/(1 − κ)), here 13%."""
 
-RECORD_KAPPA = 0.1
-"""κ of the sum of the record."""
+OFFSET_KAPPA = RECORD_KAPPA = 0.1
+"""λ of the sums "offset" and of the sum of the record, which rise at p-values below 8%."""
 
 MAX_SURPRISE = 12.0
 """Largest −ln p that counts, in nats. No single reading is stronger evidence, because tails of models are uncertain."""
@@ -207,7 +207,7 @@ def advance_sums(states: Floats32, readings: CusumReadings) -> tuple[Floats, Flo
     sensor_bets = compute_increments(readings.log_p, SENSOR_KAPPA)
     record_bets = compute_increments(readings.log_p, RECORD_KAPPA)
     log_p_others = np.zeros_like(readings.log_p) if readings.log_p_others is None else readings.log_p_others
-    offset_bets = compute_increments(log_p_others, SENSOR_KAPPA)
+    offset_bets = compute_increments(log_p_others, OFFSET_KAPPA)
     repetitions = np.clip(-readings.log_masses, 0.0, MAX_REPETITION)
     for column in range(num_readings):
         rows = np.flatnonzero(readings.is_counted[:, column])

@@ -31,6 +31,7 @@ from deformer_stream.calibration.conformal import (
 from deformer_stream.calibration.cusum import (
     MAX_REPETITION,
     MAX_SURPRISE,
+    OFFSET_KAPPA,
     RECORD_KAPPA,
     SENSOR_KAPPA,
     CusumReadings,
@@ -661,6 +662,7 @@ class ModelVersion:
             record_slope=scale.record_slope,
             record_intercept=scale.record_intercept,
             sensor_kappa=SENSOR_KAPPA,
+            offset_kappa=OFFSET_KAPPA,
             record_kappa=RECORD_KAPPA,
             max_surprise=MAX_SURPRISE,
             max_repetition=MAX_REPETITION,

@@ -447,6 +447,7 @@ class AdvanceTask(KernelStruct):
         "record_slope": REAL,
         "record_intercept": REAL,
         "sensor_kappa": REAL,
+        "offset_kappa": REAL,
         "record_kappa": REAL,
         "max_surprise": REAL,
         "max_repetition": REAL,

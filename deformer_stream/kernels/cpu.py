@@ -423,7 +423,7 @@ def _pack_times(times: ReadingTimes) -> abi.TimeScales:
 CUSUM_ARRAYS = ("cusum_states", "codes", "values", "log_p_others", "log_resolutions", "slopes", "intercepts")
 CUSUM_NUMBERS = (
     *("num_sensors", "record_slope", "record_intercept"),
-    *("sensor_kappa", "record_kappa", "max_surprise", "max_repetition"),
+    *("sensor_kappa", "offset_kappa", "record_kappa", "max_surprise", "max_repetition"),
 )
 """The fields of `abi.AdvanceTask` that only cumulative sums need. They have the names of those of `CusumArguments`."""
 
@@ -444,7 +444,8 @@ class CusumArguments:
         intercepts: (3, F) their intercepts.
         record_slope: Slope of the line of the record's sum.
         record_intercept: Its intercept.
-        sensor_kappa: κ of the sums of sensors.
+        sensor_kappa: κ of the sums "improbable".
+        offset_kappa: That of the sums "offset".
         record_kappa: κ of the sum of a record.
         max_surprise: Largest −ln p that counts.
         max_repetition: Largest increment of the sum "repeated".
@@ -460,6 +461,7 @@ class CusumArguments:
     record_slope: float
     record_intercept: float
     sensor_kappa: float
+    offset_kappa: float
     record_kappa: float
     max_surprise: float
     max_repetition: float

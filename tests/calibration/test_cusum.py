@@ -13,6 +13,7 @@ from deformer_stream.calibration.cusum import (
     KINDS,
     MAX_REPETITION,
     MAX_SURPRISE,
+    OFFSET_KAPPA,
     RECORD_KAPPA,
     SENSOR_KAPPA,
     CusumReadings,
@@ -71,7 +72,7 @@ def advance_by_definition(readings: CusumReadings) -> tuple[NDArray[np.float64],
                 min(-float(log_p[r, k]), MAX_SURPRISE) for log_p in (readings.log_p, readings.log_p_others)
             )
             improbable[s] = max(0.0, improbable[s] + math.log(SENSOR_KAPPA) + (1 - SENSOR_KAPPA) * surprise)
-            offset[s] = max(0.0, offset[s] + math.log(SENSOR_KAPPA) + (1 - SENSOR_KAPPA) * other)
+            offset[s] = max(0.0, offset[s] + math.log(OFFSET_KAPPA) + (1 - OFFSET_KAPPA) * other)
             rise = min(-float(readings.log_masses[r, k]), MAX_REPETITION)
             repeated[s] = repeated[s] + rise if last[s] == value else 0.0
             last[s] = value

@@ -24,6 +24,7 @@ from deformer_stream.calibration.conformal import (
 from deformer_stream.calibration.cusum import (
     MAX_REPETITION,
     MAX_SURPRISE,
+    OFFSET_KAPPA,
     RECORD_KAPPA,
     SENSOR_KAPPA,
     CusumReadings,
@@ -262,6 +263,7 @@ def test_cumulative_sums_equal_those_of_the_reference(seed: int, has_others: boo
         record_slope=scale.record_slope,
         record_intercept=scale.record_intercept,
         sensor_kappa=SENSOR_KAPPA,
+        offset_kappa=OFFSET_KAPPA,
         record_kappa=RECORD_KAPPA,
         max_surprise=MAX_SURPRISE,
         max_repetition=MAX_REPETITION,

@@ -208,7 +208,7 @@ typedef struct {
     int64_t num_records, num_sensors;
     double p_value_exponent;             /* power to which p-values are raised before they are combined */
     double record_slope, record_intercept; /* line that turns the sum of the record into a statistic */
-    double sensor_kappa, record_kappa;   /* kappa of the sums of sensors and of the sum of the record */
+    double sensor_kappa, offset_kappa, record_kappa; /* kappa of the sums "improbable" and "offset", and of the record */
     double max_surprise, max_repetition; /* largest -ln p that counts, and largest increment of "repeated" */
 } AdvanceTask;
 

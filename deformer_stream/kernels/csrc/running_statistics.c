@@ -34,7 +34,7 @@ static double advance_cusums(const AdvanceTask *task, int64_t record_index, int6
     double log_p_others = task->log_p_others ? task->log_p_others[m] : 0;
     double repetition = fmin(fmax(-(log_prob + task->log_resolutions[code]), 0), task->max_repetition);
     *improbable = (float)fmax(*improbable + bet(log_p, task->sensor_kappa, task->max_surprise), 0);
-    *offset = (float)fmax(*offset + bet(log_p_others, task->sensor_kappa, task->max_surprise), 0);
+    *offset = (float)fmax(*offset + bet(log_p_others, task->offset_kappa, task->max_surprise), 0);
     *repeated = *last_value == task->values[m] ? (float)(*repeated + repetition) : 0;
     *last_value = task->values[m];
     *record = (float)fmax(*record + bet(log_p, task->record_kappa, task->max_surprise), 0);
