@@ -190,7 +190,7 @@ class GruD:
                 for array, tensor in zip((log_weights, means, scales), mixture, strict=True):
                     array[target] = tensor.numpy()[chosen]
         log_densities, log_p_values = score_mixtures(log_weights, means, scales, z)
-        return PrefixScores(combine_p_values(log_p_values, readings.offsets), log_densities)
+        return PrefixScores(combine_p_values(log_p_values, readings.offsets), log_densities, log_p_values)
 
 
 Chunk = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Ints]

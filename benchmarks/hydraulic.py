@@ -29,9 +29,13 @@ from benchmarks.irregular_alerts import (
     format_auroc,
     format_detections,
     format_false_alarms,
+)
+from benchmarks.irregular_contenders import (
+    add_contender_options,
+    describe_times,
+    make_contenders,
     measure_contenders,
 )
-from benchmarks.irregular_contenders import add_contender_options, describe_times, make_contenders
 from benchmarks.irregular_records import (
     Bools,
     FaultyReadings,

@@ -10,7 +10,6 @@ Densities have one statistic in common: the engine's combination of the highest-
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,10 +42,12 @@ class PrefixScores:
         statistics: (M,) the statistic of the record's readings up to this one; larger is more anomalous.
         log_likelihoods: (M,) ln p(reading | earlier readings of its record) in the common units of the benchmark; NaN
             for readings without one. None if the contender has no density.
+        log_p_values: (M,) ln of the highest-density p-values of the readings; None if the contender has no density.
     """
 
     statistics: Floats
     log_likelihoods: Floats | None = None
+    log_p_values: Floats | None = None
 
 
 class Contender(Protocol):
@@ -319,14 +320,3 @@ def _average(entries: Sequence[Any], key: str = "") -> Any:
     if not numbers:
         return None
     return sum(numbers) if key in ("alarms", "records", "low", "high") else float(np.mean(numbers))
-
-
-def measure_contenders(
-    contenders: Sequence[Contender], case: Case, description: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """Measure contenders one after the other; print and return a JSON line for each that begins with a description."""
-    lines = []
-    for contender in contenders:
-        lines.append({**description, **measure_contender(contender, case)})
-        print(json.dumps(lines[-1]), flush=True)
-    return lines

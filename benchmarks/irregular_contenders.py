@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gru_d import GruD
-from benchmarks.irregular_alerts import Contender
+from benchmarks.irregular_alerts import Case, Contender, measure_contender
+from benchmarks.irregular_cusums import CusumContender
 from benchmarks.irregular_deformer import CommandDeformer
 from benchmarks.irregular_peers import CarriedForward, IntervalMixture, LastValue, MarginalMixtures
 
@@ -54,3 +58,20 @@ def describe_times(arguments: argparse.Namespace) -> str:
     """Return a sentence with the durations of the training runs."""
     deformer = f", the deformer for at most {arguments.max_time}" if arguments.deformer else ""
     return f"GRU-D trains for {arguments.peer_time:g} s{deformer}."
+
+
+def measure_contenders(
+    contenders: Sequence[Contender], case: Case, description: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Measure contenders one after the other; print and return a JSON line for each that begins with a description.
+
+    A contender with p-values is measured a second time, with cumulative sums (`irregular_cusums`).
+    """
+    lines = []
+    for contender in contenders:
+        lines.append({**description, **measure_contender(contender, case)})
+        print(json.dumps(lines[-1]), flush=True)
+        if contender.score(case.calibration.select([0])).log_p_values is not None:
+            lines.append({**description, **measure_contender(CusumContender(contender, case.train), case)})
+            print(json.dumps(lines[-1]), flush=True)
+    return lines

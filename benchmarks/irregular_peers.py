@@ -162,7 +162,7 @@ class MarginalMixtures:
     def _score_mixtures(self, readings: Readings, log_weights: Floats, means: Floats, scales: Floats) -> PrefixScores:
         z = self.units.normalise(readings.codes, readings.values)
         log_densities, log_p_values = score_mixtures(log_weights, means, scales, z)
-        return PrefixScores(combine_p_values(log_p_values, readings.offsets), log_densities)
+        return PrefixScores(combine_p_values(log_p_values, readings.offsets), log_densities, log_p_values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,7 +458,7 @@ class IntervalMixture:
             index = reading[is_own]
             log_weights[index], means[index], scales[index] = w[is_own], m[is_own], s[is_own]
         log_densities, log_p_values = score_mixtures(log_weights, means, scales, z)
-        return PrefixScores(combine_p_values(log_p_values, readings.offsets), log_densities)
+        return PrefixScores(combine_p_values(log_p_values, readings.offsets), log_densities, log_p_values)
 
     def _compute_conditionals(self, columns: Ints, values: Floats, is_present: Bools) -> tuple[Floats, Floats, Floats]:
         """Return the distribution of each value given the values to the left of it in its row: K Gaussians.

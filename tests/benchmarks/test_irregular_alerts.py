@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from benchmarks import fleet, hydraulic, icu, irregular_deformer
 from benchmarks import irregular_alerts as alerts
 from benchmarks.early import compute_false_alarm_bounds
+from benchmarks.irregular_cusums import CusumContender
 from benchmarks.irregular_records import FaultyReadings, Readings, compute_log_slopes, fit_units, make_readings
 from deformer_stream.calibration.conformal import PrefixState, advance_prefix_state
 from deformer_stream.errors import InputError
@@ -130,6 +132,49 @@ def test_contenders_are_measured_and_averaged() -> None:
     assert (alarms["records"], average["0.05"]["faults"]["larger"]["records"]) == (200, 100)
     detected = [entry["faults"]["larger"]["detected"] for entry in (first, second)]
     assert average["0.05"]["faults"]["larger"]["detected"] == pytest.approx(np.mean(detected))
+
+
+class LateFaults:
+    """A density with standard normal readings."""
+
+    name = "normal"
+
+    def fit(self, train: Readings) -> None:
+        """Do nothing."""
+
+    def score(self, readings: Readings) -> alerts.PrefixScores:
+        """Return the log-densities and two-sided p-values of a standard normal distribution."""
+        log_p = np.log(np.maximum([math.erfc(abs(x) / math.sqrt(2)) for x in readings.values.tolist()], 1e-300))
+        statistics = alerts.combine_p_values(log_p, readings.offsets)
+        return alerts.PrefixScores(statistics, -0.5 * np.square(readings.values), log_p)
+
+
+def test_cumulative_sums_of_a_density_detect_late_and_stuck_faults() -> None:
+    """After 300 normal readings: those of one of four sensors become wide, or repeat the last value."""
+    rng, num_readings = np.random.default_rng(0), 400
+    normal = make_records([num_readings] * 300)
+    codes = np.tile(np.arange(num_readings) % 4, 300)
+    replaced = {"sensors": ("a", "b", "c", "d"), "codes": codes, "values": rng.normal(size=len(codes)).round(2)}
+    normal = Readings(**{key: getattr(normal, key) for key in normal.__slots__} | replaced)
+    train, calibration, test = (normal.select(range(start, start + 100)) for start in (0, 100, 200))
+    is_faulty = (test.times >= 300) & (test.codes == 1)
+    before = test.values[(test.times == 297)][test.record_index]  # the last reading of the sensor before the fault
+    plain, summed = LateFaults(), CusumContender(LateFaults(), train)
+    shares = {}
+    for name, values in {"wide": 1.8 * test.values, "stuck": before, "none": test.values}.items():
+        faulty = Readings(
+            **{key: getattr(test, key) for key in test.__slots__} | {"values": np.where(is_faulty, values, test.values)}
+        )
+        for contender in (plain, summed):
+            statistics = contender.score(calibration).statistics
+            alert_times = alerts.find_alert_times(
+                alerts.calibrate(statistics, calibration.offsets), contender.score(faulty).statistics, faulty, 0.05
+            )
+            shares[name, contender.name] = float(np.isfinite(alert_times).mean())
+    sums = "normal, cumulative sums"
+    assert shares["wide", sums] > shares["wide", "normal"] + 0.3
+    assert shares["stuck", sums] > 0.9 > 0.3 > shares["stuck", "normal"]
+    assert shares["none", sums] < 0.15
 
 
 @pytest.mark.parametrize("module", [icu, fleet, hydraulic])

@@ -1,0 +1,84 @@
+"""The deformer's cumulative sums (`deformer_stream.calibration.cusum`) on the p-values of other densities.
+
+So that a comparison shows what the density contributes and what the sums do, each density is also measured with them.
+They get the sums "improbable" and "repeated" of each sensor, and that of the record. The sum "offset" needs predictions
+from other sensors, which only the deformer's process gives.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from benchmarks.irregular_alerts import RECORDS_PER_BATCH, Contender, Floats, PrefixScores
+from benchmarks.irregular_records import Readings, fit_units
+from deformer_stream.calibration.cusum import (
+    KINDS,
+    CusumReadings,
+    CusumScale,
+    advance_sums,
+    compute_log_resolutions,
+    compute_statistics,
+    create_states,
+    fit_scale,
+)
+from deformer_stream.ragged import ragged_indices
+
+MAX_SCALE_RECORDS = 1000
+"""Largest number of training records to which the scale of the sums is fitted, as in `trainer.cusum_scale`."""
+
+
+class CusumContender:
+    """A fitted density with cumulative sums in place of the combination of all p-values.
+
+    Args:
+        density: The density, which is fitted already.
+        train: Its training records, to which the scale is fitted.
+    """
+
+    def __init__(self, density: Contender, train: Readings) -> None:
+        self.density, self.name = density, f"{density.name}, cumulative sums"
+        self.log_resolutions = compute_log_resolutions(fit_units(train))
+        records = np.random.default_rng(0).permutation(len(train.records))[:MAX_SCALE_RECORDS]
+        sample = train.select(records)
+        num_sensors = len(sample.sensors)
+        sensor_sums, record_sums = self._compute_sums(sample, density.score(sample))
+        largest = np.zeros((len(KINDS), len(sample.records), num_sensors))
+        has_readings = np.zeros((len(sample.records), num_sensors), bool)
+        has_readings[sample.record_index, sample.codes] = True
+        for kind in range(len(KINDS)):
+            np.maximum.at(largest[kind], (sample.record_index, sample.codes), sensor_sums[kind])
+        largest_record_sums = np.zeros(len(sample.records))
+        np.maximum.at(largest_record_sums, sample.record_index, record_sums)
+        self.scale: CusumScale = fit_scale(largest, largest_record_sums, has_readings)
+
+    def fit(self, train: Readings) -> None:
+        """Do nothing: the density is fitted already."""
+
+    def score(self, readings: Readings) -> PrefixScores:
+        """Score the prefixes of records in order of time."""
+        scores = self.density.score(readings)
+        sensor_sums, record_sums = self._compute_sums(readings, scores)
+        codes = readings.codes[None]
+        statistics = compute_statistics(self.scale, codes, sensor_sums[:, None], record_sums[None])[0]
+        return PrefixScores(statistics, scores.log_likelihoods, scores.log_p_values)
+
+    def _compute_sums(self, readings: Readings, scores: PrefixScores) -> tuple[Floats, Floats]:
+        """Return the sums of each reading's sensor, (3, M), and of its record, (M,), after the reading."""
+        if scores.log_p_values is None or scores.log_likelihoods is None:
+            raise ValueError(f"{self.density.name} has no density: cumulative sums need its p-values")
+        log_masses = np.nan_to_num(scores.log_likelihoods) + self.log_resolutions[readings.codes]
+        sensor_sums, record_sums = np.zeros((len(KINDS), len(readings))), np.zeros(len(readings))
+        for start in range(0, len(readings.records), RECORDS_PER_BATCH):
+            bounds = readings.offsets[start : start + RECORDS_PER_BATCH + 1]
+            lengths = np.diff(bounds)
+            row, place = ragged_indices(lengths)
+            span, shape = slice(int(bounds[0]), int(bounds[-1])), (len(lengths), int(lengths.max()))
+            codes, values = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+            log_p, masses, is_counted = np.zeros(shape), np.zeros(shape), np.zeros(shape, bool)
+            codes[row, place], values[row, place] = readings.codes[span], readings.values[span]
+            log_p[row, place], masses[row, place] = scores.log_p_values[span], log_masses[span]
+            is_counted[row, place] = True
+            states = create_states(len(lengths), len(readings.sensors))
+            own = advance_sums(states, CusumReadings(codes, values, log_p, None, masses, is_counted))
+            sensor_sums[:, span], record_sums[span] = own[0][:, row, place], own[1][row, place]
+        return sensor_sums, record_sums
