@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream.model.deformer import DEformer
+from deformer_stream.model.process_conditionals import apply_process
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.time_inputs import find_previous_of_sensor
 from trainer.evaluate import NUMBERS_OF_BINS, compute_log_density
@@ -195,7 +196,7 @@ def _compute_process_log_p(model: DEformer, batch: BlockBatch) -> Floats:
         return np.full(batch.features.shape, np.nan)
     with torch.inference_mode():
         features, values, ages = (t.to(model.device) for t in (batch.features, batch.values, batch.ages))
-        prior = model.process(features, values, ages)
+        prior = apply_process(model.process, features, values, ages)
         z = (values.unsqueeze(-1) - prior.means) / prior.scales
         log_p = torch.logsumexp(
             prior.log_weights - prior.scales.log() - 0.5 * z.square() - 0.5 * np.log(2.0 * np.pi), -1

@@ -26,6 +26,7 @@ from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.distributions import Conditional
 from deformer_stream.model.gaussian_prior import PriorConditional
+from deformer_stream.model.process_conditionals import apply_process
 
 Ints = NDArray[np.int64]
 
@@ -319,7 +320,7 @@ def _compute_tree_inputs(
     for start in range(0, len(path_codes), rows_per_pass):
         rows = slice(start, start + rows_per_pass)
         if model.process is not None:
-            priors.append(model.process(path_codes[rows], path_values[rows], path_ages[rows]))
+            priors.append(apply_process(model.process, path_codes[rows], path_values[rows], path_ages[rows]))
         encoded = model.encode_times(path_codes[rows], path_ages[rows])
         if encoded is not None:
             times.append(encoded)

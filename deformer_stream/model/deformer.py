@@ -53,7 +53,7 @@ from deformer_stream.model.distributions import Conditional, Head
 from deformer_stream.model.gaussian_prior import MAX_CONDITIONING_VALUE, GaussianPrior, PriorConditional
 from deformer_stream.model.gaussian_process import NUM_COMPONENTS, GaussianProcessPrior
 from deformer_stream.model.layers import Encoder, TransformerLayer
-from deformer_stream.model.process_conditionals import condition_in_order, is_exact
+from deformer_stream.model.process_conditionals import apply_process
 from deformer_stream.model.ranking import Ranking
 from deformer_stream.model.schema import LINEAR_LIMIT, Schema
 from deformer_stream.model.time_inputs import compute_gaps, encode_times
@@ -452,9 +452,7 @@ class DEformer(nn.Module):
             prior = cast(PriorConditional, self.gaussians(features, values))
             prior = prior[:, first:] if first else prior
         elif self.process is not None and ages is not None:
-            if is_exact(self.process, features.shape[1]):
-                return condition_in_order(self.process, features, values, ages)[:, first:]
-            prior = self.process(features, values, ages, first)
+            prior = apply_process(self.process, features, values, ages, first)
         return prior
 
     def _unpack_cached_readings(self, cache: KVCacheView) -> tuple[Tensor, Tensor]:

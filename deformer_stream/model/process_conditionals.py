@@ -28,6 +28,19 @@ def is_exact(process: GaussianProcessPrior, num_readings: int) -> bool:
     return process.num_neighbors >= num_readings
 
 
+def apply_process(
+    process: GaussianProcessPrior, features: Tensor, values: Tensor, ages: Tensor, first: int = 0
+) -> PriorConditional:
+    """Return `process(features, values, ages, first)`, by one Cholesky factor for each context if it is exact.
+
+    With as many neighbors as readings, the computation by neighbors would need memory for a matrix for each reading.
+    """
+    if is_exact(process, features.shape[1]):
+        return condition_in_order(process, features, values, ages)[:, first:]
+    conditional: PriorConditional = process(features, values, ages, first)
+    return conditional
+
+
 def condition_in_order(
     process: GaussianProcessPrior, features: Tensor, values: Tensor, ages: Tensor
 ) -> PriorConditional:

@@ -80,6 +80,6 @@ def test_a_network_with_enough_neighbors_uses_them(monkeypatch: pytest.MonkeyPat
     codes, values, ages = draw_contexts(2, 12, 3)
     with torch.inference_mode():
         exact = model.log_prob(codes, values, ages=ages)
-        monkeypatch.setattr("deformer_stream.model.deformer.is_exact", lambda *given: False)
+        monkeypatch.setattr("deformer_stream.model.process_conditionals.is_exact", lambda *given: False)
         by_neighbors = model.log_prob(codes, values, ages=ages)
     torch.testing.assert_close(exact, by_neighbors, rtol=0, atol=1e-9)
