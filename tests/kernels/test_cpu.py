@@ -331,7 +331,9 @@ def test_score_terms_and_conditionals_equal_pytorchs(
     terms = kernels.score(cache, batch).reshape(3, 4, L)
     for term, pytorch_term, conditional_term in zip(terms, astuple(expected), astuple(of_conditionals), strict=True):
         np.testing.assert_allclose(term, pytorch_term.numpy(), rtol=1e-3, atol=2e-3)
-        np.testing.assert_allclose(term, conditional_term.numpy(), rtol=1e-4, atol=1e-3)
+        # At the mode, ln p-value falls like the square root of the surprisal minus its minimum. This difference has the
+        # rounding errors of float32, of the order of 1e-6, so those of ln p-value are of the order of 1e-3.
+        np.testing.assert_allclose(term, conditional_term.numpy(), rtol=1e-4, atol=2e-3)
 
 
 def test_bfloat16_changes_scores_a_little() -> None:
