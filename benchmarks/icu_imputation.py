@@ -101,7 +101,8 @@ TRAINING_SETTINGS = {
 """Settings of the deformer for imputation.
 
 All examples are in random order. A stay has 330 cells in the median and 493 at most in 99% of the stays, so a block of
-512 readings usually is a complete stay. The Gaussian process is conditioned on all readings before each one. With this share for calibration, 70% of all stays are trained on, as in CSDI;
+512 readings usually is a complete stay. The Gaussian process is conditioned on all readings before each one. With this
+share for calibration, 70% of all stays are trained on, as in CSDI;
 the protocol's validation stays are calibrated and validated with.
 """
 

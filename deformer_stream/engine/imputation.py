@@ -40,9 +40,9 @@ CACHE_BYTES = 256 * 2**20
 class ImputedValues:
     """Estimates of missing readings: of N records with F features, or of T targets (`engine.irregular_imputation`).
 
-    Each attribute has shape (N, F) or (T,), with NaN for readings that were not imputed. Values are in raw units. They are
-    clipped to the range of the training values, extended by its width on either side. For discrete features, all
-    attributes but `median` are NaN.
+    Each attribute has shape (N, F) or (T,), with NaN for readings that were not imputed. Values are in raw units.
+    They are clipped to the range of the training values, extended by its width on either side. For discrete
+    features, all attributes but `median` are NaN.
 
     Attributes:
         median: Median of the reading given the present readings of its record. It minimises the expected absolute

@@ -12,8 +12,8 @@ Targets whose runs are the same share a context, which the network processes onc
 quarter of its length, so that each target has at least about a third of the run on either side, unless the record
 begins or ends there.
 
-If the Gaussian process has as many neighbors as a context has readings, its conditionals are computed for all targets of
-a context from one Cholesky factor (`model.process_conditionals`).
+If the Gaussian process has as many neighbors as a context has readings, its conditionals are computed for all targets
+of a context from one Cholesky factor (`model.process_conditionals`).
 
 The order of a context is that of a training example in random order (`trainer.examples`): first the readings outside of
 the run, in order of time, then those of the run in an order that is random but always the same.
