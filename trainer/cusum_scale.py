@@ -31,6 +31,10 @@ Floats = NDArray[np.float64]
 MAX_SCALE_RECORDS = 1000
 """Largest number of training records to which the scale is fitted."""
 
+MIN_SCALE_RECORDS = 100
+"""Smallest number of training records to which the scale is fitted, even if time is over. A tail is then that of the
+largest ten sums."""
+
 RECORDS_PER_PASS = 16
 """Number of records whose blocks are gathered together. It bounds memory."""
 

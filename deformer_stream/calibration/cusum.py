@@ -24,6 +24,9 @@ records. Their tail is described by an exponential distribution, P(largest value
 to training records (`fit_scale`). The statistic of a reading is the largest of −ln P over the sums that it updates.
 The largest statistic so far is the anomaly score of the record. It is calibrated as any other
 (`conformal.Calibration`), so the false-alarm rate does not depend on these descriptions.
+
+A reading raises an alert only if it raises the anomaly score. The kind of the sum with its largest statistic is the
+evidence of the alert (`find_largest_kinds`).
 """
 
 from __future__ import annotations
@@ -40,10 +43,21 @@ from deformer_stream.model.schema import Schema
 Floats = NDArray[np.float64]
 Floats32 = NDArray[np.float32]
 Ints = NDArray[np.int64]
+Codes = NDArray[np.int8]
 Bools = NDArray[np.bool_]
 
 KINDS = ("improbable", "offset", "repeated")
 """The kinds of sums that each sensor has, in the order of `CusumScale.slopes` and of the state."""
+
+EVIDENCE_KINDS = (*KINDS, "record")
+"""The kinds of all sums, in the order of their codes from 0."""
+
+NO_KIND = -1
+"""The code for readings that have not raised the anomaly score of their record."""
+
+TIE_TOLERANCE = 1e-4
+"""Statistics of one reading that differ by at most this number of nats count as equal, so that rounding does not decide
+which kind is the evidence. The sum of the record and a sum "offset" are often equal after the first readings."""
 
 SENSOR_KAPPA = 0.2
 """κ of the sums "improbable". A sum rises at p-values below κ^(1/(1 − κ)), here 13%."""
@@ -64,7 +78,7 @@ MIN_TAIL_RECORDS = 5
 """Smallest number of records in that tail."""
 
 MIN_FITTED_RECORDS = 20
-"""Smallest number of records with readings of a sensor from which its tails are fitted. With fewer, b is 1 and u 0."""
+"""Smallest number of largest sums to which a tail is fitted. A sensor that has fewer gets the tail of all sensors."""
 
 MIN_TAIL_SCALE = 1.0
 """Smallest scale b of a tail, in nats. It is that of a sum if the model is right."""
@@ -243,13 +257,33 @@ def compute_statistics(scale: CusumScale, codes: Ints, sensor_sums: Floats, reco
         sensor_sums: (3, R, L) the sums of each reading's sensor after the reading.
         record_sums: (R, L) the sums of the records after each reading.
     """
+    return np.asarray(compute_statistics_by_kind(scale, codes, sensor_sums, record_sums).max(0))
+
+
+def compute_statistics_by_kind(scale: CusumScale, codes: Ints, sensor_sums: Floats, record_sums: Floats) -> Floats:
+    """Return the statistic of each sum that a reading updates, (4, R, L), a row for each of `EVIDENCE_KINDS`.
+
+    The arguments are those of `compute_statistics`.
+    """
     sensor_statistics = scale.intercepts[:, codes] + scale.slopes[:, codes] * sensor_sums
     record_statistics = scale.record_intercept + scale.record_slope * record_sums
-    return np.asarray(np.maximum(sensor_statistics.max(0), record_statistics))
+    return np.concatenate([sensor_statistics, record_statistics[None]])
+
+
+def find_largest_kinds(statistics_by_kind: Floats) -> Codes:
+    """Return the code of the kind with the largest statistic, (R, L); the first one of those that count as equal.
+
+    Args:
+        statistics_by_kind: (4, R, L) the statistics of the sums that each reading updates.
+    """
+    is_largest = statistics_by_kind >= statistics_by_kind.max(0) - TIE_TOLERANCE
+    return is_largest.argmax(0).astype(np.int8)
 
 
 def fit_scale(largest_sums: Floats, largest_record_sums: Floats, has_readings: Bools) -> CusumScale:
     """Fit the tails of the largest sums of N normal records.
+
+    A sensor with readings in few of the records gets the tail of the sums of all sensors.
 
     Args:
         largest_sums: (3, N, F) the largest value of each sum over the readings of a record.
@@ -260,21 +294,23 @@ def fit_scale(largest_sums: Floats, largest_record_sums: Floats, has_readings: B
     scale = CusumScale.neutral(num_sensors)
     slopes, intercepts = scale.slopes.copy(), scale.intercepts.copy()
     for kind in range(len(KINDS)):
+        line_of_all = _fit_line(largest_sums[kind][has_readings], (1.0, 0.0))
         for sensor in range(num_sensors):
             sums = largest_sums[kind, has_readings[:, sensor], sensor]
-            slopes[kind, sensor], intercepts[kind, sensor] = _fit_line(sums)
-    return CusumScale(slopes, intercepts, *_fit_line(largest_record_sums))
+            slopes[kind, sensor], intercepts[kind, sensor] = _fit_line(sums, line_of_all)
+    return CusumScale(slopes, intercepts, *_fit_line(largest_record_sums, (1.0, 0.0)))
 
 
-def _fit_line(largest_sums: Floats) -> tuple[float, float]:
+def _fit_line(largest_sums: Floats, default: tuple[float, float]) -> tuple[float, float]:
     """Return slope and intercept of the line that turns a sum x into −ln P(largest sum of a normal record ≥ x).
 
     Args:
         largest_sums: (N,) the largest sums of the normal records with readings of the sensor.
+        default: Slope and intercept if there are too few sums.
     """
     count = len(largest_sums)
     if count < MIN_FITTED_RECORDS:
-        return 1.0, 0.0
+        return default
     num_tail = max(MIN_TAIL_RECORDS, int(TAIL_SHARE * count))
     ordered = np.sort(largest_sums)
     threshold = float(ordered[-num_tail - 1])

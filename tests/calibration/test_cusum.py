@@ -158,16 +158,23 @@ def test_fitted_scale_states_the_probability_of_a_sum() -> None:
     assert scale.record_slope == pytest.approx(1 / 3.0, rel=0.1)
 
 
-def test_scale_of_rare_or_constant_sensors_is_that_of_a_right_model() -> None:
-    """A sensor of few records keeps the line of a right model; a sum that never rises is not divided by zero."""
-    largest = np.zeros((len(KINDS), 100, 2))
-    has_readings = np.ones((100, 2), bool)
+def test_scale_of_rare_sensors_is_that_of_all_sensors() -> None:
+    """A sensor of few records gets the tail of all sums; a sum that never rises is not divided by zero."""
+    rng = np.random.default_rng(0)
+    largest = np.zeros((len(KINDS), 100, 3))
+    largest[0, :, 1] = rng.exponential(5.0, 100)
+    has_readings = np.ones((100, 3), bool)
     has_readings[10:, 0] = False
-    largest[:, :10, 0] = 30.0
+    largest[:, :10, 0] = 300.0
     scale = fit_scale(largest, np.zeros(100), has_readings)
-    np.testing.assert_array_equal(scale.slopes, 1.0)
-    np.testing.assert_array_equal(scale.intercepts[:, 0], 0.0)
-    np.testing.assert_allclose(scale.intercepts[:, 1], math.log(10.0))
+    assert scale.slopes[0, 0] < 0.1  # 10 of 210 sums are 300
+    assert scale.slopes[0, 1] == pytest.approx(0.2, rel=0.5)
+    np.testing.assert_array_equal(scale.slopes[:, 2], 1.0)
+    np.testing.assert_allclose(scale.intercepts[:, 2], math.log(10.0))
+    # Without enough sums of all sensors, the scale is that of a right model.
+    few = fit_scale(largest[:, :6], np.zeros(6), has_readings[:6])
+    np.testing.assert_array_equal(few.slopes, 1.0)
+    np.testing.assert_array_equal(few.intercepts, 0.0)
 
 
 def test_statistic_is_the_largest_over_the_sums_of_the_sensor_and_the_record() -> None:
