@@ -277,7 +277,7 @@ def find_largest_kinds(statistics_by_kind: Floats) -> Codes:
         statistics_by_kind: (4, R, L) the statistics of the sums that each reading updates.
     """
     is_largest = statistics_by_kind >= statistics_by_kind.max(0) - TIE_TOLERANCE
-    return is_largest.argmax(0).astype(np.int8)
+    return np.asarray(is_largest.argmax(0), np.int8)
 
 
 def fit_scale(largest_sums: Floats, largest_record_sums: Floats, has_readings: Bools) -> CusumScale:

@@ -12,7 +12,7 @@ from datetime import UTC, date, datetime, tzinfo
 
 from deformer_stream.calibration.conformal import extract_group
 from deformer_stream.calibration.drift_state import DriftNotice
-from deformer_stream.engine.events import NO_TIME, Alert, Contribution
+from deformer_stream.engine.events import NO_TIME, Alert, Contribution, Evidence
 from deformer_stream.model.windows import WINDOW_SEPARATOR
 from deformer_stream.report.pages import format_number
 
@@ -35,6 +35,14 @@ MAX_MORE_DIGITS = 6
 MAX_LISTED_FEATURES = 3
 """Largest number of features that a line names."""
 
+EVIDENCE_TEXTS = {
+    "improbable": "{sensor} is improbable",
+    "offset": "{sensor} differs from what other sensors imply",
+    "repeated": "{sensor} repeats its last value",
+    "record": "improbable readings of several sensors",
+}
+"""What a line says about the evidence of an alert, by its kind."""
+
 MAX_TEXT_CHARACTERS = 60
 """Length from which names and labels are shortened."""
 
@@ -51,7 +59,8 @@ def format_alert_line(alert: Alert, zone: tzinfo | None = None, today: date | No
     """Return an alert as one line of text.
 
     The line names the readings to which the alert is attributed, at most three. If the alert has no explanation, it
-    names none. Characters that could change what a terminal shows are escaped.
+    names none. If a cumulative sum has raised the alert, its kind and sensor follow. Characters that could change what
+    a terminal shows are escaped.
 
     Args:
         alert: The alert.
@@ -67,12 +76,19 @@ def format_alert_line(alert: Alert, zone: tzinfo | None = None, today: date | No
     # Without suspects, the first contribution is the most suspicious reading. Without explanations there is none.
     named = suspects[:MAX_LISTED_FEATURES] or list(alert.contributions[:1])
     cause = "; ".join(map(format_contribution, named)) or "the readings are improbable together"
+    if alert.evidence is not None:
+        cause += f"; evidence: {_format_evidence(alert.evidence)}"
     progress = f"{alert.features_seen} of {alert.features_expected} readings"
     if alert.raised_at != alert.features_seen:  # readings are irregular: a sensor reports any number of times
         progress = f"{alert.raised_at} readings of {alert.features_seen} of {alert.features_expected} sensors"
     figures = f"p = {_format_p_value(alert.p_value)}, {progress}"
     severity = f", severity {alert.severity}" if alert.severity > 1 else ""
     return f"{_format_time(alert.time, zone, today)}{_name_record(alert.record)}: {cause} ({figures}{severity})"
+
+
+def _format_evidence(evidence: Evidence) -> str:
+    """Return which cumulative sum has raised an alert, such as "flow repeats its last value"."""
+    return EVIDENCE_TEXTS[evidence.kind].format(sensor=_make_printable(evidence.sensor or ""))
 
 
 def summarize_cause(alert: Alert) -> dict[str, str | float]:

@@ -18,7 +18,7 @@ from deformer_stream.codec.columns import decode_dictionary, is_text, to_python_
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, UnreadablePayload, WideRows
 from deformer_stream.codec.tables import ROW_FILE_COLUMN, ROW_NUMBER_COLUMN
 from deformer_stream.codec.timestamps import format_rfc3339
-from deformer_stream.engine.events import Alert, Contribution, Rejection
+from deformer_stream.engine.events import Alert, Contribution, Evidence, Rejection
 
 MAX_ALERT_BYTES = 2**19
 """Maximum size of an alert in bytes: half of the default limit of a Kafka topic. Without it, long labels from the input
@@ -56,6 +56,7 @@ def encode_alert(alert: Alert, data: Payload | None) -> bytes:
         "model": alert.model,
         "source": source,
         "silenced_by": alert.silenced_by,
+        **({} if alert.evidence is None else {"evidence": _evidence_to_json(alert.evidence)}),
         "contributions": [_contribution_to_json(contribution) for contribution in alert.contributions],
     }
     encoded = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -64,6 +65,12 @@ def encode_alert(alert: Alert, data: Payload | None) -> bytes:
         document["contributions"] = document["contributions"][:num_kept]
         encoded = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
     return encoded
+
+
+def _evidence_to_json(evidence: Evidence) -> dict[str, str]:
+    """Return which cumulative sum has raised an alert, as a JSON object of the public format."""
+    sensor = {} if evidence.sensor is None else {"sensor": evidence.sensor}
+    return {"kind": evidence.kind, **sensor}
 
 
 def _contribution_to_json(contribution: Contribution) -> dict[str, Any]:

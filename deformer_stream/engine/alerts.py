@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.engine.events import NO_TIME, Alert, EventBatch, Explanation, ScoredReadings
+from deformer_stream.calibration.cusum import EVIDENCE_KINDS, NO_KIND, Codes
+from deformer_stream.engine.events import NO_TIME, Alert, EventBatch, Evidence, Explanation, ScoredReadings
 from deformer_stream.engine.explain import ExplanationEffort, explain_context, explain_records
 from deformer_stream.engine.last_context import find_last_context
 from deformer_stream.engine.records import AcceptedReadings, RecordTable
@@ -67,6 +68,7 @@ class AlertBuilder:
         arrivals: AcceptedReadings,
         scored: ScoredReadings,
         num_crossed: Ints,
+        kinds: Codes,
     ) -> list[Alert]:
         """Return the alerts that M scored readings raise, in the order of the readings.
 
@@ -81,13 +83,20 @@ class AlertBuilder:
             scored: The scores of the M readings.
             num_crossed: (M,) number of alerts that each reading raises. This is the number of alphas that are at least
                 the record's p-value after the reading, and at which the record has not raised an alert before.
+            kinds: (M,) the kind of the cumulative sum that has raised the anomaly score of the record with the reading,
+                as its index in `cusum.EVIDENCE_KINDS`; `NO_KIND` if there is none.
         """
         alerting = np.flatnonzero(scored.is_alert)
         if not len(alerting):
             return []
         record_index, num_readings = readings.record_indices[alerting], readings.seq[alerting] + 1
         record_ids = [batch.record_ids[event] for event in readings.event_indices[alerting].tolist()]
-        explanations = self._explain(record_index, num_readings, record_ids)
+        features = batch.features[readings.event_indices[alerting]]
+        evidence = [
+            self._describe_evidence(kind, feature)
+            for kind, feature in zip(kinds[alerting].tolist(), features.tolist(), strict=True)
+        ]
+        explanations = self._explain(record_index, num_readings, record_ids, evidence)
         if self.records.is_irregular:
             num_seen = self.records.count_sensors_seen(record_index, num_readings)
             num_expected = np.full(len(alerting), len(self.records.schema))
@@ -122,9 +131,22 @@ class AlertBuilder:
                     is_record_closed=int(record_index[i]) in readings.close_reasons,
                     severity=alpha_index + 1,
                     silenced_by=explanation.silenced_by,
+                    evidence=evidence[i],
                 )
                 alerts.append(alert)
         return alerts
+
+    def _describe_evidence(self, kind: int, feature: int) -> Evidence | None:
+        """Return which cumulative sum has raised an alert, None if it was none.
+
+        Args:
+            kind: Index of the kind in `cusum.EVIDENCE_KINDS`, or `NO_KIND`.
+            feature: Feature code of the alerting reading.
+        """
+        if kind == NO_KIND:
+            return None
+        name = EVIDENCE_KINDS[kind]
+        return Evidence(name, None if name == "record" else self.records.schema.names[feature])
 
     def _count_expected_features(
         self, batch: EventBatch, readings: AcceptedReadings, arrivals: AcceptedReadings, alerting: Ints
@@ -186,7 +208,9 @@ class AlertBuilder:
                 raising_events[i] = event_by_reading.get((record_index, seq + 1), len(batch))
         return raising_events
 
-    def _explain(self, record_index: Ints, num_readings: Ints, record_ids: list[str]) -> list[tuple[str, Explanation]]:
+    def _explain(
+        self, record_index: Ints, num_readings: Ints, record_ids: list[str], evidence: list[Evidence | None]
+    ) -> list[tuple[str, Explanation]]:
         """Explain the alerts of A records, each with the model version that scores the record.
 
         A model version is a network with its calibration.
@@ -195,6 +219,7 @@ class AlertBuilder:
             record_index: (A,) row of each record in the record table.
             num_readings: (A,) number of readings of each record when the alert was raised. Later readings are ignored.
             record_ids: The A record ids.
+            evidence: Which cumulative sum has raised each of the A alerts.
 
         Returns:
             A list with a pair for each record: the fingerprint of its model version, and the explanation of its alert.
@@ -206,7 +231,11 @@ class AlertBuilder:
             if self.records.is_irregular:
                 for member in members.tolist():
                     explanation = self._explain_irregular(
-                        version, int(record_index[member]), int(num_readings[member]), record_ids[member]
+                        version,
+                        int(record_index[member]),
+                        int(num_readings[member]),
+                        record_ids[member],
+                        evidence[member],
                     )
                     explanations[member] = version.fingerprint, explanation
                 continue
@@ -233,7 +262,12 @@ class AlertBuilder:
         return explanations
 
     def _explain_irregular(
-        self, version: ModelVersion, record_index: int, num_readings: int, record_id: str
+        self,
+        version: ModelVersion,
+        record_index: int,
+        num_readings: int,
+        record_id: str,
+        evidence: Evidence | None,
     ) -> Explanation:
         """Explain the alert of a record with irregular readings by the context of the alerting reading.
 
@@ -242,6 +276,7 @@ class AlertBuilder:
             record_index: Row of the record in the record table.
             num_readings: Number of readings of the record when the alert was raised. Later readings are ignored.
             record_id: Id of the record.
+            evidence: Which cumulative sum has raised the alert, None if it was none.
         """
         if self.effort == "off":
             return Explanation(())
@@ -263,6 +298,7 @@ class AlertBuilder:
             },
             effort=self.effort,
             kernels=version.kernels,
+            evidence=evidence,
         )
 
     def _find_group_ends(self, record_index: Ints, num_readings: Ints) -> Bools:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration, TiePolicy
+from deformer_stream.calibration.cusum import NO_KIND, Codes
 from deformer_stream.calibration.drift import DriftMonitor, RecordReadings
 from deformer_stream.calibration.drift_state import DriftNotice, DriftState
 from deformer_stream.engine.alerts import AlertBuilder, compute_alert_id
@@ -701,7 +702,7 @@ class Engine:
         """
         # `num_crossed` is the number of alphas that the p-value of the record has reached for the first time with each
         # reading. The reading raises an alert for each of these alphas.
-        score_rows, num_crossed = self._score(to_score.record_indices, to_score.seq, self.alphas)
+        score_rows, num_crossed, kinds = self._score(to_score.record_indices, to_score.seq, self.alphas)
         log_likelihood, running_log_likelihood, score, p_value = score_rows
         self._count_unscorable(batch, to_score, log_likelihood)
         scored = ScoredReadings(
@@ -715,7 +716,7 @@ class Engine:
         )
         # To explain an alert, the builder needs the model version that scores the record: the last argument finds it.
         builder = AlertBuilder(self.records, self.alphas, self.effort, self._group_by_version)
-        return scored, builder.build(batch, to_score, accepted, scored, num_crossed)
+        return scored, builder.build(batch, to_score, accepted, scored, num_crossed, kinds)
 
     def _count_unscorable(self, batch: EventBatch, readings: AcceptedReadings, log_likelihood: Floats) -> None:
         """Count readings for which the network has returned a score that is not finite, for `pop_unscorable`.
@@ -747,7 +748,7 @@ class Engine:
             )
         self._unscorable = replace(self._unscorable, num_readings=self._unscorable.num_readings + len(unscorable))
 
-    def _score(self, record_index: Ints, seq: Ints, alphas: Floats) -> tuple[Floats, Ints]:
+    def _score(self, record_index: Ints, seq: Ints, alphas: Floats) -> tuple[Floats, Ints, Codes]:
         """Score M readings, each by the model version to which its record is assigned.
 
         Args:
@@ -757,19 +758,21 @@ class Engine:
                 raise an alert.
 
         Returns:
-            Two arrays. First (4, M) scores in four rows: the log-likelihood of each reading, its running sum over the
+            Three arrays. First (4, M) scores in four rows: the log-likelihood of each reading, its running sum over the
             record, the running anomaly score of the record, and the p-value of the record. Second (M,) the number of
-            alphas that the p-value has reached with this reading for the first time.
+            alphas that the p-value has reached with this reading for the first time. Third (M,) the kind of the
+            cumulative sum that has raised the anomaly score (`ModelVersion.score_readings`).
         """
         num_readings = len(record_index)
         score_rows, num_crossed = np.empty((4, num_readings)), np.zeros(num_readings, np.int64)
+        kinds = np.full(num_readings, NO_KIND, np.int8)
         for version, members in self._group_by_version(record_index):
             cache = self._cache_by_shape[version.cache_shape]
-            score_rows[:, members], num_crossed[members], num_rebuilds = version.score_readings(
+            score_rows[:, members], num_crossed[members], kinds[members], num_rebuilds = version.score_readings(
                 self.records, cache, record_index[members], seq[members], alphas
             )
             self.num_cache_rebuilds += num_rebuilds
-        return score_rows, num_crossed
+        return score_rows, num_crossed, kinds
 
     def _group_by_version(self, record_index: Ints) -> Iterator[tuple[ModelVersion, Ints]]:
         """Group R records by the model version (a model with its calibration) that scores them.

@@ -286,8 +286,9 @@ class Contribution:
         relief: By how many nats the surprisal (−ln p) of the record decreases without this reading.
         suspect: Whether the alert is attributed to this reading. The suspects are the smallest known set of readings
             such that there is no alert if their values are replaced by expected ones. If no such set was found, they
-            are the largest set that was tried. If readings are irregular, the suspects are the latest readings of the
-            sensor whose latest readings are most improbable given those of all other sensors.
+            are the largest set that was tried. If readings are irregular, the suspects are the latest readings of one
+            sensor: the sensor of `Alert.evidence`, or the one whose latest readings are most improbable given those of
+            all other sensors.
         unit: The unit of the value and of the expected range, such as "m³/h"; None if it is not known.
         time: Event time of the reading, microseconds since 1970. None if readings are not irregular: a feature then has
             one reading in a record.
@@ -317,6 +318,21 @@ class Explanation:
 
     contributions: tuple[Contribution, ...]
     silenced_by: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Which cumulative sum has raised an alert of a record with irregular readings.
+
+    Attributes:
+        kind: "improbable" if the model finds readings of the sensor improbable; "offset" if readings of the sensor
+            differ from what other sensors imply; "repeated" if the sensor repeats its last value more often than the
+            model expects; "record" if readings of several sensors are improbable.
+        sensor: Name of the sensor, which is that of the reading that raised the alert. None for "record".
+    """
+
+    kind: str
+    sensor: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +366,8 @@ class Alert:
         severity: 1 for the largest of the configured alphas, 2 for the next smaller one, and so on.
         silenced_by: The smallest known set of features that explains the alert: if their values were replaced by those
             expected given all other features, there would be no alert. None if no set was found or searched for.
+        evidence: Which cumulative sum has raised the alert. None if the model has no cumulative sums, or if the anomaly
+            score has not risen with this reading. The latter is possible after a change of the model or of the alphas.
     """
 
     id: str
@@ -369,6 +387,7 @@ class Alert:
     is_record_closed: bool = False
     severity: int = 1
     silenced_by: tuple[str, ...] | None = None
+    evidence: Evidence | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,10 @@ An alert of a record with irregular readings is explained by `explain_context`. 
 same way, for the readings of the alert's context (those on which the alerting reading is conditional, and itself), each
 at its own time. The second and the third are not, for two reasons. A faulty sensor has several readings in a context,
 which make each other probable, so that no single reading is to blame. And the alert may depend on readings before the
-context, so that replacements cannot be tested. The suspects are therefore the latest readings of one sensor: those that
-are together most improbable given the readings of all other sensors (`_find_suspect_readings`).
+context, so that replacements cannot be tested. The suspects are therefore the latest readings of one sensor. If a
+cumulative sum of one sensor has raised the alert (`calibration.cusum`), they are readings of this sensor
+(`_find_readings_of_evidence`). Otherwise they are those that are together most improbable given the readings of all
+other sensors (`_find_suspect_readings`).
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import PrefixState, advance_prefix_state
-from deformer_stream.engine.events import Contribution, ExpectedRange, Explanation
+from deformer_stream.engine.events import Contribution, Evidence, ExpectedRange, Explanation
 from deformer_stream.engine.imputation import find_likeliest_labels, round_to_quantum
 from deformer_stream.engine.order_trees import (
     OrderTree,
@@ -403,6 +405,7 @@ def explain_context(
     unseen_labels: Mapping[int, str],
     effort: ExplanationEffort = "full",
     kernels: CpuKernels | None = None,
+    evidence: Evidence | None = None,
 ) -> Explanation:
     """Explain why a record with irregular readings has raised an alert, by the readings of the alert's context.
 
@@ -419,9 +422,12 @@ def explain_context(
             explanation.
         unseen_labels: Texts of labels that the model does not have, by position in the context, from 0.
         effort: How much to compute, see `ExplanationEffort`. With "fast", the most improbable reading given those
-            before it comes first, and there are no suspects. For the readings of the current block, these are the
+            before it comes first. There are no suspects, unless the evidence names a sensor: then they are its readings
+            that repeat their value, or the alerting reading. For the readings of the current block, these are the
             distributions by which they were scored.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
+        evidence: Which cumulative sum has raised the alert. If it is that of a sensor, the suspects are readings of
+            this sensor, the alerting reading among them.
 
     Returns:
         The explanation, without readings of context features, which are not scored. It is empty if there are no others,
@@ -431,21 +437,26 @@ def explain_context(
         return Explanation(())
     if effort == "fast":
         findings = _compute_arrival_findings(model, codes[None], raw_values[None], kernels, ages[None])
+        if evidence is not None and evidence.sensor is not None:
+            is_repeated = evidence.kind == "repeated"
+            suspects = _find_repeated_readings(model.schema, codes, raw_values) if is_repeated else [len(codes) - 1]
+            findings.is_suspect[0, suspects] = True
     else:
         is_decision_point = np.ones((1, len(codes)), bool)
         group = _choose_candidates(
             model, codes[None], raw_values[None], is_decision_point, [record_id], kernels, ages[None]
         )
-        findings = _compute_context_findings(model, group)
+        findings = _compute_context_findings(model, group, evidence)
     return _build_explanation(model.schema, findings, 0, codes, raw_values, unseen_labels, times)
 
 
-def _compute_context_findings(model: DEformer, group: _RecordGroup) -> _Findings:
+def _compute_context_findings(model: DEformer, group: _RecordGroup, evidence: Evidence | None) -> _Findings:
     """Return the complete findings for the readings of one context of irregular readings.
 
     Args:
         model: The network.
         group: The context, as a group of one record, with its candidates (readings that may become suspects).
+        evidence: Which cumulative sum has raised the alert, None if it was none.
     """
     given, candidates = group.given_positions, group.candidate_positions
     num_given, num_candidates = given.shape[1], candidates.shape[1]
@@ -453,10 +464,15 @@ def _compute_context_findings(model: DEformer, group: _RecordGroup) -> _Findings
     positions = np.concatenate([given, candidates], 1)
     output = _compute_tree(model, group, positions, build_order_tree(num_given, num_candidates, is_mirrored=True))
     _store_attributions(findings, group, output)
-    suspects = _find_suspect_readings(model, group)[None]
+    if evidence is None or evidence.sensor is None:
+        suspects = _find_suspect_readings(model, group)[None]
+    else:
+        suspects = _find_readings_of_evidence(model, group, evidence.kind)[None]
     findings.is_suspect[0, suspects] = True
     # Suspects are computed given all other readings, and each other reading given all but itself and the suspects.
-    trusted = _remove_from_rows(candidates, suspects)
+    # Those that the evidence names need not be candidates.
+    given, trusted = _remove_from_rows(given, suspects), _remove_from_rows(candidates, suspects)
+    num_given = given.shape[1]
     tree = build_order_tree(num_given, trusted.shape[1], suspects.shape[1])
     positions = np.concatenate([given, trusted, suspects], 1)
     output = _compute_tree(model, group, positions, tree)
@@ -497,12 +513,62 @@ def _find_suspect_readings(model: DEformer, group: _RecordGroup) -> Ints:
     for index, chain in enumerate(chains):
         last_nodes = paths[:, index, -len(chain) :]  # (2, n) for a chain of n readings
         terms = output.compute_centered_nll(last_nodes.ravel()).reshape(last_nodes.shape).mean(0)
-        # The excess of the last 1, 2, … readings.
-        excess_by_length = np.cumsum(terms[::-1]) - EARLIER_ONSET_COST * np.arange(len(chain))
+        excess_by_length = _compute_excess_by_length(terms)
         length = int(excess_by_length.argmax()) + 1
         if excess_by_length[length - 1] > largest_excess:
             suspects, largest_excess = chain[-length:], float(excess_by_length[length - 1])
     return suspects
+
+
+def _compute_excess_by_length(terms: Floats) -> Floats:
+    """Return the excess of the last 1, 2, …, n readings of a sensor (`_find_suspect_readings`), (n,).
+
+    Args:
+        terms: (n,) centered NLLs of the readings in the order of acceptance, given the readings of all other sensors
+            and the earlier ones of this sensor.
+    """
+    return np.asarray(np.cumsum(terms[::-1]) - EARLIER_ONSET_COST * np.arange(len(terms)))
+
+
+def _find_readings_of_evidence(model: DEformer, group: _RecordGroup, kind: str) -> Ints:
+    """Return the readings of a context to which an alert is attributed that was raised by a sum of one sensor.
+
+    The sensor is that of the last reading, which raised the alert. If the sensor repeats its value, the suspects are
+    the readings that repeat it. Otherwise they are its last j readings, where j is the number with the largest excess
+    (`_find_suspect_readings`). They are conditional on the readings of all other sensors.
+
+    Args:
+        model: The network.
+        group: The context, as a group of one record.
+        kind: The kind of the sum.
+
+    Returns:
+        (k,) positions of the suspects in the order of acceptance. The last one is that of the last reading.
+    """
+    codes = group.codes[0]
+    if kind == "repeated":
+        return _find_repeated_readings(group.schema, codes, group.raw_values[0])
+    of_sensor = codes == codes[-1]
+    chain, given = np.flatnonzero(of_sensor), np.flatnonzero(~of_sensor)
+    tree = build_chain_tree(len(given), [len(chain)])
+    output = _compute_tree(model, group, np.concatenate([given, chain])[None], tree)
+    terms = output.compute_centered_nll(tree.paths[0, -len(chain) :])
+    return chain[-(int(_compute_excess_by_length(terms).argmax()) + 1) :]
+
+
+def _find_repeated_readings(schema: Schema, codes: Ints, raw_values: Floats) -> Ints:
+    """Return the positions of the last readings of the last reading's sensor that have its value, (k,).
+
+    Args:
+        schema: Describes the features.
+        codes: (L,) feature codes in the order of acceptance.
+        raw_values: (L,) values in raw units, or label codes.
+    """
+    of_sensor = np.flatnonzero(codes == codes[-1])
+    # Values are compared as the cumulative sums compare them.
+    values = schema.normalise(codes[of_sensor], raw_values[of_sensor]).astype(np.float32)
+    is_other = np.flatnonzero(values != values[-1])
+    return of_sensor[is_other[-1] + 1 :] if len(is_other) else of_sensor
 
 
 def _group_similar_records(schema: Schema, codes: Ints) -> Iterator[Ints]:

@@ -31,14 +31,18 @@ from deformer_stream.calibration.conformal import (
 from deformer_stream.calibration.cusum import (
     MAX_REPETITION,
     MAX_SURPRISE,
+    NO_KIND,
     OFFSET_KAPPA,
     RECORD_KAPPA,
     SENSOR_KAPPA,
+    TIE_TOLERANCE,
+    Codes,
     CusumReadings,
     CusumScale,
     advance_sums,
     compute_log_resolutions,
-    compute_statistics,
+    compute_statistics_by_kind,
+    find_largest_kinds,
 )
 from deformer_stream.engine.events import AlertState
 from deformer_stream.engine.record_contexts import ContextWalk, find_places
@@ -196,7 +200,7 @@ class ModelVersion:
 
     def score_readings(
         self, records: RecordTable, cache: Cache, record_index: Ints, seq: Ints, alphas: Floats
-    ) -> tuple[Floats, Ints, int]:
+    ) -> tuple[Floats, Ints, Codes, int]:
         """Score M readings that are stored in the table, and update the running statistics of their records.
 
         The readings of one record must be in the order in which the table stores them, and all of its earlier readings
@@ -212,10 +216,12 @@ class ModelVersion:
             alphas: The false-alarm rates at which alerts are raised, descending.
 
         Returns:
-            Three results. First (4, M) scores in four rows: the log-likelihood of each reading (NaN if it is not
+            Four results. First (4, M) scores in four rows: the log-likelihood of each reading (NaN if it is not
             scored), its running sum over the record, the running anomaly score of the record, and the p-value of the
             record. Second (M,) the number of alphas that the p-value has reached with this reading for the first time.
-            Third the number of records whose keys and values were missing in the cache and were computed again.
+            Third (M,) the kind of the cumulative sum that has raised the anomaly score with this reading, as its index
+            in `cusum.EVIDENCE_KINDS`; `NO_KIND` if the anomaly score has not risen, and without cumulative sums. Fourth
+            the number of records whose keys and values were missing in the cache and were computed again.
         """
         # Sort by record. Records that this batch has closed come first, so that the open ones can then use their pages
         # (blocks of the cache). `capacity` exceeds every row, so adding it sorts open records after closed ones.
@@ -236,10 +242,11 @@ class ModelVersion:
         is_group_end = None if is_tied is None else ~np.append(is_tied[1:], False)
         # Assigning to `order` restores the given order.
         score_rows, num_crossed = np.empty((4, len(seq))), np.empty(len(seq), np.int64)
-        score_rows[:, order], num_crossed[order] = self._update_statistics(
+        kinds = np.empty(len(seq), np.int8)
+        score_rows[:, order], num_crossed[order], kinds[order] = self._update_statistics(
             records, distinct_index, boundaries, sorted_seq, terms, alphas, is_group_end
         )
-        return score_rows, num_crossed, num_rebuilt
+        return score_rows, num_crossed, kinds, num_rebuilt
 
     def rank_records(self, records: RecordTable, record_index: Ints) -> Floats:
         """Return a score by which R closed records are ranked, (R,); larger is more anomalous.
@@ -580,7 +587,7 @@ class ModelVersion:
         terms: Floats,
         alphas: Floats,
         is_group_end: Bools | None,
-    ) -> tuple[Floats, Ints]:
+    ) -> tuple[Floats, Ints, Codes]:
         """Add M readings to the running statistics of their R records, and compute p-values and alerts.
 
         The readings are given one record after the other. The running statistics of a record are sums and extremes over
@@ -602,7 +609,8 @@ class ModelVersion:
         Returns:
             First (4, M) scores in four rows: the log-likelihood of each reading (NaN if it is not scored), its running
             sum over the record, the running anomaly score of the record, and the p-value of the record. Second (M,) the
-            number of alphas that the p-value has reached with this reading for the first time.
+            number of alphas that the p-value has reached with this reading for the first time. Third (M,) the kinds of
+            evidence as in `score_readings`.
         """
         num_new = boundaries[1:] - boundaries[:-1]
         index_by_reading = record_index.repeat(num_new)
@@ -616,12 +624,12 @@ class ModelVersion:
         is_finite: Bools = np.all(np.isfinite(terms), axis=0)
         if not is_finite.all():
             is_scored = is_finite if is_scored is None else is_scored & is_finite
-        score_rows = np.empty((4, len(seq)))
+        score_rows, kinds = np.empty((4, len(seq))), np.full(len(seq), NO_KIND, np.int8)
         cusums = None
         if self.calibration.cusum_scale is not None and records.is_irregular:
             log_p_others = terms[3] if self._has_others else None
             scale = self.calibration.cusum_scale
-            cusums = self._describe_cusums(records, index_by_reading, seq, log_p_others, scale)
+            cusums = self._describe_cusums(records, index_by_reading, seq, log_p_others, scale, kinds)
         # Compute rows 0 to 2: log-likelihoods, their running sums, and running anomaly scores.
         arrays = record_index, boundaries, terms, is_scored, is_group_end, score_rows
         if self.kernels is not None:
@@ -636,10 +644,16 @@ class ModelVersion:
         score_rows[3] = p_values
         last_reading = boundaries[1:] - 1
         records.set_p_values(record_index, p_values[last_reading])
-        return score_rows, _count_crossed_alphas(records, index_by_reading, seq, p_values, alphas)
+        return score_rows, _count_crossed_alphas(records, index_by_reading, seq, p_values, alphas), kinds
 
     def _describe_cusums(
-        self, records: RecordTable, index_by_reading: Ints, seq: Ints, log_p_others: Floats | None, scale: CusumScale
+        self,
+        records: RecordTable,
+        index_by_reading: Ints,
+        seq: Ints,
+        log_p_others: Floats | None,
+        scale: CusumScale,
+        kinds: Codes,
     ) -> CusumArguments:
         """Return what the cumulative sums need of M readings.
 
@@ -649,6 +663,7 @@ class ModelVersion:
             seq: (M,) position of each reading in its record, from 0.
             log_p_others: (M,) ln of the p-values given the readings of other sensors only; None without a process.
             scale: The lines that turn sums into statistics.
+            kinds: (M,) array that receives the kinds of evidence.
         """
         codes, raw_values = records.log.gather(index_by_reading, records.find_places(index_by_reading, seq))
         return CusumArguments(
@@ -659,6 +674,7 @@ class ModelVersion:
             log_resolutions=self._log_resolutions,
             slopes=scale.slopes,
             intercepts=scale.intercepts,
+            largest_kinds=kinds,
             record_slope=scale.record_slope,
             record_intercept=scale.record_intercept,
             sensor_kappa=SENSOR_KAPPA,
@@ -666,6 +682,7 @@ class ModelVersion:
             record_kappa=RECORD_KAPPA,
             max_surprise=MAX_SURPRISE,
             max_repetition=MAX_REPETITION,
+            tie_tolerance=TIE_TOLERANCE,
         )
 
 
@@ -720,8 +737,11 @@ def _advance_running(
         is_decision_point = None if is_group_end is None else is_group_end[reading]
         score, state = advance_prefix_state(state, log_p_value, is_counted, is_decision_point)
         if cusums is not None:
-            statistics = _compute_cusum_statistics(cusums, record_index[rows], terms, reading, is_counted)
-            score = np.maximum.accumulate(np.maximum(statistics, running_before["peak"][:, None]), 1)
+            statistics, kinds = _compute_cusum_statistics(cusums, record_index[rows], terms, reading, is_counted)
+            score_before = running_before["peak"][:, None]
+            score = np.maximum.accumulate(np.maximum(statistics, score_before), 1)
+            is_raised = is_counted & (statistics > np.concatenate([score_before, score[:, :-1]], 1))
+            cusums.largest_kinds[reading[is_valid]] = np.where(is_raised, kinds, NO_KIND)[is_valid]
         # Sums run in arrival order, so that any division of the readings into batches gives the same bits.
         log_likelihood = compute_running_sums(running_before["log_likelihood"], log_p)
         centered_sum = compute_running_sums(running_before["excess"], centered_nll)
@@ -741,8 +761,8 @@ def _advance_running(
 
 def _compute_cusum_statistics(
     cusums: CusumArguments, record_index: Ints, terms: Floats, reading: Ints, is_counted: Bools
-) -> Floats:
-    """Add readings to the cumulative sums of R records, and return the statistic of each reading, (R, L).
+) -> tuple[Floats, Codes]:
+    """Add readings to the cumulative sums of R records.
 
     Args:
         cusums: The readings, and the states of all records, which are updated.
@@ -750,6 +770,9 @@ def _compute_cusum_statistics(
         terms: (3, M) score terms of all readings: ln p of the value, ln of its p-value, and centered NLL.
         reading: (R, L) index of each reading of the records among the M readings.
         is_counted: (R, L) false for padding and for readings that are not scored, whose statistic is 0.
+
+    Returns:
+        The statistic of each reading, (R, L), and the kind of the sum from which it was computed, (R, L).
     """
     codes = cusums.codes[reading]
     readings = CusumReadings(
@@ -764,7 +787,8 @@ def _compute_cusum_statistics(
     sums = advance_sums(states, readings)
     cusums.cusum_states[record_index] = states
     scale = CusumScale(cusums.slopes, cusums.intercepts, cusums.record_slope, cusums.record_intercept)
-    return np.where(is_counted, compute_statistics(scale, codes, *sums), 0.0)
+    by_kind = compute_statistics_by_kind(scale, codes, *sums)
+    return np.where(is_counted, by_kind.max(0), 0.0), find_largest_kinds(by_kind)
 
 
 def _count_crossed_alphas(

@@ -74,7 +74,7 @@ Kind = str | np.dtype[Any]
 The kind "factors" is an array of packed weights, in float32 or bfloat16."""
 
 _INT64, _FLOAT32, _FLOAT64 = np.dtype(np.int64), np.dtype(np.float32), np.dtype(np.float64)
-_BOOL, _BYTES = np.dtype(np.bool_), np.dtype(np.uint8)
+_BOOL, _BYTES, _INT8 = np.dtype(np.bool_), np.dtype(np.uint8), np.dtype(np.int8)
 _FACTORS = "factors"
 """Kind of an array of packed weights of a Transformer layer: float32, or bfloat16, for which NumPy has no dtype."""
 
@@ -441,6 +441,7 @@ class AdvanceTask(KernelStruct):
         "log_resolutions": _FLOAT64,
         "slopes": _FLOAT64,
         "intercepts": _FLOAT64,
+        "largest_kinds": _INT8,
         "num_records": INTEGER,
         "num_sensors": INTEGER,
         "p_value_exponent": REAL,
@@ -451,6 +452,7 @@ class AdvanceTask(KernelStruct):
         "record_kappa": REAL,
         "max_surprise": REAL,
         "max_repetition": REAL,
+        "tie_tolerance": REAL,
     }
     _fields_ = _c_fields(kinds)
 

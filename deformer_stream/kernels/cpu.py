@@ -420,10 +420,13 @@ def _pack_times(times: ReadingTimes) -> abi.TimeScales:
     )
 
 
-CUSUM_ARRAYS = ("cusum_states", "codes", "values", "log_p_others", "log_resolutions", "slopes", "intercepts")
+CUSUM_ARRAYS = (
+    *("cusum_states", "codes", "values", "log_p_others"),
+    *("log_resolutions", "slopes", "intercepts", "largest_kinds"),
+)
 CUSUM_NUMBERS = (
     *("num_sensors", "record_slope", "record_intercept"),
-    *("sensor_kappa", "offset_kappa", "record_kappa", "max_surprise", "max_repetition"),
+    *("sensor_kappa", "offset_kappa", "record_kappa", "max_surprise", "max_repetition", "tie_tolerance"),
 )
 """The fields of `abi.AdvanceTask` that only cumulative sums need. They have the names of those of `CusumArguments`."""
 
@@ -442,6 +445,8 @@ class CusumArguments:
         log_resolutions: (F,) ln of the width of each sensor's values, −inf if it is unknown.
         slopes: (3, F) slopes of the lines that turn the sums of a sensor into statistics.
         intercepts: (3, F) their intercepts.
+        largest_kinds: (M,) int8 output. It receives the code of the kind whose statistic has raised the anomaly score
+            of the record with this reading (`find_largest_kinds`); −1 if the anomaly score has not risen.
         record_slope: Slope of the line of the record's sum.
         record_intercept: Its intercept.
         sensor_kappa: κ of the sums "improbable".
@@ -449,6 +454,7 @@ class CusumArguments:
         record_kappa: κ of the sum of a record.
         max_surprise: Largest −ln p that counts.
         max_repetition: Largest increment of the sum "repeated".
+        tie_tolerance: Largest difference of statistics that count as equal.
     """
 
     cusum_states: Floats
@@ -458,6 +464,7 @@ class CusumArguments:
     log_resolutions: Doubles
     slopes: Doubles
     intercepts: Doubles
+    largest_kinds: NDArray[np.int8]
     record_slope: float
     record_intercept: float
     sensor_kappa: float
@@ -465,6 +472,7 @@ class CusumArguments:
     record_kappa: float
     max_surprise: float
     max_repetition: float
+    tie_tolerance: float
 
     @property
     def num_sensors(self) -> int:

@@ -16,7 +16,7 @@ from deformer_stream.codec.alert_text import (
     format_contribution,
     format_drift_line,
 )
-from deformer_stream.engine.events import NO_TIME, Alert, Contribution, ExpectedRange
+from deformer_stream.engine.events import NO_TIME, Alert, Contribution, Evidence, ExpectedRange
 from tests.contracts.effects import make_alert
 
 FLOW = Contribution("flow", 31.9, 11.2, ExpectedRange(119.2, 124.0, 126.9), suspect=True, unit="m³/h")
@@ -69,6 +69,20 @@ def test_line_names_all_suspects_and_otherwise_the_first_reading() -> None:
     )
     others = [replace(contribution, suspect=False) for contribution in (MODE, FLOW)]
     assert ": mode off, expected boost (" in format_alert_line(alert_of(*others))
+
+
+@pytest.mark.parametrize(
+    ("evidence", "text"),
+    [
+        (Evidence("improbable", "HR"), "HR is improbable"),
+        (Evidence("offset", "HR"), "HR differs from what other sensors imply"),
+        (Evidence("repeated", "SpO2\x1b[2J"), r"SpO2\x1b[2J repeats its last value"),
+        (Evidence("record"), "improbable readings of several sensors"),
+    ],
+)
+def test_line_states_the_evidence(evidence: Evidence, text: str) -> None:
+    line = format_alert_line(replace(alert_of(FLOW), evidence=evidence), UTC, date(2020, 3, 9))
+    assert f"expected 119 to 127; evidence: {text} (p = 0.0004, " in line
 
 
 def test_line_names_no_sensor_if_the_alert_is_not_explained() -> None:

@@ -97,7 +97,7 @@ def test_the_division_into_polls_changes_no_score_and_no_alert(polls: list[Poll]
         for now, (start, stop) in enumerate(pairwise(bounds)):
             effects = engine.handle(Poll(tuple(events[start:stop]), now, SCHEMA, polls[0].width).batch(), now)
             scores += list(zip(effects.scored.log_likelihood.tolist(), effects.scored.p_value.tolist(), strict=True))
-            alerts += [(a.id, a.raised_at, a.features_seen, len(a.contributions)) for a in effects.alerts]
+            alerts += [(a.id, a.raised_at, a.features_seen, a.evidence, len(a.contributions)) for a in effects.alerts]
             closed += list(zip(effects.closed.record_ids, effects.closed.num_readings.tolist(), strict=True))
         runs.append((scores, alerts, closed, engine.finish().closed.record_ids))
     np.testing.assert_allclose(runs[0][0], runs[1][0], rtol=1e-9, atol=1e-9)

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from connectors.files import AlertLines, ExplanationsParquet, RecordsParquet, RejectedLines, ScoresParquet
 from deformer_stream.codec import encode_alert
-from deformer_stream.engine.events import NO_TIME
+from deformer_stream.engine.events import NO_TIME, Evidence
 from tests.contracts.effects import SCHEMA, make_alert, make_drift_notice, make_effects
 
 GOLDEN = Path(__file__).parent
@@ -39,6 +39,18 @@ def test_alert_without_time_or_source_has_nulls() -> None:
     document = json.loads(encode_alert(make_alert("r", -1, NO_TIME), make_effects(1)[1]))
     assert (document["time"], document["source"]) == (None, None)
     assert json.loads(encode_alert(make_alert("r", 0), None))["source"] is None
+
+
+def test_alert_states_its_evidence_only_if_there_is_any() -> None:
+    alert = make_alert("r", 0)
+    assert "evidence" not in json.loads(encode_alert(alert, None))
+    for evidence, expected in (
+        (Evidence("repeated", "SpO2"), {"kind": "repeated", "sensor": "SpO2"}),
+        (Evidence("record"), {"kind": "record"}),
+    ):
+        document = json.loads(encode_alert(replace(alert, evidence=evidence), None))
+        assert document["evidence"] == expected
+        assert "kind" not in document
 
 
 def test_drift_notice_is_written_after_the_alerts(tmp_path: Path) -> None:

@@ -24,14 +24,17 @@ from deformer_stream.calibration.conformal import (
 from deformer_stream.calibration.cusum import (
     MAX_REPETITION,
     MAX_SURPRISE,
+    NO_KIND,
     OFFSET_KAPPA,
     RECORD_KAPPA,
     SENSOR_KAPPA,
+    TIE_TOLERANCE,
     CusumReadings,
     CusumScale,
     advance_sums,
-    compute_statistics,
+    compute_statistics_by_kind,
     create_states,
+    find_largest_kinds,
 )
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Contribution
@@ -260,6 +263,7 @@ def test_cumulative_sums_equal_those_of_the_reference(seed: int, has_others: boo
         log_resolutions=log_resolutions,
         slopes=scale.slopes,
         intercepts=scale.intercepts,
+        largest_kinds=np.full(M, 9, np.int8),
         record_slope=scale.record_slope,
         record_intercept=scale.record_intercept,
         sensor_kappa=SENSOR_KAPPA,
@@ -267,6 +271,7 @@ def test_cumulative_sums_equal_those_of_the_reference(seed: int, has_others: boo
         record_kappa=RECORD_KAPPA,
         max_surprise=MAX_SURPRISE,
         max_repetition=MAX_REPETITION,
+        tie_tolerance=TIE_TOLERANCE,
     )
     columns = np.empty((3, M))
     kernels.advance(running, record_index, offsets, terms, is_scored, None, columns, P_VALUE_EXPONENT, arguments)
@@ -286,8 +291,12 @@ def test_cumulative_sums_equal_those_of_the_reference(seed: int, has_others: boo
         state = expected_states[[index]]
         sums = advance_sums(state, readings)
         expected_states[[index]] = state
-        statistics = np.where(counted, compute_statistics(scale, codes, *sums), 0.0)
+        by_kind = compute_statistics_by_kind(scale, codes, *sums)
+        statistics = np.where(counted, by_kind.max(0), 0.0)
         expected = np.maximum.accumulate(np.maximum(statistics, 0.0), 1)
+        is_raised = statistics > np.concatenate([np.zeros((1, 1)), expected], 1)[:, :-1]
+        expected_kinds = np.where(is_raised, find_largest_kinds(by_kind), NO_KIND)
+        np.testing.assert_array_equal(arguments.largest_kinds[own], expected_kinds)
         np.testing.assert_allclose(columns[2, own], expected, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(running["peak"][index], expected[0, -1] if own.size else 0.0, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(states, expected_states, rtol=1e-5, atol=1e-5)

@@ -24,9 +24,12 @@ static double bet(double log_p, double kappa, double limit) {
     return log(kappa) + (1 - kappa) * fmin(fmax(-log_p, 0), limit); /* rounding can make a p-value > 1 */
 }
 
-/* Add a reading to the cumulative sums of its record, and return its statistic. `advance_sums` and `compute_statistics`
- * of calibration/cusum.py compute the same, and are the reference. m: the reading's index among the M readings. */
-static double advance_cusums(const AdvanceTask *task, int64_t record_index, int64_t m, double log_prob, double log_p) {
+/* Add a reading to the cumulative sums of its record, and return its statistic. `advance_sums`, `compute_statistics` and
+ * `find_largest_kinds` of calibration/cusum.py compute the same, and are the reference.
+ *
+ * m: the reading's index among the M readings. kind: receives the code of the sum with the largest statistic. */
+static double advance_cusums(const AdvanceTask *task, int64_t record_index, int64_t m, double log_prob, double log_p,
+                             int8_t *kind) {
     int64_t F = task->num_sensors, code = task->codes[m];
     float *state = task->cusum_states + record_index * (4 * F + 1);
     float *improbable = state + code, *offset = state + F + code, *repeated = state + 2 * F + code;
@@ -38,13 +41,17 @@ static double advance_cusums(const AdvanceTask *task, int64_t record_index, int6
     *repeated = *last_value == task->values[m] ? (float)(*repeated + repetition) : 0;
     *last_value = task->values[m];
     *record = (float)fmax(*record + bet(log_p, task->record_kappa, task->max_surprise), 0);
-    double statistic = task->record_intercept + task->record_slope * *record;
     const float *sums[3] = {improbable, offset, repeated};
-    for (int64_t kind = 0; kind < 3; kind++) {
-        int64_t line = kind * F + code;
-        statistic = fmax(statistic, task->intercepts[line] + task->slopes[line] * *sums[kind]);
+    double statistics[4], largest = task->record_intercept + task->record_slope * *record;
+    statistics[3] = largest;
+    for (int64_t i = 0; i < 3; i++) {
+        int64_t line = i * F + code;
+        statistics[i] = task->intercepts[line] + task->slopes[line] * *sums[i];
+        largest = fmax(largest, statistics[i]);
     }
-    return statistic;
+    *kind = 0;
+    while (*kind < 3 && statistics[*kind] < largest - task->tie_tolerance) (*kind)++;
+    return largest;
 }
 
 /* Update the running statistics of R records with their new readings; AdvanceTask (abi.h) describes all arrays. */
@@ -56,6 +63,7 @@ void advance_statistics(const AdvanceTask *task) {
             double log_prob = task->score_terms[m], log_p_value = task->score_terms[M + m];
             double centered_nll = task->score_terms[2 * M + m];
             int is_scored = !task->is_scored || task->is_scored[m]; /* else a reading that conditions others only */
+            int8_t kind = -1;
             if (is_scored) {
                 double log_p = task->p_value_exponent * fmin(log_p_value, 0); /* rounding can make a p-value > 1 */
                 state.num_scored++;
@@ -63,9 +71,11 @@ void advance_statistics(const AdvanceTask *task) {
                 state.log_likelihood += log_prob, state.centered_nll += centered_nll;
             }
             if (is_scored && task->cusum_states) {
-                double statistic = advance_cusums(task, task->record_index[i], m, log_prob, log_p_value);
+                double statistic = advance_cusums(task, task->record_index[i], m, log_prob, log_p_value, &kind);
+                if (statistic <= state.max_statistic) kind = -1;
                 state.max_statistic = fmax(state.max_statistic, statistic);
             }
+            if (task->largest_kinds) task->largest_kinds[m] = kind;
             /* Not after readings that are followed by others with the same event time, whose order means nothing. */
             if (!task->cusum_states && state.num_scored && (!task->is_decided || task->is_decided[m])) {
                 double statistic = fmax(fisher(state.num_scored, state.neg_log_p_sum),
