@@ -168,13 +168,14 @@ def test_fast_explanations_mark_readings_of_the_sensor_of_the_evidence() -> None
             assert (len(suspects) > 1) == (alert.evidence.kind == "repeated")
 
 
-def test_an_alert_without_a_rise_of_the_score_has_no_evidence() -> None:
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_an_alert_without_a_rise_of_the_score_has_no_evidence(is_compiled: bool) -> None:
     """After a restart with other alphas, a normal reading raises the alert for earlier ones."""
     batch = make_records("repeated", 1)
-    engine = make_engine(alphas=())
+    engine = make_engine(is_compiled, alphas=())
     assert not handle_in_parts(engine, batch, len(batch))
     assert engine.records.running["peak"][0] > 20
-    resumed = make_engine(effort="fast")
+    resumed = make_engine(is_compiled, effort="fast")
     resumed.restore(0, decode_snapshot(encode_snapshot(engine.snapshot(0, 0))), 0)
     normal = make_process_batch(
         [(np.array([0]), np.array([batch.values[batch.features == 0][-1]]), np.array([3600.0]))]
