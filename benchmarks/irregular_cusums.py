@@ -63,9 +63,9 @@ class CusumContender:
         return PrefixScores(statistics, scores.log_likelihoods, scores.log_p_values)
 
     def _compute_sums(self, readings: Readings, scores: PrefixScores) -> tuple[Floats, Floats]:
-        """Return the sums of each reading's sensor, (3, M), and of its record, (M,), after the reading."""
+        """Return the sums after each of M readings: (3, M) those of its sensor, and (M,) that of its record."""
         if scores.log_p_values is None or scores.log_likelihoods is None:
-            raise ValueError(f"{self.density.name} has no density: cumulative sums need its p-values")
+            raise ValueError(f"{self.density.name} has no density, but cumulative sums need p-values")
         log_masses = np.nan_to_num(scores.log_likelihoods) + self.log_resolutions[readings.codes]
         sensor_sums, record_sums = np.zeros((len(KINDS), len(readings))), np.zeros(len(readings))
         for start in range(0, len(readings.records), RECORDS_PER_BATCH):

@@ -53,8 +53,8 @@ def fit_cusum_scale(
         examples: The blocks of the records.
         rows: (N,) row numbers of the records.
         batch_size: Number of blocks that are scored together.
-        should_continue: Called with the number of records that are scored, before more are. If it returns False, the
-            scale is fitted to the records that are scored.
+        should_continue: Called before each group of records with the number of records that are scored. If it returns
+            False, the scale is fitted to these.
     """
     num_sensors = len(model.schema)
     largest_sums: list[Floats] = [np.empty((len(KINDS), 0, num_sensors))]

@@ -235,7 +235,7 @@ class _RowStore:
         return records
 
     def close(self) -> None:
-        """End the appending: map the files into memory and find the origins of the records."""
+        """Finish appending: map the files into memory and find the origins of the records."""
         for name, file in self._files.items():
             file.close()
             is_empty = not (self.folder / name).stat().st_size

@@ -150,10 +150,11 @@ class CusumScale:
 
 
 def compute_log_resolutions(schema: Schema) -> Floats:
-    """Return ln of the width in normalised units of the values that a sensor can tell apart, (F,).
+    """Return ln of the resolution of each sensor (the smallest step between its values) in normalised units, (F,).
 
-    The probability of a value is its density times this width. It is 0 for labels, whose probabilities the
-    model states, and −inf for sensors without a known resolution.
+    The probability of a value is its density times the resolution. The result is 0 for labels, whose probabilities the
+    model gives directly. It is −inf for sensors without a known resolution, of which each repetition then counts as
+    `MAX_REPETITION`.
     """
     widths = [
         1.0 if is_discrete else (feature.quantum or 0.0) / feature.scale
@@ -181,14 +182,15 @@ def create_states(num_records: int, num_sensors: int) -> Floats32:
 
 @dataclass(frozen=True, slots=True)
 class CusumReadings:
-    """What the sums need of R records with up to L new readings each, padded.
+    """The inputs of the cumulative sums: up to L new readings of each of R records, padded.
 
     Attributes:
         codes: (R, L) sensor codes, any valid code for padding.
         values: (R, L) normalised values or label codes, as the network reads them.
-        log_p: (R, L) ln of the highest-density p-value given all readings of the context.
+        log_p: (R, L) ln of the highest-density p-value (probability of a value at most as likely), given all readings of
+            the context.
         log_p_others: (R, L) the same given the readings of other sensors only; None if it is not computed.
-        log_masses: (R, L) ln of the probability of the value at the resolution of the sensor; −inf if it has none.
+        log_masses: (R, L) ln of the probability of the value at the resolution of the sensor; −inf if that is unknown.
         is_counted: (R, L) false for padding and for readings that are not scored.
     """
 
@@ -201,10 +203,10 @@ class CusumReadings:
 
 
 def advance_sums(states: Floats32, readings: CusumReadings) -> tuple[Floats, Floats]:
-    """Add up to L readings to the sums of R records. This is the reference of the compiled `advance_statistics`.
+    """Add up to L readings to the sums of R records. The compiled `advance_statistics` computes the same.
 
-    Sums are stored in float32 after each reading, so any division of the readings over several calls gives the same
-    bits.
+    Sums are stored in float32 after each reading, so the result does not depend on how the readings are divided over
+    calls.
 
     Args:
         states: (R, W) the states of the records (`state_width`), which are updated.
@@ -233,9 +235,9 @@ def advance_sums(states: Floats32, readings: CusumReadings) -> tuple[Floats, Flo
         repeated = states[rows, 2 * num_sensors + code] + repetitions[rows, column]
         repeated = np.where(is_repeated, repeated, 0.0).astype(np.float32)
         record = np.maximum(states[rows, -1] + record_bets[rows, column], 0.0).astype(np.float32)
-        for row, sums in enumerate((improbable, offset, repeated)):
-            states[rows, row * num_sensors + code] = sums
-            sensor_sums[row, rows, column] = sums
+        for kind, sums in enumerate((improbable, offset, repeated)):
+            states[rows, kind * num_sensors + code] = sums
+            sensor_sums[kind, rows, column] = sums
         states[rows, len(KINDS) * num_sensors + code] = value
         states[rows, -1] = record
         record_sums[rows, column] = record
@@ -283,11 +285,11 @@ def find_largest_kinds(statistics_by_kind: Floats) -> Codes:
 def fit_scale(largest_sums: Floats, largest_record_sums: Floats, has_readings: Bools) -> CusumScale:
     """Fit the tails of the largest sums of N normal records.
 
-    A sensor with readings in few of the records gets the tail of the sums of all sensors.
+    A sensor with readings in fewer than `MIN_FITTED_RECORDS` of them gets the tail of the sums of all sensors.
 
     Args:
         largest_sums: (3, N, F) the largest value of each sum over the readings of a record.
-        largest_record_sums: (N,) that of the sum of the record.
+        largest_record_sums: (N,) the largest value of the sum of the record.
         has_readings: (N, F) whether the sensor has readings in the record.
     """
     num_sensors = has_readings.shape[1]

@@ -128,7 +128,7 @@ class _Group:
     Attributes:
         record: Their record.
         targets: (K,) indexes of the targets in ascending order of their ages.
-        start: Position in the record of the first reading of the run, the near observed readings.
+        start: Position in the record of the first reading of the run (the observed readings nearest to the targets).
         stop: Position of the first reading after the run.
     """
 
@@ -228,7 +228,7 @@ def impute_at_times(
         Median, mean, mode and prediction interval of each target, (T,) each.
 
     Raises:
-        ConfigError: The readings of the model are not irregular.
+        ConfigError: The model was not trained on irregular readings.
     """
     statistics = np.full((5, len(targets)), np.nan)
     for index, conditional in iterate_target_conditionals(model, observed, targets):
@@ -252,7 +252,7 @@ def impute_quantiles_at_times(
         extended by its width on either side.
 
     Raises:
-        ConfigError: The readings of the model are not irregular.
+        ConfigError: The model was not trained on irregular readings.
     """
     quantiles = np.full((len(probabilities), len(targets)), np.nan)
     chosen = np.flatnonzero(~model.schema.is_discrete[targets.codes])
@@ -279,7 +279,7 @@ def iterate_target_conditionals(
         Tuples (index, conditional) for K targets: their indexes, (K,), and their distributions, of shape (K,).
 
     Raises:
-        ConfigError: The readings of the model are not irregular.
+        ConfigError: The model was not trained on irregular readings.
     """
     check_irregular(model)
     selector = _ContextSelector(model, observed)
@@ -443,7 +443,7 @@ def _prefill(
         prior = _make_unused_prior(model, features.shape)
         output = model.forward_cached(*inputs[:2], _make_empty_cache(model, len(codes)), prior, inputs[2])
         if output.readings is None or output.ages is None:
-            raise ValueError("a model of irregular readings must return the readings and their ages for the cache")
+            raise ValueError("a model of irregular readings must return the readings and their ages, which are cached")
         num_tokens = num_further * tokens_per_reading
         pad = torch.nn.functional.pad
         return _ContextCache(
@@ -460,7 +460,7 @@ def _prefill(
 def _make_process_context(
     model: DEformer, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], num_further: int
 ) -> ProcessContext | None:
-    """Return contexts for exact conditionals, None if the model has no process, or conditions it on few neighbors.
+    """Return the context for exact conditionals of the Gaussian process, None without one or with few neighbors.
 
     Args:
         model: The network.
@@ -485,7 +485,7 @@ def _make_empty_cache(model: DEformer, num_records: int) -> KVCacheView:
 
 
 def _make_unused_prior(model: DEformer, shape: tuple[int, ...]) -> PriorConditional | None:
-    """Return any distributions under the prior for the readings of contexts if they have no effect, else None.
+    """Return a placeholder for the prior's distributions of context readings if they have no effect, else None.
 
     Readings of a context are not predicted. If later tokens attend to observation tokens only, which do not depend on
     the prior, its costly computation can be left out.
@@ -543,7 +543,7 @@ def draw_at_times(
         training values, extended by its width on either side.
 
     Raises:
-        ConfigError: The readings of the model are not irregular.
+        ConfigError: The model was not trained on irregular readings.
     """
     check_irregular(model)
     drawn = np.full((num_draws, len(targets)), np.nan)

@@ -40,7 +40,7 @@ class RecordContexts:
 
     Attributes:
         num_features: Number of features of the schema.
-        limits: By number of a model version, how many readings the contexts of its records have at most.
+        limits: By the number of a model version, the largest numbers of readings in the contexts of its records.
         num_dropped: (rows,) number of readings of each record that the log does not store any more. 0 if the row has no
             record.
         block_starts: (rows,) position of the first reading of each record's current block. 0 if the row has no record.
@@ -169,7 +169,7 @@ class RecordContexts:
 
 
 class ContextWalk:
-    """The contexts of R records while readings of a batch are scored, which can belong to several blocks of a record.
+    """The contexts of R records while a batch is scored. The new readings of a record can span several blocks.
 
     The log stores all readings of the batch until alerts are explained. So the readings of a context are not the first
     ones of the log any more after a record has entered its next block.

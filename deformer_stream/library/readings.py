@@ -207,7 +207,7 @@ def _find_origins(times: Ints, record: Ints, num_records: int, is_requested: NDA
 def impute_readings(
     model: DEformer, codec: Codec, records: Any, interval: float, bounds: bool, columns: Sequence[str] | None
 ) -> Any:
-    """Return what `Detector.impute` returns for a model of irregular readings, whose arguments these are."""
+    """Return what `Detector.impute` returns for a model of irregular readings. It has the same arguments."""
     readings = read_readings(records, codec, columns)
     table = readings.table
     if bounds and not isinstance(table, FrameRecords):
@@ -228,7 +228,7 @@ def impute_readings(
 def compute_reading_quantiles(
     model: DEformer, codec: Codec, records: Any, qs: Sequence[float], columns: Sequence[str] | None
 ) -> Any:
-    """Return what `Detector.quantiles` returns for a model of irregular readings, whose arguments these are."""
+    """Return what `Detector.quantiles` returns for a model of irregular readings. It has the same arguments."""
     readings = read_readings(records, codec, columns)
     quantiles = impute_quantiles_at_times(model, readings.observed, readings.targets, qs)
     spread = readings.spread(quantiles)
@@ -242,7 +242,7 @@ def compute_reading_quantiles(
 def complete_readings(
     model: DEformer, codec: Codec, records: Any, draws: int, seed: int, columns: Sequence[str] | None
 ) -> Any:
-    """Return what `Detector.complete` returns for a model of irregular readings, whose arguments these are."""
+    """Return what `Detector.complete` returns for a model of irregular readings. It has the same arguments."""
     readings = read_readings(records, codec, columns)
     drawn = readings.spread(draw_at_times(model, readings.observed, readings.targets, draws, seed))
     table = readings.table

@@ -102,7 +102,7 @@ class ProcessContext:
         codes: (N, P) feature codes, 0 for padding.
         has_prior: (N, P) bool, whether the process contains the reading; false for padding.
         ages: (N, P) ages.
-        residuals: (N, P) float64 clipped differences of the values from their means; 0 without prior.
+        residuals: (N, P) float64 clipped differences of the values from their means; 0 if the process lacks a reading.
         factor: (N, P, P) the lower Cholesky factors C. Readings without prior are independent and have variance 1.
         solution: (N, P) the solutions z of C z = residuals.
     """
@@ -119,7 +119,7 @@ class ProcessContext:
         self.solution = torch.linalg.solve_triangular(self.factor, self.residuals.unsqueeze(-1), upper=False)[..., 0]
 
     def _compute_residuals(self, codes: Tensor, values: Tensor, has_prior: Tensor) -> Tensor:
-        """Return the clipped differences of values from the means of their features, 0 without prior."""
+        """Return the clipped differences of values from the means of their features, 0 if the process lacks it."""
         residuals = values.double() - self.process.means[codes]
         return torch.where(has_prior, residuals.clamp(-MAX_NEIGHBOR_VALUE, MAX_NEIGHBOR_VALUE), 0.0)
 
