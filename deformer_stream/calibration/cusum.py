@@ -187,8 +187,8 @@ class CusumReadings:
     Attributes:
         codes: (R, L) sensor codes, any valid code for padding.
         values: (R, L) normalised values or label codes, as the network reads them.
-        log_p: (R, L) ln of the highest-density p-value (probability of a value at most as likely), given all readings of
-            the context.
+        log_p: (R, L) ln of the highest-density p-value (the probability of a value that is at most as likely), given
+            all readings of the context.
         log_p_others: (R, L) the same given the readings of other sensors only; None if it is not computed.
         log_masses: (R, L) ln of the probability of the value at the resolution of the sensor; −inf if that is unknown.
         is_counted: (R, L) false for padding and for readings that are not scored.
