@@ -1,14 +1,15 @@
 """Hyperparameters of the network, and named presets of them.
 
-This module does not import torch, so that the command line can read the presets quickly.
+This module imports neither torch nor NumPy, so that the command line can read the presets quickly.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from deformer_stream.model.bounded_context import ContextLimit
+if TYPE_CHECKING:
+    from deformer_stream.model.bounded_context import ContextLimit
 
 Norm = Literal["pre", "post"]
 ActivationName = Literal["gelu", "relu"]
@@ -133,6 +134,8 @@ class ModelConfig:
     @property
     def context_limit(self) -> ContextLimit | None:
         """How many earlier readings the context of a reading has at most, None if there is no limit."""
+        from deformer_stream.model.bounded_context import ContextLimit  # its module imports NumPy
+
         return ContextLimit(self.context_recent, self.context_block) if self.context_block else None
 
     def to_json(self) -> dict[str, Any]:
