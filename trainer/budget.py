@@ -154,11 +154,13 @@ class RecordCounts:
         ranking: Records from which the typical distance to the exemplars (stored training records) and the typical
             likelihood are computed.
         held_out_passes: Number of records of the held-out figures times the number of orders in which each is scored.
+        min_ranking: Smallest number of records for ranking, even if time is over.
     """
 
     calibration: int
     ranking: int
     held_out_passes: int
+    min_ranking: int = MIN_RANKING_RECORDS
 
     def estimate_seconds(self, costs: PhaseCosts) -> float:
         """Return the seconds that the phases after training take if they use the numbers of records in this object.
@@ -188,8 +190,9 @@ def compute_min_counts(maximum: RecordCounts) -> RecordCounts:
     num_calibration = Calibration.count_required_records(MIN_ALPHA)
     return RecordCounts(
         calibration=min(maximum.calibration, num_calibration),
-        ranking=min(maximum.ranking, MIN_RANKING_RECORDS),
+        ranking=min(maximum.ranking, maximum.min_ranking),
         held_out_passes=min(maximum.held_out_passes, MIN_HELD_OUT_PASSES),
+        min_ranking=maximum.min_ranking,
     )
 
 
@@ -230,6 +233,7 @@ def plan_record_counts(costs: PhaseCosts, seconds: float, maximum: RecordCounts)
         calibration=counts.calibration + int(share * (maximum.calibration - counts.calibration)),
         ranking=counts.ranking + int(share * (maximum.ranking - counts.ranking)),
         held_out_passes=counts.held_out_passes + int(share * (maximum.held_out_passes - counts.held_out_passes)),
+        min_ranking=maximum.min_ranking,
     )
 
 

@@ -102,11 +102,9 @@ def score_records(model: DEformer, examples: BlockExamples, rows: Ints, batch_si
     reading = table.offsets[rows[record]] + place
     codes[record, place], values[record, place] = table.codes[reading], table.values[reading]
     indexes = np.flatnonzero(np.isin(examples.blocks.records, rows))
-    generator = torch.Generator().manual_seed(0)  # the noise that it would draw is not used
     for start in range(0, len(indexes), batch_size):
-        batch = examples.gather(indexes[start : start + batch_size], generator)
-        stored = np.where(batch.readings >= 0, table.values[np.maximum(batch.readings, 0)], 0.0)
-        x = move_to_device(torch.from_numpy(stored).to(model.dtype), model.device)
+        batch = examples.gather_stored(indexes[start : start + batch_size])
+        x = move_to_device(batch.values.to(model.dtype), model.device)
         with torch.inference_mode():
             features, ages = (move_to_device(tensor, model.device) for tensor in (batch.features, batch.ages))
             conditional = model.conditionals(features, x, ages=ages)

@@ -21,7 +21,7 @@ readings.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -374,6 +374,16 @@ class BlockExamples:
         # A hidden label was replaced by the code of an unseen label, which the network should not learn to predict.
         masked_weights = torch.from_numpy(weights).masked_fill(is_hidden, 0.0)
         return BlockBatch(features, noisy, torch.from_numpy(ages), masked_weights, readings)
+
+    def gather_stored(self, indexes: Ints) -> BlockBatch:
+        """Return blocks in their real order with their contexts and the stored values, which have no noise.
+
+        Args:
+            indexes: (B,) indexes of the blocks.
+        """
+        batch = self.gather(indexes, torch.Generator().manual_seed(0))  # the noise that it draws is not used
+        stored = np.where(batch.readings >= 0, self.table.values[np.maximum(batch.readings, 0)], 0.0)
+        return replace(batch, values=torch.from_numpy(stored))
 
     def compute_loss(self, model: DEformer, batch: BlockBatch, part: slice, is_low_precision: bool) -> Tensor:
         """Return the share of a part in the mean −ln p of a reading given its context (see `Examples`)."""

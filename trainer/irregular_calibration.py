@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration
@@ -123,11 +122,8 @@ def average_neg_log_p(model: DEformer, examples: BlockExamples, indexes: Ints, b
     """
     num_features = len(model.schema)
     total = RecordScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
-    generator = torch.Generator().manual_seed(0)
     for start in range(0, min(len(indexes), MAX_FEATURE_BLOCKS), batch_size):
-        batch = examples.gather(indexes[start : start + batch_size], generator)
-        # The stored values have no noise, as in a stream.
-        values = np.where(batch.readings >= 0, examples.table.values[np.maximum(batch.readings, 0)], 0.0)
-        codes, ages = batch.features.numpy(), batch.ages.numpy()
+        batch = examples.gather_stored(indexes[start : start + batch_size])
+        codes, values, ages = (tensor.numpy() for tensor in (batch.features, batch.values, batch.ages))
         total += sum_neg_log_p(model, codes, values, ages, examples.find_scored(batch), batch_size)
     return total

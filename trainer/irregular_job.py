@@ -211,9 +211,6 @@ class _Job:
         num_rounds: Number of rounds in which the Gaussian process was fitted, 0 without one.
         costs: Measured costs of the phases after training. None without a time limit.
         maximum: Numbers of records and blocks that these phases use if there is enough time.
-        min_scale_records: Number of training records to which the scale of the cumulative sums is fitted, even if time
-            is over; 0 with `--evidence lasting`.
-        scale_seconds: Seconds that are reserved for them under a time limit.
     """
 
     data: IrregularTable
@@ -227,8 +224,6 @@ class _Job:
         self.num_rounds = 0
         self.costs: PhaseCosts | None = None
         self.maximum = RecordCounts(0, 0, 0)
-        self.min_scale_records = 0
-        self.scale_seconds = 0.0
         self._examples_by_noise: dict[tuple[float, float, float], BlockExamples] = {}
         self.state = load_previous_run(get_working_folder(settings.out), settings)
         self.start_seconds = budget.elapsed
@@ -258,11 +253,13 @@ class _Job:
             raise ConfigError("the table has too few records with readings: give more records")
         num_passes = -(-min(num_blocks, HELD_OUT_BLOCKS) // BLOCKS_PER_PASS)
         num_scale = len(self.data.select_rows(Split.TRAIN)) if self.settings.evidence != "lasting" else 0
-        self.min_scale_records = min(num_scale, MIN_SCALE_RECORDS)
-        # Further records of the scale of cumulative sums are planned as those for ranking, which are typical ones, too.
-        num_further = min(num_scale, MAX_SCALE_RECORDS) - self.min_scale_records
-        num_calibration = min(num_calibration, MAX_CALIBRATION_RECORDS)
-        self.maximum = RecordCounts(num_calibration, num_further, num_passes)
+        # The records of the scale of cumulative sums are planned as those for ranking, which are typical ones, too.
+        self.maximum = RecordCounts(
+            min(num_calibration, MAX_CALIBRATION_RECORDS),
+            min(num_scale, MAX_SCALE_RECORDS),
+            num_passes,
+            min_ranking=MIN_SCALE_RECORDS,
+        )
         return self.data
 
     def plan(self) -> TrainingRun:
@@ -426,12 +423,11 @@ class _Job:
         # A record of the scale costs its blocks. `RecordCounts` adds the cost of a calibration record.
         blocks_per_record = len(self.blocks) / max(len(self.data.split), 1)
         scale_seconds = blocks_per_record * held_out_seconds
-        self.scale_seconds = SAFETY_FACTOR * self.min_scale_records * scale_seconds
         return PhaseCosts(
             calibration=SAFETY_FACTOR * calibration_seconds,
             ranking=SAFETY_FACTOR * max(0.0, scale_seconds - calibration_seconds),
             held_out=SAFETY_FACTOR * BLOCKS_PER_PASS * held_out_seconds,
-            fixed=fixed_seconds + self.scale_seconds,
+            fixed=fixed_seconds,
         )
 
     def _choose_batch(self, run: TrainingRun, seconds_per_block: float) -> int:
@@ -502,25 +498,20 @@ class _Job:
 
     def _fit_cusum_scale(self, model: DEformer) -> CusumScale | None:
         """Fit the scale of the cumulative sums to training records; None with `--evidence lasting`."""
-        if not self.min_scale_records:
+        if not self.maximum.ranking:
             return None
         rows = np.random.default_rng([self.settings.seed, 0xC5]).permutation(self.data.select_rows(Split.TRAIN))
-        num_records = self.min_scale_records + self._plan_counts(self.maximum).ranking
-        later_seconds = 0.0
-        if self.costs is not None:
-            minimum = replace(compute_min_counts(self.maximum), ranking=0)
-            later_seconds = minimum.estimate_seconds(self.costs)
+        num_records = self._plan_counts(self.maximum).ranking
+        minimum = compute_min_counts(self.maximum)
+        later_seconds = 0.0 if self.costs is None else replace(minimum, ranking=0).estimate_seconds(self.costs)
         phase = self._start_phase(
-            "fitting the scale of the sums", "record", num_records, len(rows), self.min_scale_records, later_seconds
+            "fitting the scale of the sums", "record", num_records, len(rows), minimum.ranking, later_seconds
         )
         batch_size = EVALUATION_BATCH
         if self.costs is not None:
             batch_size = choose_batch_size(self.costs.held_out / BLOCKS_PER_PASS, EVALUATION_BATCH)
         examples = self._create_examples(self.settings)
-        scale = fit_cusum_scale(model, examples, rows[:num_records], batch_size, phase.should_continue)
-        if self.costs is not None:  # the seconds that were reserved for the smallest number of records
-            self.costs = replace(self.costs, fixed=self.costs.fixed - self.scale_seconds)
-        return scale
+        return fit_cusum_scale(model, examples, rows[:num_records], batch_size, phase.should_continue)
 
     def evaluate_held_out(self, model: DEformer) -> IrregularLikelihood:
         """Compute the likelihood of readings of calibration records, which training has not used."""

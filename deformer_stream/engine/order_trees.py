@@ -31,8 +31,8 @@ from deformer_stream.model.process_conditionals import apply_process
 Ints = NDArray[np.int64]
 
 MAX_READINGS_PER_PASS = 8192
-"""Largest number of readings, padding included, for which a prior and time inputs are computed in one pass. Orders of
-irregular readings are computed one by one for them, so many would need much memory."""
+"""Largest number of readings, padding included, for which a prior and time inputs are computed in one pass. For
+irregular readings, each order is a sequence of its own in this pass, so that many orders would need much memory."""
 
 
 @dataclass(frozen=True, slots=True)
