@@ -10,14 +10,10 @@ from __future__ import annotations
 import math
 from datetime import UTC, date, datetime, tzinfo
 
-from deformer_stream.calibration.conformal import extract_group
 from deformer_stream.calibration.drift_state import DriftNotice
-from deformer_stream.engine.events import NO_TIME, Alert, Contribution, Evidence
-from deformer_stream.model.windows import WINDOW_SEPARATOR
+from deformer_stream.engine.events import NO_TIME, Alert, AlertCause, Contribution
+from deformer_stream.incidents.device import WINDOW_SEPARATOR, extract_device
 from deformer_stream.report.pages import format_number
-
-DEVICE_SEPARATOR = "/"
-"""The separator between the device and the rest of the id of a record that is not a window, as in `pump-07/000412`."""
 
 VALUE_DIGITS = 4
 """Number of significant digits of a reading, unless its expected range needs more."""
@@ -45,14 +41,6 @@ EVIDENCE_TEXTS = {
 
 MAX_TEXT_CHARACTERS = 60
 """Length from which names and labels are shortened."""
-
-
-def extract_device(record_id: str) -> str | None:
-    """Return the device of a record: its id before the last `@`, else its id before the last `/`, else None.
-
-    The id of a window is the device and the start of the window, such as `pump-07@2020-03-09T10:34:30Z`.
-    """
-    return extract_group(record_id, WINDOW_SEPARATOR) or extract_group(record_id, DEVICE_SEPARATOR) or None
 
 
 def format_alert_line(alert: Alert, zone: tzinfo | None = None, today: date | None = None) -> str:
@@ -86,7 +74,7 @@ def format_alert_line(alert: Alert, zone: tzinfo | None = None, today: date | No
     return f"{_format_time(alert.time, zone, today)}{_name_record(alert.record)}: {cause} ({figures}{severity})"
 
 
-def _format_evidence(evidence: Evidence) -> str:
+def _format_evidence(evidence: AlertCause) -> str:
     """Return which cumulative sum has raised an alert, such as "flow repeats its last value"."""
     return EVIDENCE_TEXTS[evidence.kind].format(sensor=_make_printable(evidence.sensor or ""))
 
@@ -97,7 +85,7 @@ def summarize_cause(alert: Alert) -> dict[str, str | float]:
     The keys are `device`, `feature`, `value`, `unit`, and `expected_low` and `expected_high`, or `expected` for a
     label. A key is left out if its value is not known. Without an explanation there is only the device.
     """
-    fields: dict[str, str | float | None] = {"device": extract_device(alert.record)}
+    fields: dict[str, str | float | None] = {"device": extract_device(alert.record) or None}
     for contribution in alert.contributions[:1]:
         expected = contribution.expected
         fields |= {
@@ -218,8 +206,8 @@ def _name_record(record_id: str) -> str:
 
     The time of a window is at the start of the line. An id without a device is only understood as "record 412".
     """
-    device = extract_group(record_id, WINDOW_SEPARATOR)
-    if not device and extract_device(record_id) is None:
+    device = record_id.rpartition(WINDOW_SEPARATOR)[0]
+    if not device and not extract_device(record_id):
         return f"record {_make_printable(record_id)}"
     return _make_printable(device or record_id)
 

@@ -18,7 +18,7 @@ from deformer_stream.codec.columns import decode_dictionary, is_text, to_python_
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, UnreadablePayload, WideRows
 from deformer_stream.codec.tables import ROW_FILE_COLUMN, ROW_NUMBER_COLUMN
 from deformer_stream.codec.timestamps import format_rfc3339
-from deformer_stream.engine.events import Alert, Contribution, Evidence, Rejection
+from deformer_stream.engine.events import Alert, AlertCause, Contribution, Rejection
 
 MAX_ALERT_BYTES = 2**19
 """Maximum size of an alert in bytes: half of the default limit of a Kafka topic. Without it, long labels from the input
@@ -67,7 +67,7 @@ def encode_alert(alert: Alert, data: Payload | None) -> bytes:
     return encoded
 
 
-def _evidence_to_json(evidence: Evidence) -> dict[str, str]:
+def _evidence_to_json(evidence: AlertCause) -> dict[str, str]:
     """Return which cumulative sum has raised an alert, as a JSON object of the public format."""
     sensor = {} if evidence.sensor is None else {"sensor": evidence.sensor}
     return {"kind": evidence.kind, **sensor}

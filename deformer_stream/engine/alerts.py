@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.cusum import EVIDENCE_KINDS, NO_KIND, Codes
-from deformer_stream.engine.events import NO_TIME, Alert, EventBatch, Evidence, Explanation, ScoredReadings
+from deformer_stream.engine.events import NO_TIME, Alert, AlertCause, EventBatch, Explanation, ScoredReadings
 from deformer_stream.engine.explain import ExplanationEffort, explain_context, explain_records
 from deformer_stream.engine.last_context import find_last_context
 from deformer_stream.engine.records import AcceptedReadings, RecordTable
@@ -136,7 +136,7 @@ class AlertBuilder:
                 alerts.append(alert)
         return alerts
 
-    def _describe_evidence(self, kind: int, feature: int) -> Evidence | None:
+    def _describe_evidence(self, kind: int, feature: int) -> AlertCause | None:
         """Return which cumulative sum has raised an alert, None if it was none.
 
         Args:
@@ -146,7 +146,7 @@ class AlertBuilder:
         if kind == NO_KIND:
             return None
         name = EVIDENCE_KINDS[kind]
-        return Evidence(name, None if name == "record" else self.records.schema.names[feature])
+        return AlertCause(name, None if name == "record" else self.records.schema.names[feature])
 
     def _count_expected_features(
         self, batch: EventBatch, readings: AcceptedReadings, arrivals: AcceptedReadings, alerting: Ints
@@ -209,7 +209,7 @@ class AlertBuilder:
         return raising_events
 
     def _explain(
-        self, record_index: Ints, num_readings: Ints, record_ids: list[str], evidence: list[Evidence | None]
+        self, record_index: Ints, num_readings: Ints, record_ids: list[str], evidence: list[AlertCause | None]
     ) -> list[tuple[str, Explanation]]:
         """Explain the alerts of A records, each with the model version that scores the record.
 
@@ -267,7 +267,7 @@ class AlertBuilder:
         record_index: int,
         num_readings: int,
         record_id: str,
-        evidence: Evidence | None,
+        evidence: AlertCause | None,
     ) -> Explanation:
         """Explain the alert of a record with irregular readings by the context of the alerting reading.
 

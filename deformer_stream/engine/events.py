@@ -321,7 +321,7 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class AlertCause:
     """Which cumulative sum has raised an alert of a record with irregular readings.
 
     Attributes:
@@ -387,7 +387,7 @@ class Alert:
     is_record_closed: bool = False
     severity: int = 1
     silenced_by: tuple[str, ...] | None = None
-    evidence: Evidence | None = None
+    evidence: AlertCause | None = None
 
 
 @dataclass(frozen=True, slots=True)

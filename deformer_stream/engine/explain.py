@@ -38,7 +38,7 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import PrefixState, advance_prefix_state
-from deformer_stream.engine.events import Contribution, Evidence, ExpectedRange, Explanation
+from deformer_stream.engine.events import AlertCause, Contribution, ExpectedRange, Explanation
 from deformer_stream.engine.imputation import find_likeliest_labels, round_to_quantum
 from deformer_stream.engine.order_trees import (
     OrderTree,
@@ -405,7 +405,7 @@ def explain_context(
     unseen_labels: Mapping[int, str],
     effort: ExplanationEffort = "full",
     kernels: CpuKernels | None = None,
-    evidence: Evidence | None = None,
+    evidence: AlertCause | None = None,
 ) -> Explanation:
     """Explain why a record with irregular readings has raised an alert, by the readings of the alert's context.
 
@@ -450,7 +450,7 @@ def explain_context(
     return _build_explanation(model.schema, findings, 0, codes, raw_values, unseen_labels, times)
 
 
-def _compute_context_findings(model: DEformer, group: _RecordGroup, evidence: Evidence | None) -> _Findings:
+def _compute_context_findings(model: DEformer, group: _RecordGroup, evidence: AlertCause | None) -> _Findings:
     """Return the complete findings for the readings of one context of irregular readings.
 
     Args:

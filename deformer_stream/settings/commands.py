@@ -114,7 +114,7 @@ class _AlertSettings(ScoringSettings):
     )
 
 
-class _KafkaSettings(Settings):
+class KafkaSettings(Settings):
     """The options of every command that connects to Kafka brokers: addresses, encryption and login."""
 
     bootstrap_servers: str = Field("localhost:9092", description="Kafka brokers as host:port, comma-separated.")
@@ -234,7 +234,7 @@ def _read_secret(flag: str, path: Path) -> str:
     return secret
 
 
-class ConsumeSettings(_AlertSettings, _KafkaSettings):
+class ConsumeSettings(_AlertSettings, KafkaSettings):
     """The options of `deformer-stream consume`."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("topic", "source")
@@ -428,7 +428,7 @@ class CalibrateSettings(InputSettings):
     )
 
 
-class ProduceSettings(TableSettings, _KafkaSettings):
+class ProduceSettings(TableSettings, KafkaSettings):
     """The options of `deformer-stream produce`."""
 
     option_groups: ClassVar[OptionGroups] = PRODUCE_GROUPS
@@ -545,7 +545,7 @@ class DemoSettings(Settings):
     train_time: Timeout = text_default("60s", "Time limit of the training.")
 
 
-class InitSettings(WindowedTableSettings, _KafkaSettings):
+class InitSettings(WindowedTableSettings, KafkaSettings):
     """The options of `deformer-stream init`: the answers to its questions, and where to look."""
 
     option_groups: ClassVar[OptionGroups] = INIT_GROUPS

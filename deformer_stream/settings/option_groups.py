@@ -24,11 +24,15 @@ _SECURITY = (
     *("sasl_mechanism", "sasl_username", "sasl_password_file", "sasl_password"),
 )
 
+_INCIDENT_RULE = ("incident_budget", "incident_rule", "segment", "quiet", "gap", "fleet", "records_per_day")
+"""Fields of the options that determine when incidents open and resolve."""
+
 SCORING_GROUPS: OptionGroups = {
     "Input": ("topic", "source", "from_", *_TABLES),
     "Model": ("model", "device", "compiled"),
     "Alerts": ("alpha", "alerts", "alerts_topic", "explanations", "units", "drift"),
     "Output": ("out", "output", "records", "explain", "rejected", "dead_letter_topic"),
+    "Incidents": ("evidence", "evidence_topic", "incidents", *_INCIDENT_RULE),
     "Calibration": ("group_by", "trim", "seen_records"),
     "Records and windows": ("record_timeout", "window", "grace", "ties", "tie_wait", "max_ahead"),
     "Kafka": (
@@ -83,6 +87,44 @@ INIT_GROUPS: OptionGroups = {
     "Kafka security": _SECURITY,
 }
 """The grouping of `init`."""
+
+_INCIDENT_TOPICS = ("evidence_topic", "incidents_topic", "feedback_topic")
+
+INCIDENT_GROUPS: OptionGroups = {
+    "Input": ("topic", "model", "group"),
+    "Incidents": _INCIDENT_RULE,
+    "Receivers": (
+        *("alertmanager", "webhook", "webhook_secret_file", "pagerduty_key_file", "pagerduty_url"),
+        *("notify", "notify_file", "external_url", "receiver_timeout", "deliver_only"),
+    ),
+    "Kafka": ("bootstrap_servers", *_INCIDENT_TOPICS),
+    "Kafka security": _SECURITY,
+    "Monitoring": ("http",),
+}
+"""The grouping of `incidents`."""
+
+SERVE_GROUPS: OptionGroups = {
+    "Input": ("topic", "model", "metrics"),
+    "Page": ("http", "external_url", "token_file", "users_file"),
+    "Kafka": ("bootstrap_servers", *_INCIDENT_TOPICS),
+    "Kafka security": _SECURITY,
+}
+"""The grouping of `serve`."""
+
+FEEDBACK_GROUPS: OptionGroups = {
+    "Label": ("name", "note", "by"),
+    "Maintenance window": ("maintenance", "from_", "to"),
+    "Kafka": ("topic", "bootstrap_servers", *_INCIDENT_TOPICS),
+    "Kafka security": _SECURITY,
+}
+"""The grouping of `feedback`."""
+
+PROPOSE_GROUPS: OptionGroups = {
+    "Candidate": ("model", "log", "feedback", "out", "since", "until", "alpha", "review", "seed"),
+    "Approval": ("approve", "roll_back", "by"),
+    "Incidents": _INCIDENT_RULE,
+}
+"""The grouping of `propose`."""
 
 
 def arrange_by_heading(names: list[str], groups: OptionGroups) -> dict[str, list[str]]:

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from deformer_stream.calibration.drift_state import DriftNotice, FeatureShift
 from deformer_stream.codec.alert_text import (
-    extract_device,
     format_alert_line,
     format_contribution,
     format_drift_line,
 )
-from deformer_stream.engine.events import NO_TIME, Alert, Contribution, Evidence, ExpectedRange
+from deformer_stream.engine.events import NO_TIME, Alert, AlertCause, Contribution, ExpectedRange
+from deformer_stream.incidents.device import extract_device
 from tests.contracts.effects import make_alert
 
 FLOW = Contribution("flow", 31.9, 11.2, ExpectedRange(119.2, 124.0, 126.9), suspect=True, unit="m³/h")
@@ -47,22 +47,6 @@ def test_line_without_a_valid_time_begins_with_the_device(time: int) -> None:
     assert format_alert_line(replace(alert_of(FLOW), time=time), UTC).startswith("pump-07: flow")
 
 
-@pytest.mark.parametrize(
-    ("record", "device", "name"),
-    [
-        ("pump-07@2020-03-09T12:05:00Z", "pump-07", "pump-07"),
-        ("hall/3/pump-07@2020-03-09T12:05:00Z", "hall/3/pump-07", "hall/3/pump-07"),
-        ("hall/3/000412", "hall/3", "hall/3/000412"),
-        ("412", None, "record 412"),
-        ("/412", None, "record /412"),
-        ("", None, "record "),
-    ],
-)
-def test_device_is_the_beginning_of_the_record_id(record: str, device: str | None, name: str) -> None:
-    assert extract_device(record) == device
-    assert format_alert_line(alert_of(FLOW, record=record), UTC).startswith(f"2020-03-09 12:05:21 {name}: flow 31.9")
-
-
 def test_line_names_all_suspects_and_otherwise_the_first_reading() -> None:
     assert ": flow 31.9 m³/h, expected 119 to 127; mode off, expected boost (" in format_alert_line(
         alert_of(FLOW, MODE)
@@ -74,13 +58,13 @@ def test_line_names_all_suspects_and_otherwise_the_first_reading() -> None:
 @pytest.mark.parametrize(
     ("evidence", "text"),
     [
-        (Evidence("improbable", "HR"), "HR is improbable"),
-        (Evidence("offset", "HR"), "HR differs from what other sensors imply"),
-        (Evidence("repeated", "SpO2\x1b[2J"), r"SpO2\x1b[2J repeats its last value"),
-        (Evidence("record"), "improbable readings of several sensors"),
+        (AlertCause("improbable", "HR"), "HR is improbable"),
+        (AlertCause("offset", "HR"), "HR differs from what other sensors imply"),
+        (AlertCause("repeated", "SpO2\x1b[2J"), r"SpO2\x1b[2J repeats its last value"),
+        (AlertCause("record"), "improbable readings of several sensors"),
     ],
 )
-def test_line_states_the_evidence(evidence: Evidence, text: str) -> None:
+def test_line_states_the_evidence(evidence: AlertCause, text: str) -> None:
     line = format_alert_line(replace(alert_of(FLOW), evidence=evidence), UTC, date(2020, 3, 9))
     assert f"expected 119 to 127; evidence: {text} (p = 0.0004, " in line
 
@@ -140,3 +124,19 @@ def test_drift_notice_is_one_line() -> None:
         "12:05:21 drift: after 460 records of partition 2, the odds that they differ from the calibration records "
         "exceed 1000 to 1; most changed: flow"
     )
+
+
+@pytest.mark.parametrize(
+    ("record", "device", "name"),
+    [
+        ("pump-07@2020-03-09T12:05:00Z", "pump-07", "pump-07"),
+        ("hall/3/pump-07@2020-03-09T12:05:00Z", "hall/3/pump-07", "hall/3/pump-07"),
+        ("hall/3/000412", "hall/3", "hall/3/000412"),
+        ("412", "", "record 412"),
+        ("/412", "", "record /412"),
+        ("", "", "record "),
+    ],
+)
+def test_device_is_the_beginning_of_the_record_id(record: str, device: str, name: str) -> None:
+    assert extract_device(record) == device
+    assert format_alert_line(alert_of(FLOW, record=record), UTC).startswith(f"2020-03-09 12:05:21 {name}: flow 31.9")

@@ -15,7 +15,7 @@ from deformer_stream.codec.alert_text import format_alert_line
 from deformer_stream.codec.state import decode_snapshot, encode_snapshot
 from deformer_stream.engine import explain
 from deformer_stream.engine.engine import Engine
-from deformer_stream.engine.events import Alert, EventBatch, Evidence
+from deformer_stream.engine.events import Alert, AlertCause, EventBatch
 from deformer_stream.engine.explain import ExplanationEffort, explain_context
 from deformer_stream.kernels import build
 from deformer_stream.model.deformer import DEformer
@@ -126,7 +126,7 @@ def handle_in_parts(engine: Engine, batch: EventBatch, size: int) -> list[Alert]
 @pytest.mark.parametrize("kind", FAULTS)
 def test_an_alert_names_the_kind_of_evidence_and_the_sensor(kind: str, is_compiled: bool) -> None:
     alerts = make_engine(is_compiled).handle(make_records(kind, 10), 0).alerts
-    expected = Evidence(kind, None if kind == "record" else f"sensor{FAULTY}")
+    expected = AlertCause(kind, None if kind == "record" else f"sensor{FAULTY}")
     # A record without the fault would raise an alert of any kind with a probability of 5%.
     assert [alert.evidence for alert in alerts].count(expected) >= 8
     for alert in alerts:
@@ -194,7 +194,7 @@ def test_suspects_of_evidence_need_not_be_candidates(max_candidates: int, monkey
     codes[-6:], values[-6:] = FAULTY, 0.5
     times = np.round(1e6 * ages).astype(np.int64)
     for kind in ("repeated", "improbable", "offset"):
-        evidence = Evidence(kind, f"sensor{FAULTY}")
+        evidence = AlertCause(kind, f"sensor{FAULTY}")
         parts = explain_context(model, codes, values, ages, times, "r", {}, evidence=evidence).contributions
         assert len(parts) == 40
         assert np.isfinite([part.surprise for part in parts]).all()
@@ -208,7 +208,7 @@ def test_suspects_of_evidence_need_not_be_candidates(max_candidates: int, monkey
 @pytest.mark.parametrize("effort", ["full", "fast"])
 @pytest.mark.parametrize("kind", ["repeated", "improbable", "offset"])
 def test_all_readings_of_a_record_can_be_suspects(kind: str, effort: ExplanationEffort) -> None:
-    evidence, times = Evidence(kind, "sensor0"), np.arange(4)
+    evidence, times = AlertCause(kind, "sensor0"), np.arange(4)
     for length in (1, 4):
         arguments = np.zeros(length, np.int64), np.full(length, 0.5), 60.0 * times[:length], times[:length]
         model = make_quantized_model(False)

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from connectors.files import AlertLines, ExplanationsParquet, RecordsParquet, RejectedLines, ScoresParquet
 from deformer_stream.codec import encode_alert
-from deformer_stream.engine.events import NO_TIME, Evidence
+from deformer_stream.engine.events import NO_TIME, AlertCause
 from tests.contracts.effects import SCHEMA, make_alert, make_drift_notice, make_effects
 
 GOLDEN = Path(__file__).parent
@@ -45,8 +45,8 @@ def test_alert_states_its_evidence_only_if_there_is_any() -> None:
     alert = make_alert("r", 0)
     assert "evidence" not in json.loads(encode_alert(alert, None))
     for evidence, expected in (
-        (Evidence("repeated", "SpO2"), {"kind": "repeated", "sensor": "SpO2"}),
-        (Evidence("record"), {"kind": "record"}),
+        (AlertCause("repeated", "SpO2"), {"kind": "repeated", "sensor": "SpO2"}),
+        (AlertCause("record"), {"kind": "record"}),
     ):
         document = json.loads(encode_alert(replace(alert, evidence=evidence), None))
         assert document["evidence"] == expected

@@ -1,0 +1,1 @@
+"""Receivers of incidents: Alertmanager, PagerDuty, webhooks, and chat or mail by Apprise."""

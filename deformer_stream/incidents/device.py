@@ -1,0 +1,21 @@
+"""The device of a record, as its id names it."""
+
+from __future__ import annotations
+
+WINDOW_SEPARATOR, RECORD_SEPARATOR = "@", "/"
+"""The separators between a device and the rest of a record id: of a window (an interval of time), and of any other."""
+
+WHOLE_STREAM = ""
+"""The device of a record whose id names none. All such records count as records of one device."""
+
+
+def extract_device(record_id: str) -> str:
+    """Return the device of a record: its id before the last `@`, else its id before the last `/`, else `WHOLE_STREAM`.
+
+    The id of a window is the device and the start of the window, such as `pump-07@2020-03-09T10:34:30Z`.
+    """
+    for separator in (WINDOW_SEPARATOR, RECORD_SEPARATOR):
+        device = record_id.rpartition(separator)[0]
+        if device:
+            return device
+    return WHOLE_STREAM

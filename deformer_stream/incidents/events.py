@@ -1,0 +1,269 @@
+"""The types that pass between the processes: evidence of closed records, incidents, and labels of operators.
+
+Times are microseconds since 1970, UTC. `deformer_stream.codec` encodes these types as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+IncidentState = Literal["open", "updated", "resolved"]
+IncidentRule = Literal["segments", "e-detector"]
+IncidentKind = Literal["device", "fleet"]
+Label = Literal["true", "false-alarm", "maintenance", "cleared"]
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A feature to which an alert is attributed.
+
+    Attributes:
+        feature: Name of the feature.
+        value: The value that came: a number, a label, or None if it is unknown.
+        low: Lower end of the expected range, None for labels.
+        high: Upper end of the expected range, None for labels.
+        share: Share of the attribution of the alert, from 0 to 1. The shares of an alert's suspects sum to at most 1.
+        unit: Unit of the value, None if it has none.
+    """
+
+    feature: str
+    value: float | str | None
+    low: float | None
+    high: float | None
+    share: float
+    unit: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AlertRow:
+    """The part of a record's alert that incidents need.
+
+    Attributes:
+        id: Id of the alert, by which readers find it in the topic of alerts.
+        record: Id of the record.
+        time: Event time of the reading that raised the alert, `engine.events.NO_TIME` if it has none.
+        p_value: p-value of the record at the alert.
+        severity: 1 for the largest of the configured alphas, 2 for the next smaller one, and so on.
+        suspects: The features to which the alert is attributed, the largest share first; at most `MAX_SUSPECTS`.
+        silenced_by: The smallest known set of features whose expected values would prevent the alert, or None.
+    """
+
+    id: str
+    record: str
+    time: int
+    p_value: float
+    severity: int
+    suspects: tuple[Suspect, ...] = ()
+    silenced_by: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedRows:
+    """R closed records: what incidents need of them.
+
+    Attributes:
+        record_ids: R record ids.
+        times: (R,) int64 latest event time of the accepted readings of each record.
+        p_values: (R,) p-value of each record after its last reading.
+        scores: (R,) anomaly score of each record; larger is more anomalous.
+        num_readings: (R,) int32 number of readings of each record.
+        is_alerted: (R,) whether the record has raised an alert.
+    """
+
+    record_ids: list[str]
+    times: NDArray[np.int64]
+    p_values: NDArray[np.float64]
+    scores: NDArray[np.float64]
+    num_readings: NDArray[np.int32]
+    is_alerted: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return len(self.record_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class EvidenceBatch:
+    """What one poll of one partition gave: closed records and alerts. It is one message of `TOPIC-evidence`.
+
+    The alert of a record comes in the same batch as the record or in an earlier one.
+
+    Attributes:
+        model: Fingerprint of the model and its calibration.
+        partition: Number of the partition of the topic of events.
+        closed: The closed records, in the order of closing.
+        alerts: The alerts, in the order in which they were raised.
+    """
+
+    model: str
+    partition: int
+    closed: ClosedRows
+    alerts: tuple[AlertRow, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class IncidentSuspect:
+    """A feature to which the alerts of an incident are attributed.
+
+    Attributes:
+        feature: Name of the feature.
+        share: Mean share of the attribution over the alerts of the incident, from 0 to 1.
+        low: Median of the lower ends of the expected ranges, None if the feature has labels.
+        high: Median of the upper ends of the expected ranges, None if the feature has labels.
+        came_low: Smallest value that came in an alert, None if the feature has labels.
+        came_high: Largest value that came in an alert, None if the feature has labels.
+        unit: Unit of the values, None if they have none.
+    """
+
+    feature: str
+    share: float
+    low: float | None = None
+    high: float | None = None
+    came_low: float | None = None
+    came_high: float | None = None
+    unit: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The evidence of an incident over time, thinned to a bounded number of points.
+
+    Attributes:
+        times: Latest event time of each record that is a point.
+        evidence: log10 of the detector's statistic after each of these records.
+        p_values: p-value of each of these records.
+    """
+
+    times: tuple[int, ...] = ()
+    evidence: tuple[float, ...] = ()
+    p_values: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SuspectReadings:
+    """The readings of one suspect in the alerts of an incident, with the range that was expected for each.
+
+    Attributes:
+        times: Event time of each alert.
+        values: Value of each reading, None for labels.
+        lows: Lower end of each expected range, None for labels.
+        highs: Upper end of each expected range, None for labels.
+    """
+
+    times: tuple[int, ...] = ()
+    values: tuple[float | None, ...] = ()
+    lows: tuple[float | None, ...] = ()
+    highs: tuple[float | None, ...] = ()
+
+
+NO_READINGS: Mapping[str, SuspectReadings] = MappingProxyType({})
+"""The readings of an incident without suspects."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """The state of an incident. `TOPIC-incidents` holds one message for each change; the last one counts.
+
+    Attributes:
+        id: Hash of the device, the model and the first record (of a fleet incident, see `tracker`).
+        device: The device, `device.WHOLE_STREAM` if record ids name none, and for a fleet incident.
+        state: "open" in the first message, "updated" in later ones, "resolved" in the last one. A resolved incident
+            that is reopened has the state "updated" again.
+        opened: Time of the first record.
+        last: Time of the last record that the incident includes.
+        resolved: Time of the record that resolved the incident, None before.
+        num_records: Number of records from the first one to the last one.
+        num_alerted: Number of those that have raised an alert.
+        evidence: log10 of the largest value of the detector's statistic so far.
+        rule: The rule that keeps the budget.
+        budget: The budget as the user has written it, such as "1 per 30d".
+        severity: 1 when it opens, 2 if at least half of the last records have alerted, 3 for a fleet incident. It never
+            falls.
+        suspects: The suspects, the largest share first.
+        model: Fingerprint of the model and its calibration.
+        first_record: Id of the first record, at which the statistic reached its threshold.
+        kind: "device", or "fleet" for an incident of several devices.
+        group: The device group of a fleet incident or of the device; "" if there is only one.
+        members: Ids of the incidents that a fleet incident includes.
+        parent: Id of the fleet incident that includes this incident, or None.
+        revision: Number of earlier messages of this incident.
+        num_reopened: How often the incident was reopened.
+        resolution: Why the incident was resolved: "quiet", or None.
+        threshold: log10 of the statistic at which incidents open.
+        record_ids: Ids of records of the incident that have alerted, the first and the latest ones, bounded.
+        alert_ids: Ids of the alerts of these records.
+        silenced_by: The set of features whose expected values would most often prevent the alerts, and the share of the
+            alerts for which this holds; None if no set is known.
+        timeline: The evidence over time.
+        readings: The readings of the suspects in the alerts, by feature.
+        fault: Names of known faults with their probabilities, if the model has learnt any.
+    """
+
+    id: str
+    device: str
+    state: IncidentState
+    opened: int
+    last: int
+    resolved: int | None
+    num_records: int
+    num_alerted: int
+    evidence: float
+    rule: IncidentRule
+    budget: str
+    severity: int
+    suspects: tuple[IncidentSuspect, ...]
+    model: str
+    first_record: str
+    kind: IncidentKind = "device"
+    group: str = ""
+    members: tuple[str, ...] = ()
+    parent: str | None = None
+    revision: int = 0
+    num_reopened: int = 0
+    resolution: str | None = None
+    threshold: float = 0.0
+    record_ids: tuple[str, ...] = ()
+    alert_ids: tuple[str, ...] = ()
+    silenced_by: tuple[tuple[str, ...], float] | None = None
+    timeline: Timeline = field(default_factory=Timeline)
+    readings: Mapping[str, SuspectReadings] = NO_READINGS
+    fault: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackLabel:
+    """What a person has said about an incident, a device or a record, as in the messages of `TOPIC-feedback`.
+
+    The latest label of an incident, or of a record, counts.
+
+    Attributes:
+        id: Hash of the other fields, so that a label that is sent twice counts once.
+        label: "true" for a real fault, "false-alarm", "maintenance", or "cleared" to take an earlier label back.
+        time: When the person has said so.
+        by: Who has said so; "" if unknown.
+        incident: Id of the incident, None for a maintenance window of a device and for a label of one record.
+        name: Name of the fault, None if there is none.
+        note: Free text.
+        device: The device of a maintenance window, None otherwise.
+        start: Beginning of the maintenance window, None otherwise.
+        end: End of the maintenance window, None otherwise.
+        record: Id of a record that was offered for review, None otherwise.
+    """
+
+    id: str
+    label: Label
+    time: int
+    by: str = ""
+    incident: str | None = None
+    name: str | None = None
+    note: str = ""
+    device: str | None = None
+    start: int | None = None
+    end: int | None = None
+    record: str | None = None

@@ -1,0 +1,1 @@
+"""The operator's page: incidents in a browser, live, with buttons for labels."""

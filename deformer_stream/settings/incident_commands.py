@@ -1,0 +1,190 @@
+"""The settings of the commands around incidents: `incidents`, `serve`, `feedback` and `propose`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, NoDecode, SecretStr, model_validator
+
+from deformer_stream.settings.base import Duration, Settings, Share, Timeout, text_default
+from deformer_stream.settings.commands import KafkaSettings
+from deformer_stream.settings.option_groups import (
+    FEEDBACK_GROUPS,
+    INCIDENT_GROUPS,
+    PROPOSE_GROUPS,
+    SERVE_GROUPS,
+    OptionGroups,
+)
+
+
+def _split_at_commas(value: Any) -> Any:
+    """Return the parts of a comma-separated text as a tuple. Other values are returned unchanged."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+TextList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_at_commas)]
+"""Texts, written with commas between them."""
+
+
+class IncidentRuleSettings(Settings):
+    """The options that determine when incidents open and resolve. `replay --incidents` has them, too."""
+
+    incident_budget: str = Field(
+        "1 per 30d",
+        description='Largest number of false incidents of one device in a time, such as "1 per 30d". Units: s, m, h, d '
+        "and w.",
+    )
+    incident_rule: Literal["auto", "segments", "e-detector"] = Field(
+        "auto",
+        description="Rule that keeps the budget. segments compares with segments of normal operation, which calibrate "
+        "--incidents stores. e-detector needs no such segments, but assumes that successive records are independent. "
+        "auto takes segments if enough of them are stored.",
+    )
+    segment: Duration | None = Field(
+        None,
+        description="Length of a segment of normal operation of one device, such as 1d. Default: the longest of 1d, 8h "
+        "and 1h with which the budget is in reach.",
+    )
+    quiet: Duration = text_default(
+        "1m", description="An incident is resolved if there is no new evidence for this time of the device's records."
+    )
+    gap: Duration = text_default(
+        "10m",
+        description="An incident is reopened if evidence with the same suspects comes again within this time.",
+    )
+    fleet: str = Field(
+        "3 within 10m",
+        description="A fleet incident opens if this many devices of a group have incidents with the same suspects "
+        "within this time. off opens none.",
+    )
+    records_per_day: float | None = Field(
+        None,
+        gt=0,
+        description="Number of records of one device in a day, for --incident-rule e-detector. Default: as in the "
+        "segments of the model.",
+    )
+
+
+class DeliverySettings(Settings):
+    """The options that name the receivers of incidents."""
+
+    alertmanager: TextList = Field(
+        (), description="Address of a Prometheus Alertmanager, such as http://alertmanager:9093. Several, with commas."
+    )
+    webhook: TextList = Field((), description="Address that gets each incident as JSON by HTTP. Several, with commas.")
+    webhook_secret_file: Path | None = Field(
+        None, description="File with the secret that signs the requests to --webhook (HMAC-SHA256)."
+    )
+    pagerduty_key_file: Path | None = Field(
+        None, description="File with the integration key of a PagerDuty service (Events API v2)."
+    )
+    pagerduty_url: str = Field(
+        "https://events.pagerduty.com/v2/enqueue", description="Address of the PagerDuty Events API v2."
+    )
+    notify: SecretStr | None = Field(
+        None, description="Address of a chat or a mailbox in the notation of Apprise. Several, with commas."
+    )
+    notify_file: Path | None = Field(
+        None, description="File with addresses in the notation of Apprise, one in each line."
+    )
+    external_url: str | None = Field(
+        None,
+        description="Address of the operator's page, for links in messages, such as https://plant.example/incidents.",
+    )
+    receiver_timeout: Timeout = text_default("10s", description="Longest time that a request to a receiver takes.")
+
+
+class IncidentsSettings(IncidentRuleSettings, DeliverySettings, KafkaSettings):
+    """The options of `deformer-stream incidents`."""
+
+    option_groups: ClassVar[OptionGroups] = INCIDENT_GROUPS
+
+    topic: str = Field(description="Kafka topic with the events. Its evidence is read from TOPIC-evidence.")
+    model: Path = Field(description="Model directory that deformer-train wrote.")
+    evidence_topic: str | None = Field(None, description="Topic with the evidence. Default: TOPIC-evidence.")
+    incidents_topic: str | None = Field(None, description="Compacted topic for incidents. Default: TOPIC-incidents.")
+    feedback_topic: str | None = Field(None, description="Topic with labels of operators. Default: TOPIC-feedback.")
+    group: str = Field("deformer-stream", min_length=1, description="Name of the consumer group that `consume` uses.")
+    deliver_only: bool = Field(
+        False, description="Notify receivers of the incidents in the topic, without looking for incidents."
+    )
+    http: str | None = Field(
+        None,
+        description="Address [HOST]:PORT for /metrics, /healthz and /readyz. Without a host, only this machine can "
+        "connect. Default: no HTTP server.",
+    )
+
+
+class ServeSettings(KafkaSettings):
+    """The options of `deformer-stream serve`."""
+
+    option_groups: ClassVar[OptionGroups] = SERVE_GROUPS
+
+    topic: str = Field(description="Kafka topic with the events. Incidents are read from TOPIC-incidents.")
+    model: Path | None = Field(None, description="Model directory, for the page about the state of the system.")
+    incidents_topic: str | None = Field(None, description="Topic with the incidents. Default: TOPIC-incidents.")
+    feedback_topic: str | None = Field(None, description="Topic for labels. Default: TOPIC-feedback.")
+    http: str = Field(
+        "127.0.0.1:8080",
+        description="Address HOST:PORT of the page. An address that other machines can reach needs --token-file or "
+        "--users-file.",
+    )
+    token_file: Path | None = Field(None, description="File with the token that a person enters to log in.")
+    users_file: Path | None = Field(
+        None, description="File with users, one in each line as NAME:HASH; deformer-stream serve --hash prints a hash."
+    )
+    metrics: TextList = Field(
+        (), description="Addresses of the /metrics of `consume`, for lag and drift. Several, with commas."
+    )
+    external_url: str | None = Field(
+        None, description="Address under which people reach the page, if a proxy is in front of it."
+    )
+
+
+class FeedbackSettings(KafkaSettings):
+    """The options of `deformer-stream feedback`."""
+
+    option_groups: ClassVar[OptionGroups] = FEEDBACK_GROUPS
+
+    topic: str = Field(description="Kafka topic with the events. Labels are written to TOPIC-feedback.")
+    incidents_topic: str | None = Field(None, description="Topic with the incidents. Default: TOPIC-incidents.")
+    feedback_topic: str | None = Field(None, description="Topic for labels. Default: TOPIC-feedback.")
+    name: str | None = Field(None, max_length=200, description="Name of the fault.")
+    note: str = Field("", max_length=2000, description="Free text.")
+    by: str = Field("", max_length=200, description="Who gives the label. Default: the user of this machine.")
+    maintenance: str | None = Field(None, description="Device of a maintenance window, with --from and --to.")
+    from_: str | None = Field(
+        None, validation_alias="DEFORMER_FEEDBACK_FROM", description="Beginning of the maintenance window, RFC 3339."
+    )
+    to: str | None = Field(None, description="End of the maintenance window, RFC 3339.")
+
+
+class ProposeSettings(IncidentRuleSettings):
+    """The options of `deformer-stream propose`."""
+
+    option_groups: ClassVar[OptionGroups] = PROPOSE_GROUPS
+
+    model: Path = Field(description="Model directory whose calibration is in use.")
+    log: TextList = Field(
+        (),
+        description="Evidence that was kept: files that `replay --evidence` or a dump of "
+        "TOPIC-evidence wrote. Several, with commas.",
+    )
+    feedback: Path | None = Field(None, description="File with labels as JSON lines.")
+    out: Path | None = Field(None, description="Folder for the candidate, which must not exist yet.")
+    since: str | None = Field(None, description="Beginning of the span that is compared, RFC 3339.")
+    until: str | None = Field(None, description="End of the span that is compared, RFC 3339.")
+    alpha: Share = text_default(0.01, "Largest share of normal records that raise an alert.")
+    review: int = Field(20, ge=0, description="Number of records without an alert that are offered for review.")
+    seed: int = Field(0, ge=0, description="Seed of the choice of records for review.")
+    approve: Path | None = Field(None, description="Candidate that replaces the calibration of --model.")
+    roll_back: bool = Field(False, description="Restore the calibration that was in use before the last approval.")
+    by: str = Field("", max_length=200, description="Who approves. Default: the user of this machine.")
+
+    @model_validator(mode="after")
+    def _check_task(self) -> Self:
+        """Raise `ValueError` if not exactly one of making, approving and rolling back is asked for."""
+        if sum((self.out is not None, self.approve is not None, self.roll_back)) != 1:
+            raise ValueError("give exactly one of --out, --approve and --roll-back")
+        return self
