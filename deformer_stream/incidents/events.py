@@ -232,7 +232,7 @@ class Incident:
     alert_ids: tuple[str, ...] = ()
     silenced_by: tuple[tuple[str, ...], float] | None = None
     timeline: Timeline = field(default_factory=Timeline)
-    readings: Mapping[str, SuspectReadings] = NO_READINGS
+    readings: Mapping[str, SuspectReadings] = field(default_factory=lambda: NO_READINGS)
     fault: tuple[tuple[str, float], ...] = ()
 
 
