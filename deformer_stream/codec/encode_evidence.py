@@ -1,0 +1,188 @@
+"""Evidence as bytes: the messages of `TOPIC-evidence` and the lines of `replay --evidence`.
+
+A message is a JSON object with the closed records as columns and the alerts as objects (docs/reference/formats.md).
+The numbers of `incidents.make_evidence` are rounded, so encoding loses nothing: `decode_evidence` gives back an equal
+batch, and a log that is read again leads to the same incidents as the batches themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import orjson
+
+from deformer_stream.codec.timestamps import MAX_MICROS, MIN_MICROS
+from deformer_stream.engine.events import NO_TIME
+from deformer_stream.errors import InputError
+from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, Suspect
+
+EVIDENCE_VERSION = 1
+"""Version of the format. A reader refuses messages of a later version."""
+
+MAX_SHOWN_CHARACTERS = 200
+"""Longest part of a parser's message that an error repeats."""
+
+
+Micros = Annotated[int, msgspec.Meta(ge=MIN_MICROS, le=MAX_MICROS)]
+"""A time in the years 1 to 9999, microseconds since 1970."""
+
+
+class _ClosedColumns(msgspec.Struct):
+    """The columns of the closed records of a message."""
+
+    record: list[str]
+    time: list[Micros]
+    p: list[Annotated[float, msgspec.Meta(gt=0.0, le=1.0)]]
+    score: list[float]
+    readings: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
+    alerted: list[Annotated[int, msgspec.Meta(ge=0, le=1)]]
+
+
+class _SuspectObject(msgspec.Struct):
+    """A suspect of an alert."""
+
+    feature: str
+    value: float | str | None
+    low: float | None
+    high: float | None
+    share: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+    unit: str | None = None
+
+
+class _AlertObject(msgspec.Struct):
+    """An alert of a message."""
+
+    id: str
+    record: str
+    time: Micros | None
+    p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)]
+    severity: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+    suspects: list[_SuspectObject] = msgspec.field(default_factory=list)
+    silenced_by: list[str] | None = None
+
+
+class _EvidenceMessage(msgspec.Struct):
+    """A message of evidence. Keys that a later release adds are ignored."""
+
+    v: int
+    model: str
+    partition: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    closed: _ClosedColumns
+    alerts: list[_AlertObject] = msgspec.field(default_factory=list)
+
+
+class _Version(msgspec.Struct):
+    """The version of a message, which is checked before the rest."""
+
+    v: int
+
+
+_decode_version = msgspec.json.Decoder(_Version).decode
+_decode_message = msgspec.json.Decoder(_EvidenceMessage).decode
+
+
+def encode_evidence(batch: EvidenceBatch) -> bytes:
+    """Return a batch of evidence as a JSON object on one line, without a newline at its end."""
+    closed = batch.closed
+    document = {
+        "v": EVIDENCE_VERSION,
+        "model": batch.model,
+        "partition": batch.partition,
+        "closed": {
+            "record": closed.record_ids,
+            "time": closed.times,
+            "p": closed.p_values,
+            "score": closed.scores,
+            "readings": closed.num_readings,
+            "alerted": closed.is_alerted.astype(np.int8),
+        },
+        "alerts": [_alert_to_json(alert) for alert in batch.alerts],
+    }
+    return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _alert_to_json(alert: AlertRow) -> dict[str, object]:
+    """Return an alert as a JSON object of the format."""
+    return {
+        "id": alert.id,
+        "record": alert.record,
+        "time": None if alert.time == NO_TIME else alert.time,
+        "p": alert.p_value,
+        "severity": alert.severity,
+        "suspects": [
+            {
+                "feature": suspect.feature,
+                **({} if suspect.unit is None else {"unit": suspect.unit}),
+                "value": suspect.value,
+                "low": suspect.low,
+                "high": suspect.high,
+                "share": suspect.share,
+            }
+            for suspect in alert.suspects
+        ],
+        "silenced_by": alert.silenced_by,
+    }
+
+
+def decode_evidence(payload: bytes) -> EvidenceBatch:
+    """Return the batch of evidence that a message or a line of a file holds.
+
+    Args:
+        payload: The JSON object.
+
+    Raises:
+        InputError: It is no message of evidence, or one of a later version. The message has one line, without the
+            position of the payload, which the caller adds.
+    """
+    try:
+        version = _decode_version(payload).v
+        if version != EVIDENCE_VERSION:
+            raise InputError(
+                f"evidence of format version {version} cannot be read: this release reads version {EVIDENCE_VERSION}; "
+                "use the release that wrote it"
+            )
+        message = _decode_message(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        detail = " ".join(str(error).split())[:MAX_SHOWN_CHARACTERS]
+        raise InputError(
+            f"no message of evidence ({detail}); give what `consume --evidence on` or `replay --evidence` wrote"
+        ) from None
+    closed = message.closed
+    num_records = len(closed.record)
+    lengths = map(len, (closed.time, closed.p, closed.score, closed.readings, closed.alerted))
+    if any(length != num_records for length in lengths):
+        raise InputError(
+            "no message of evidence (its columns of closed records have different lengths); give what "
+            "`consume --evidence on` or `replay --evidence` wrote"
+        )
+    return EvidenceBatch(
+        message.model,
+        message.partition,
+        ClosedRows(
+            closed.record,
+            np.array(closed.time, np.int64),
+            np.array(closed.p, np.float64),
+            np.array(closed.score, np.float64),
+            np.array(closed.readings, np.int32),
+            np.array(closed.alerted, np.bool_),
+        ),
+        tuple(_alert_from_json(alert) for alert in message.alerts),
+    )
+
+
+def _alert_from_json(alert: _AlertObject) -> AlertRow:
+    """Return the alert that a JSON object of the format states."""
+    return AlertRow(
+        alert.id,
+        alert.record,
+        NO_TIME if alert.time is None else alert.time,
+        alert.p,
+        alert.severity,
+        tuple(
+            Suspect(suspect.feature, suspect.value, suspect.low, suspect.high, suspect.share, suspect.unit)
+            for suspect in alert.suspects
+        ),
+        None if alert.silenced_by is None else tuple(alert.silenced_by),
+    )

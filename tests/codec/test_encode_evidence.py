@@ -1,0 +1,143 @@
+"""Tests of evidence as bytes: the stored format, the inverse, and refused messages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+
+from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence
+from deformer_stream.codec.timestamps import MAX_MICROS, MIN_MICROS
+from deformer_stream.engine.events import NO_TIME
+from deformer_stream.errors import InputError
+from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, Suspect
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "evidence.jsonl"
+
+
+def make_closed(*rows: tuple[str, int, float, float, int, bool]) -> ClosedRows:
+    """Return closed records from tuples of their id, time, p-value, score, number of readings and whether alerted."""
+    ids, times, p_values, scores, num_readings, is_alerted = zip(*rows, strict=True) if rows else ((),) * 6
+    return ClosedRows(
+        list(ids),
+        np.array(times, np.int64),
+        np.array(p_values, np.float64),
+        np.array(scores, np.float64),
+        np.array(num_readings, np.int32),
+        np.array(is_alerted, np.bool_),
+    )
+
+
+def make_batch() -> EvidenceBatch:
+    suspects = (Suspect("flow", 31.9, 119.0, 127.0, 0.82, "m³/h"), Suspect("mode", "off", None, None, 0.18))
+    return EvidenceBatch(
+        "16e9",
+        2,
+        make_closed(
+            ("pump-7@2020-03-09T10:34:30Z", 1_583_750_073_000_000, 0.000531, 83.8, 8, True),
+            ('Prüfung/\n"7"', 1_583_750_074_250_000, 1.0, -1.25, 3, False),
+        ),
+        (
+            AlertRow("6e0a", "pump-7@2020-03-09T10:34:30Z", 1_583_750_072_000_000, 0.0042, 1, suspects, ("flow",)),
+            AlertRow("77b1", "pump-8@2020-03-09T10:34:30Z", NO_TIME, 0.0001, 2),
+        ),
+    )
+
+
+def assert_equal(batch: EvidenceBatch, other: EvidenceBatch) -> None:
+    assert (batch.model, batch.partition, batch.alerts) == (other.model, other.partition, other.alerts)
+    for name in ("record_ids", "times", "p_values", "scores", "num_readings", "is_alerted"):
+        column, other_column = getattr(batch.closed, name), getattr(other.closed, name)
+        assert_array_equal(column, other_column)
+        assert getattr(column, "dtype", None) == getattr(other_column, "dtype", None), name
+
+
+def test_format_is_the_stored_one() -> None:
+    assert encode_evidence(make_batch()) + b"\n" == GOLDEN.read_bytes()
+    assert_equal(decode_evidence(GOLDEN.read_bytes()), make_batch())
+
+
+def test_batch_without_records_or_alerts_survives() -> None:
+    batch = EvidenceBatch("m", 0, make_closed())
+    assert_equal(decode_evidence(encode_evidence(batch)), batch)
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+p_values = st.floats(0.0, 1.0, exclude_min=True)
+times = st.integers(MIN_MICROS, MAX_MICROS)
+suspects = st.builds(
+    Suspect,
+    texts,
+    numbers | texts | st.none(),
+    numbers | st.none(),
+    numbers | st.none(),
+    st.floats(0, 1),
+    st.none() | texts,
+)
+alerts = st.builds(
+    AlertRow,
+    texts,
+    texts,
+    times | st.just(NO_TIME),
+    p_values,
+    st.integers(1, 2**31 - 1),
+    st.lists(suspects, max_size=3).map(tuple),
+    st.none() | st.lists(texts, max_size=3).map(tuple),
+)
+rows = st.tuples(texts, times, p_values, numbers, st.integers(0, 2**31 - 1), st.booleans())
+
+
+@given(texts, st.integers(0, 2**31 - 1), st.lists(rows, max_size=5), st.lists(alerts, max_size=3))
+def test_decoding_is_the_inverse_of_encoding(
+    model: str, partition: int, closed: list[tuple[str, int, float, float, int, bool]], alert_rows: list[AlertRow]
+) -> None:
+    batch = EvidenceBatch(model, partition, make_closed(*closed), tuple(alert_rows))
+    payload = encode_evidence(batch)
+    assert b"\n" not in payload
+    assert_equal(decode_evidence(payload), batch)
+
+
+VALID = encode_evidence(make_batch())
+
+
+@pytest.mark.parametrize(
+    ("payload", "cause"),
+    [
+        (b"", "truncated"),
+        (b"{", "truncated"),
+        (b"[]", "Expected `object`"),
+        (b"\xff", "malformed"),
+        (VALID.replace("Prüfung".encode(), b"\xff"), "no message of evidence"),
+        (VALID.replace(b'"v":1', b'"v":2'), "format version 2"),
+        (VALID.replace(b'"p":[0.000531', b'"p":[0.0'), "$.closed.p"),
+        (VALID.replace(b'"p":[0.000531', b'"p":[null'), "$.closed.p"),
+        (VALID.replace(b'"score":[83.8', b'"score":[1e999'), "no message of evidence"),
+        (VALID.replace(b'"time":[1583750073000000', b'"time":[9223372036854775808'), "$.closed.time"),
+        (VALID.replace(b'"readings":[8,3]', b'"readings":[8]'), "different lengths"),
+        (VALID.replace(b'"alerted":[1,0]', b'"alerted":[1,2]'), "$.closed.alerted"),
+        (VALID.replace(b'"share":0.82', b'"share":1.5'), "share"),
+        (VALID.replace(b'"model":"16e9",', b""), "model"),
+        (b"[" * 100_000, "Expected `object`"),
+        (VALID.replace(b'"v":1', b'"v":1,"x":' + b"[" * 100_000), "recursion"),
+    ],
+)
+def test_other_messages_are_refused_by_one_line(payload: bytes, cause: str) -> None:
+    with pytest.raises(InputError, match=cause.replace("$", r"\$")) as refused:
+        decode_evidence(payload)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 400
+
+
+@given(st.binary(max_size=64) | st.integers(0, len(VALID) - 1).map(lambda end: VALID[:end]))
+def test_any_other_bytes_are_refused(payload: bytes) -> None:
+    with pytest.raises(InputError):
+        decode_evidence(payload)
+
+
+def test_keys_of_later_releases_are_ignored() -> None:
+    assert_equal(decode_evidence(VALID.replace(b'"v":1', b'"v":1,"later":{"a":[1]}')), make_batch())
