@@ -63,10 +63,14 @@ class Overlay:
         return Presentation(silenced="maintenance" if self.is_in_maintenance(incident) else None)
 
     def is_in_maintenance(self, incident: Incident) -> bool:
-        """Return whether a maintenance window of its device includes the time at which the incident opened."""
-        windows = self._windows_by_device.get(incident.device, {}).values()
-        return any(
-            window.start <= incident.opened < window.end
-            for window in windows
-            if window.start is not None and window.end is not None
-        )
+        """Return whether a maintenance window of its device includes the time at which the incident opened.
+
+        If several labels of the device include this time, the latest one counts, so that "cleared" takes a window back.
+        """
+        covering = [
+            label
+            for label in self._windows_by_device.get(incident.device, {}).values()
+            if label.start is not None and label.end is not None and label.start <= incident.opened < label.end
+        ]
+        latest = max(covering, key=lambda label: (label.time, label.id), default=None)
+        return latest is not None and latest.label == "maintenance"

@@ -1,0 +1,197 @@
+"""Labels of operators: how they are made and checked, and their JSON, the messages of `TOPIC-feedback`."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any
+
+import msgspec
+import orjson
+
+from deformer_stream.codec.timestamps import format_rfc3339, parse_rfc3339
+from deformer_stream.codec.validation import MAX_TEXT_CHARS, RejectionError, is_unicode, quote
+from deformer_stream.errors import InputError
+from deformer_stream.incidents.events import FeedbackLabel, Label
+
+MAX_NAME_CHARS, MAX_NOTE_CHARS = 200, 2000
+"""Maximum length of the name of a fault, and of a person, and of a note, in characters."""
+
+MAX_LABEL_BYTES = 2**16
+"""Maximum size of a message that is decoded."""
+
+_ID_LENGTH = 32
+
+_Id = Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z_-]{1,64}\Z")]
+_Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
+_Note = Annotated[str, msgspec.Meta(max_length=MAX_NOTE_CHARS)]
+_Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
+
+
+def make_label(
+    label: Label,
+    time: int,
+    *,
+    by: str = "",
+    incident: str | None = None,
+    name: str | None = None,
+    note: str = "",
+    device: str | None = None,
+    start: int | None = None,
+    end: int | None = None,
+    record: str | None = None,
+) -> FeedbackLabel:
+    """Return a label with its id. It is about an incident, a maintenance window of a device, or a record.
+
+    Args:
+        label: What is said. A maintenance window has "maintenance", or "cleared" to take back the time from `start` to
+            `end`.
+        time: When it is said, microseconds since 1970.
+        by: Who says so.
+        incident: Id of the incident.
+        name: Name of the fault; "" counts as None.
+        note: Free text.
+        device: Device of the maintenance window; "" is the whole stream.
+        start: Beginning of the maintenance window, microseconds since 1970.
+        end: End of the maintenance window, microseconds since 1970.
+        record: Id of the record.
+
+    Raises:
+        InputError: A text is too long or is not Unicode, a time is outside the years 1 to 9999, or it is not clear what
+            the label is about.
+    """
+    draft = FeedbackLabel(
+        id="0",
+        label=label,
+        time=time,
+        by=by,
+        incident=incident,
+        name=name or None,
+        note=note,
+        device=device,
+        start=start,
+        end=end,
+        record=record,
+    )
+    for text in (by, incident, name, note, device, record):
+        if text is not None and not is_unicode(text):
+            raise InputError(f"the text {quote(text)} of a label is not valid Unicode: enter it again")
+    for moment in (time, start, end):
+        if moment is not None and format_rfc3339(moment) is None:
+            raise InputError("a time of a label lies outside the years 1 to 9999: enter it again")
+    document = _to_document(draft)
+    del document["id"]
+    made = msgspec.structs.replace(
+        _parse(orjson.dumps({"id": "0", **document})),
+        id=hashlib.sha256(orjson.dumps(document)).hexdigest()[:_ID_LENGTH],
+    )
+    return _from_message(made)
+
+
+def encode_label(label: FeedbackLabel) -> bytes:
+    """Return a label as a JSON object. Keys without a value are left out."""
+    return orjson.dumps(_to_document(label))
+
+
+def decode_label(payload: bytes) -> FeedbackLabel:
+    """Return the label of a JSON object. Keys that are unknown are ignored.
+
+    Raises:
+        InputError: The payload is not a label.
+    """
+    if len(payload) > MAX_LABEL_BYTES:
+        raise InputError(
+            f"the message has {len(payload)} bytes, a label has at most {MAX_LABEL_BYTES}: check that the topic or "
+            "file holds labels"
+        )
+    return _from_message(_parse(payload))
+
+
+def get_label_key(label: FeedbackLabel) -> bytes:
+    """Return the key of the message of a label: what the label is about, so that its labels are in one partition."""
+    subject = label.incident if label.incident is not None else label.record
+    return (subject if subject is not None else label.device or "").encode()
+
+
+class _LabelJson(msgspec.Struct, frozen=True):
+    """A label as JSON."""
+
+    id: _Id
+    label: Label
+    time: str
+    by: _Name = ""
+    incident: _Id | None = None
+    name: _Name | None = None
+    note: _Note = ""
+    device: _Text | None = None
+    start: str | None = msgspec.field(default=None, name="from")
+    end: str | None = msgspec.field(default=None, name="to")
+    record: _Text | None = None
+
+
+_DECODER = msgspec.json.Decoder(_LabelJson)
+
+
+def _to_document(label: FeedbackLabel) -> dict[str, Any]:
+    """Return a label as the JSON object of the public format."""
+    document = {
+        "id": label.id,
+        "incident": label.incident,
+        "device": label.device,
+        "from": None if label.start is None else format_rfc3339(label.start),
+        "to": None if label.end is None else format_rfc3339(label.end),
+        "record": label.record,
+        "label": label.label,
+        "name": label.name,
+        "by": label.by,
+        "time": format_rfc3339(label.time),
+        "note": label.note or None,
+    }
+    return {name: value for name, value in document.items() if value is not None}
+
+
+def _parse(payload: bytes) -> _LabelJson:
+    """Return the parsed message of a label.
+
+    Raises:
+        InputError: The payload is not the JSON of a label.
+    """
+    try:
+        return _DECODER.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"the label is not valid: {quote(str(error), 200)}") from None
+
+
+def _from_message(message: _LabelJson) -> FeedbackLabel:
+    """Return the label of a parsed message.
+
+    Raises:
+        InputError: A time is not RFC 3339, the maintenance window is empty, or it is not clear what the label is about.
+    """
+    try:
+        time = parse_rfc3339(message.time)
+        start = None if message.start is None else parse_rfc3339(message.start)
+        end = None if message.end is None else parse_rfc3339(message.end)
+    except RejectionError as error:
+        raise InputError(f"the label is not valid: {error.detail}") from None
+    if sum(subject is not None for subject in (message.incident, message.device, message.record)) != 1:
+        raise InputError("a label is about exactly one of an incident, a device and a record: name one of them")
+    if message.device is not None:
+        if start is None or end is None or start >= end:
+            raise InputError("a maintenance window needs a beginning and a later end: state both")
+        if message.label not in ("maintenance", "cleared"):
+            raise InputError(f'a device has the label "maintenance" or "cleared", not "{message.label}"')
+    elif start is not None or end is not None:
+        raise InputError("only a maintenance window of a device has a beginning and an end: name the device")
+    return FeedbackLabel(
+        id=message.id,
+        label=message.label,
+        time=time,
+        by=message.by,
+        incident=message.incident,
+        name=message.name or None,
+        note=message.note,
+        device=message.device,
+        start=start,
+        end=end,
+        record=message.record,
+    )
