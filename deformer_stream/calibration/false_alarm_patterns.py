@@ -1,0 +1,467 @@
+"""Patterns of false alarms: kinds of false incidents that people have labelled, and the p-values relative to them.
+
+A pattern describes false incidents with the same suspects, such as those of every cleaning of a tank. A new record that
+matches the pattern is compared with the past incidents of the pattern, in addition to the calibration records:
+
+    p' = max(p, (1 + #{i : S_i ≥ s}) / (n + 1))
+
+where s is the score of the record and S_i the largest score of past incident i of the pattern, i = 1 … n. This is a
+Mondrian conformal p-value (Vovk, Gammerman and Shafer, 2005), whose category is the pattern. Its unit is an incident
+and not a record, because the records of one incident resemble each other.
+
+- p' ≥ p for every record. A detector whose statistic falls if a p-value rises therefore raises no incident that it
+  would not raise without patterns: patterns cannot break a budget of false incidents.
+- If a new false incident of the pattern is exchangeable with the n past ones, the smallest second term over all its
+  records is at most α with probability at most α, whatever the dependence among its records.
+- A fault with the same suspects is still found if its scores are larger than those of the past incidents, but later:
+  each record contributes at least the p-value 1/(n + 1) then. A fault whose scores are as large as those of the
+  pattern is not found. Patterns are therefore tried on kept evidence with confirmed faults before they are used
+  (`runtime.propose`).
+
+The past incidents of a pattern are all that match it, except those that a person has confirmed as faults. Incidents
+without a label stay among them: a person labels what looks suspicious, and leaving the others out would bias the
+comparison (Label-Trim, arXiv 2502.04807). The module needs neither NumPy nor torch, because the process that detects
+incidents starts without them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Shares = Mapping[str, float]
+"""The share of the attribution by feature. Only the direction of this vector matters for patterns."""
+
+MIN_COSINE = 0.8
+"""Smallest cosine between the suspects of a record or incident and a pattern that it matches."""
+
+MIN_COSINE_OF_OWN_SUSPECTS = 0.5
+"""Smallest cosine between the suspects of an alerted record and a pattern that the device's recent alerts match.
+
+The suspects of single records vary, so the recent alerts of the device decide. A record with other suspects, which may
+be the beginning of a fault, must nevertheless not match.
+"""
+
+MIN_FALSE_LABELS = 3
+"""Smallest number of incidents labelled as false alarms from which a pattern is made."""
+
+MIN_INCIDENTS = 5
+"""Smallest number of past incidents of a pattern. With fewer, no score could be large enough to open an incident: the
+mean of the e-values of the p-value 1/(n + 1) would be near 1 or below."""
+
+MIN_DEVICES_FOR_ALL = 3
+"""A pattern holds for all devices if incidents of at least this many were labelled, else for the labelled ones."""
+
+MAX_PATTERNS, MAX_INCIDENTS, MAX_FEATURES, MAX_DEVICES, MAX_TEXT_CHARS = 100, 1_000, 32, 10_000, 1_024
+"""Bounds of what a file may contain: patterns, incidents, features and devices of a pattern, and characters of a name.
+"""
+
+_RECENT_WEIGHT = 0.9
+"""Factor of the earlier alerts' suspects in the running sum of a device's recent suspects, for each new alert."""
+
+
+def compute_cosine(first: Shares, second: Shares) -> float:
+    """Return the cosine of the angle between two vectors of shares, from 0 to 1; 0 if one of them is empty."""
+    norms = math.hypot(*first.values()) * math.hypot(*second.values())
+    if not norms > 0:
+        return 0.0
+    product = math.fsum(share * second[feature] for feature, share in first.items() if feature in second)
+    return min(product / norms, 1.0)
+
+
+def keep_valid_shares(shares: Shares) -> dict[str, float]:
+    """Return the positive finite shares, at most the `MAX_FEATURES` largest ones, in a fixed order.
+
+    Evidence may come from a forged message, whose shares must not make a direction undefined or large.
+    """
+    valid = [(feature, float(share)) for feature, share in shares.items() if 0 < share < 1e9]
+    return dict(sorted(valid, key=lambda entry: (-entry[1], entry[0]))[:MAX_FEATURES])
+
+
+@dataclass(frozen=True, slots=True)
+class FalseAlarmPattern:
+    """A kind of false incidents, to which the records of new incidents are compared.
+
+    Attributes:
+        direction: Mean share of the attribution by feature, with the Euclidean norm 1.
+        score_by_incident: The largest score of the records of each past incident of the pattern, by the incident's id.
+        labelled: Ids of those past incidents that people have labelled as false alarms.
+        devices: The devices for which the pattern holds; None for all.
+        min_cosine: Smallest cosine between the suspects of a record and `direction` with which the record matches.
+    """
+
+    direction: Shares
+    score_by_incident: Mapping[str, float]
+    labelled: tuple[str, ...]
+    devices: tuple[str, ...] | None = None
+    min_cosine: float = MIN_COSINE
+    _scores: tuple[float, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        direction = keep_valid_shares(self.direction)
+        norm = math.hypot(*direction.values())
+        if not direction:
+            raise ValueError("a pattern of false alarms has no feature with a positive share: remove the pattern")
+        if len(direction) != len(self.direction):
+            raise ValueError(
+                f"a pattern of false alarms has {len(self.direction)} features, of which {len(direction)} can be used: "
+                f"give at most {MAX_FEATURES} features, with positive finite shares"
+            )
+        if not 0 < self.min_cosine <= 1:
+            raise ValueError(
+                f"the smallest cosine of a pattern of false alarms is {self.min_cosine}: give a number above 0, at "
+                "most 1"
+            )
+        if not self.score_by_incident or len(self.score_by_incident) > MAX_INCIDENTS:
+            raise ValueError(
+                f"a pattern of false alarms has {len(self.score_by_incident)} past incidents: give 1 to {MAX_INCIDENTS}"
+            )
+        if not all(math.isfinite(score) for score in self.score_by_incident.values()):
+            raise ValueError("a score of a pattern of false alarms is not finite: remove the pattern")
+        object.__setattr__(self, "direction", {name: share / norm for name, share in direction.items()})
+        object.__setattr__(self, "_scores", tuple(sorted(self.score_by_incident.values())))
+
+    @property
+    def id(self) -> str:
+        """Eight hexadecimal digits that identify the features of the pattern and its devices, for reports."""
+        text = "\0".join([*sorted(self.direction), "", *(self.devices or ())])
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+
+    @property
+    def min_p_value(self) -> float:
+        """The smallest p-value that the pattern gives, 1/(n + 1) for n past incidents."""
+        return 1.0 / (len(self._scores) + 1)
+
+    def includes_device(self, device: str) -> bool:
+        """Return whether the pattern holds for a device."""
+        return self.devices is None or device in self.devices
+
+    def compute_p_value(self, score: float) -> float:
+        """Return the p-value of a record relative to the past incidents of the pattern, (1 + #{S_i ≥ s}) / (n + 1).
+
+        Args:
+            score: The score of the record; larger is more anomalous.
+        """
+        num_at_least = len(self._scores) - bisect_left(self._scores, score)
+        return (1.0 + num_at_least) / (len(self._scores) + 1.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the pattern as a JSON object; the keys are part of the format of incidents.json."""
+        return {
+            "direction": dict(self.direction),
+            "cosine": self.min_cosine,
+            "devices": None if self.devices is None else list(self.devices),
+            "scores": dict(self.score_by_incident),
+            "labelled": list(self.labelled),
+        }
+
+    @staticmethod
+    def from_json(document: Any) -> FalseAlarmPattern:
+        """Return the pattern that a JSON object from `to_json` describes.
+
+        Raises:
+            ValueError: The object is not such a pattern.
+        """
+        try:
+            devices, labelled = document["devices"], document["labelled"]
+            if not isinstance(devices, list | None) or not isinstance(labelled, list):
+                raise ValueError("the devices and labelled incidents of a pattern of false alarms must be lists")
+            if len(devices or ()) > MAX_DEVICES or len(labelled) > MAX_INCIDENTS:
+                raise ValueError(
+                    f"a pattern of false alarms has {len(devices or ())} devices and {len(labelled)} labelled "
+                    f"incidents: give at most {MAX_DEVICES} and {MAX_INCIDENTS}"
+                )
+            pattern = FalseAlarmPattern(
+                direction={_check_text(name): _check_number(share) for name, share in document["direction"].items()},
+                score_by_incident={
+                    _check_text(incident): _check_number(score) for incident, score in document["scores"].items()
+                },
+                labelled=tuple(_check_text(incident) for incident in labelled),
+                devices=None if devices is None else tuple(_check_text(device) for device in devices),
+                min_cosine=_check_number(document["cosine"]),
+            )
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"a pattern of false alarms is incomplete or has a wrong type ({type(error).__name__}: {error}): "
+                "remove the pattern"
+            ) from None
+        return pattern
+
+
+def _check_text(value: Any) -> str:
+    """Return a value that must be a short text.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS:
+        raise ValueError(f"a name in a pattern of false alarms is {value!r:.60}: give at most {MAX_TEXT_CHARS} chars")
+    return value
+
+
+def _check_number(value: Any) -> float:
+    """Return a value that must be a number, as a float.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"a number in a pattern of false alarms is {value!r:.60}: give a JSON number")
+    return float(value)
+
+
+def read_patterns(document: Any) -> tuple[FalseAlarmPattern, ...]:
+    """Return the patterns of a JSON list, the entry `patterns` of incidents.json.
+
+    Raises:
+        ValueError: The entry is not such a list.
+    """
+    if not isinstance(document, list) or len(document) > MAX_PATTERNS:
+        raise ValueError(f"the patterns of false alarms are not a list of at most {MAX_PATTERNS} entries: remove them")
+    return tuple(FalseAlarmPattern.from_json(entry) for entry in document)
+
+
+class PatternAdjuster:
+    """Raises the p-values of records that match a pattern of false alarms, record by record, for any number of devices.
+
+    An alerted record matches by its own suspects, or by those of the recent alerts of its device. A record without an
+    alert has no suspects; it matches by the recent alerts of its device. The recent alerts are those of a run of alerts
+    in which each follows the one before within `gap`; later ones count more.
+
+    The result depends on the records before, so the order of the calls matters. Without patterns, p-values are returned
+    unchanged and no state is kept.
+
+    Args:
+        patterns: The patterns.
+        gap: Longest time between two alerts of one run, and from an alert to a record without alert, in microseconds.
+    """
+
+    def __init__(self, patterns: Sequence[FalseAlarmPattern], gap: int) -> None:
+        self._patterns = tuple(patterns)
+        self._gap = gap
+        # Of each device with recent alerts: the time of the last alert, and the weighted sum of the shares.
+        self._recent_by_device: dict[str, tuple[int, dict[str, float]]] = {}
+
+    def is_active(self, device: str) -> bool:
+        """Return whether the p-value of a record of this device could change although the record has not alerted."""
+        return device in self._recent_by_device
+
+    def adjust(self, device: str, time: int, p_value: float, score: float, shares: Shares | None) -> float:
+        """Return the p-value p' of a closed record, which is at least `p_value`.
+
+        Args:
+            device: The device of the record.
+            time: Event time of the record, in microseconds.
+            p_value: The p-value of the record relative to the calibration records.
+            score: The score of the record; larger is more anomalous. If it is NaN, the p-value is unchanged.
+            shares: The share of the attribution by feature of the record's alert, None if it has not alerted.
+        """
+        if not self._patterns or math.isnan(score):
+            return p_value
+        own = keep_valid_shares(shares) if shares else {}
+        recent = self._recall(device, time)
+        if own:
+            recent = self._remember(device, time, recent, own)
+        if not recent:
+            return p_value
+        for pattern in self._patterns:
+            if pattern.includes_device(device) and _matches(pattern, own, recent):
+                p_value = max(p_value, pattern.compute_p_value(score))
+        return p_value
+
+    def _recall(self, device: str, time: int) -> dict[str, float]:
+        """Return the weighted shares of the device's recent alerts; empty if the last one is longer ago than `gap`."""
+        last, shares = self._recent_by_device.get(device, (time, {}))
+        if time - last > self._gap:
+            del self._recent_by_device[device]
+            return {}
+        return shares
+
+    def _remember(self, device: str, time: int, recent: dict[str, float], own: dict[str, float]) -> dict[str, float]:
+        """Add an alert to the recent ones of a device, and return their weighted shares."""
+        merged = {feature: _RECENT_WEIGHT * share for feature, share in recent.items()}
+        for feature, share in own.items():
+            merged[feature] = merged.get(feature, 0.0) + share
+        merged = keep_valid_shares(merged)
+        last = self._recent_by_device[device][0] if device in self._recent_by_device else time
+        self._recent_by_device[device] = (max(last, time), merged)
+        return merged
+
+    def export_state(self) -> dict[str, Any]:
+        """Return the state as JSON values, from which `import_state` continues."""
+        return {device: [last, dict(shares)] for device, (last, shares) in self._recent_by_device.items()}
+
+    def import_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the state from `export_state`. Without patterns, the state is dropped.
+
+        Raises:
+            ValueError: The state is not such a state.
+        """
+        recent_by_device: dict[str, tuple[int, dict[str, float]]] = {}
+        for device, entry in state.items():
+            if not (
+                isinstance(entry, list | tuple)
+                and len(entry) == 2
+                and type(entry[0]) is int
+                and isinstance(entry[1], Mapping)
+            ):
+                raise ValueError("the state of the patterns of false alarms is invalid: start with an empty state")
+            shares = {_check_text(feature): _check_number(share) for feature, share in entry[1].items()}
+            recent_by_device[device] = (entry[0], keep_valid_shares(shares))
+        self._recent_by_device = recent_by_device if self._patterns else {}
+
+
+def _matches(pattern: FalseAlarmPattern, own: Shares, recent: Shares) -> bool:
+    """Return whether a record with its own suspects, none if it has not alerted, matches a pattern.
+
+    Args:
+        pattern: The pattern.
+        own: Shares of the record's own suspects.
+        recent: Weighted shares of the recent alerts of the device, which include those of the record.
+    """
+    own_cosine = compute_cosine(own, pattern.direction) if own else 1.0
+    if own and own_cosine >= pattern.min_cosine:
+        return True
+    return own_cosine >= MIN_COSINE_OF_OWN_SUSPECTS and compute_cosine(recent, pattern.direction) >= pattern.min_cosine
+
+
+@dataclass(frozen=True, slots=True)
+class PastIncident:
+    """An incident from which patterns are made.
+
+    Attributes:
+        id: Id of the incident.
+        device: Its device.
+        shares: Mean share of the attribution by feature over the alerts of the incident.
+        score: The largest score of the records of the incident.
+        label: What a person has said about it, None if nobody has said anything.
+    """
+
+    id: str
+    device: str
+    shares: Shares
+    score: float
+    label: Literal["true", "false-alarm", "maintenance"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class PatternCandidate:
+    """The false incidents with the same suspects that people have labelled, and the pattern that was made from them.
+
+    Attributes:
+        direction: Mean share of the attribution by feature.
+        labelled: The incidents that people have labelled as false alarms.
+        unlabelled: Further incidents with these suspects that nobody has labelled. They are past incidents of the
+            pattern, and a person should look at them before the pattern is used.
+        confirmed: Incidents with these suspects that people have confirmed as faults.
+        pattern: The pattern; None if there are too few incidents.
+        remedy: What is missing for a pattern; "" if there is one.
+    """
+
+    direction: Shares
+    labelled: tuple[PastIncident, ...]
+    unlabelled: tuple[PastIncident, ...]
+    confirmed: tuple[PastIncident, ...]
+    pattern: FalseAlarmPattern | None
+    remedy: str = ""
+
+
+def make_patterns(
+    incidents: Sequence[PastIncident], earlier: Sequence[FalseAlarmPattern] = ()
+) -> list[PatternCandidate]:
+    """Group the incidents that were labelled as false alarms by their suspects, and make a pattern of each group.
+
+    Args:
+        incidents: All incidents that the detector raises without patterns, with their labels, in order of time.
+        earlier: Patterns in use. Their incidents that are not among `incidents`, because the evidence is no longer
+            kept, are past incidents of the group with the same suspects. A label that was taken back, or replaced,
+            removes an incident from its pattern.
+
+    Returns:
+        The groups, in the order of their first incidents. Groups of earlier patterns whose incidents are not among
+        `incidents` come first.
+    """
+    known = {incident.id for incident in incidents}
+    kept_by_direction = [
+        (pattern, {name: score for name, score in pattern.score_by_incident.items() if name not in known})
+        for pattern in earlier
+    ]
+    groups: list[_Group] = [
+        _Group(dict(pattern.direction), kept, [name for name in pattern.labelled if name in kept], pattern.devices)
+        for pattern, kept in kept_by_direction
+        if kept
+    ]
+    for incident in incidents:
+        shares = keep_valid_shares(incident.shares)
+        if incident.label != "false-alarm" or not shares:
+            continue
+        cosines = [compute_cosine(shares, group.shares) for group in groups]
+        best = max(range(len(groups)), key=cosines.__getitem__, default=-1)
+        if best < 0 or cosines[best] < MIN_COSINE:
+            groups.append(_Group({}, {}, [], ()))
+            best = len(groups) - 1
+        groups[best].add(incident, shares)
+    return [_make_candidate(group, incidents) for group in groups][:MAX_PATTERNS]
+
+
+@dataclass(slots=True)
+class _Group:
+    """Incidents with the same suspects that were labelled as false alarms.
+
+    Attributes:
+        shares: Sum of the unit vectors of the incidents' shares.
+        kept_scores: The scores of earlier incidents, whose evidence is no longer kept, by id.
+        kept_labelled: Those of them that were labelled.
+        kept_devices: The devices of the earlier pattern, None if it held for all devices.
+        labelled: The incidents whose evidence is kept.
+    """
+
+    shares: dict[str, float]
+    kept_scores: dict[str, float]
+    kept_labelled: list[str]
+    kept_devices: tuple[str, ...] | None
+    labelled: list[PastIncident] = field(default_factory=list)
+
+    def add(self, incident: PastIncident, shares: Shares) -> None:
+        """Add a labelled incident with these shares."""
+        norm = math.hypot(*shares.values())
+        for feature, share in shares.items():
+            self.shares[feature] = self.shares.get(feature, 0.0) + share / norm
+        self.labelled.append(incident)
+
+
+def _make_candidate(group: _Group, incidents: Sequence[PastIncident]) -> PatternCandidate:
+    """Return the pattern of a group, or what is missing for one."""
+    direction = keep_valid_shares(group.shares)
+    labelled_devices = sorted({*(incident.device for incident in group.labelled), *(group.kept_devices or ())})
+    is_for_all = group.kept_devices is None or len(labelled_devices) >= MIN_DEVICES_FOR_ALL
+    devices = None if is_for_all else tuple(labelled_devices)
+    labelled_ids = {incident.id for incident in group.labelled}
+    similar = [
+        incident
+        for incident in incidents
+        if (devices is None or incident.device in devices)
+        and compute_cosine(keep_valid_shares(incident.shares), direction) >= MIN_COSINE
+    ]
+    unlabelled = tuple(incident for incident in similar if incident.label is None)
+    confirmed = tuple(incident for incident in similar if incident.label == "true")
+    scores = group.kept_scores | {
+        incident.id: incident.score for incident in (*group.labelled, *unlabelled) if math.isfinite(incident.score)
+    }
+    labelled = (*group.kept_labelled, *(incident.id for incident in group.labelled))
+    remedy = ""
+    if len(labelled) < MIN_FALSE_LABELS:
+        remedy = f"label {MIN_FALSE_LABELS - len(labelled)} more of these incidents as false alarms"
+    elif len(scores) < MIN_INCIDENTS:
+        remedy = f"wait for {MIN_INCIDENTS - len(scores)} more of these incidents"
+    pattern = None
+    if not remedy:
+        # If there are too many, those with a label and the latest ones are kept.
+        order = sorted(scores, key=lambda name: name in labelled_ids)[-MAX_INCIDENTS:]
+        labelled = labelled[-MAX_INCIDENTS:]
+        pattern = FalseAlarmPattern(direction, {name: scores[name] for name in order}, labelled, devices)
+    return PatternCandidate(direction, tuple(group.labelled), unlabelled, confirmed, pattern, remedy)
