@@ -1,0 +1,327 @@
+"""The incident budget: the number of false incidents that a user accepts for one device in a time, and its rule.
+
+Two rules keep a budget of N false incidents in a time T:
+
+    segments      a share α = N · (length of a segment) / T of the normal segments of a device opens an incident
+                  (`incident_segments`); successive records may depend on each other in any way
+    e-detector    an incident opens if the detector's statistic reaches the number of records that a device has in T/N;
+                  the mean number of normal records to an incident is then at least this number, if successive records
+                  of a device are independent (`conditional_e_values`)
+
+The segment rule needs at least 1/α − 1 segments of normal operation. The e-detector needs none.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from deformer_stream.calibration.conditional_e_values import compute_log_normalisers
+from deformer_stream.calibration.incident_evidence import DetectorKind, LogState, ScoreTail
+from deformer_stream.calibration.incident_segments import MICROS_PER_HOUR, SegmentCalibration
+from deformer_stream.errors import ConfigError
+
+RequestedRule = Literal["auto", "segments", "e-detector"]
+
+MICROS_PER_DAY = 24 * MICROS_PER_HOUR
+
+_SECONDS_BY_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_BUDGET_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s+per\s+(\d+(?:\.\d+)?)?\s*([smhdw])\s*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class IncidentBudget:
+    """The largest number of false incidents of one device in a time.
+
+    Attributes:
+        count: The number of incidents, above 0.
+        period: The time in microseconds, above 0.
+    """
+
+    count: float
+    period: int
+
+    def __str__(self) -> str:
+        return f"{self.count:g} per {format_length(self.period)}"
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetPlan:
+    """How a budget is kept: the rule, its threshold, and what it assumes.
+
+    Attributes:
+        budget: The budget.
+        rule: "segments" or "e-detector".
+        log_threshold: Number that ln of the detector's statistic must exceed (rule segments) or reach (e-detector) for
+            an incident to open. Infinite if the rule cannot keep the budget, so that no incident opens.
+        is_kept: Whether the budget is in reach of the rule.
+        segment: Length of a segment in microseconds, None for the e-detector.
+        alpha: Largest share of normal segments in which an incident opens, None for the e-detector.
+        num_segments: Number of segments of normal operation that are known.
+        num_required: Number of such segments that the budget takes; 0 for the e-detector.
+        records_per_period: Number of records of one device in which one false incident is accepted, None for segments.
+        kind: How the detector accumulates e-values.
+        tail: The tail by which p-values are extended; only for segments.
+        log_normalisers: ln of the numbers by which e-values are divided; only for the e-detector.
+        assumption: What must hold for the budget to be kept, as a sentence without a full stop.
+        remedy: What the user can do so that the budget is kept with fewer assumptions; "" if there is nothing to do.
+        model: Fingerprint of the model to which the segments belong; "" if it is not checked.
+        fallback: The plan for records of another model, None if there is none; their incidents then never open.
+    """
+
+    budget: IncidentBudget
+    rule: Literal["segments", "e-detector"]
+    log_threshold: float
+    is_kept: bool
+    segment: int | None = None
+    alpha: float | None = None
+    num_segments: int = 0
+    num_required: int = 0
+    records_per_period: float | None = None
+    kind: DetectorKind = "shiryaev-roberts"
+    tail: ScoreTail | None = None
+    log_normalisers: LogState | None = None
+    assumption: str = ""
+    remedy: str = ""
+    model: str = ""
+    fallback: BudgetPlan | None = None
+
+    def is_reached(self, log_statistic: float) -> bool:
+        """Return whether an incident opens at this value of ln of the statistic."""
+        return log_statistic > self.log_threshold if self.rule == "segments" else log_statistic >= self.log_threshold
+
+
+def parse_budget(text: str) -> IncidentBudget:
+    """Return the budget that a text such as "1 per 30d" states. "1 per d" is the same as "1 per 1d".
+
+    Raises:
+        ConfigError: The text is not a budget.
+    """
+    match = _BUDGET_PATTERN.fullmatch(text)
+    if match:
+        count, number = float(match[1]), float(match[2] or 1)
+        period = round(number * _SECONDS_BY_UNIT[match[3]] * 1_000_000)
+        if 0 < count <= 1e9 and 0 < period < 2**62:
+            return IncidentBudget(count, period)
+    raise ConfigError(
+        f"--incident-budget {text!r}: this is not a budget; write a number of incidents and a time with the unit s, m, "
+        'h, d or w, such as "1 per 30d"'
+    )
+
+
+def format_length(micros: int) -> str:
+    """Return a length of time as text with the largest unit that divides it, such as "30d", "8h" or "1.5s"."""
+    for unit, seconds in reversed(_SECONDS_BY_UNIT.items()):
+        if unit != "w" and micros % (seconds * 1_000_000) == 0:
+            return f"{micros // (seconds * 1_000_000)}{unit}"
+    return f"{micros / 1e6:.6f}".rstrip("0") + "s"
+
+
+def count_required_segments(alpha: float) -> int:
+    """Return the smallest number of segments of normal operation with which an incident at this alpha is possible.
+
+    With n segments the smallest p-value is 1/(n + 1), which must not exceed alpha.
+    """
+    num_segments = max(0, math.ceil(1.0 / alpha - 1e-9) - 1)
+    return num_segments if math.floor(alpha * (num_segments + 1) + 1e-9) >= 1 else num_segments + 1
+
+
+def plan_budget(
+    budget: IncidentBudget,
+    segments: Sequence[SegmentCalibration] = (),
+    num_calibration_records: Sequence[int] = (),
+    records_per_day: float | None = None,
+    requested: RequestedRule = "auto",
+    segment_length: int | None = None,
+    kind: DetectorKind = "shiryaev-roberts",
+    model: str = "",
+) -> BudgetPlan:
+    """Return the rule that keeps a budget.
+
+    Of the segment calibrations, the one with the longest segments is taken with which the budget is in reach.
+
+    Args:
+        budget: The budget.
+        segments: The segment calibrations of the model, of different lengths.
+        num_calibration_records: Numbers of calibration records of the model, and of each group that has a calibration
+            of its own, for the e-detector. Empty if unknown; e-values are then not normalised for the calibration.
+        records_per_day: Number of records of one device in a day, for the e-detector. None for the median of the
+            segment calibrations.
+        requested: The rule that the user wants; "auto" takes segments if the budget is in reach with them.
+        segment_length: Length of segments in microseconds that the user wants, None for the longest one in reach.
+        kind: How the e-detector accumulates e-values.
+        model: Fingerprint of the model to which the segments belong; "" if it is not checked.
+
+    Raises:
+        ConfigError: The e-detector is needed, but the number of records of a device in a day is unknown. Or the
+            requested segments are not stored, or too few.
+    """
+    candidates = sorted(segments, key=lambda calibration: -calibration.length)
+    if segment_length is not None:
+        candidates = [calibration for calibration in candidates if calibration.length == segment_length]
+    plans = [_plan_segments(budget, calibration, model) for calibration in candidates]
+    if records_per_day is None:
+        records_per_day = estimate_records_per_day(segments)
+    fallback = None
+    if records_per_day is not None:
+        fallback = _plan_e_detector(budget, records_per_day, num_calibration_records, kind)
+    kept = next((plan for plan in plans if plan.is_kept), None)
+    if requested != "e-detector" and kept is not None:
+        return replace(kept, fallback=fallback)
+    remedy = _describe_shortage(budget, plans, segment_length)
+    if requested == "segments":
+        raise ConfigError(f"--incident-rule segments: {budget} is out of reach: {remedy}, or use --incident-rule auto")
+    if fallback is None:
+        raise ConfigError(
+            f"--incident-budget {budget}: the number of records of a device in a day is unknown, because the model has "
+            "no segments of normal operation; set --records-per-day, or run `deformer-stream calibrate --incidents`"
+        )
+    return replace(
+        fallback,
+        num_segments=plans[0].num_segments if plans else 0,
+        num_required=plans[0].num_required if plans else 0,
+        remedy=remedy if kept is None else "",
+    )
+
+
+def estimate_records_per_day(segments: Sequence[SegmentCalibration]) -> float | None:
+    """Return the number of records of a device in a day by the longest segments, None without segments."""
+    known = [calibration for calibration in segments if calibration.records_per_segment > 0]
+    if not known:
+        return None
+    longest = max(known, key=lambda calibration: calibration.length)
+    return longest.records_per_segment * MICROS_PER_DAY / longest.length
+
+
+def describe_plan(plan: BudgetPlan) -> str:
+    """Return in one line how the budget is kept, what this assumes, and what would be better."""
+    if plan.rule == "segments":
+        assert plan.segment is not None
+        unit = _name_segment(plan.segment)
+        return (
+            f"{plan.budget} per device, kept by segments: {plan.num_segments:,} {unit}s, at least "
+            f"{plan.num_required:,} needed; assumes that {plan.assumption}"
+        )
+    text = (
+        f"{plan.budget} per device, by the e-detector, with a mean of at least {plan.records_per_period:,.0f} records "
+        f"to a false incident; assumes that {plan.assumption}"
+    )
+    return f"{text}; out of reach by segments: {plan.remedy}" if plan.remedy else text
+
+
+def bound_realised_rate(
+    num_false: int, device_time: float, confidence: float = 0.99
+) -> tuple[float, float]:
+    """Return the confidence interval of a rate of false incidents: (lower, upper), per unit of `device_time`.
+
+    It is the exact interval of a Poisson rate (Garwood, "Fiducial limits for the Poisson distribution", 1936). Both
+    ends are found by bisection.
+
+    Args:
+        num_false: Number of false incidents.
+        device_time: Sum of the observed times of all devices, in any unit.
+        confidence: Probability with which the interval includes the rate.
+    """
+    if device_time <= 0:
+        return 0.0, math.inf
+    tail = (1.0 - confidence) / 2.0
+    lower = 0.0
+    if num_false > 0:  # P(X ≥ num_false) = tail
+        lower = _solve_poisson_mean(num_false - 1, 1.0 - tail)
+    return lower / device_time, _solve_poisson_mean(num_false, tail) / device_time
+
+
+def _solve_poisson_mean(count: int, probability: float) -> float:
+    """Return the mean of a Poisson variable X with P(X ≤ count) = probability."""
+    low, high = 0.0, count + 10.0 * math.sqrt(count + 1.0) + 50.0
+    for _ in range(200):
+        middle = (low + high) / 2.0
+        if _compute_poisson_cdf(count, middle) > probability:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2.0
+
+
+def _compute_poisson_cdf(count: int, mean: float) -> float:
+    """Return P(X ≤ count) of a Poisson variable X."""
+    if mean <= 0.0:
+        return 1.0
+    log_mean = math.log(mean)
+    return min(1.0, math.fsum(math.exp(x * log_mean - mean - math.lgamma(x + 1)) for x in range(count + 1)))
+
+
+def _plan_segments(budget: IncidentBudget, calibration: SegmentCalibration, model: str) -> BudgetPlan:
+    """Return the plan for a budget by segments of one length, whether or not it is in reach."""
+    alpha = budget.count * calibration.length / budget.period
+    # An alpha of 1 or more would allow an incident in every segment.
+    num_required = count_required_segments(alpha) if alpha < 1.0 else 0
+    is_kept = alpha < 1.0 and calibration.num_segments >= num_required
+    unit = _name_segment(calibration.length)
+    assumption = f"a normal {unit} is exchangeable with those of the calibration"
+    if calibration.length < MICROS_PER_DAY:
+        assumption += ", so that the times of a day are alike"
+    if calibration.num_devices > 1:
+        assumption += "; the budget then holds on average over the devices"
+    return BudgetPlan(
+        budget,
+        "segments",
+        calibration.compute_log_threshold(alpha) if is_kept else math.inf,
+        is_kept,
+        calibration.length,
+        alpha,
+        calibration.num_segments,
+        num_required,
+        kind=calibration.kind,
+        tail=calibration.tail,
+        assumption=assumption,
+        model=model,
+    )
+
+
+def _plan_e_detector(
+    budget: IncidentBudget, records_per_day: float, num_calibration_records: Sequence[int], kind: DetectorKind
+) -> BudgetPlan:
+    """Return the plan for a budget by the e-detector."""
+    records_per_period = max(1.0, records_per_day * budget.period / budget.count / MICROS_PER_DAY)
+    log_normalisers = None
+    if num_calibration_records:
+        columns = zip(*map(compute_log_normalisers, num_calibration_records), strict=True)
+        log_normalisers = tuple(max(column) for column in columns)
+    return BudgetPlan(
+        budget,
+        "e-detector",
+        math.log(records_per_period),
+        True,
+        records_per_period=records_per_period,
+        kind=kind,
+        log_normalisers=log_normalisers,
+        assumption="successive records of a device are independent",
+    )
+
+
+def _describe_shortage(budget: IncidentBudget, plans: Sequence[BudgetPlan], segment_length: int | None) -> str:
+    """Return why the budget is out of reach by segments, and what is missing."""
+    in_question = [plan for plan in plans if plan.alpha is not None and plan.alpha < 1.0]
+    if not in_question:
+        if plans:
+            return "its time is not longer than a segment, so choose a shorter one with --segment"
+        wanted = f" of {format_length(segment_length)}" if segment_length is not None else ""
+        return f"no segments{wanted} of normal operation are stored, so run `deformer-stream calibrate --incidents`"
+    plan = in_question[0]
+    assert plan.segment is not None
+    missing = plan.num_required - plan.num_segments
+    days = math.ceil(missing * plan.segment / MICROS_PER_DAY)
+    return (
+        f"{plan.num_segments:,} of {plan.num_required:,} {_name_segment(plan.segment)}s, so calibrate with {days:,} "
+        f"more day{'s' * (days != 1)} of normal operation of one device, or with as much of several devices"
+    )
+
+
+def _name_segment(length: int) -> str:
+    """Return what a segment of this length is called, such as "device-day" or "device-segment of 8h"."""
+    names = {MICROS_PER_DAY: "device-day", MICROS_PER_HOUR: "device-hour"}
+    return names.get(length, f"segment of {format_length(length)}")

@@ -1,0 +1,167 @@
+"""Evidence for a fault in the successive records of a device: e-values of p-values, and how they accumulate.
+
+An e-value is a non-negative statistic whose mean under normal operation is at most 1. A p-value p gives the e-values
+
+    L_κ(p) = κ p^(κ − 1)        with κ in `EXPONENTS`
+
+(Vovk and Wang, "E-values: Calibration, combination and applications", 2021). The integral of L_κ from 0 to 1 is 1, and
+L_κ falls with p, so its mean is at most 1 if P(p ≤ x) ≤ x for all x. Small κ favour few very small p-values, large κ
+many slightly small ones.
+
+A detector accumulates the e-values of the records of one device, and starts anew whenever that gives more evidence:
+
+    Shiryaev–Roberts    M_κ ← (M_κ + 1) · L_κ
+    CUSUM               M_κ ← max(M_κ, 1) · L_κ
+
+The statistic is the mean of M_κ over the exponents, which learns the exponent from the data (Shin, Ramdas and Rinaldo,
+"E-detectors: a nonparametric framework for sequential change detection", arXiv 2203.03532). It rises if any p-value
+falls. All values are natural logarithms, because products over thousands of records leave the range of a float.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+DetectorKind = Literal["shiryaev-roberts", "cusum"]
+
+EXPONENTS = (0.05, 0.1, 0.2, 0.4, 0.6)
+"""The exponents κ of the e-values. Their e-values have equal weights."""
+
+NUM_EXPONENTS = len(EXPONENTS)
+
+LN_10 = math.log(10.0)
+
+TAIL_QUANTILE = 0.9
+"""The tail of the calibration scores begins at this quantile."""
+
+_LOG_EXPONENTS = tuple(math.log(exponent) for exponent in EXPONENTS)
+_LOG_WEIGHT = -math.log(NUM_EXPONENTS)
+_MAX_NEG_LOG_P = 200.0
+"""Largest −ln p of a record that counts, so that sums stay finite. It is far beyond any calibration."""
+
+LogState = tuple[float, ...]
+"""ln M_κ for each exponent."""
+
+INITIAL_STATE: LogState = (-math.inf,) * NUM_EXPONENTS
+"""The state before the first record: M_κ = 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreTail:
+    """An exponential tail of the anomaly scores of normal records, beyond the largest score of the calibration.
+
+    A p-value of n calibration records is at least 1/(n + 1), so scores beyond the calibration would all count the same.
+    The tail extends p-values below this bound. It is an assumption about the scores, so only the segment rule uses it:
+    there, any function of the records that rises with the evidence keeps the guarantee.
+
+    Attributes:
+        start: The largest score of the calibration records.
+        p_value: The p-value of this score, 1/(n + 1).
+        scale: Increase of the score by which the p-value falls to 1/e of its value.
+    """
+
+    start: float
+    p_value: float
+    scale: float
+
+    def extend(self, p_value: float, score: float) -> float:
+        """Return the p-value of a record, extended below `p_value` if its score is larger than `start`.
+
+        Args:
+            p_value: p-value of the record by comparison with the calibration records.
+            score: Anomaly score of the record; larger is more anomalous.
+        """
+        if not score > self.start:
+            return p_value
+        return min(p_value, self.p_value * math.exp(-min((score - self.start) / self.scale, _MAX_NEG_LOG_P)))
+
+
+def fit_tail(calibration_scores: Floats) -> ScoreTail | None:
+    """Return the exponential tail of the scores of calibration records, None if there are too few different scores.
+
+    The scale is the mean excess of the scores above their `TAIL_QUANTILE`, the maximum-likelihood estimate.
+
+    Args:
+        calibration_scores: (n,) anomaly scores of normal records, in any order; larger is more anomalous.
+    """
+    scores = np.sort(np.asarray(calibration_scores, np.float64))
+    if len(scores) < 2:
+        return None
+    first = scores[min(int(TAIL_QUANTILE * len(scores)), len(scores) - 2)]
+    excesses = scores[scores > first] - first
+    if not len(excesses):
+        return None
+    return ScoreTail(float(scores[-1]), 1.0 / (len(scores) + 1), float(excesses.mean()))
+
+
+def compute_log_e_values(p_values: Floats) -> Floats:
+    """Return ln L_κ of p-values for each exponent, with the shape of `p_values` and a last axis of `NUM_EXPONENTS`."""
+    log_p = np.maximum(np.log(p_values), -_MAX_NEG_LOG_P)[..., None]
+    exponents = np.array(EXPONENTS)
+    log_e_values: Floats = np.log(exponents) + (exponents - 1.0) * log_p
+    return log_e_values
+
+
+def advance_detectors(
+    log_state: Floats, log_e_values: Floats, kind: DetectorKind = "shiryaev-roberts"
+) -> tuple[Floats, Floats]:
+    """Add one record to each of D detectors.
+
+    Args:
+        log_state: (D, `NUM_EXPONENTS`) ln M_κ before the record; −inf at the start.
+        log_e_values: (D, `NUM_EXPONENTS`) ln L_κ of the record of each detector.
+        kind: How e-values accumulate.
+
+    Returns:
+        log_state: (D, `NUM_EXPONENTS`) ln M_κ after the record.
+        log_statistic: (D,) ln of the statistic after the record; larger is more evidence for a fault.
+    """
+    previous = np.logaddexp(log_state, 0.0) if kind == "shiryaev-roberts" else np.maximum(log_state, 0.0)
+    log_state = previous + log_e_values
+    return log_state, np.logaddexp.reduce(log_state, -1) + _LOG_WEIGHT
+
+
+def advance_detector(
+    log_state: LogState,
+    p_value: float,
+    kind: DetectorKind = "shiryaev-roberts",
+    log_normalisers: LogState | None = None,
+) -> LogState:
+    """Add one record to one detector and return ln M_κ after it. `advance_detectors` does the same for many detectors.
+
+    Args:
+        log_state: ln M_κ before the record.
+        p_value: p-value of the record, above 0.
+        kind: How e-values accumulate.
+        log_normalisers: ln of the number by which each e-value is divided (`conditional_e_values`), None for 1.
+    """
+    log_p = max(math.log(p_value), -_MAX_NEG_LOG_P)
+    advanced = []
+    for index in range(NUM_EXPONENTS):
+        log_m = log_state[index]
+        if kind == "cusum":
+            log_m = max(log_m, 0.0)
+        elif log_m > 0.0:
+            log_m += math.log1p(math.exp(-log_m))
+        else:
+            log_m = math.log1p(math.exp(log_m))
+        log_e_value = _LOG_EXPONENTS[index] + (EXPONENTS[index] - 1.0) * log_p
+        if log_normalisers is not None:
+            log_e_value -= log_normalisers[index]
+        advanced.append(log_m + log_e_value)
+    return tuple(advanced)
+
+
+def compute_log_statistic(log_state: LogState) -> float:
+    """Return ln of the mean of M_κ over the exponents; larger is more evidence for a fault."""
+    largest = max(log_state)
+    if largest == -math.inf:
+        return largest
+    return largest + math.log(sum([math.exp(log_m - largest) for log_m in log_state])) + _LOG_WEIGHT

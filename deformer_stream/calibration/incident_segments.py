@@ -1,0 +1,265 @@
+"""The segment rule: an incident budget that holds whatever the dependence of the records within a segment.
+
+A segment is an interval of one device of fixed length, such as a day, aligned to UTC. S_i is the largest value of the
+detector's statistic (`incident_evidence`) within segment i of normal operation, with the detector starting anew at the
+beginning of the segment. A new segment with the running maximum S gets the p-value
+
+    p = (1 + #{i : S_i ≥ S}) / (n + 1)
+
+with n segments of normal operation, and an incident opens at the first record with p ≤ α.
+
+Guarantee: P(an incident opens in a normal segment) ≤ α, if the segment and the n segments of the calibration are
+exchangeable. Nothing is assumed about the records within a segment, nor about the model. The proof is that of
+`conformal`, one level up: p never rises within a segment, and its last value is a conformal p-value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deformer_stream.calibration.incident_evidence import (
+    INITIAL_STATE,
+    DetectorKind,
+    ScoreTail,
+    advance_detector,
+    compute_log_statistic,
+)
+
+Floats = NDArray[np.float64]
+
+MICROS_PER_HOUR = 3_600_000_000
+SEGMENT_LENGTHS = (24 * MICROS_PER_HOUR, 8 * MICROS_PER_HOUR, MICROS_PER_HOUR)
+"""The lengths of segments in microseconds among which the longest one is chosen with which the budget is in reach.
+
+Longer segments assume less. They need no more data: a month's budget takes 29 device-days, or 719 device-hours.
+"""
+
+MIN_RECORD_SHARE = 0.5
+"""A segment with a smaller share of the median number of records is left out of the calibration.
+
+Its maximum would be too small, which would lower the threshold.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCalibration:
+    """The largest statistics of n segments of normal operation, with which new segments are compared.
+
+    Attributes:
+        length: Length of a segment in microseconds.
+        log_statistics: n natural logarithms of the segments' largest statistics, ascending.
+        records_per_segment: Median number of records of a segment.
+        num_devices: Number of devices to which the segments belong.
+        tail: The tail by which p-values are extended, None if they are not.
+        kind: How the detector accumulates e-values.
+        group: Device group to which the segments belong, "" for all.
+        start: Beginning of the first segment in microseconds since 1970.
+        end: End of the last segment in microseconds since 1970.
+        num_left_out: Number of segments that were left out because they have too few records.
+    """
+
+    length: int
+    log_statistics: tuple[float, ...]
+    records_per_segment: float
+    num_devices: int
+    tail: ScoreTail | None = None
+    kind: DetectorKind = "shiryaev-roberts"
+    group: str = ""
+    start: int = 0
+    end: int = 0
+    num_left_out: int = 0
+
+    def __post_init__(self) -> None:
+        if self.length <= 0:
+            raise ValueError(f"the length of a segment must be above 0, but is {self.length}: calibrate again")
+        if not all(math.isfinite(value) for value in self.log_statistics):
+            raise ValueError("the statistics of segments must be finite numbers: calibrate again")
+        if any(b < a for a, b in zip(self.log_statistics, self.log_statistics[1:], strict=False)):
+            raise ValueError("the statistics of segments must be in ascending order: calibrate again")
+        if not (math.isfinite(self.records_per_segment) and self.records_per_segment >= 0):
+            raise ValueError("the number of records of a segment must be finite and not negative: calibrate again")
+
+    @property
+    def num_segments(self) -> int:
+        """The number n of segments."""
+        return len(self.log_statistics)
+
+    def compute_log_threshold(self, alpha: float) -> float:
+        """Return the number that ln of the statistic must exceed for an incident, infinite if alpha is out of reach.
+
+        Args:
+            alpha: Largest share of normal segments in which an incident opens.
+        """
+        num_allowed = math.floor(alpha * (self.num_segments + 1) + 1e-9)
+        # With p ≤ α, at most num_allowed − 1 of the n segments have a statistic that is at least as large.
+        return self.log_statistics[self.num_segments - num_allowed] if 0 < num_allowed <= self.num_segments else (
+            math.inf if num_allowed <= 0 else -math.inf
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the calibration as values that JSON can express."""
+        tail = self.tail
+        return {
+            "length": self.length,
+            "statistics": list(self.log_statistics),
+            "records_per_segment": self.records_per_segment,
+            "devices": self.num_devices,
+            "tail": None if tail is None else {"start": tail.start, "p": tail.p_value, "scale": tail.scale},
+            "detector": self.kind,
+            "group": self.group,
+            "start": self.start,
+            "end": self.end,
+            "left_out": self.num_left_out,
+        }
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any]) -> SegmentCalibration:
+        """Return the calibration that `to_json` has converted.
+
+        Raises:
+            ValueError: The document is not such a calibration. The reader of the file adds the path and the remedy.
+        """
+        try:
+            tail, kind = document["tail"], document["detector"]
+            if kind not in ("shiryaev-roberts", "cusum"):
+                raise ValueError(f"unknown detector {kind!r}")
+            return SegmentCalibration(
+                int(document["length"]),
+                tuple(float(value) for value in document["statistics"]),
+                float(document["records_per_segment"]),
+                int(document["devices"]),
+                None if tail is None else _read_tail(tail),
+                kind,
+                str(document["group"]),
+                int(document["start"]),
+                int(document["end"]),
+                int(document["left_out"]),
+            )
+        except (KeyError, TypeError, OverflowError) as error:
+            raise ValueError(f"the calibration of segments is incomplete or malformed ({error!r})") from error
+
+
+def _read_tail(document: Mapping[str, Any]) -> ScoreTail:
+    """Return the tail of a JSON document.
+
+    Raises:
+        ValueError: A number is not finite or out of range.
+    """
+    tail = ScoreTail(float(document["start"]), float(document["p"]), float(document["scale"]))
+    if not (math.isfinite(tail.start) and 0.0 < tail.p_value <= 1.0 and 0.0 < tail.scale < math.inf):
+        raise ValueError(f"the tail of the scores is out of range: {tail}")
+    return tail
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A segment whose records are being read."""
+
+    number: int
+    log_state: tuple[float, ...] = INITIAL_STATE
+    log_maximum: float = -math.inf
+    num_records: int = 0
+
+
+@dataclass(slots=True)
+class SegmentCollector:
+    """Computes the largest statistic of each segment from the records of normal operation, in order of time per device.
+
+    Attributes:
+        length: Length of a segment in microseconds.
+        tail: The tail by which p-values are extended, None if they are not.
+        kind: How the detector accumulates e-values.
+    """
+
+    length: int
+    tail: ScoreTail | None = None
+    kind: DetectorKind = "shiryaev-roberts"
+    _open: dict[str, _Segment] = field(default_factory=dict)
+    _closed: list[tuple[str, int, float, int]] = field(default_factory=list)
+
+    def add(self, device: str, time: int, p_value: float, score: float) -> None:
+        """Add a record. A record that is earlier than the device's last segment is ignored.
+
+        Args:
+            device: The device.
+            time: Event time in microseconds since 1970.
+            p_value: p-value of the record.
+            score: Anomaly score of the record; larger is more anomalous.
+        """
+        number = time // self.length
+        segment = self._open.get(device)
+        if segment is None or number > segment.number:
+            if segment is not None:
+                self._closed.append((device, segment.number, segment.log_maximum, segment.num_records))
+            segment = self._open[device] = _Segment(number)
+        elif number < segment.number:
+            return
+        if self.tail is not None:
+            p_value = self.tail.extend(p_value, score)
+        segment.log_state = advance_detector(segment.log_state, p_value, self.kind)
+        segment.log_maximum = max(segment.log_maximum, compute_log_statistic(segment.log_state))
+        segment.num_records += 1
+
+    def calibrate(self, group: str = "") -> SegmentCalibration:
+        """Return the calibration by the segments so far. The last segment of each device counts as complete, too.
+
+        Segments with less than `MIN_RECORD_SHARE` of the median number of records are left out.
+
+        Args:
+            group: Device group to which the devices belong, "" for all.
+        """
+        last = [(device, s.number, s.log_maximum, s.num_records) for device, s in self._open.items()]
+        segments = self._closed + last
+        if not segments:
+            return SegmentCalibration(self.length, (), 0.0, 0, self.tail, self.kind, group)
+        median = float(np.median([num_records for _, _, _, num_records in segments]))
+        kept = [segment for segment in segments if segment[3] >= MIN_RECORD_SHARE * median]
+        numbers = [number for _, number, _, _ in kept]
+        return SegmentCalibration(
+            self.length,
+            tuple(sorted(log_maximum for _, _, log_maximum, _ in kept)),
+            float(np.median([num_records for _, _, _, num_records in kept])),
+            len({device for device, _, _, _ in kept}),
+            self.tail,
+            self.kind,
+            group,
+            min(numbers) * self.length,
+            (max(numbers) + 1) * self.length,
+            len(segments) - len(kept),
+        )
+
+
+def calibrate_segments(
+    devices: Sequence[str],
+    times: Iterable[int],
+    p_values: Iterable[float],
+    scores: Iterable[float],
+    lengths: Sequence[int] = SEGMENT_LENGTHS,
+    tail: ScoreTail | None = None,
+    kind: DetectorKind = "shiryaev-roberts",
+) -> list[SegmentCalibration]:
+    """Return a calibration for each length of segments, from N closed records of normal operation.
+
+    The records must not be records with which the model was trained or calibrated, because such records look more
+    normal than new ones.
+
+    Args:
+        devices: N devices.
+        times: N event times in microseconds since 1970. The records of each device are in order of time.
+        p_values: N p-values.
+        scores: N anomaly scores; larger is more anomalous.
+        lengths: Lengths of segments in microseconds.
+        tail: The tail by which p-values are extended (`incident_evidence.fit_tail`), None if they are not.
+        kind: How the detector accumulates e-values.
+    """
+    collectors = [SegmentCollector(length, tail, kind) for length in lengths]
+    for device, time, p_value, score in zip(devices, times, p_values, scores, strict=True):
+        for collector in collectors:
+            collector.add(device, int(time), float(p_value), float(score))
+    return [collector.calibrate() for collector in collectors]
