@@ -23,11 +23,17 @@ class Presentation:
         label: The label that counts, None if the incident has none.
         name: Name of the fault that the label states, None if it states none.
         silenced: Why receivers get no message about the incident, None if they get messages.
+        cause: Id of the label that has last changed whether the incident is silenced, "" if none has.
     """
 
     label: Label | None = None
     name: str | None = None
     silenced: SilenceReason | None = None
+    cause: str = ""
+
+
+_SILENCE_BY_LABEL: dict[Label, SilenceReason] = {"false-alarm": "false-alarm", "maintenance": "maintenance"}
+"""The labels that silence an incident."""
 
 
 class Overlay:
@@ -38,7 +44,7 @@ class Overlay:
     """
 
     def __init__(self, labels: Iterable[FeedbackLabel] = ()) -> None:
-        self._label_by_incident: dict[str, FeedbackLabel] = {}
+        self._labels_by_incident: dict[str, dict[str, FeedbackLabel]] = {}
         self._windows_by_device: dict[str, dict[str, FeedbackLabel]] = {}
         for label in labels:
             self.add(label)
@@ -46,31 +52,45 @@ class Overlay:
     def add(self, label: FeedbackLabel) -> None:
         """Add a label. The label of an incident that was given last counts, in whatever order they are added."""
         if label.incident is not None:
-            earlier = self._label_by_incident.get(label.incident)
-            if earlier is None or (earlier.time, earlier.id) <= (label.time, label.id):
-                self._label_by_incident[label.incident] = label
-        elif label.device is not None and label.start is not None and label.end is not None:
+            self._labels_by_incident.setdefault(label.incident, {})[label.id] = label
+        elif label.device is not None:
             self._windows_by_device.setdefault(label.device, {})[label.id] = label
 
     def present(self, incident: Incident) -> Presentation:
         """Return how an incident is presented: its label, and whether receivers get messages about it."""
-        label = self._label_by_incident.get(incident.id)
-        if label is not None and label.label != "cleared":
-            silenced: SilenceReason | None = None
-            if label.label in ("false-alarm", "maintenance"):
-                silenced = "false-alarm" if label.label == "false-alarm" else "maintenance"
-            return Presentation(label.label, label.name, silenced)
-        return Presentation(silenced="maintenance" if self.is_in_maintenance(incident) else None)
+        window = self._find_window(incident)
+        silenced_by_window: SilenceReason | None = None if window is None else "maintenance"
+        presentation = Presentation(silenced=silenced_by_window, cause="" if window is None else window.id)
+        for label in _sort_by_time(self._labels_by_incident.get(incident.id, {}).values()):
+            is_cleared = label.label == "cleared"
+            silenced = silenced_by_window if is_cleared else _SILENCE_BY_LABEL.get(label.label)
+            has_changed = (silenced is None) != (presentation.silenced is None)
+            presentation = Presentation(
+                label=None if is_cleared else label.label,
+                name=None if is_cleared else label.name,
+                silenced=silenced,
+                cause=label.id if has_changed else presentation.cause,
+            )
+        return presentation
 
     def is_in_maintenance(self, incident: Incident) -> bool:
         """Return whether a maintenance window of its device includes the time at which the incident opened.
 
         If several labels of the device include this time, the latest one counts, so that "cleared" takes a window back.
         """
+        return self._find_window(incident) is not None
+
+    def _find_window(self, incident: Incident) -> FeedbackLabel | None:
+        """Return the maintenance window of its device in which an incident opened, None if there is none."""
         covering = [
             label
             for label in self._windows_by_device.get(incident.device, {}).values()
             if label.start is not None and label.end is not None and label.start <= incident.opened < label.end
         ]
-        latest = max(covering, key=lambda label: (label.time, label.id), default=None)
-        return latest is not None and latest.label == "maintenance"
+        latest = _sort_by_time(covering)[-1:]
+        return latest[0] if latest and latest[0].label == "maintenance" else None
+
+
+def _sort_by_time(labels: Iterable[FeedbackLabel]) -> list[FeedbackLabel]:
+    """Return labels in the order in which they were given."""
+    return sorted(labels, key=lambda label: (label.time, label.id))

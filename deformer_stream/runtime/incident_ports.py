@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from deformer_stream.incidents.events import FeedbackLabel, Incident
+from deformer_stream.incidents.overlay import Presentation
 
 
 class IncidentLog(Protocol):
@@ -49,19 +50,106 @@ class FeedbackLog(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class LoggedIncident:
+    """A message of the log of incidents, with its position.
+
+    Attributes:
+        incident: The state of the incident.
+        partition: Number of the partition of the log.
+        offset: Offset of the message in its partition.
+    """
+
+    incident: Incident
+    partition: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryProgress:
+    """How far a receiver was notified of the messages of one partition.
+
+    The receiver knows the state of each incident whose last message is before `position`, unless `is_shown_by_id` says
+    otherwise: an incident that is not resolved is shown there, a resolved one is not.
+
+    Attributes:
+        position: Offset of the first message of which the receiver may not have been notified.
+        is_shown_by_id: Incidents whose last message is before `position`, and of which the receiver was not notified
+            yet or which are silenced; by id, whether the receiver shows the incident as open.
+        first_position: Offset of the first message after the first start. The receiver is not notified of an incident
+            that was resolved before.
+    """
+
+    position: int
+    is_shown_by_id: Mapping[str, bool] = field(default_factory=dict)
+    first_position: int = 0
+
+
+class DeliveryLog(Protocol):
+    """The log of incidents as a receiver's worker reads it: with positions, and with the receiver's progress.
+
+    Every start reads the log from its beginning. If several processes notify the same receiver, each partition is
+    given to one of them. `connectors.kafka.incident_deliveries` has the implementation for Kafka.
+    """
+
+    def poll(self, timeout: float) -> Sequence[LoggedIncident]:
+        """Return messages that were not returned before, after at most `timeout` seconds; empty if there are none.
+
+        Raises:
+            Unavailable: The log cannot be read now. A later call may succeed.
+        """
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether `poll` has returned everything that the log held when its partitions were assigned."""
+
+    @property
+    def generation(self) -> int:
+        """A number that changes if other partitions are assigned: what was read before does not count any more."""
+
+    @property
+    def positions(self) -> Mapping[int, int]:
+        """Offset after the last message that `poll` has returned or skipped, by partition."""
+
+    def load_progress(self) -> Mapping[int, DeliveryProgress]:
+        """Return the stored progress of the assigned partitions. A partition without progress is left out.
+
+        Raises:
+            Unavailable: It cannot be read now.
+        """
+
+    def store_progress(self, progress: Mapping[int, DeliveryProgress]) -> None:
+        """Store the progress by partition. Progress of partitions that are not assigned any more is not stored.
+
+        Raises:
+            Unavailable: It could not be stored.
+        """
+
+    def close(self) -> None:
+        """Release the log's resources."""
+
+
+Action = Literal["open", "update", "resolve"]
+"""What a notification says: "open" if the incident has opened, was reopened, or is not silenced any more, "update" for a
+change, "resolve" if it is over or was silenced."""
+
+
+@dataclass(frozen=True, slots=True)
 class Notification:
     """A message about an incident for a receiver.
 
     Attributes:
         incident: The state of the incident.
-        action: "open" when the incident has opened or was reopened, "update" for a change, "resolve" when it is over or
-            was silenced.
+        action: What the message says.
+        key: Idempotency key: a message that is sent again after a restart has the same key.
+        presentation: The label of the incident, and whether and why it is silenced.
         body: The incident as JSON, exactly as the log holds it.
         url: Address of the incident on the operator's page, None without `--external-url`.
     """
 
     incident: Incident
-    action: Literal["open", "update", "resolve"]
+    action: Action
+    key: str
+    presentation: Presentation
     body: bytes
     url: str | None = None
 

@@ -42,7 +42,7 @@ def test_without_labels_nothing_is_silenced() -> None:
 )
 def test_label_of_an_incident(label: str, expected: Presentation) -> None:
     overlay = Overlay([make_label(label, 1, incident=INCIDENT.id, name="leak")])  # type: ignore[arg-type]
-    assert overlay.present(INCIDENT) == expected
+    assert replace(overlay.present(INCIDENT), cause="") == expected
     assert overlay.present(replace(INCIDENT, id="other")) == Presentation()
 
 
@@ -64,8 +64,21 @@ def test_maintenance_window_silences_what_opens_in_it() -> None:
 
 
 def test_a_label_of_the_incident_counts_before_a_window() -> None:
-    overlay = Overlay([make_window(-1, 1), make_label("true", 1, incident=INCIDENT.id)])
-    assert overlay.present(INCIDENT) == Presentation("true")
+    label = make_label("true", 1, incident=INCIDENT.id)
+    assert Overlay([make_window(-1, 1), label]).present(INCIDENT) == Presentation("true", cause=label.id)
+
+
+def test_cause_is_the_label_that_has_last_changed_whether_the_incident_is_silenced() -> None:
+    window = make_window(-1, 1)
+    labels = [
+        make_label(label, time, incident=INCIDENT.id)  # type: ignore[arg-type]
+        for time, label in enumerate(("true", "false-alarm", "maintenance", "cleared", "true"), 1)
+    ]
+    causes = [Overlay(labels[:count]).present(INCIDENT).cause for count in range(6)]
+    assert causes == ["", "", labels[1].id, labels[1].id, labels[3].id, labels[3].id]
+    causes = [Overlay([window, *labels[:count]]).present(INCIDENT).cause for count in range(6)]
+    ids = [label.id for label in labels]
+    assert causes == [window.id, ids[0], ids[1], ids[1], ids[1], ids[4]]
 
 
 def test_cleared_takes_a_window_back() -> None:
