@@ -151,7 +151,7 @@ def decode_evidence(payload: bytes) -> EvidenceBatch:
         ) from None
     closed = message.closed
     num_records = len(closed.record)
-    lengths = map(len, (closed.time, closed.p, closed.score, closed.readings, closed.alerted))
+    lengths = [len(closed.time), len(closed.p), len(closed.score), len(closed.readings), len(closed.alerted)]
     if any(length != num_records for length in lengths):
         raise InputError(
             "no message of evidence (its columns of closed records have different lengths); give what "

@@ -11,6 +11,7 @@ decoded value is returned.
 
 Format versions: the lowest version that holds the state is written, because earlier releases can read it.
 
+- Version 8 is written if the latest event time of each record is saved, which `consume --evidence on` needs.
 - Version 7 is written if readings are irregular: a sensor reports any number of times in a record. It states how many
   older readings of a record were dropped. Since this version, the columns of a part that the state does not have are
   missing, and a time is stored as the difference from that of the reading before it, which needs a third of the bytes.
@@ -39,7 +40,7 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.cusum import create_states, state_width
 from deformer_stream.calibration.drift import BET_EXPONENTS, MAX_WEALTH
 from deformer_stream.calibration.drift_state import DriftState
-from deformer_stream.engine.events import NO_ALERT, SUPPRESS_ALL, AlertState, Decisions
+from deformer_stream.engine.events import NO_ALERT, NO_TIME, SUPPRESS_ALL, AlertState, Decisions
 from deformer_stream.engine.id_set import StringColumn
 from deformer_stream.engine.reading_log import MAX_EXTENT_SIZE
 from deformer_stream.engine.snapshot import (
@@ -56,7 +57,7 @@ from deformer_stream.model.windows import PerSlot
 from deformer_stream.ragged import ragged_indices
 
 MAGIC = b"deformer"
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 HEADER = struct.Struct(">8scH32s")
 SNAPSHOT, DECISIONS = b"S", b"D"
 """The byte `kind` of the header, for the two kinds of saved state."""
@@ -156,6 +157,8 @@ _DROPPED_COLUMNS = {"dropped": pa.int64()}
 """How many readings of each record were dropped (`EventTimes.num_dropped`). Version 6 does not have this column."""
 _CUSUM_COLUMNS = {"cusums": pa.float32()}
 """The states of the cumulative sums (`Snapshot.cusums`), record after record. Version 6 does not have this column."""
+_LATEST_COLUMNS = {"latest_event_time": pa.int64()}
+"""The latest event time of each record (`Snapshot.latest_event_time`)."""
 _COLUMNS_ADDED_IN_VERSION = {
     2: {"alert_alpha", *_DRIFT_COLUMNS},
     3: {*_TIE_COLUMNS, *_TIE_DECISION_COLUMNS},
@@ -163,12 +166,14 @@ _COLUMNS_ADDED_IN_VERSION = {
     5: {*_CIRCULAR_COLUMNS},
     6: {*_TIME_COLUMNS},
     7: {*_DROPPED_COLUMNS, *_CUSUM_COLUMNS},
+    8: {*_LATEST_COLUMNS},
 }
 _PARTS = (
     _TIE_COLUMNS,
     _SLOT_COLUMNS | _COMPLETE_COLUMNS,
     _CIRCULAR_COLUMNS,
     _TIME_COLUMNS | _DROPPED_COLUMNS | _CUSUM_COLUMNS,
+    _LATEST_COLUMNS,
 )
 """Columns of the parts that not every state has. Since version 7, those of a missing part are missing."""
 
@@ -182,6 +187,7 @@ _SNAPSHOT_TYPES = (
     | _TIME_COLUMNS
     | _DROPPED_COLUMNS
     | _CUSUM_COLUMNS
+    | _LATEST_COLUMNS
 )
 """The type of each column of a snapshot in the newest format version."""
 
@@ -222,6 +228,8 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
             columns["cusums"] = snapshot.cusums.ravel()
         else:
             columns["cusums"] = create_states(len(snapshot), len(vocabulary)).ravel()
+    if snapshot.latest_event_time is not None:
+        columns["latest_event_time"] = snapshot.latest_event_time
     return _encode(SNAPSHOT, columns, _SNAPSHOT_TYPES)
 
 
@@ -339,6 +347,7 @@ def _decode_snapshot(data: bytes) -> Snapshot:
         _require(has_length, "the cumulative sums do not have the length that the records need")
         cusums = cusums.reshape(shape)
     columns["closed"] = StringColumn.from_strings(columns["closed"])
+    latest_event_time = columns.pop("latest_event_time", None)
     models = tuple(columns.pop("models"))
     # The other columns have the names of fields.
     snapshot = Snapshot(
@@ -351,6 +360,7 @@ def _decode_snapshot(data: bytes) -> Snapshot:
         complete_windows=complete_windows,
         event_times=event_times,
         cusums=cusums,
+        latest_event_time=latest_event_time,
     )
     _check_snapshot(snapshot)
     return snapshot
@@ -719,6 +729,11 @@ def _check_snapshot(snapshot: Snapshot) -> None:
         _check_ties(snapshot, snapshot.ties)
     if snapshot.waiting is not None:
         _check_waiting(snapshot, snapshot.waiting)
+    if snapshot.latest_event_time is not None:
+        latest = snapshot.latest_event_time
+        is_valid = (latest == NO_TIME) | ((latest > -MAX_AGE) & (latest < MAX_AGE))
+        _require(len(latest) == num_records, "the latest event times do not have one value per record")
+        _require(bool(is_valid.all()), "the latest event time of a record is out of range")
 
     # An unseen label (one that did not occur in training) is stored with its record and with the position of its
     # reading in the record.

@@ -279,6 +279,7 @@ class Engine:
             # A replay recognises a tie group that has timed out by the number of readings of its record.
             tie_timeouts=self.records.reading_counts(timed_out),
             num_combined=num_combined,
+            model=self.fingerprint,
         )
 
     def replay(self, batch: EventBatch, now: int) -> None:
@@ -491,7 +492,9 @@ class Engine:
             self._drift_monitor.drop_partitions(partitions)
         for partition_set in (self._translated_partitions, self._replayed_partitions, self._live_partitions):
             partition_set.difference_update(partitions)
-        return Effects(EventBatch.empty(), ScoredReadings.empty(), alerts=[], rejections=[], closed=closed)
+        return Effects(
+            EventBatch.empty(), ScoredReadings.empty(), alerts=[], rejections=[], closed=closed, model=self.fingerprint
+        )
 
     def pop_cache_rebuilds(self) -> int:
         """Return how many times the KV cache of a record was computed again since the last call, and reset the number.
@@ -550,7 +553,7 @@ class Engine:
             batch, to_score = decide_tie_groups(self.records, batch, accepted, np.array(open_records, np.int64))
         scored, alerts = self._score_and_alert(batch, to_score, accepted)
         closed = self._close(open_records, CloseReason.END)
-        return Effects(batch, scored, alerts, rejections=[], closed=closed)
+        return Effects(batch, scored, alerts, rejections=[], closed=closed, model=self.fingerprint)
 
     def _holds_ties(self, model: DEformer, calibration: Calibration) -> bool:
         """Return whether readings of one record with the same event time are scored together as a tie group.

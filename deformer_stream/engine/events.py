@@ -292,6 +292,8 @@ class Contribution:
         unit: The unit of the value and of the expected range, such as "m³/h"; None if it is not known.
         time: Event time of the reading, microseconds since 1970. None if readings are not irregular: a feature then has
             one reading in a record.
+        sensor: Name of the sensor, if it differs from that of the feature: a sensor that reports several times in a
+            window has a feature for each time slot. None otherwise. Alerts do not state it.
     """
 
     feature: str
@@ -304,6 +306,7 @@ class Contribution:
     suspect: bool = False
     unit: str | None = None
     time: int | None = None
+    sensor: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,6 +416,8 @@ class ClosedRecords:
         alert_alpha: (R,) strictest (smallest) alpha that raised an alert, `NO_ALERT` if there was none.
         score: (R,) anomaly score from which the p-value is computed; larger is more anomalous. It is the largest prefix
             statistic of the record. The prefix statistic of the first k readings combines their p-values in one number.
+        latest_time: (R,) int64 latest event time of the record's readings, microseconds since 1970; `NO_TIME` if none
+            of them has a time.
     """
 
     record_ids: list[str]
@@ -426,6 +431,7 @@ class ClosedRecords:
     alert_seq: NDArray[np.int32]
     alert_alpha: NDArray[np.float64]
     score: NDArray[np.float64]
+    latest_time: NDArray[np.int64]
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -436,7 +442,8 @@ class ClosedRecords:
         """Return an instance without records."""
         floats, ints = np.empty(0), np.empty(0, np.int32)
         bools = np.empty(0, np.bool_)
-        return ClosedRecords([], [], ints, ints, bools, floats, floats, floats, ints, floats, floats)
+        times = np.empty(0, np.int64)
+        return ClosedRecords([], [], ints, ints, bools, floats, floats, floats, ints, floats, floats, times)
 
     @staticmethod
     def concatenate(parts: Sequence[ClosedRecords]) -> ClosedRecords:
@@ -455,6 +462,7 @@ class ClosedRecords:
             np.concatenate([part.alert_seq for part in parts]),
             np.concatenate([part.alert_alpha for part in parts]),
             np.concatenate([part.score for part in parts]),
+            np.concatenate([part.latest_time for part in parts]),
         )
 
 
@@ -479,6 +487,7 @@ class Effects:
             the record had at the timeout.
         num_combined: Number of readings of the batch that were combined with an earlier reading of the same time slot
             (a part of a window). The slot is scored as one reading when it is over.
+        model: Fingerprint of the model that scores new records, a hash that identifies it with its calibration.
     """
 
     batch: EventBatch
@@ -490,6 +499,7 @@ class Effects:
     drift_states: Mapping[int, DriftState] = field(default_factory=dict)
     tie_timeouts: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     num_combined: int = 0
+    model: str = ""
 
     def dead_letters(self) -> list[Rejection]:
         """Return the rejections whose messages are dead letters: all but repeated readings of a time slot."""

@@ -1073,6 +1073,7 @@ def _build_explanation(
                 relief=_none_if_nan(findings.relief[cell]),
                 suspect=bool(findings.is_suspect[cell]),
                 unit=feature.unit,
+                sensor=feature.sensor,
                 time=None if times is None else int(times[position]),
             )
         )

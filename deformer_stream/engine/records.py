@@ -292,6 +292,8 @@ class RecordTable:
             of its first reading; `NO_TIME` before the first reading. Only if readings are irregular.
         latest_time: (capacity, F) the latest event time of each sensor's readings, `NO_TIME` if there is none. Only if
             readings are irregular.
+        latest_event_time: The latest event time of the record's readings, `NO_TIME` if none of them has a time. Not
+            kept if readings are irregular; see `find_latest_times`.
         num_pending: How many readings at the end of the record wait for further readings of their tie group. They are
             not scored yet.
         tie_time: Event time of the record's last tie group, `NO_TIME` if there is none.
@@ -346,6 +348,7 @@ class RecordTable:
         self.running: NDArray[np.void] = self._add_array("running", RUNNING_DTYPE)
         self.alert_seq: NDArray[np.int32] = self._add_array("alert_seq", np.int32)
         self.alert_alpha: Floats = self._add_array("alert_alpha", np.float64)
+        self.latest_event_time: Ints = self._add_array("latest_event_time", np.int64)
         if self.is_irregular:
             self.origin = self._add_array("origin", np.int64)
             self.latest_time = self._add_array("latest_time", np.int64, (len(schema),))
@@ -489,6 +492,7 @@ class RecordTable:
         self.alert_alpha[record_indices] = NO_ALERT
         self.num_pending[record_indices] = 0
         self.tie_time[record_indices] = NO_TIME
+        self.latest_event_time[record_indices] = NO_TIME
         if self.contexts is not None:
             self.origin[record_indices] = NO_TIME
             self.contexts.initialize(record_indices, self.model_version[record_indices])
@@ -527,6 +531,7 @@ class RecordTable:
             alert_seq=self.alert_seq[rows],
             alert_alpha=self.alert_alpha[rows],
             score=self.running["peak"][rows],  # the largest anomaly score over the first 1, 2, … readings
+            latest_time=self.find_latest_times(rows),
         )
 
     def close_ids(self, partition_id: int, record_ids: Iterable[str]) -> list[int]:
@@ -607,6 +612,17 @@ class RecordTable:
         num_observed_or_missing = self.num_readings[record_indices] + self.num_declared_missing[record_indices]
         is_complete: Bools = num_observed_or_missing == len(self.schema)
         return is_complete
+
+    def find_latest_times(self, record_indices: Ints) -> Ints:
+        """Return the latest event time of the readings of R records, (R,), `NO_TIME` for a record without one.
+
+        Args:
+            record_indices: (R,) rows of the records.
+        """
+        if self.is_irregular:  # each sensor has a latest time, by which the ages of its readings are computed
+            latest: Ints = self.latest_time[record_indices].max(axis=1, initial=NO_TIME)
+            return latest
+        return self.latest_event_time[record_indices]
 
     def readings_of(self, record_index: int) -> tuple[Ints, Floats]:
         """Return the feature codes and the raw values of the L stored readings of a record, each (L,), as copies.
@@ -869,6 +885,16 @@ class RecordTable:
         """
         self.running["p_value"][record_indices] = p_values
 
+    def add_event_times(self, accepted: AcceptedReadings, times: Ints) -> None:
+        """Advance the latest event times of the records to which readings were added.
+
+        Args:
+            accepted: The added readings.
+            times: (N,) event times of the batch of N events, microseconds since 1970 or `NO_TIME`.
+        """
+        if not self.is_irregular:
+            np.maximum.at(self.latest_event_time, accepted.record_indices, times[accepted.event_indices])
+
     def mark_alerted(self, record_index: int, alert: AlertState) -> None:
         """Store that a record has alerted, so that it alerts again only at a stricter (smaller) alpha.
 
@@ -966,6 +992,7 @@ class RecordTable:
         alert_seq: NDArray[np.int32],
         alert_alpha: Floats,
         num_dropped: Ints | None = None,
+        latest_event_time: Ints | None = None,
     ) -> None:
         """Store the readings and scores of R records from a snapshot (the saved state of a partition).
 
@@ -985,6 +1012,8 @@ class RecordTable:
             alert_alpha: (R,) strictest (smallest) alpha at which the record alerted, `NO_ALERT` if there is none.
             num_dropped: (R,) number of older irregular readings of each record that the snapshot does not have; None if
                 readings are not irregular.
+            latest_event_time: (R,) latest event time of the readings of each record, `NO_TIME` if there is none. None
+                if the snapshot does not have it.
         """
         self.last_accepted_at[record_indices] = last_accepted_at
         self.num_readings[record_indices] = num_readings
@@ -1009,6 +1038,8 @@ class RecordTable:
             self.running[name][record_indices] = running[name]
         self.alert_seq[record_indices] = alert_seq
         self.alert_alpha[record_indices] = alert_alpha
+        if latest_event_time is not None:
+            self.latest_event_time[record_indices] = latest_event_time
         self._idle_queue.push(record_indices, last_accepted_at)
 
     def restore_times(self, record_indices: Ints, origins: Ints, times: Ints) -> None:
@@ -1192,6 +1223,7 @@ def _ingest_vectorized(records: RecordTable, batch: EventBatch, owners: Ints, no
     records.log.write(accepted.record_indices, accepted.seq, batch.features[event_indices], batch.values[event_indices])
     for event, text in batch.unseen_labels.items():
         records.add_unseen_label(int(owners[event]), int(seq[event]), text)
+    records.add_event_times(accepted, batch.times)
     records.num_readings[touched] += num_new
     records.num_declared_missing[touched] += num_events - num_new
     records.touch(touched, now)
@@ -1425,6 +1457,7 @@ class ReadingCollector:
         # Unlike `+=`, `add.at` counts a row as often as it occurs: a record can have several declared features.
         np.add.at(records.num_declared_missing, accepted.missing_record_indices, 1)
         records.num_readings[touched] = counts
+        records.add_event_times(accepted, batch.times)
         records.touch(touched, now)  # restarts their timeouts
         records.is_open[list(self.close_reasons)] = False  # the keys are the rows of the records that ended
         return accepted

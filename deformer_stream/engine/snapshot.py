@@ -245,6 +245,8 @@ class Snapshot:
             reading in a record.
         cusums: (R, W) states of the cumulative sums of irregular readings (`calibration.cusum.state_width`). None if
             readings are not irregular, or if the sums are those of another model.
+        latest_event_time: (R,) int64 latest event time of each record's readings, microseconds since 1970, `NO_TIME` if
+            it is not known. None if readings are irregular (it follows from `event_times`), or if it was not saved.
     """
 
     vocabulary: Vocabulary
@@ -281,6 +283,7 @@ class Snapshot:
     complete_windows: CompleteWindows | None = None
     event_times: EventTimes | None = None
     cusums: NDArray[np.float32] | None = None
+    latest_event_time: Ints | None = None
 
     def __len__(self) -> int:
         """Return the number of open records."""
@@ -402,8 +405,18 @@ class Snapshot:
             alert_seq=np.where(self.alert_seq < 0, -1, place).astype(np.int32),
             event_times=None,
             cusums=None,
+            latest_event_time=self._find_latest_times(),
         )
         return snapshot._drop_readings(is_kept), int((~is_kept).sum())
+
+    def _find_latest_times(self) -> Ints | None:
+        """Return the latest event time of the readings of each record, (R,), None if the snapshot has no times."""
+        if self.event_times is None:
+            return self.latest_event_time
+        latest = np.full(len(self), NO_TIME, np.int64)
+        record, _ = self.reading_positions()
+        np.maximum.at(latest, record, self.event_times.times)
+        return latest
 
     def drop_readings_without_times(self) -> tuple[Snapshot, int]:
         """Return the snapshot for a model of irregular readings, which cannot score readings without times.
@@ -416,7 +429,7 @@ class Snapshot:
         snapshot = self._drop_readings(np.zeros(len(self.features), bool))
         origins = np.full(len(self), NO_TIME, np.int64)
         event_times = EventTimes(np.empty(0, np.int64), origins, np.zeros(len(self), np.int64))
-        return replace(snapshot, ties=None, event_times=event_times), len(self.features)
+        return replace(snapshot, ties=None, event_times=event_times, latest_event_time=None), len(self.features)
 
     def accept_waiting(self, waiting: WaitingReadings) -> Snapshot:
         """Return the snapshot in which no reading waits for the end of its time slot.
@@ -458,6 +471,10 @@ class Snapshot:
             # The waiting readings of a tie group are followed by others now, so their group is decided.
             num_pending = np.where(num_added > 0, 0, ties.num_pending).astype(np.int32)
             ties = TieGroups(is_tied, num_pending, ties.tie_time)
+        latest_event_time = self.latest_event_time
+        if latest_event_time is not None:
+            latest_event_time = latest_event_time.copy()
+            np.maximum.at(latest_event_time, waiting.record[added], waiting.time[added])
         return replace(
             self,
             counts=counts,
@@ -470,6 +487,7 @@ class Snapshot:
             unseen_text=[text for _, _, text in labels],
             ties=ties,
             waiting=None,
+            latest_event_time=latest_event_time,
         )
 
     def _filter_ties(self, ties: TieGroups, is_kept: NDArray[np.bool_]) -> TieGroups:
@@ -627,6 +645,7 @@ def export_state(
         ),
         event_times=event_times,
         cusums=records.cusum_states[rows] if records.is_irregular else None,
+        latest_event_time=None if records.is_irregular else records.latest_event_time[rows],
     )
 
 
@@ -754,6 +773,7 @@ def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, no
             alert_seq=snapshot.alert_seq[part],
             alert_alpha=snapshot.alert_alpha[part],
             num_dropped=None if event_times is None else event_times.num_dropped[part],
+            latest_event_time=None if snapshot.latest_event_time is None else snapshot.latest_event_time[part],
         )
         if event_times is not None:
             records.restore_times(rows[part], event_times.origins[part], event_times.times[readings])

@@ -127,6 +127,7 @@ class Pipeline:
             repeat an earlier one of their time slot, and `Totals.repeated_readings`.
         send_drift_notices: Whether drift notices (records no longer resemble those of the calibration) are passed to
             the sinks. They are logged in any case.
+        saves_event_times: Whether the saved state has the latest event time of each record, which evidence needs.
         totals: The number of events, alerts and records that the run has processed.
         recovery: Restores partitions from saved state, and collects the state to save with each commit.
     """
@@ -148,6 +149,7 @@ class Pipeline:
     log_alerts: bool = True
     log_alert_share: bool = True
     send_drift_notices: bool = True
+    saves_event_times: bool = False
     totals: Totals = field(default_factory=Totals)
     recovery: Recovery = field(init=False)
     _partitioned_source: PartitionedSource | None = field(init=False)
@@ -160,7 +162,9 @@ class Pipeline:
     _has_logged_repeated_readings: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        self.recovery = Recovery(self.engine, self.metrics, self.snapshot_interval)
+        self.recovery = Recovery(
+            self.engine, self.metrics, self.snapshot_interval, saves_event_times=self.saves_event_times
+        )
         self._commit_schedule = CommitSchedule(self.commit_interval)
         self._alert_share = self._make_alert_share_monitor()
         self._repeated_readings = RepeatedReadingsMonitor(self.engine.schema)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -46,6 +47,8 @@ class Recovery:
         metrics: Receives the size and age of snapshots.
         interval: Seconds between two snapshots of a partition.
         now: Returns monotonic seconds.
+        saves_event_times: Whether snapshots have the latest event time of each record, which evidence needs. Snapshots
+            without them can be read by earlier releases.
     """
 
     def __init__(
@@ -54,7 +57,9 @@ class Recovery:
         metrics: Metrics,
         interval: float = 5.0,
         now: Callable[[], float] = time.monotonic,
+        saves_event_times: bool = False,
     ) -> None:
+        self._saves_event_times = saves_event_times
         self._engine, self._metrics = engine, metrics
         self._interval, self._now = interval, now
         # Partitions whose history (messages that a previous run has processed) is still being read, by number.
@@ -223,7 +228,8 @@ class Recovery:
             now: The time of the pipeline's clock, microseconds since 1970.
         """
         start = self._now()
-        snapshot = encode_snapshot(self._engine.snapshot(partition, now))
+        state = self._engine.snapshot(partition, now)
+        snapshot = encode_snapshot(state if self._saves_event_times else replace(state, latest_event_time=None))
         process.release_free_memory()  # encoding uses several times the size of the snapshot
         duration = self._now() - start
         # Snapshots of all partitions together may take at most this share of the time. `min_interval` is the interval

@@ -133,6 +133,9 @@ IRREGULAR = replace(
 )
 """With irregular readings, none of which was dropped."""
 
+TIMED = replace(EXAMPLE, latest_event_time=np.array([UNIX_2020, -(2**63), UNIX_2020 + 9]))
+"""With the latest event time of each record, one of which is not known."""
+
 texts = st.text(max_size=12)
 """Any text but lone surrogates, which no JSON that is accepted carries."""
 
@@ -192,6 +195,7 @@ def draw_snapshots(draw: st.DrawFn) -> Snapshot:
         marks=rng.integers(-(2**60), 2**60, len(devices)),
         drift=draw(drifts),
         ties=draw(st.sampled_from([None, ties])),
+        latest_event_time=draw(st.sampled_from([None, rng.integers(-(2**60), 2**60, R)])),
         **sums,
     )
 
@@ -227,7 +231,7 @@ def test_large_state_is_compressed(records: int, smaller: bool) -> None:
 
 def test_format_version_2_is_read() -> None:
     """Bytes written by a release must stay readable; a change of the format increases FORMAT_VERSION."""
-    assert FORMAT_VERSION == 7
+    assert FORMAT_VERSION == 8
     assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v2").read_bytes()), EXAMPLE)
     assert decode_decisions((GOLDEN / "decisions.v2").read_bytes()) == DECIDED
     head = (GOLDEN / "snapshot.v2").read_bytes()[: HEADER.size]
@@ -274,6 +278,21 @@ def test_format_version_7_is_written_for_irregular_readings() -> None:
     for part in ({"waiting": SLOTTED.waiting}, {"waiting": CIRCULAR.waiting}, {"ties": TIED.ties}):
         snapshot = replace(dropping, **part)
         assert_same_snapshot(decode_snapshot(encode_snapshot(snapshot)), snapshot)
+
+
+@pytest.mark.parametrize("part", [{}, {"ties": TIED.ties}, {"waiting": CIRCULAR.waiting}])
+def test_format_version_8_is_written_only_for_event_times(part: dict[str, Any]) -> None:
+    snapshot = replace(TIMED, **part)
+    data = encode_snapshot(snapshot)
+    assert data[10] == 8
+    assert_same_snapshot(decode_snapshot(data), snapshot)
+    assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v8").read_bytes()), TIMED)
+
+
+def test_event_times_must_fit_the_records() -> None:
+    for times in ([1, 2], [1, 2, 2**62], [1, 2, -(2**62)]):
+        data = encode_snapshot(replace(EXAMPLE, latest_event_time=np.array(times)))
+        assert_rejected(decode_snapshot, data, "latest event time")
 
 
 def test_cumulative_sums_must_fit_the_records() -> None:

@@ -112,7 +112,10 @@ def make_effects() -> Effects:
     ints = np.zeros(1, np.int32)
     batch = EventBatch(["r"], ints, one, np.zeros(1, np.int64), ints, ints)
     alert = Alert("id", "r", 1, 1, 6, 1_000_000, 0.001, 0.01, 9.0, -3.0, "m", 0, ())
-    closed = ClosedRecords(["r"], [CloseReason.TIMEOUT], ints, ints, np.ones(1, bool), one, one, one, ints, one, one)
+    times = np.full(1, 1_000_000)
+    closed = ClosedRecords(
+        ["r"], [CloseReason.TIMEOUT], ints, ints, np.ones(1, bool), one, one, one, ints, one, one, times
+    )
     refused = [
         Rejection(0, RejectionReason.LATE, "late"),
         Rejection(0, RejectionReason.LATE, "late"),

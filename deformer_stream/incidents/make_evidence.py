@@ -1,0 +1,173 @@
+"""Evidence from the effects of the engine: what incidents need of the records that were closed and the alerts.
+
+Live processes and `replay` call the same function. Its numbers are rounded as the messages state them, so incidents do
+not depend on whether the evidence was written and read in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deformer_stream.engine.events import NO_TIME, Alert, ClosedRecords, CloseReason, Contribution, Effects
+from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, Suspect
+
+Floats = NDArray[np.float64]
+
+MAX_SUSPECTS = 5
+"""Largest number of suspects of an alert."""
+
+P_VALUE_DIGITS, SCORE_DIGITS, SHARE_DECIMALS = 6, 5, 4
+"""Significant digits of p-values and of scores, and decimals of the shares of suspects."""
+
+MAX_LABEL_CHARACTERS = 200
+"""Length at which labels are cut off. A label that the model does not have can be any text of the input."""
+
+
+def make_evidence(effects: Effects) -> tuple[list[EvidenceBatch], list[str]]:
+    """Return the evidence of the effects of one call of the engine.
+
+    Left out are records without readings, and records that are continued by another process, to which their partition
+    was assigned. Incidents need event times, so records without any are left out, too, but they are returned.
+
+    Args:
+        effects: The closed records and the alerts.
+
+    Returns:
+        One batch for each partition with closed records or alerts, ordered by partition; and the ids of the records
+        that were left out because none of their readings has a time.
+    """
+    closed = effects.closed
+    is_final = np.array([reason is not CloseReason.REVOKED for reason in closed.reasons], np.bool_)
+    is_scored = is_final & (closed.num_readings > 0)
+    is_timed = closed.latest_time != NO_TIME
+    rows = np.flatnonzero(is_scored & is_timed)
+    alerts_by_partition: dict[int, list[AlertRow]] = {}
+    for alert in effects.alerts:
+        alerts_by_partition.setdefault(alert.partition, []).append(_make_alert_row(alert))
+    partitions = closed.partitions[rows]
+    batches = [
+        EvidenceBatch(
+            effects.model,
+            partition,
+            _select_rows(closed, rows[partitions == partition]),
+            tuple(alerts_by_partition.get(partition, ())),
+        )
+        for partition in sorted({*np.unique(partitions).tolist(), *alerts_by_partition})
+    ]
+    return batches, [closed.record_ids[row] for row in np.flatnonzero(is_scored & ~is_timed).tolist()]
+
+
+def _select_rows(closed: ClosedRecords, rows: NDArray[np.int64]) -> ClosedRows:
+    """Return what incidents need of some closed records.
+
+    Args:
+        closed: Closed records.
+        rows: Indexes of the records that are selected.
+    """
+    return ClosedRows(
+        [closed.record_ids[row] for row in rows.tolist()],
+        closed.latest_time[rows],
+        round_significant(closed.p_value[rows], P_VALUE_DIGITS),
+        round_significant(np.nan_to_num(closed.score[rows]), SCORE_DIGITS),
+        closed.num_readings[rows],
+        closed.alert_seq[rows] >= 0,
+    )
+
+
+def round_significant(numbers: Floats, digits: int) -> Floats:
+    """Return numbers rounded to significant digits, of the same shape.
+
+    The results are the floating-point numbers that are nearest to these decimal numbers, so their texts are short.
+
+    Args:
+        numbers: Finite numbers.
+        digits: Number of significant digits.
+    """
+    magnitudes = np.floor(np.log10(np.abs(numbers), where=numbers != 0, out=np.zeros_like(numbers)))
+    decimals = digits - 1 - magnitudes
+    # Powers of ten up to the 22nd are exact. A negative power would not be, so its inverse is used.
+    factors, divisors = 10.0 ** np.clip(decimals, 0, 22), 10.0 ** np.clip(-decimals, 0, None)
+    rounded: Floats = np.round(numbers * factors / divisors) / factors * divisors
+    return rounded
+
+
+def _make_alert_row(alert: Alert) -> AlertRow:
+    """Return what incidents need of an alert. The names of features become those of their sensors."""
+    sensor_by_feature = {
+        contribution.feature: contribution.sensor
+        for contribution in alert.contributions
+        if contribution.sensor is not None
+    }
+    silenced_by = None
+    if alert.silenced_by is not None:
+        silenced_by = tuple(dict.fromkeys(sensor_by_feature.get(name, name) for name in alert.silenced_by))
+    return AlertRow(
+        alert.id,
+        alert.record,
+        alert.time,
+        float(round_significant(np.array([alert.p_value]), P_VALUE_DIGITS)[0]),
+        alert.severity,
+        _find_suspects(alert.contributions),
+        silenced_by,
+    )
+
+
+def _find_suspects(contributions: Sequence[Contribution]) -> tuple[Suspect, ...]:
+    """Return the suspects of an alert, the largest share first.
+
+    They are the sensors of the readings to which the alert is attributed. If the explanation attributes it to none, as
+    with `--explanations fast`, it is the most suspicious reading. Without explanation there is none. The share of a
+    sensor is its share of the weights of all suspects: the relief of its readings or, where it is not computed, their
+    attribution or surprise.
+
+    Args:
+        contributions: The contributions of the readings, the most suspicious first.
+    """
+    readings = [contribution for contribution in contributions if contribution.suspect] or list(contributions[:1])
+    first_by_sensor: dict[str, Contribution] = {}
+    weight_by_sensor: dict[str, float] = {}
+    for reading in readings:
+        sensor = reading.sensor or reading.feature
+        first_by_sensor.setdefault(sensor, reading)
+        weight_by_sensor[sensor] = weight_by_sensor.get(sensor, 0.0) + _weigh(reading)
+    total = sum(weight_by_sensor.values())
+    share_by_sensor = {
+        sensor: weight / total if total > 0 else 1 / len(weight_by_sensor)
+        for sensor, weight in weight_by_sensor.items()
+    }
+    # The sort is stable: sensors of equal shares stay in the order of suspicion.
+    ranked = sorted(share_by_sensor, key=lambda sensor: -share_by_sensor[sensor])[:MAX_SUSPECTS]
+    return tuple(
+        _make_suspect(sensor, first_by_sensor[sensor], round(share_by_sensor[sensor], SHARE_DECIMALS))
+        for sensor in ranked
+    )
+
+
+def _weigh(reading: Contribution) -> float:
+    """Return the weight of a suspect reading, which is not negative."""
+    for weight in (reading.relief, reading.attribution, reading.surprise):
+        if weight is not None and math.isfinite(weight):
+            return max(weight, 0.0)
+    return 0.0
+
+
+def _make_suspect(sensor: str, reading: Contribution, share: float) -> Suspect:
+    """Return a suspect.
+
+    Args:
+        sensor: Name of the sensor.
+        reading: Its most suspicious reading.
+        share: Its share of the attribution.
+    """
+    value = reading.value[:MAX_LABEL_CHARACTERS] if isinstance(reading.value, str) else _drop_infinite(reading.value)
+    low, high = _drop_infinite(reading.expected.low), _drop_infinite(reading.expected.high)
+    return Suspect(sensor, value, low, high, share, reading.unit)
+
+
+def _drop_infinite(number: float | None) -> float | None:
+    """Return a number, or None if it is not finite, because JSON cannot express it."""
+    return number if number is not None and math.isfinite(number) else None
