@@ -198,8 +198,7 @@ def estimate_records_per_day(segments: Sequence[SegmentCalibration]) -> float | 
 
 def describe_plan(plan: BudgetPlan) -> str:
     """Return in one line how the budget is kept, what this assumes, and what would be better."""
-    if plan.rule == "segments":
-        assert plan.segment is not None
+    if plan.segment is not None:
         unit = _name_segment(plan.segment)
         return (
             f"{plan.budget} per device, kept by segments: {plan.num_segments:,} {unit}s, at least "
@@ -212,9 +211,7 @@ def describe_plan(plan: BudgetPlan) -> str:
     return f"{text}; out of reach by segments: {plan.remedy}" if plan.remedy else text
 
 
-def bound_realised_rate(
-    num_false: int, device_time: float, confidence: float = 0.99
-) -> tuple[float, float]:
+def bound_realised_rate(num_false: int, device_time: float, confidence: float = 0.99) -> tuple[float, float]:
     """Return the confidence interval of a rate of false incidents: (lower, upper), per unit of `device_time`.
 
     It is the exact interval of a Poisson rate (Garwood, "Fiducial limits for the Poisson distribution", 1936). Both
@@ -305,18 +302,21 @@ def _plan_e_detector(
 
 def _describe_shortage(budget: IncidentBudget, plans: Sequence[BudgetPlan], segment_length: int | None) -> str:
     """Return why the budget is out of reach by segments, and what is missing."""
-    in_question = [plan for plan in plans if plan.alpha is not None and plan.alpha < 1.0]
+    in_question = [
+        (plan, plan.segment)
+        for plan in plans
+        if plan.segment is not None and plan.alpha is not None and plan.alpha < 1.0
+    ]
     if not in_question:
         if plans:
             return "its time is not longer than a segment, so choose a shorter one with --segment"
         wanted = f" of {format_length(segment_length)}" if segment_length is not None else ""
         return f"no segments{wanted} of normal operation are stored, so run `deformer-stream calibrate --incidents`"
-    plan = in_question[0]
-    assert plan.segment is not None
+    plan, segment = in_question[0]
     missing = plan.num_required - plan.num_segments
-    days = math.ceil(missing * plan.segment / MICROS_PER_DAY)
+    days = math.ceil(missing * segment / MICROS_PER_DAY)
     return (
-        f"{plan.num_segments:,} of {plan.num_required:,} {_name_segment(plan.segment)}s, so calibrate with {days:,} "
+        f"{plan.num_segments:,} of {plan.num_required:,} {_name_segment(segment)}s, so calibrate with {days:,} "
         f"more day{'s' * (days != 1)} of normal operation of one device, or with as much of several devices"
     )
 

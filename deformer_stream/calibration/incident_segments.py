@@ -98,8 +98,10 @@ class SegmentCalibration:
         """
         num_allowed = math.floor(alpha * (self.num_segments + 1) + 1e-9)
         # With p ≤ α, at most num_allowed − 1 of the n segments have a statistic that is at least as large.
-        return self.log_statistics[self.num_segments - num_allowed] if 0 < num_allowed <= self.num_segments else (
-            math.inf if num_allowed <= 0 else -math.inf
+        return (
+            self.log_statistics[self.num_segments - num_allowed]
+            if 0 < num_allowed <= self.num_segments
+            else (math.inf if num_allowed <= 0 else -math.inf)
         )
 
     def to_json(self) -> dict[str, Any]:

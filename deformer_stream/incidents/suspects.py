@@ -1,0 +1,157 @@
+"""The suspects of an incident: the features to which its alerts are attributed, summed over the alerts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from deformer_stream.incidents.events import AlertRow, IncidentSuspect, SuspectReadings
+from deformer_stream.incidents.series import ReadingSeries
+
+MAX_TRACKED = 16
+"""Largest number of features whose shares an incident sums."""
+
+MAX_SHOWN = 8
+"""Largest number of suspects of an incident's message."""
+
+MAX_WITH_READINGS = 5
+"""Largest number of suspects whose readings are in an incident's message."""
+
+MAX_SILENCING_SETS = 16
+"""Largest number of different sets of features that would prevent an alert, of which an incident counts the alerts."""
+
+_SET_SEPARATOR = "\x00"
+
+
+@dataclass(slots=True)
+class SuspectTotal:
+    """The sum of a feature's shares over the alerts of an incident.
+
+    Attributes:
+        share: Sum of the shares of the attribution.
+        unit: Unit of the values, None if they have none.
+        came_low: Smallest value that came, None for labels.
+        came_high: Largest value that came, None for labels.
+        readings: The readings in the alerts.
+    """
+
+    share: float = 0.0
+    unit: str | None = None
+    came_low: float | None = None
+    came_high: float | None = None
+    readings: ReadingSeries = field(default_factory=ReadingSeries)
+
+
+@dataclass(slots=True)
+class SuspectTotals:
+    """The sums of the shares of all suspects over the alerts of an incident.
+
+    Attributes:
+        num_alerts: Number of alerts with suspects.
+        total_by_feature: The sums, at most `MAX_TRACKED`.
+        num_silenceable: Number of alerts with a known set of features that would prevent them.
+        count_by_silencing_set: Number of alerts that a set of features would prevent. The key has the names of the
+            features, joined by a zero byte.
+    """
+
+    num_alerts: int = 0
+    total_by_feature: dict[str, SuspectTotal] = field(default_factory=dict)
+    num_silenceable: int = 0
+    count_by_silencing_set: dict[str, int] = field(default_factory=dict)
+
+    def add(self, alert: AlertRow, time: int) -> None:
+        """Add an alert.
+
+        Args:
+            alert: The alert.
+            time: Event time of its record.
+        """
+        if alert.suspects:
+            self.num_alerts += 1
+        for suspect in alert.suspects:
+            total = self.total_by_feature.get(suspect.feature)
+            if total is None:
+                self._make_space()
+                total = self.total_by_feature[suspect.feature] = SuspectTotal(unit=suspect.unit)
+            total.share += suspect.share
+            value = suspect.value
+            number = None if value is None or isinstance(value, str) else float(value)
+            if number is not None:
+                total.came_low = number if total.came_low is None else min(total.came_low, number)
+                total.came_high = number if total.came_high is None else max(total.came_high, number)
+            total.readings.add(time, number, suspect.low, suspect.high)
+        if alert.silenced_by:
+            self.num_silenceable += 1
+            key = _SET_SEPARATOR.join(sorted(alert.silenced_by))
+            if key in self.count_by_silencing_set or len(self.count_by_silencing_set) < MAX_SILENCING_SETS:
+                self.count_by_silencing_set[key] = self.count_by_silencing_set.get(key, 0) + 1
+
+    def _make_space(self) -> None:
+        """Drop the feature with the smallest sum if there is no space for another one."""
+        if len(self.total_by_feature) >= MAX_TRACKED:
+            del self.total_by_feature[min(self.total_by_feature, key=lambda name: (self._get_share(name), name))]
+
+    def _get_share(self, feature: str) -> float:
+        return self.total_by_feature[feature].share
+
+    def compute_shares(self) -> dict[str, float]:
+        """Return the mean share of each feature over the alerts with suspects, the largest first."""
+        names = sorted(self.total_by_feature, key=lambda name: (-self._get_share(name), name))
+        return {name: self._get_share(name) / max(1, self.num_alerts) for name in names}
+
+    def shorten(self, num_points: int) -> None:
+        """Shorten the readings of each suspect to at most this number."""
+        for total in self.total_by_feature.values():
+            total.readings.shorten(num_points)
+
+    def make_suspects(self) -> tuple[IncidentSuspect, ...]:
+        """Return the suspects with the largest shares, the largest first."""
+        suspects = []
+        for name, share in list(self.compute_shares().items())[:MAX_SHOWN]:
+            total = self.total_by_feature[name]
+            low, high = total.readings.compute_expected_range()
+            suspects.append(
+                IncidentSuspect(name, round(min(share, 1.0), 4), low, high, total.came_low, total.came_high, total.unit)
+            )
+        return tuple(suspects)
+
+    def make_readings(self) -> Mapping[str, SuspectReadings]:
+        """Return the readings of the suspects with the largest shares."""
+        names = list(self.compute_shares())[:MAX_WITH_READINGS]
+        return {name: self.total_by_feature[name].readings.to_readings() for name in names}
+
+    def find_silencing_set(self) -> tuple[tuple[str, ...], float] | None:
+        """Return the set of features that would prevent most alerts, and the share of the alerts that it would."""
+        if not self.count_by_silencing_set:
+            return None
+        key = min(self.count_by_silencing_set, key=lambda key: (-self.count_by_silencing_set[key], key))
+        share = self.count_by_silencing_set[key] / self.num_silenceable
+        return tuple(key.split(_SET_SEPARATOR)), round(share, 4)
+
+
+def compute_cosine(shares: Mapping[str, float], others: Mapping[str, float]) -> float:
+    """Return the cosine of two vectors of shares by feature, 1 if one of them is empty or zero.
+
+    An alert without attribution has no suspects. It then counts as similar to any other.
+    """
+    norm = math.sqrt(math.fsum(share * share for share in shares.values()))
+    other_norm = math.sqrt(math.fsum(share * share for share in others.values()))
+    if norm == 0.0 or other_norm == 0.0:
+        return 1.0
+    product = math.fsum(share * others.get(name, 0.0) for name, share in sorted(shares.items()))
+    return product / (norm * other_norm)
+
+
+def average_directions(vectors: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of vectors of shares by feature, each scaled to the length 1. Zero vectors are left out."""
+    sums: dict[str, float] = {}
+    count = 0
+    for shares in vectors:
+        norm = math.sqrt(math.fsum(share * share for share in shares.values()))
+        if norm == 0.0:
+            continue
+        count += 1
+        for name, share in shares.items():
+            sums[name] = sums.get(name, 0.0) + share / norm
+    return {name: total / count for name, total in sorted(sums.items())}

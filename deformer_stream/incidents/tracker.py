@@ -1,0 +1,769 @@
+"""The state machine that opens, updates and resolves incidents, one closed record at a time.
+
+    record ─► order by time ─► detector of its device ─► above the threshold?
+                                                           open, or reopen an incident with the same suspects
+                                                           resolve after a quiet time below the threshold
+
+`IncidentTracker` is a pure function of the log of evidence. The messages depend only on the order of the rows in the
+log, not on how they are divided into batches. So a restart, a replay and a live run give the same bytes.
+
+- Order. Rows wait until a row has come whose time is later by `reorder`, and are then handled in order of time. A row
+  that comes later still is handled at once, and counted (`num_late`).
+- Detector. Each device has a detector (`calibration.incident_evidence`). With the segment rule it starts anew at the
+  beginning of a segment, unless an incident is open.
+- Opening. An incident opens at the record at which the statistic passes the threshold of the plan. If the device's last
+  incident has the same suspects (`min_cosine`), and was resolved less than `gap` ago or began in the same segment, it
+  is reopened instead. So a device has one false incident at most in a segment, unless the suspects change.
+- Resolving. An incident is resolved if the statistic was below the threshold for `quiet` and for `min_quiet_records`
+  records. Meanwhile the statistic is bounded to e³ times the threshold, so that the end of a fault shows soon. A device
+  that sends nothing resolves nothing.
+- Messages. An incident is sent when it opens, at 1, 2, 4, 8, … records, when its severity or its first suspect changes,
+  about once a minute of event time, and when it is resolved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from deformer_stream.calibration.incident_budget import BudgetPlan
+from deformer_stream.calibration.incident_evidence import (
+    INITIAL_STATE,
+    LN_10,
+    LogState,
+    advance_detector,
+    compute_log_statistic,
+)
+from deformer_stream.engine.events import NO_TIME
+from deformer_stream.incidents.device import extract_device
+from deformer_stream.incidents.events import AlertRow, EvidenceBatch, Incident, IncidentState, IncidentSuspect
+from deformer_stream.incidents.fleet import (
+    MAX_MEMBERS,
+    FleetMember,
+    FleetRule,
+    FleetState,
+    GroupState,
+    RecentIncident,
+    count_records,
+    find_fleet,
+    find_quorum,
+    open_fleet,
+)
+from deformer_stream.incidents.series import MAX_RESOLVED_POINTS, TimelineSeries
+from deformer_stream.incidents.suspects import MAX_SHOWN, SuspectTotals, compute_cosine
+
+MICROS_PER_MINUTE = 60_000_000
+
+MAX_OPEN_LOG_EXCESS = 3.0
+"""While an incident is open, ln M_κ is at most this much above ln of the threshold."""
+
+MAX_PENDING_ALERTS = 4096
+"""Largest number of alerts whose records have not closed yet; the oldest ones are dropped first."""
+
+MAX_EXCURSION_RECORDS = 32
+"""Largest number of records before the opening whose evidence an incident shows."""
+
+MAX_EXCURSION_ALERTS = 16
+"""Largest number of alerts before the opening that count among those of an incident."""
+
+MAX_EXAMPLES = 20
+"""Largest number of record ids and of alert ids of an incident: the first half of them, and the latest ones."""
+
+NUM_SEVERITY_RECORDS = 10
+"""Number of the latest records of which at least half must have alerted for severity 2."""
+
+_EXCURSION_LOG_STATISTIC = LN_10
+"""ln of the statistic from which on records belong to the beginning of a possible incident."""
+
+_SEVERITY_MASK = (1 << NUM_SEVERITY_RECORDS) - 1
+_SUSPECT_MARGIN = 1.1
+"""The first suspect changes only if the new one's share is larger by this factor, so that messages do not alternate."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerOptions:
+    """The options of incident detection. Times are in microseconds.
+
+    Attributes:
+        quiet: Time below the threshold after which an incident is resolved.
+        min_quiet_records: Number of records of the device below the threshold that are needed as well.
+        gap: Time after its resolution within which an incident with the same suspects is reopened.
+        reorder: Time for which rows wait for earlier ones; 0 handles rows in the order of the log.
+        min_cosine: Smallest cosine of the shares of suspects of which one speaks of the same suspects.
+        fleet: When a fleet incident opens, None for never.
+        num_remembered_records: Number of the latest record ids of each device that are ignored if they come again. Use
+            it if the log can have duplicates; 0 for none.
+        get_device: Returns the device of a record id.
+        get_group: Returns the device group of a device.
+    """
+
+    quiet: int = MICROS_PER_MINUTE
+    min_quiet_records: int = 10
+    gap: int = 10 * MICROS_PER_MINUTE
+    reorder: int = 0
+    min_cosine: float = 0.5
+    fleet: FleetRule | None = None
+    num_remembered_records: int = 0
+    get_device: Callable[[str], str] = extract_device
+    get_group: Callable[[str], str] = lambda device: ""
+
+
+@dataclass(slots=True)
+class WaitingRow:
+    """A closed record that waits for its turn, and its alert.
+
+    Attributes:
+        time: Latest event time of the record.
+        record: Id of the record.
+        sequence: Number of the row in the log, which orders rows of the same time and record.
+        model: Fingerprint of the model.
+        p_value: p-value of the record.
+        score: Anomaly score of the record.
+        is_alerted: Whether the record has alerted.
+        alert: Its last alert, None if it has none or the alert is unknown.
+    """
+
+    time: int
+    record: str
+    sequence: int
+    model: str
+    p_value: float
+    score: float
+    is_alerted: bool
+    alert: AlertRow | None = None
+
+
+@dataclass(slots=True)
+class TrackedIncident:
+    """An incident of a device: the open one, or the last one that was resolved.
+
+    Attributes:
+        id: Id of the incident.
+        model: Fingerprint of the model at the opening.
+        rule: The rule by which it has opened.
+        log_threshold: ln of the threshold at the opening.
+        opened: Time of the first record.
+        first_record: Id of the first record.
+        segment: Number of the segment in which it opened, None without segments.
+        last: Time of the last record that the incident includes.
+        resolved: Time at which it was resolved, None if it is open.
+        num_records: Number of records up to `last`.
+        num_alerted: Number of those that have alerted.
+        num_pending: Number of records since `last`, all below the threshold.
+        num_pending_alerted: Number of those that have alerted.
+        below_since: Time of the first record below the threshold since `last`, None if there is none.
+        log_evidence: ln M_κ without the bound that holds while an incident is open.
+        max_log_evidence: Largest ln of the statistic without this bound.
+        severity: The severity.
+        revision: Number of messages so far.
+        num_reopened: How often it was reopened.
+        resolution: Why it was resolved, None if it is open.
+        parent: Id of its fleet incident, None without one.
+        next_num_records: Number of records at which the next message is sent.
+        last_message: Time of the last message.
+        sent_severity: Severity of the last message.
+        first_suspect: First suspect of the last message, None if it had none.
+        totals: The sums of the suspects' shares.
+        timeline: The evidence over time.
+        record_ids: Ids of records that have alerted, the first and the latest ones.
+        alert_ids: Ids of their alerts.
+    """
+
+    id: str
+    model: str
+    rule: str
+    log_threshold: float
+    opened: int
+    first_record: str
+    segment: int | None
+    last: int
+    resolved: int | None = None
+    num_records: int = 0
+    num_alerted: int = 0
+    num_pending: int = 0
+    num_pending_alerted: int = 0
+    below_since: int | None = None
+    log_evidence: LogState = ()
+    max_log_evidence: float = 0.0
+    severity: int = 1
+    revision: int = 0
+    num_reopened: int = 0
+    resolution: str | None = None
+    parent: str | None = None
+    next_num_records: int = 2
+    last_message: int = 0
+    sent_severity: int = 1
+    first_suspect: str | None = None
+    totals: SuspectTotals = field(default_factory=SuspectTotals)
+    timeline: TimelineSeries = field(default_factory=TimelineSeries)
+    record_ids: list[str] = field(default_factory=list)
+    alert_ids: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class DeviceState:
+    """The state of a device.
+
+    Attributes:
+        model: Fingerprint of the model of its last record.
+        log_state: ln M_κ for each exponent; empty if M_κ is 0.
+        segment: Number of the segment of its last record, None without segments.
+        last_time: Time of its last record.
+        alerted_bits: Which of the latest `NUM_SEVERITY_RECORDS` records have alerted, the latest in the lowest bit.
+        excursion_times: Times of the latest records, since the statistic was small.
+        excursion_evidence: log10 of the statistic after these records.
+        excursion_p_values: p-values of these records.
+        excursion_alerts: The latest alerts of these records.
+        excursion_alert_times: Times of the records of these alerts.
+        incident: The open incident, or the last resolved one, None if there was none.
+        remembered_records: The latest record ids, if the options demand it.
+    """
+
+    model: str
+    log_state: LogState = ()
+    segment: int | None = None
+    last_time: int = NO_TIME
+    alerted_bits: int = 0
+    excursion_times: list[int] = field(default_factory=list)
+    excursion_evidence: list[float] = field(default_factory=list)
+    excursion_p_values: list[float] = field(default_factory=list)
+    excursion_alerts: list[AlertRow] = field(default_factory=list)
+    excursion_alert_times: list[int] = field(default_factory=list)
+    incident: TrackedIncident | None = None
+    remembered_records: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class TrackerState:
+    """Everything that an `IncidentTracker` needs to continue. All values can be expressed as JSON.
+
+    Attributes:
+        state_by_device: The devices.
+        state_by_group: The device groups with recent or fleet incidents.
+        alert_by_record: The alerts whose records have not closed yet, in order of arrival.
+        waiting: Rows that wait for their turn.
+        stream_time: Largest time of a row so far.
+        sequence: Number of rows so far.
+        num_late: Number of rows that came too late to be handled in order of time.
+        num_untimed: Number of rows that were dropped because they have no time.
+        num_repeated: Number of rows that were dropped because their record ids came again.
+        num_other_model: Number of rows of a model to which the plan does not belong.
+    """
+
+    state_by_device: dict[str, DeviceState] = field(default_factory=dict)
+    state_by_group: dict[str, GroupState] = field(default_factory=dict)
+    alert_by_record: dict[str, AlertRow] = field(default_factory=dict)
+    waiting: list[WaitingRow] = field(default_factory=list)
+    stream_time: int = NO_TIME
+    sequence: int = 0
+    num_late: int = 0
+    num_untimed: int = 0
+    num_repeated: int = 0
+    num_other_model: int = 0
+
+
+def compute_incident_id(device: str, model: str, first_record: str) -> str:
+    """Return the id of an incident, 32 hexadecimal digits: a hash of its device, its model and its first record."""
+    # An id that was read from JSON can contain an unpaired surrogate, which UTF-8 alone cannot encode.
+    text = f"{device}\0{model}\0{first_record}"
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+class IncidentTracker:
+    """Opens, updates and resolves incidents from the log of evidence.
+
+    Args:
+        plan: The rule that keeps the budget.
+        options: The options of detection.
+    """
+
+    def __init__(self, plan: BudgetPlan, options: TrackerOptions | None = None) -> None:
+        self._plan = plan
+        self._options = options or TrackerOptions()
+        self._budget = str(plan.budget)
+        self._state = TrackerState()
+        self._heap: list[tuple[int, str, int, WaitingRow]] = []
+        self._messages: list[Incident] = []
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The numbers of rows that were late, without time, repeated, or of another model than the plan's."""
+        state = self._state
+        return {
+            "late": state.num_late,
+            "untimed": state.num_untimed,
+            "repeated": state.num_repeated,
+            "other_model": state.num_other_model,
+        }
+
+    @property
+    def num_open(self) -> int:
+        """The number of open incidents of devices."""
+        devices = self._state.state_by_device.values()
+        return sum(device.incident is not None and device.incident.resolved is None for device in devices)
+
+    def handle(self, batch: EvidenceBatch) -> list[Incident]:
+        """Handle a batch of the log and return the messages that it causes, in order."""
+        state = self._state
+        for alert in batch.alerts:
+            state.alert_by_record.pop(alert.record, None)
+            state.alert_by_record[alert.record] = alert
+            if len(state.alert_by_record) > MAX_PENDING_ALERTS:
+                del state.alert_by_record[next(iter(state.alert_by_record))]
+        closed, model, reorder = batch.closed, batch.model, self._options.reorder
+        rows = zip(
+            closed.record_ids,
+            closed.times.tolist(),
+            closed.p_values.tolist(),
+            closed.scores.tolist(),
+            closed.is_alerted.tolist(),
+            strict=True,
+        )
+        for record, time, p_value, score, is_alerted in rows:
+            alert_of_record = state.alert_by_record.pop(record, None) if state.alert_by_record else None
+            if time == NO_TIME:
+                state.num_untimed += 1
+                continue
+            state.sequence += 1
+            if reorder <= 0:
+                state.stream_time = max(state.stream_time, time)
+                self._handle_row(time, record, model, p_value, score, is_alerted, alert_of_record)
+                continue
+            row = WaitingRow(time, record, state.sequence, model, p_value, score, is_alerted, alert_of_record)
+            heapq.heappush(self._heap, (time, record, state.sequence, row))
+            state.stream_time = max(state.stream_time, time)
+            while self._heap and self._heap[0][0] <= state.stream_time - reorder:
+                self._handle_waiting(heapq.heappop(self._heap)[3])
+        return self._take_messages()
+
+    def finish(self) -> list[Incident]:
+        """Handle the rows that still wait, at the end of finite input, and return the messages. Nothing is resolved."""
+        while self._heap:
+            self._handle_waiting(heapq.heappop(self._heap)[3])
+        return self._take_messages()
+
+    def export_state(self) -> TrackerState:
+        """Return the state, from which another tracker continues. It must not be used after the next `handle`."""
+        self._state.waiting = [row for _, _, _, row in sorted(self._heap, key=lambda entry: entry[:3])]
+        return self._state
+
+    def import_state(self, state: TrackerState) -> None:
+        """Continue from a state. The plan and the options may differ from those with which it was made."""
+        self._state = state
+        self._heap = [(row.time, row.record, row.sequence, row) for row in state.waiting]
+        heapq.heapify(self._heap)
+        state.waiting = []
+
+    def _take_messages(self) -> list[Incident]:
+        """Return the messages since the last call."""
+        messages, self._messages = self._messages, []
+        return messages
+
+    def _handle_waiting(self, row: WaitingRow) -> None:
+        """Handle a row that has waited."""
+        self._handle_row(row.time, row.record, row.model, row.p_value, row.score, row.is_alerted, row.alert)
+
+    def _handle_row(
+        self, time: int, record: str, model: str, p_value: float, score: float, is_alerted: bool, alert: AlertRow | None
+    ) -> None:
+        """Advance the detector of a record's device, and open, update or resolve its incident."""
+        state = self._state
+        name = self._options.get_device(record)
+        device = state.state_by_device.get(name)
+        if device is None:
+            device = state.state_by_device[name] = DeviceState(model)
+        if self._options.num_remembered_records and self._is_repeated(device, record):
+            state.num_repeated += 1
+            return
+        if time < device.last_time:
+            state.num_late += 1
+            time = device.last_time  # so that times of an incident never fall
+        device.last_time = time
+        if model != device.model:
+            self._change_model(name, device, model, time)
+        plan = self._plan
+        if plan.model and model != plan.model:
+            state.num_other_model += 1
+            if plan.fallback is None:
+                return
+            plan = plan.fallback
+        incident = device.incident if device.incident is not None and device.incident.resolved is None else None
+        if plan.segment is not None:
+            segment = time // plan.segment
+            if segment != device.segment:
+                device.segment = segment
+                if incident is None:
+                    self._reset_detector(device)
+        extended_p = p_value if plan.tail is None else plan.tail.extend(p_value, score)
+        log_state = advance_detector(device.log_state or INITIAL_STATE, extended_p, plan.kind, plan.log_normalisers)
+        log_statistic = compute_log_statistic(log_state)
+        device.alerted_bits = (device.alerted_bits << 1 | is_alerted) & _SEVERITY_MASK
+        if incident is not None:
+            incident.log_evidence = advance_detector(incident.log_evidence, extended_p, plan.kind, plan.log_normalisers)
+            self._update_incident(name, device, incident, log_state, time, p_value, is_alerted, alert)
+            return
+        device.log_state = log_state
+        if log_statistic < _EXCURSION_LOG_STATISTIC:
+            if device.excursion_times:
+                self._clear_excursion(device)
+            if not plan.is_reached(log_statistic):
+                return
+        self._extend_excursion(device, time, log_statistic, p_value, alert)
+        if plan.is_reached(log_statistic):
+            self._open_incident(name, device, plan, log_state, log_statistic, time, record, is_alerted)
+
+    def _is_repeated(self, device: DeviceState, record: str) -> bool:
+        """Return whether a record id is among the latest ones of a device. If not, remember it."""
+        if record in device.remembered_records:
+            return True
+        device.remembered_records.append(record)
+        if len(device.remembered_records) > self._options.num_remembered_records:
+            del device.remembered_records[0]
+        return False
+
+    def _change_model(self, name: str, device: DeviceState, model: str, time: int) -> None:
+        """Start the detector of a device anew, because its records are scored by another model from now on."""
+        device.model = model
+        self._reset_detector(device)
+        if device.incident is not None and device.incident.resolved is None:
+            self._resolve(name, device, device.incident, time, "model-changed")
+
+    def _reset_detector(self, device: DeviceState) -> None:
+        """Set M_κ of a device to 0."""
+        device.log_state = ()
+        self._clear_excursion(device)
+
+    def _clear_excursion(self, device: DeviceState) -> None:
+        """Drop the records of a possible incident."""
+        device.excursion_times.clear()
+        device.excursion_evidence.clear()
+        device.excursion_p_values.clear()
+        device.excursion_alerts.clear()
+        device.excursion_alert_times.clear()
+
+    def _extend_excursion(
+        self, device: DeviceState, time: int, log_statistic: float, p_value: float, alert: AlertRow | None
+    ) -> None:
+        """Add a record to those of a possible incident."""
+        device.excursion_times.append(time)
+        device.excursion_evidence.append(_to_log10(log_statistic))
+        device.excursion_p_values.append(p_value)
+        if len(device.excursion_times) > MAX_EXCURSION_RECORDS:
+            del device.excursion_times[0], device.excursion_evidence[0], device.excursion_p_values[0]
+        if alert is not None:
+            device.excursion_alerts.append(alert)
+            device.excursion_alert_times.append(time)
+            if len(device.excursion_alerts) > MAX_EXCURSION_ALERTS:
+                del device.excursion_alerts[0], device.excursion_alert_times[0]
+
+    def _open_incident(
+        self,
+        name: str,
+        device: DeviceState,
+        plan: BudgetPlan,
+        log_state: LogState,
+        log_statistic: float,
+        time: int,
+        record: str,
+        is_alerted: bool,
+    ) -> None:
+        """Open an incident at a record, or reopen the last one if it has the same suspects."""
+        new_totals = SuspectTotals()
+        for alert, alert_time in zip(device.excursion_alerts, device.excursion_alert_times, strict=True):
+            new_totals.add(alert, alert_time)
+        id_ = compute_incident_id(name, device.model, record)
+        last, is_reopened = device.incident, False
+        if last is not None and self._is_same_fault(last, device, id_, time, new_totals.compute_shares()):
+            incident, is_reopened = last, True
+            incident.resolved = incident.resolution = None
+            incident.num_reopened += 1
+            # Records between the resolution and now do not belong to the incident.
+            incident.num_pending = incident.num_pending_alerted = 0
+        else:
+            incident = device.incident = TrackedIncident(
+                id_, device.model, plan.rule, plan.log_threshold, time, record, device.segment, time
+            )
+        for alert, alert_time in zip(device.excursion_alerts, device.excursion_alert_times, strict=True):
+            incident.totals.add(alert, alert_time)
+            _add_example(incident, alert)
+        points = zip(device.excursion_times, device.excursion_evidence, device.excursion_p_values, strict=True)
+        for point_time, evidence, point_p_value in points:
+            incident.timeline.add(point_time, evidence, point_p_value)
+        self._clear_excursion(device)
+        incident.log_evidence = log_state
+        incident.max_log_evidence = max(incident.max_log_evidence, log_statistic)
+        incident.below_since = None
+        incident.last = time
+        incident.num_records += 1
+        incident.num_alerted += is_alerted
+        incident.next_num_records = 2 * incident.num_records
+        self._bound_detector(device, incident, log_state)
+        self._raise_severity(device, incident)
+        self._send(name, incident, "updated" if is_reopened else "open", time)
+        self._join_fleet(name, device, incident, record, is_reopened)
+
+    def _is_same_fault(
+        self, last: TrackedIncident, device: DeviceState, id_: str, time: int, shares: dict[str, float]
+    ) -> bool:
+        """Return whether evidence belongs to the last incident of its device: near in time, with the same suspects.
+
+        Args:
+            last: The last incident of the device, which is resolved.
+            device: The state of the device.
+            id_: The id that a new incident would have. If it is that of the last one, the record has come again.
+            time: Time of the record at which the statistic has passed the threshold.
+            shares: Mean shares of the suspects of the latest alerts.
+        """
+        if last.id == id_:
+            return True
+        is_near = last.resolved is not None and time - last.resolved <= self._options.gap
+        is_same_segment = last.segment is not None and last.segment == device.segment
+        if not (is_near or is_same_segment):
+            return False
+        return compute_cosine(shares, last.totals.compute_shares()) >= self._options.min_cosine
+
+    def _update_incident(
+        self,
+        name: str,
+        device: DeviceState,
+        incident: TrackedIncident,
+        log_state: LogState,
+        time: int,
+        p_value: float,
+        is_alerted: bool,
+        alert: AlertRow | None,
+    ) -> None:
+        """Add a record to the open incident of a device, and resolve the incident if it is quiet."""
+        incident.max_log_evidence = max(incident.max_log_evidence, compute_log_statistic(incident.log_evidence))
+        self._bound_detector(device, incident, log_state)
+        log_statistic = compute_log_statistic(device.log_state)
+        incident.timeline.add(time, _to_log10(log_statistic), p_value)
+        if alert is not None:
+            incident.totals.add(alert, time)
+            _add_example(incident, alert)
+        incident.num_pending += 1
+        incident.num_pending_alerted += is_alerted
+        if log_statistic >= incident.log_threshold:
+            incident.num_records += incident.num_pending
+            incident.num_alerted += incident.num_pending_alerted
+            incident.num_pending = incident.num_pending_alerted = 0
+            incident.below_since = None
+            incident.last = time
+            self._raise_severity(device, incident)
+        elif incident.below_since is None:
+            incident.below_since = time
+        elif (
+            time - incident.below_since >= self._options.quiet
+            and incident.num_pending >= self._options.min_quiet_records
+        ):
+            self._resolve(name, device, incident, time, "quiet")
+            return
+        if self._is_message_due(incident, time):
+            self._send(name, incident, "updated", time)
+            self._update_fleet(name, incident, time)
+
+    def _bound_detector(self, device: DeviceState, incident: TrackedIncident, log_state: LogState) -> None:
+        """Store the state of the detector of an open incident, bounded so that the end of a fault shows soon."""
+        bound = incident.log_threshold + MAX_OPEN_LOG_EXCESS
+        device.log_state = tuple([min(log_m, bound) for log_m in log_state])
+
+    def _raise_severity(self, device: DeviceState, incident: TrackedIncident) -> None:
+        """Set the severity of an incident to 2 if at least half of the latest records have alerted."""
+        if incident.severity < 2 and 2 * device.alerted_bits.bit_count() >= NUM_SEVERITY_RECORDS:
+            incident.severity = 2
+
+    def _is_message_due(self, incident: TrackedIncident, time: int) -> bool:
+        """Return whether an open incident has changed enough for a message."""
+        if incident.num_records >= incident.next_num_records:
+            return True
+        if incident.severity != incident.sent_severity:
+            return True
+        # Once a minute, and less often the longer the incident lasts.
+        interval = max(MICROS_PER_MINUTE, (time - incident.opened) // 100)
+        if time - incident.last_message >= interval:
+            return True
+        if incident.first_suspect is None:
+            return bool(incident.totals.total_by_feature)
+        total = incident.totals.total_by_feature.get(incident.first_suspect)
+        share = 0.0 if total is None else total.share
+        return any(
+            other.share > _SUSPECT_MARGIN * share
+            for name, other in incident.totals.total_by_feature.items()
+            if name != incident.first_suspect
+        )
+
+    def _resolve(self, name: str, device: DeviceState, incident: TrackedIncident, time: int, resolution: str) -> None:
+        """Resolve the open incident of a device, and start its detector anew."""
+        incident.resolved = time
+        incident.resolution = resolution
+        incident.log_evidence = ()
+        self._reset_detector(device)
+        incident.timeline.shorten(MAX_RESOLVED_POINTS)
+        incident.totals.shorten(MAX_RESOLVED_POINTS)
+        self._send(name, incident, "resolved", time)
+        self._update_fleet(name, incident, time)
+
+    def _send(self, name: str, incident: TrackedIncident, state: IncidentState, time: int) -> None:
+        """Add a message about an incident of a device."""
+        suspects = incident.totals.make_suspects()
+        while incident.next_num_records <= incident.num_records:
+            incident.next_num_records *= 2
+        incident.last_message = time
+        incident.sent_severity = incident.severity
+        incident.first_suspect = suspects[0].feature if suspects else None
+        self._messages.append(
+            Incident(
+                incident.id,
+                name,
+                state,
+                incident.opened,
+                incident.last,
+                incident.resolved,
+                incident.num_records,
+                incident.num_alerted,
+                _to_log10(incident.max_log_evidence),
+                "segments" if incident.rule == "segments" else "e-detector",
+                self._budget,
+                incident.severity,
+                suspects,
+                incident.model,
+                incident.first_record,
+                group=self._options.get_group(name),
+                parent=incident.parent,
+                revision=incident.revision,
+                num_reopened=incident.num_reopened,
+                resolution=incident.resolution,
+                threshold=_to_log10(incident.log_threshold),
+                record_ids=tuple(incident.record_ids),
+                alert_ids=tuple(incident.alert_ids),
+                silenced_by=incident.totals.find_silencing_set(),
+                timeline=incident.timeline.to_timeline(),
+                readings=incident.totals.make_readings(),
+            )
+        )
+        incident.revision += 1
+
+    def _join_fleet(
+        self, name: str, device: DeviceState, incident: TrackedIncident, record: str, is_reopened: bool
+    ) -> None:
+        """Add an incident that has just opened to a fleet incident, or open one."""
+        if self._options.fleet is None:
+            return
+        if incident.parent is not None:
+            self._update_fleet(name, incident, incident.last)
+            return
+        if is_reopened:
+            return
+        group_name = self._options.get_group(name)
+        group = self._state.state_by_group.setdefault(group_name, GroupState())
+        recent = RecentIncident(incident.id, name, incident.opened, incident.totals.compute_shares())
+        fleet = find_fleet(group, recent, self._options.min_cosine)
+        if fleet is not None:
+            self._add_member(fleet, name, incident)
+            if len(fleet.member_by_id) >= fleet.next_size:
+                fleet.next_size *= 2
+                self._send_fleet(fleet, "updated", incident.last)
+            return
+        members = find_quorum(group, recent, self._options.fleet, self._options.min_cosine)
+        if not members:
+            return
+        fleet = open_fleet(group, group_name, device.model, members, record, _to_log10(incident.log_threshold))
+        opened = []
+        for member in members:
+            other = self._state.state_by_device[member.device].incident
+            if other is not None and other.id == member.id:
+                _copy_to_member(fleet.member_by_id[member.id], other)
+                opened.append((member.device, other))
+        self._send_fleet(fleet, "open", incident.last)
+        for device_name, other in opened:
+            other.parent = fleet.id
+            self._send(device_name, other, "resolved" if other.resolved is not None else "updated", incident.last)
+
+    def _add_member(self, fleet: FleetState, name: str, incident: TrackedIncident) -> None:
+        """Add an incident to an open fleet incident, and send the incident."""
+        if len(fleet.member_by_id) < MAX_MEMBERS:
+            member = fleet.member_by_id[incident.id] = FleetMember(name)
+            _copy_to_member(member, incident)
+        fleet.last = max(fleet.last, incident.last)
+        incident.parent = fleet.id
+        self._send(name, incident, "updated", incident.last)
+
+    def _update_fleet(self, name: str, incident: TrackedIncident, time: int) -> None:
+        """Update the fleet incident of a member, and resolve it if all members are resolved."""
+        if incident.parent is None:
+            return
+        group = self._state.state_by_group.get(self._options.get_group(name))
+        fleet = next((fleet for fleet in group.fleets if fleet.id == incident.parent), None) if group else None
+        member = fleet.member_by_id.get(incident.id) if fleet is not None else None
+        if fleet is None or member is None:
+            return
+        _copy_to_member(member, incident)
+        fleet.last = max(fleet.last, incident.last)
+        is_any_open = any(member.is_open for member in fleet.member_by_id.values())
+        if fleet.resolved is None and not is_any_open:
+            fleet.resolved = max(time, fleet.last)
+            self._send_fleet(fleet, "resolved", time)
+        elif fleet.resolved is not None and is_any_open:
+            fleet.resolved = None
+            fleet.num_reopened += 1
+            self._send_fleet(fleet, "updated", time)
+        elif time - fleet.last_message >= max(MICROS_PER_MINUTE, (time - fleet.opened) // 100):
+            self._send_fleet(fleet, "updated", time)
+
+    def _send_fleet(self, fleet: FleetState, state: IncidentState, time: int) -> None:
+        """Add a message about a fleet incident."""
+        num_records, num_alerted = count_records(fleet.member_by_id)
+        ranked = sorted(fleet.direction.items(), key=lambda item: (-item[1], item[0]))[:MAX_SHOWN]
+        total = math.fsum(fleet.direction.values()) or 1.0
+        fleet.last_message = time
+        self._messages.append(
+            Incident(
+                fleet.id,
+                "",
+                state,
+                fleet.opened,
+                fleet.last,
+                fleet.resolved,
+                num_records,
+                num_alerted,
+                max(member.evidence for member in fleet.member_by_id.values()),
+                self._plan.rule,
+                self._budget,
+                3,
+                tuple(IncidentSuspect(feature, round(share / total, 4)) for feature, share in ranked),
+                fleet.model,
+                fleet.first_record,
+                kind="fleet",
+                group=fleet.group,
+                members=tuple(fleet.member_by_id),
+                revision=fleet.revision,
+                num_reopened=fleet.num_reopened,
+                resolution="quiet" if fleet.resolved is not None else None,
+                threshold=fleet.threshold,
+            )
+        )
+        fleet.revision += 1
+
+
+def _to_log10(log_value: float) -> float:
+    """Return log10 of a number whose natural logarithm is given, with 4 decimals and within the range of JSON."""
+    return round(max(min(log_value / LN_10, 1e9), -1e9), 4)
+
+
+def _copy_to_member(member: FleetMember, incident: TrackedIncident) -> None:
+    """Copy the counts of an incident to the member of its fleet incident."""
+    member.num_records = incident.num_records
+    member.num_alerted = incident.num_alerted
+    member.evidence = _to_log10(incident.max_log_evidence)
+    member.is_open = incident.resolved is None
+
+
+def _add_example(incident: TrackedIncident, alert: AlertRow) -> None:
+    """Add the ids of an alert and of its record to the examples: the first half stays, the latest ones follow."""
+    for ids, id_ in ((incident.record_ids, alert.record), (incident.alert_ids, alert.id)):
+        if len(ids) >= MAX_EXAMPLES:
+            del ids[MAX_EXAMPLES // 2]
+        ids.append(id_)
