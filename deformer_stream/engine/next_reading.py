@@ -1,0 +1,411 @@
+"""Which reading to take next: the one that would tell most about an open record that is suspicious but silent.
+
+The p-value of a reading is uniform if the value comes from the model's conditional distribution given the readings so
+far, whatever the feature. Drawing from these conditionals would therefore rank all continuous features as equal. What
+differs is what a feature would show if something is wrong. The hypothesis here is that one of the suspicious readings
+is wrong, and that the others are right:
+
+1. Each reading j of the record gets the weight w_j = max(−ln p_j − 1, 0), where p_j is the p-value of its value given
+   all other readings of the record. The mean of −ln p is 1 for a normal reading. Up to `MAX_SUSPECTS` readings count.
+2. For each unseen feature f, K values are drawn from the conditional p(x_f | readings without j), with the readings j
+   in proportion to their weights.
+3. Each value is added to a copy of the record's running statistics, as if it had arrived, with its p-value given all
+   readings. This gives the score and the p-value of the record after it.
+
+Features are ranked by the probability of an alert after their reading, then by the mean rise of the score. A feature
+that depends on a suspicious reading is ranked first: if that reading is wrong, the feature contradicts it. A feature
+that depends on none of them has the same probability of an alert as in a normal record.
+
+The values are not random: they are the quantiles (k + ½)/K of a conditional, or all labels with their probabilities. So
+equal records give equal rankings, and the error of a probability is at most 1/K.
+
+The order of the readings of a record that is chosen by this ranking depends on their values. The guarantee of the
+false-alarm rate then needs a calibration with the same choice, which `arrange_by_next_reading` makes of complete
+records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state
+from deformer_stream.engine.imputation import iterate_conditionals
+from deformer_stream.engine.single_readings import check_single_readings
+from deformer_stream.model.deformer import DEformer, to_tensor
+from deformer_stream.model.distributions import Conditional
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+DEFAULT_SUSPICIOUS = 0.2
+"""A record is suspicious if its p-value is at most this number."""
+
+DEFAULT_NUM_DRAWS = 32
+"""Number of values that stand for the conditional distribution of a continuous feature."""
+
+MAX_SUSPECTS = 3
+"""Largest number of readings of a record that may be wrong according to the hypothesis, one at a time."""
+
+MAX_VALUES_PER_PASS = 65_536
+"""Largest number of values whose p-values are computed at a time, which bounds the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class NextReading:
+    """What a reading of a feature that a record does not have yet would show.
+
+    Attributes:
+        feature: Name of the feature.
+        alert_probability: Probability that the record raises an alert with this reading, if one of its suspicious
+            readings is wrong.
+        false_alarm_probability: The same probability if all readings come from the model, which is about the same for
+            all continuous features.
+        score_rise: Mean rise of the record's anomaly score, if one of its suspicious readings is wrong.
+    """
+
+    feature: str
+    alert_probability: float
+    false_alarm_probability: float
+    score_rise: float
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRecords:
+    """R open records: what the ranking of their next readings needs.
+
+    Attributes:
+        record_ids: R record ids, for the calibration groups.
+        values: (R, F) values of the readings in raw units or label codes, NaN for features without a reading.
+        is_candidate: (R, F) which features may be read next. Features with a reading and context features are ignored.
+        state: The running statistics of the R records.
+    """
+
+    record_ids: Sequence[str]
+    values: Floats
+    is_candidate: Bools
+    state: PrefixState
+
+
+@dataclass(frozen=True, slots=True)
+class RankedFeatures:
+    """The expected effect of a reading of each of F features on R records; NaN for features that are no candidates.
+
+    Attributes:
+        alert_probability: (R, F) as in `NextReading`.
+        false_alarm_probability: (R, F) as in `NextReading`.
+        score_rise: (R, F) as in `NextReading`.
+    """
+
+    alert_probability: Floats
+    false_alarm_probability: Floats
+    score_rise: Floats
+
+    def order(self, row: int) -> list[int]:
+        """Return the codes of the candidates of a record, the most informative feature first; ties by code."""
+        codes = np.flatnonzero(~np.isnan(self.alert_probability[row]))
+        keys = (codes, -self.score_rise[row, codes], -self.alert_probability[row, codes])
+        order: list[int] = codes[np.lexsort(keys)].tolist()
+        return order
+
+
+@dataclass(frozen=True, slots=True)
+class _Collected:
+    """The conditionals of M readings, and where they are.
+
+    Attributes:
+        rows: (M,) row of each reading.
+        codes: (M,) feature code of each reading.
+        conditional: The distributions, of shape (M,).
+    """
+
+    rows: Ints
+    codes: Ints
+    conditional: Conditional
+
+
+def rank_features(
+    model: DEformer,
+    calibration: Calibration,
+    records: OpenRecords,
+    alpha: float,
+    num_draws: int = DEFAULT_NUM_DRAWS,
+) -> RankedFeatures:
+    """Compute the expected effect of a reading of each feature that open records do not have yet.
+
+    Args:
+        model: The network, in evaluation mode.
+        calibration: The scores of normal records, from which p-values are computed.
+        records: The R open records.
+        alpha: The false-alarm rate of the alert.
+        num_draws: Number of values that stand for the conditional distribution of a continuous feature.
+
+    Raises:
+        ConfigError: The readings of the model are irregular.
+        ValueError: `num_draws` is below 1.
+    """
+    check_single_readings(model.schema, "choose the next reading of")
+    if num_draws < 1:
+        raise ValueError(f"the number of draws is {num_draws}, but it must be at least 1")
+    shape = records.values.shape
+    is_candidate = records.is_candidate & np.isnan(records.values) & ~model.schema.is_context
+    effects = RankedFeatures(*(np.where(is_candidate, 0.0, np.nan) for _ in range(3)))
+    given_all = _collect_conditionals(model, records.values, is_candidate)
+    if given_all is None:
+        return effects
+    position = np.full(shape, -1)
+    position[given_all.rows, given_all.codes] = np.arange(len(given_all.rows))
+    everyone = np.arange(shape[0])
+    for is_normal, rows, weights, without in (
+        (True, everyone, np.ones(shape[0]), records.values),
+        (False, *_leave_out_suspects(model, records.values)),
+    ):
+        drawn_from = given_all if is_normal else _collect_conditionals(model, without, is_candidate[rows])
+        assert drawn_from is not None  # noqa: S101 - the candidates are the same
+        outcomes, probabilities = _list_outcomes(model, drawn_from, num_draws)
+        record = rows[drawn_from.rows]
+        conditional = given_all.conditional[torch.as_tensor(position[record, drawn_from.codes])]
+        statistics = _advance_copies(model, records.state, record, conditional, outcomes)
+        record_ids = [records.record_ids[i] for i in record.tolist()]
+        p_values = calibration.compute_p_values(statistics, partial(list, record_ids))
+        weight = weights[drawn_from.rows]
+        index = (record, drawn_from.codes)
+        alert_probability = weight * (probabilities * (p_values <= alpha)).sum(1)
+        if is_normal:
+            np.add.at(effects.false_alarm_probability, index, alert_probability)
+            continue
+        rise = statistics - records.state.max_statistic[record][:, None]
+        np.add.at(effects.alert_probability, index, alert_probability)
+        np.add.at(effects.score_rise, index, weight * (probabilities * rise).sum(1))
+    return effects
+
+
+def _collect_conditionals(model: DEformer, values: Floats, is_requested: Bools) -> _Collected | None:
+    """Return the conditionals of requested features given the present readings of their records; None if none is.
+
+    Args:
+        model: The network.
+        values: (N, F) values of N records in raw units or label codes, NaN if missing.
+        is_requested: (N, F) which features to compute.
+    """
+    parts = list(iterate_conditionals(model, values, is_requested))
+    if not parts:
+        return None
+    tensors = zip(*(_get_tensors(conditional) for _, _, conditional in parts), strict=True)
+    return _Collected(
+        np.concatenate([rows for rows, _, _ in parts]),
+        np.concatenate([codes for _, codes, _ in parts]),
+        Conditional(*(torch.cat(same) for same in tensors)),
+    )
+
+
+def _get_tensors(conditional: Conditional) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of distributions, in the order of the constructor of `Conditional`."""
+    return (
+        conditional.discrete,
+        conditional.log_weights,
+        conditional.means,
+        conditional.scales,
+        conditional.log_mass,
+    )
+
+
+def compute_own_log_p_values(model: DEformer, values: Floats) -> Floats:
+    """Return ln of the p-value of each reading given all other readings of its record, (R, F).
+
+    Args:
+        model: The network, in evaluation mode.
+        values: (R, F) values of R records in raw units or label codes, NaN if missing.
+
+    Returns:
+        The logarithms; 0, that of a normal value, for missing readings and those of context features.
+    """
+    rows, codes = np.nonzero(~np.isnan(values) & ~model.schema.is_context)
+    without = values[rows].copy()
+    without[np.arange(len(rows)), codes] = np.nan
+    is_requested = np.zeros(without.shape, bool)
+    is_requested[np.arange(len(rows)), codes] = True
+    log_p = np.zeros(values.shape)
+    for indexes, requested_codes, conditional in iterate_conditionals(model, without, is_requested):
+        observed = values[rows[indexes], requested_codes]
+        log_p[rows[indexes], requested_codes] = _compute_log_p(model, conditional, requested_codes, observed)
+    return log_p
+
+
+def _compute_log_p(model: DEformer, conditional: Conditional, codes: Ints, raw_values: Floats) -> Floats:
+    """Return ln of the p-value of M raw values of the given features, one for each distribution, (M,)."""
+    with torch.inference_mode():
+        values = to_tensor(model.schema.normalise(codes, raw_values), model)
+        log_p: Floats = conditional.log_p_value(values).double().cpu().numpy()
+    return log_p
+
+
+def _leave_out_suspects(model: DEformer, values: Floats) -> tuple[Ints, Floats, Floats]:
+    """Return copies of R records, each without one suspicious reading.
+
+    A record without any suspicious reading is copied once, as it is.
+
+    Args:
+        model: The network.
+        values: (R, F) values of the records in raw units or label codes, NaN if missing.
+
+    Returns:
+        First (S,) the row of the record of each copy. Second (S,) the weight of each copy; those of a record sum to 1.
+        Third (S, F) the values of the copies.
+    """
+    excess = np.maximum(-compute_own_log_p_values(model, values) - 1.0, 0.0)
+    # Ties are broken by the code, so that the choice does not depend on the other records.
+    order = np.argsort(-excess, 1, kind="stable")[:, :MAX_SUSPECTS]
+    largest = np.take_along_axis(excess, order, 1)
+    rows, ranks = np.nonzero(largest > 0)
+    weights = largest[rows, ranks] / largest.sum(1)[rows]
+    copies = values[rows].copy()
+    copies[np.arange(len(rows)), order[rows, ranks]] = np.nan
+    inconspicuous = np.flatnonzero(largest.sum(1) <= 0)
+    return (
+        np.concatenate([rows, inconspicuous]),
+        np.concatenate([weights, np.ones(len(inconspicuous))]),
+        np.concatenate([copies, values[inconspicuous]]),
+    )
+
+
+def _list_outcomes(model: DEformer, collected: _Collected, num_draws: int) -> tuple[Floats, Floats]:
+    """Return values that stand for each of M distributions, and their probabilities.
+
+    Args:
+        model: The network.
+        collected: The distributions.
+        num_draws: Number K of quantiles of a continuous feature.
+
+    Returns:
+        (M, P) normalised values or label codes, and (M, P) their probabilities. P is the larger one of K and the number
+        of labels plus 1. A continuous feature has the quantiles (k + ½)/K with equal probabilities, a discrete one all
+        labels and "any other label". The other entries have the probability 0.
+    """
+    conditional, is_discrete = collected.conditional, model.schema.is_discrete[collected.codes]
+    num_values = max(num_draws, conditional.log_mass.shape[-1]) if is_discrete.any() else num_draws
+    outcomes, probabilities = np.zeros((2, len(collected.rows), num_values))
+    with torch.inference_mode():
+        quantiles = conditional.quantiles([(k + 0.5) / num_draws for k in range(num_draws)]).double().cpu().numpy()
+        outcomes[:, :num_draws] = quantiles.T
+        probabilities[:, :num_draws] = 1.0 / num_draws
+        if is_discrete.any():
+            mass = conditional.log_mass.exp().double().cpu().numpy()[is_discrete]  # 0 beyond the labels of a feature
+            outcomes[is_discrete] = np.arange(num_values)
+            probabilities[is_discrete] = 0.0
+            probabilities[np.flatnonzero(is_discrete)[:, None], np.arange(mass.shape[1])] = mass
+            # A code beyond the labels of a feature has no distribution; its probability is 0 anyway.
+            outcomes[is_discrete] *= probabilities[is_discrete] > 0
+    return outcomes, probabilities
+
+
+def _advance_copies(
+    model: DEformer, state: PrefixState, record: Ints, conditional: Conditional, outcomes: Floats
+) -> Floats:
+    """Return the running anomaly score of copies of records, to each of which one further reading is added, (M, P).
+
+    Args:
+        model: The network.
+        state: The running statistics of the R records.
+        record: (M,) row of the record whose copies get the values.
+        conditional: The distributions of the readings given all readings of their records, of shape (M,).
+        outcomes: (M, P) the P values that are added, each to another copy: normalised, or label codes.
+    """
+    num_values = outcomes.shape[1]
+    statistics = np.empty(outcomes.shape)
+    step = max(1, MAX_VALUES_PER_PASS // num_values)
+    for start in range(0, len(outcomes), step):
+        part = slice(start, start + step)
+        repeated = np.arange(start, min(start + step, len(outcomes))).repeat(num_values)
+        with torch.inference_mode():
+            values = to_tensor(outcomes[part].reshape(-1), model)
+            log_p = conditional[torch.as_tensor(repeated)].log_p_value(values).double().cpu().numpy()
+        copies = _select_state(state, record[repeated])
+        is_finite = np.isfinite(log_p)  # other readings are not scored, as in the stream
+        running, _ = advance_prefix_state(copies, np.where(is_finite, log_p, 0.0)[:, None], is_finite[:, None])
+        statistics[part] = running.reshape(-1, num_values)
+    return statistics
+
+
+def arrange_by_next_reading(
+    model: DEformer,
+    calibration: Calibration,
+    record_ids: Sequence[str],
+    values: Floats,
+    orders: Ints,
+    alpha: float,
+    suspicious: float = DEFAULT_SUSPICIOUS,
+    num_draws: int = DEFAULT_NUM_DRAWS,
+) -> Ints:
+    """Return the orders in which the readings of complete records arrive if suspicious records choose the next one.
+
+    The readings of a record arrive in the given order. If the p-value of the record is at most `suspicious` and above
+    `alpha`, the next reading is the most informative one that the record has and that has not arrived yet. The scores
+    of normal records in these orders make a calibration for streams whose readings are chosen in the same way, with
+    the same `calibration`, `alpha` and `suspicious`.
+
+    Args:
+        model: The network, in evaluation mode.
+        calibration: The calibration whose p-values decide which records are suspicious.
+        record_ids: N record ids, for the calibration groups.
+        values: (N, F) values of N records in raw units or label codes, NaN if missing.
+        orders: (N, L) feature codes of the readings of each record in the order of arrival without a choice, −1 as
+            padding at the end.
+        alpha: The false-alarm rate of the alert.
+        suspicious: Largest p-value of a suspicious record.
+        num_draws: As for `rank_features`.
+
+    Returns:
+        (N, L) feature codes in the order of arrival with the choice, −1 as padding at the end.
+
+    Raises:
+        ConfigError: The readings of the model are irregular.
+    """
+    check_single_readings(model.schema, "choose the next reading of")
+    arranged = orders.copy()
+    seen = np.full(values.shape, np.nan)
+    state = PrefixState.initial(len(values))
+    p_values = np.ones(len(values))
+    for step in range(orders.shape[1]):
+        rows = np.flatnonzero(arranged[:, step] >= 0)
+        suspicious_rows = rows[(p_values[rows] <= suspicious) & (p_values[rows] > alpha)]
+        records = OpenRecords(
+            [record_ids[row] for row in suspicious_rows.tolist()],
+            seen[suspicious_rows],
+            ~np.isnan(values[suspicious_rows]),
+            _select_state(state, suspicious_rows),
+        )
+        ranked = rank_features(model, calibration, records, alpha, num_draws)
+        for index, row in enumerate(suspicious_rows.tolist()):
+            order = ranked.order(index)
+            if order:  # else only context features are left
+                remaining = arranged[row, step:].tolist()
+                remaining.remove(order[0])
+                arranged[row, step:] = [order[0], *remaining]
+        codes = arranged[rows, step]
+        log_p = np.zeros(len(values))
+        is_scored = np.zeros(len(values), bool)
+        is_requested = np.zeros(values.shape, bool)
+        is_requested[rows, codes] = True  # context features have no distribution and are skipped
+        for scored_rows, scored_codes, conditional in iterate_conditionals(model, seen, is_requested):
+            observed = values[scored_rows, scored_codes]
+            log_p[scored_rows] = _compute_log_p(model, conditional, scored_codes, observed)
+            is_scored[scored_rows] = np.isfinite(log_p[scored_rows])
+        log_p[~is_scored] = 0.0
+        running, state = advance_prefix_state(state, log_p[:, None], is_scored[:, None])
+        p_values = calibration.compute_p_values(running, lambda: record_ids)[:, 0]
+        seen[rows, codes] = values[rows, codes]
+    return arranged
+
+
+def _select_state(state: PrefixState, rows: Ints) -> PrefixState:
+    """Return the running statistics of some records; a row may occur several times."""
+    return PrefixState(
+        state.num_scored[rows], state.neg_log_p_sum[rows], state.min_log_p[rows], state.max_statistic[rows]
+    )
