@@ -11,6 +11,8 @@ log, not on how they are divided into batches. So a restart, a replay and a live
   that comes later still is handled at once, and counted (`num_late`).
 - Detector. Each device has a detector (`calibration.incident_evidence`). With the segment rule it starts anew at the
   beginning of a segment, unless an incident is open.
+- Patterns. The p-value of a record that matches a pattern of false alarms is raised before it enters the detector
+  (`calibration.false_alarm_patterns`), so patterns can only prevent incidents.
 - Opening. An incident opens at the record at which the statistic passes the threshold of the plan. If the device's last
   incident has the same suspects (`min_cosine`), and was resolved less than `gap` ago or began in the same segment, it
   is reopened instead. So a device has one false incident at most in a segment, unless the suspects change.
@@ -28,7 +30,9 @@ import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+from deformer_stream.calibration.false_alarm_patterns import PatternAdjuster
 from deformer_stream.calibration.incident_budget import BudgetPlan
 from deformer_stream.calibration.incident_evidence import (
     INITIAL_STATE,
@@ -245,6 +249,7 @@ class TrackerState:
         state_by_group: The device groups with recent or fleet incidents.
         alert_by_record: The alerts whose records have not closed yet, in order of arrival.
         waiting: Rows that wait for their turn.
+        pattern_state: The state of the adjuster of p-values by patterns of false alarms.
         stream_time: Largest time of a row so far.
         sequence: Number of rows so far.
         num_late: Number of rows that came too late to be handled in order of time.
@@ -257,6 +262,7 @@ class TrackerState:
     state_by_group: dict[str, GroupState] = field(default_factory=dict)
     alert_by_record: dict[str, AlertRow] = field(default_factory=dict)
     waiting: list[WaitingRow] = field(default_factory=list)
+    pattern_state: dict[str, Any] = field(default_factory=dict)
     stream_time: int = NO_TIME
     sequence: int = 0
     num_late: int = 0
@@ -278,11 +284,16 @@ class IncidentTracker:
     Args:
         plan: The rule that keeps the budget.
         options: The options of detection.
+        adjuster: Raises the p-values of records that match patterns of false alarms, None without patterns. Patterns
+            belong to the model of the plan; they do not apply to records of other models.
     """
 
-    def __init__(self, plan: BudgetPlan, options: TrackerOptions | None = None) -> None:
+    def __init__(
+        self, plan: BudgetPlan, options: TrackerOptions | None = None, adjuster: PatternAdjuster | None = None
+    ) -> None:
         self._plan = plan
         self._options = options or TrackerOptions()
+        self._adjuster = adjuster
         self._budget = str(plan.budget)
         self._state = TrackerState()
         self._heap: list[tuple[int, str, int, WaitingRow]] = []
@@ -348,6 +359,7 @@ class IncidentTracker:
     def export_state(self) -> TrackerState:
         """Return the state, from which another tracker continues. It must not be used after the next `handle`."""
         self._state.waiting = [row for _, _, _, row in sorted(self._heap, key=lambda entry: entry[:3])]
+        self._state.pattern_state = {} if self._adjuster is None else self._adjuster.export_state()
         return self._state
 
     def import_state(self, state: TrackerState) -> None:
@@ -356,6 +368,8 @@ class IncidentTracker:
         self._heap = [(row.time, row.record, row.sequence, row) for row in state.waiting]
         heapq.heapify(self._heap)
         state.waiting = []
+        if self._adjuster is not None:
+            self._adjuster.import_state(state.pattern_state)
 
     def _take_messages(self) -> list[Incident]:
         """Return the messages since the last call."""
@@ -398,6 +412,9 @@ class IncidentTracker:
                 if incident is None:
                     self._reset_detector(device)
         extended_p = p_value if plan.tail is None else plan.tail.extend(p_value, score)
+        if self._adjuster is not None and plan is self._plan:
+            shares = None if alert is None else {suspect.feature: suspect.share for suspect in alert.suspects}
+            extended_p = self._adjuster.adjust(name, time, extended_p, score, shares)
         log_state = advance_detector(device.log_state or INITIAL_STATE, extended_p, plan.kind, plan.log_normalisers)
         log_statistic = compute_log_statistic(log_state)
         device.alerted_bits = (device.alerted_bits << 1 | is_alerted) & _SEVERITY_MASK
