@@ -6,6 +6,7 @@ A model directory holds:
     manifest.json             format version, features, hyperparameters, calibration, training summary, checksums
     seen-records.safetensors  fingerprints of the records that the model has seen; only `calibrate` reads it
     report.html               the training report for people; not needed to score
+    incidents.json            the calibration of incidents (`incident_store`); not needed to score
 
 A directory is written under a temporary name and renamed, so that it is never incomplete. The manifest holds its own
 SHA-256 and the size and SHA-256 of the weights. A truncated or altered file is refused with an error that names it.
@@ -36,6 +37,7 @@ from deformer_stream import __version__
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.seen_records import RecordSet, SeenRecords
 from deformer_stream.errors import ArtifactError, ConfigError, map_write_errors
+from deformer_stream.incident_store import INCIDENTS_FILE
 from deformer_stream.kernels import build
 from deformer_stream.kernels.cpu import is_supported
 from deformer_stream.model.deformer import DEformer, ModelConfig, count_state_values
@@ -212,7 +214,7 @@ def read_files(directory: Path) -> dict[str, bytes]:
     manifest = read_manifest(directory)
     contents = {WEIGHTS: _read_at_most(directory / WEIGHTS, _get_weights_size(manifest, directory))}
     contents[MANIFEST] = _read_at_most(directory / MANIFEST, MAX_MANIFEST_BYTES)
-    for name in (SEEN_RECORDS, REPORT):
+    for name in (SEEN_RECORDS, REPORT, INCIDENTS_FILE):
         if (directory / name).is_file():
             contents[name] = (directory / name).read_bytes()
     return contents
