@@ -16,6 +16,7 @@ modules are:
 
 from connectors.files.sinks import (
     AlertLines,
+    EvidenceLines,
     ExplanationsParquet,
     LinesSink,
     RecordsParquet,
@@ -28,6 +29,7 @@ from connectors.files.terminal import TerminalAlerts
 
 __all__ = [
     "AlertLines",
+    "EvidenceLines",
     "ExplanationsParquet",
     "FileSource",
     "LinesSink",

@@ -24,9 +24,11 @@ from numpy.typing import NDArray
 
 from connectors.files.background import BackgroundWriter
 from deformer_stream.codec import encode_alert, encode_drift, encode_rejected
+from deformer_stream.codec.encode_evidence import encode_evidence_parts
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import NO_TIME, Alert, ClosedRecords, Effects, EventBatch
-from deformer_stream.errors import ConfigError, map_write_errors
+from deformer_stream.errors import ConfigError, InputError, map_write_errors
+from deformer_stream.incidents.make_evidence import make_evidence
 from deformer_stream.model.schema import Schema
 from deformer_stream.tables.discovery import CSV, JSON_LINES, PARQUET, has_ending
 
@@ -454,6 +456,28 @@ class AlertLines(LinesSink):
         """
         self.write_lines([encode_alert(alert, data) for alert in effects.alerts])
         self.write_lines([encode_drift(notice) for notice in effects.drift_notices])
+
+
+class EvidenceLines(LinesSink):
+    """A JSON lines file of evidence: what closed records and alerts tell about their devices."""
+
+    def write(self, effects: Effects, data: Payload | None) -> None:
+        """Append the evidence of one batch.
+
+        Args:
+            effects: The results of the engine.
+            data: The messages or rows of the batch, which are not used.
+
+        Raises:
+            InputError: A record has no time.
+        """
+        batches, untimed_records = make_evidence(effects)
+        if untimed_records:
+            raise InputError(
+                f"record {untimed_records[0]!r} has no time, but incidents need times: name the column of times with "
+                "--time-column, or send events with times"
+            )
+        self.write_lines([line for batch in batches for line in encode_evidence_parts(batch)])
 
 
 class RejectedLines(LinesSink):

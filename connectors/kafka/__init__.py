@@ -3,7 +3,8 @@
 - `client` connects and translates the client's errors; `preflight` checks a broker before the client connects.
 - `source` polls and commits; `group` assigns partitions, `start_point` finds where a partition begins, `liveness`
   detects a partition that stops delivering, `bounded_fetch` and `record_columns` read record batches.
-- `sink` encodes alerts and dead letters, `state` the snapshots of open records.
+- `sink` encodes alerts and dead letters, `evidence_sink` what incidents are made of, `state` the snapshots of open
+  records.
 - `commits` and `delivery` send all of it together with the consumed offsets, in one transaction (`transactions`,
   `batches`, `broker_client`).
 - `produce` sends events, as a load generator.
@@ -17,6 +18,7 @@ codec decodes them.
 from connectors.kafka.bounded_fetch import FetchLimits
 from connectors.kafka.client import count_partitions, ensure_topics
 from connectors.kafka.delivery import Delivery
+from connectors.kafka.evidence_sink import KafkaEvidenceSink, describe_evidence_topic
 from connectors.kafka.produce import produce
 from connectors.kafka.sink import AlertEncoder, KafkaSink, describe_output_topics
 from connectors.kafka.source import KafkaSource
@@ -26,10 +28,12 @@ __all__ = [
     "AlertEncoder",
     "Delivery",
     "FetchLimits",
+    "KafkaEvidenceSink",
     "KafkaSink",
     "KafkaSource",
     "StateTopic",
     "count_partitions",
+    "describe_evidence_topic",
     "describe_output_topics",
     "ensure_topics",
     "produce",

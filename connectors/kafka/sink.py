@@ -8,6 +8,7 @@ from connectors.kafka.batches import Header, OutgoingMessage, estimate_size
 from connectors.kafka.delivery import Delivery
 from connectors.kafka.state import STATE_TOPIC_SETTINGS
 from deformer_stream.codec import encode_drift, get_message, get_position
+from deformer_stream.codec.cloud_events import make_headers, make_source
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.events import Alert, Effects, Rejection
 
@@ -52,7 +53,8 @@ class AlertEncoder(Protocol):
 class KafkaSink:
     """A sink that sends alerts and drift notices to one topic, and rejected messages to another.
 
-    The key of the message for an alert or a drift notice is the id of the record.
+    The key of the message for an alert or a drift notice is the id of the record. All messages have the headers of
+    CloudEvents.
 
     A rejected message (dead letter) is sent unchanged, with UTF-8 headers: `reason`, `detail`, and `topic`, `partition`
     and `offset` of the original. If it is too large for its topic, it is sent without its value, with the header
@@ -63,6 +65,7 @@ class KafkaSink:
         dead_letter_topic: Topic for rejected messages, or None to send none.
         codec: Encodes alerts as JSON.
         delivery: Buffer of outgoing messages. The source that shares it sends them when it commits.
+        topic: The topic of the events, which the headers name as the source of alerts and drift notices.
     """
 
     def __init__(
@@ -71,7 +74,9 @@ class KafkaSink:
         dead_letter_topic: str | None,
         codec: AlertEncoder,
         delivery: Delivery,
+        topic: str = "events",
     ) -> None:
+        self._topic = topic
         self.alerts_topic = alerts_topic
         self.dead_letter_topic = dead_letter_topic
         self._codec, self._delivery = codec, delivery
@@ -93,10 +98,12 @@ class KafkaSink:
                 if data is not None and alert.message_index >= 0:
                     # A message of this poll raised the alert, not a time-out.
                     _, partition, _ = get_position(data, alert.message_index)
-                self._delivery.put(OutgoingMessage(partition, self.alerts_topic, alert.record.encode(), value, []))
+                headers = make_headers("alert", alert.id, make_source(self._topic, partition), alert.time)
+                self._delivery.put(OutgoingMessage(partition, self.alerts_topic, alert.record.encode(), value, headers))
             for notice in effects.drift_notices:
                 key, value = notice.record.encode(), encode_drift(notice)
-                self._delivery.put(OutgoingMessage(notice.partition, self.alerts_topic, key, value, []))
+                headers = make_headers("drift", notice.id, make_source(self._topic, notice.partition), notice.time)
+                self._delivery.put(OutgoingMessage(notice.partition, self.alerts_topic, key, value, headers))
         if self.dead_letter_topic is not None and data is not None:
             for rejected in effects.dead_letters():
                 max_bytes = self._delivery.max_bytes_by_topic[self.dead_letter_topic]
@@ -128,6 +135,13 @@ def _make_dead_letter(topic: str, rejected: Rejection, data: Payload, max_bytes:
         ("topic", origin.encode()),
         ("partition", b"%d" % partition),
         ("offset", b"%d" % offset),
+        # A message can be refused for several reasons, one for each of its readings. Its content can be anything.
+        *make_headers(
+            "dead-letter",
+            f"{origin}/{partition}/{offset}/{rejected.reason}",
+            make_source(origin, partition),
+            content_type=None,
+        ),
     ]
     # A rejected tombstone (a message without a value) is sent as a tombstone. kafka-python cannot send one that has no
     # key; its value is empty instead.

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from connectors.files import (
         AlertLines,
+        EvidenceLines,
         ExplanationsParquet,
         FileSource,
         RecordsParquet,
@@ -51,7 +52,9 @@ if TYPE_CHECKING:
     from deformer_stream.runtime.ports import EventSource, Sink
     from deformer_stream.settings import ConsumeSettings, ReplaySettings
 
-    FileSink = TypeVar("FileSink", ScoresParquet, RecordsParquet, ExplanationsParquet, AlertLines, RejectedLines)
+    FileSink = TypeVar(
+        "FileSink", ScoresParquet, RecordsParquet, ExplanationsParquet, AlertLines, RejectedLines, EvidenceLines
+    )
 
 
 def build_consume() -> click.Command:
@@ -127,6 +130,7 @@ def build_consume() -> click.Command:
                 # The terminal shows each alert once: as a line of `TerminalAlerts`.
                 log_alerts=not (_is_terminal(settings.alerts) and sys.stderr.isatty()),
                 send_drift_notices=settings.drift is not None,
+                saves_event_times=settings.evidence == "on",
             )
             # Garbage collection of the loaded modules and the model would only delay alerts.
             with process.frozen_gc():
@@ -175,8 +179,7 @@ def _connect(
         )
         cleanup.callback(source.close)
     else:
-        source, sink = _connect_to_kafka(settings, servers, topic, codec, model, cleanup)
-        sinks.append(sink)
+        source, sinks = _connect_to_kafka(settings, servers, topic, codec, model, cleanup)
     if settings.alerts:
         # A file keeps the alerts of earlier runs.
         alerts = TerminalAlerts() if _is_terminal(settings.alerts) else AlertLines(settings.alerts, append=True)
@@ -223,12 +226,12 @@ def _find_kafka_topic(settings: ConsumeSettings) -> tuple[str, str | None]:
 
 def _connect_to_kafka(
     settings: ConsumeSettings, servers: str, topic: str, codec: Codec, model: str, cleanup: ExitStack
-) -> tuple[EventSource, Sink]:
-    """Return a source that reads events from a topic, and a sink that writes alerts and dead letters to other topics.
+) -> tuple[EventSource, list[Sink]]:
+    """Return a source that reads events from a topic, and sinks for alerts, dead letters and evidence to other topics.
 
-    A dead letter is a rejected event with the reason of the rejection. Source and sink share a Kafka producer, so that
-    alerts, dead letters and offsets can be committed in one transaction. Topics that do not exist are created if the
-    options allow it.
+    A dead letter is a rejected event with the reason of the rejection. Source and sinks share a Kafka producer, so that
+    alerts, dead letters, evidence and offsets can be committed in one transaction. Topics that do not exist are created
+    if the options allow it.
 
     Args:
         settings: Options of `consume`.
@@ -236,7 +239,7 @@ def _connect_to_kafka(
         topic: The topic with the events.
         codec: Encodes alerts.
         model: Fingerprint (hash) of the model.
-        cleanup: An exit stack, to which the functions that close the source and the sink are added.
+        cleanup: An exit stack, to which the functions that close the source and the sinks are added.
 
     Raises:
         ConfigError: Two of the topics are the same.
@@ -246,10 +249,12 @@ def _connect_to_kafka(
     from connectors.kafka import (
         Delivery,
         FetchLimits,
+        KafkaEvidenceSink,
         KafkaSink,
         KafkaSource,
         StateTopic,
         count_partitions,
+        describe_evidence_topic,
         describe_output_topics,
         ensure_topics,
     )
@@ -260,20 +265,28 @@ def _connect_to_kafka(
     alerts_topic = settings.alerts_topic or f"{topic}-alerts"
     dead_letter_topic = settings.dead_letter_topic or f"{topic}-dead-letter"
     state_topic = settings.state_topic or f"{settings.group}-{topic}-state"
-    if len({topic, alerts_topic, dead_letter_topic, state_topic}) < 4:
+    evidence_topic = settings.evidence_topic or f"{topic}-evidence"
+    has_evidence = settings.evidence == "on"
+    names = [topic, alerts_topic, dead_letter_topic, state_topic, *([evidence_topic] if has_evidence else [])]
+    if len(set(names)) < len(names):
         raise ConfigError(
-            "--topic, --alerts-topic, --dead-letter-topic and --state-topic must differ, because the command would "
-            "otherwise read its own output as events; choose four different topics"
+            "--topic, --alerts-topic, --dead-letter-topic, --state-topic and --evidence-topic must differ, because the "
+            "command would otherwise read its own output as events; choose different topics"
         )
     num_partitions = count_partitions(servers, topic, security)
     topics = describe_output_topics(alerts_topic, dead_letter_topic, state_topic, num_partitions)
+    if has_evidence:
+        topics |= describe_evidence_topic(evidence_topic)
     # `limits` has the size of the largest message that each topic accepts.
     limits = ensure_topics(servers, topics, security, settings.missing_topics == "create")
     transactional_id = f"{settings.group}-{settings.instance or uuid.uuid4().hex[:12]}"
     is_transactional = settings.delivery == "exactly-once"
     delivery = Delivery(servers, security, limits, transactional_id if is_transactional else None)
-    sink = KafkaSink(alerts_topic, dead_letter_topic, codec, delivery)
-    cleanup.callback(sink.close)
+    sinks: list[Sink] = [KafkaSink(alerts_topic, dead_letter_topic, codec, delivery, topic)]
+    if has_evidence:
+        sinks.append(KafkaEvidenceSink(evidence_topic, delivery, topic))
+    for sink in sinks:
+        cleanup.callback(sink.close)
     source = KafkaSource(
         servers,
         topic,
@@ -291,7 +304,7 @@ def _connect_to_kafka(
         fetch_limits=FetchLimits.for_messages_of(settings.max_message_bytes),
     )
     cleanup.callback(source.close)
-    return source, sink
+    return source, sinks
 
 
 def build_replay() -> click.Command:
@@ -340,7 +353,14 @@ def _open_replay_sinks(settings: ReplaySettings, schema: Schema, cleanup: ExitSt
         cleanup: An exit stack, to which the method `discard` of each sink is added. After an error, it deletes an
             incomplete Parquet file, or closes a file of JSON lines. If the sink was closed before, it does nothing.
     """
-    from connectors.files import AlertLines, ExplanationsParquet, RecordsParquet, RejectedLines, ScoresParquet
+    from connectors.files import (
+        AlertLines,
+        EvidenceLines,
+        ExplanationsParquet,
+        RecordsParquet,
+        RejectedLines,
+        ScoresParquet,
+    )
 
     def discard_on_error(sink: FileSink) -> FileSink:
         """Add the method `discard` of a sink to `cleanup`, and return the sink."""
@@ -358,6 +378,8 @@ def _open_replay_sinks(settings: ReplaySettings, schema: Schema, cleanup: ExitSt
         sinks.append(discard_on_error(ExplanationsParquet(settings.explain)))
     if settings.rejected:
         sinks.append(discard_on_error(RejectedLines(settings.rejected)))
+    if settings.evidence:
+        sinks.append(discard_on_error(EvidenceLines(settings.evidence)))
     return sinks
 
 

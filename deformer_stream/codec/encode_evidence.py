@@ -7,6 +7,7 @@ batch, and a log that is read again leads to the same incidents as the batches t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import msgspec
@@ -20,6 +21,9 @@ from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch
 
 EVIDENCE_VERSION = 1
 """Version of the format. A reader refuses messages of a later version."""
+
+MAX_EVIDENCE_BYTES = 2**19
+"""Maximum size of a message: half of the default limit of a Kafka topic. A larger batch becomes several messages."""
 
 MAX_SHOWN_CHARACTERS = 200
 """Longest part of a parser's message that an error repeats."""
@@ -101,6 +105,46 @@ def encode_evidence(batch: EvidenceBatch) -> bytes:
         "alerts": [_alert_to_json(alert) for alert in batch.alerts],
     }
     return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def encode_evidence_parts(batch: EvidenceBatch, max_bytes: int = MAX_EVIDENCE_BYTES) -> list[bytes]:
+    """Return a batch of evidence as messages of a bounded size, in order. A batch without rows gives no message.
+
+    What a reader computes does not depend on how rows are divided into messages. The alerts precede the closed records,
+    because the alert of a record must not come after it.
+
+    Args:
+        batch: The batch.
+        max_bytes: Maximum size of a message. A message with one row may exceed it.
+    """
+    num_alerts, num_closed = len(batch.alerts), len(batch.closed)
+    if not num_alerts and not num_closed:
+        return []
+    encoded = encode_evidence(batch)
+    if len(encoded) <= max_bytes or num_alerts + num_closed == 1:
+        return [encoded]
+    if num_alerts and num_closed:
+        parts = [replace(batch, closed=_slice_rows(batch.closed, slice(0))), replace(batch, alerts=())]
+    elif num_alerts:
+        middle = num_alerts // 2
+        parts = [replace(batch, alerts=alerts) for alerts in (batch.alerts[:middle], batch.alerts[middle:])]
+    else:
+        middle = num_closed // 2
+        rows = slice(middle), slice(middle, None)
+        parts = [replace(batch, closed=_slice_rows(batch.closed, part)) for part in rows]
+    return [message for part in parts for message in encode_evidence_parts(part, max_bytes)]
+
+
+def _slice_rows(closed: ClosedRows, rows: slice) -> ClosedRows:
+    """Return some of the closed records."""
+    return ClosedRows(
+        closed.record_ids[rows],
+        closed.times[rows],
+        closed.p_values[rows],
+        closed.scores[rows],
+        closed.num_readings[rows],
+        closed.is_alerted[rows],
+    )
 
 
 def _alert_to_json(alert: AlertRow) -> dict[str, object]:

@@ -196,6 +196,14 @@ Units = Annotated[dict[str, str], NoDecode, BeforeValidator(parse_units)]
 """The units of features by name, written as text, or as a table `[units]` in a configuration file."""
 
 
+def split_at_commas(value: Any) -> Any:
+    """Return the parts of a comma-separated text as a tuple. Other values are returned unchanged."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+TextList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_at_commas)]
+"""Texts, written with commas between them."""
+
 METAVAR_BY_PARSER: dict[Any, str] = {
     parse_duration: "TIME",
     parse_size: "SIZE",

@@ -20,12 +20,14 @@ from deformer_stream.settings.base import (
     Share,
     Shares,
     Size,
+    TextList,
     Timeout,
     Units,
     WindowWidth,
     text_default,
     to_flag,
 )
+from deformer_stream.settings.incident_rule import IncidentRuleSettings
 from deformer_stream.settings.option_groups import INIT_GROUPS, PRODUCE_GROUPS, TABLE_GROUPS, OptionGroups
 from deformer_stream.settings.tables import TableSettings, WindowedTableSettings
 
@@ -258,6 +260,16 @@ class ConsumeSettings(_AlertSettings, KafkaSettings):
         None,
         description="Topic for rejected events. Default: the name of the topic of events, followed by -dead-letter.",
     )
+    evidence: Literal["on", "off"] = Field(
+        "off",
+        description="Write what each closed record and each alert says about its device to a topic, from which "
+        "`deformer-stream incidents` makes incidents.",
+    )
+    evidence_topic: str | None = Field(
+        None,
+        description="Topic for evidence, with --evidence on. Default: the name of the topic of events, followed by "
+        "-evidence.",
+    )
     drift: Odds | Literal["off"] | None = Field(
         None,
         description="Report drift if the odds that a partition's records differ from the calibration records reach "
@@ -371,7 +383,7 @@ class InputSettings(WindowedTableSettings, ScoringSettings):
     )
 
 
-class ReplaySettings(InputSettings, _AlertSettings):
+class ReplaySettings(InputSettings, _AlertSettings, IncidentRuleSettings):
     """The options of `deformer-stream replay`."""
 
     output: Path | None = Field(None, description="Parquet file for scores, one row per accepted event.")
@@ -388,10 +400,20 @@ class ReplaySettings(InputSettings, _AlertSettings):
         description="Parquet file for explanations, one row per reading of each alert, the most suspicious first.",
     )
     rejected: Path | None = Field(None, description="File for rejected events with their reasons, as JSON lines.")
+    evidence: Path | None = Field(
+        None,
+        description="File for what each closed record and each alert says about its device, as JSON lines. Incidents "
+        "can be made of it without scoring again.",
+    )
+    incidents: Path | None = Field(
+        None,
+        description="File for incidents as JSON lines: one message for one fault of one device. It is an output here, "
+        "unlike the option --incidents of calibrate.",
+    )
 
     def get_output_by_flag(self) -> dict[str, str | Path | None]:
         """Return the path of each output file by its flag, such as `--records`; None or "" if the flag is not set."""
-        names = ("output", "records", "alerts", "explain", "rejected")
+        names = ("output", "records", "alerts", "explain", "rejected", "evidence", "incidents")
         return {to_flag(name): getattr(self, name) for name in names}
 
     @model_validator(mode="after")
@@ -399,6 +421,19 @@ class ReplaySettings(InputSettings, _AlertSettings):
         """Raise `ValueError` if a file for explanations is requested but explanations are switched off."""
         if self.explain is not None and self.explanations == "off":
             raise ValueError("--explain requires --explanations full or fast, because off computes no explanations")
+        return self
+
+    @model_validator(mode="after")
+    def _check_evidence(self) -> Self:
+        """Raise `ValueError` if the file for evidence has the name of a value of the option of `consume`.
+
+        A key at the top level of a configuration file applies to both commands.
+        """
+        if self.evidence is not None and str(self.evidence) in ("on", "off"):
+            raise ValueError(
+                f"--evidence {self.evidence} is a value of consume; replay needs the name of a file, so move the "
+                "option evidence of consume to the table [consume] of the configuration file"
+            )
         return self
 
 
@@ -425,6 +460,12 @@ class CalibrateSettings(InputSettings):
         description="What to do if training or the calibration in force has used more of the records than happens by "
         "chance. refuse ends with an error, drop leaves these records out, and allow uses them, which voids the "
         "guarantee of the false-alarm rate.",
+    )
+    incidents: TextList = text_default(
+        "",
+        description="Evidence of normal operation, from which the segments of the incident budget are calibrated: "
+        "files that `replay --evidence` wrote. Several, with commas. It is an input here, unlike the option "
+        "--incidents of replay.",
     )
 
 

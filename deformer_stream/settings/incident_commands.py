@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import ClassVar, Self
 
-from pydantic import BeforeValidator, Field, NoDecode, SecretStr, model_validator
+from pydantic import Field, SecretStr, model_validator
 
-from deformer_stream.settings.base import Duration, Settings, Share, Timeout, text_default
+from deformer_stream.settings.base import Settings, Share, TextList, Timeout, text_default
 from deformer_stream.settings.commands import KafkaSettings
+from deformer_stream.settings.incident_rule import IncidentRuleSettings
 from deformer_stream.settings.option_groups import (
     FEEDBACK_GROUPS,
     INCIDENT_GROUPS,
@@ -18,61 +19,15 @@ from deformer_stream.settings.option_groups import (
 )
 
 
-def _split_at_commas(value: Any) -> Any:
-    """Return the parts of a comma-separated text as a tuple. Other values are returned unchanged."""
-    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
-
-
-TextList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_at_commas)]
-"""Texts, written with commas between them."""
-
-
-class IncidentRuleSettings(Settings):
-    """The options that determine when incidents open and resolve. `replay --incidents` has them, too."""
-
-    incident_budget: str = Field(
-        "1 per 30d",
-        description='Largest number of false incidents of one device in a time, such as "1 per 30d". Units: s, m, h, d '
-        "and w.",
-    )
-    incident_rule: Literal["auto", "segments", "e-detector"] = Field(
-        "auto",
-        description="Rule that keeps the budget. segments compares with segments of normal operation, which calibrate "
-        "--incidents stores. e-detector needs no such segments, but assumes that successive records are independent. "
-        "auto takes segments if enough of them are stored.",
-    )
-    segment: Duration | None = Field(
-        None,
-        description="Length of a segment of normal operation of one device, such as 1d. Default: the longest of 1d, 8h "
-        "and 1h with which the budget is in reach.",
-    )
-    quiet: Duration = text_default(
-        "1m", description="An incident is resolved if there is no new evidence for this time of the device's records."
-    )
-    gap: Duration = text_default(
-        "10m",
-        description="An incident is reopened if evidence with the same suspects comes again within this time.",
-    )
-    fleet: str = Field(
-        "3 within 10m",
-        description="A fleet incident opens if this many devices of a group have incidents with the same suspects "
-        "within this time. off opens none.",
-    )
-    records_per_day: float | None = Field(
-        None,
-        gt=0,
-        description="Number of records of one device in a day, for --incident-rule e-detector. Default: as in the "
-        "segments of the model.",
-    )
-
-
 class DeliverySettings(Settings):
     """The options that name the receivers of incidents."""
 
-    alertmanager: TextList = Field(
-        (), description="Address of a Prometheus Alertmanager, such as http://alertmanager:9093. Several, with commas."
+    alertmanager: TextList = text_default(
+        "", description="Address of a Prometheus Alertmanager, such as http://alertmanager:9093. Several, with commas."
     )
-    webhook: TextList = Field((), description="Address that gets each incident as JSON by HTTP. Several, with commas.")
+    webhook: TextList = text_default(
+        "", description="Address that gets each incident as JSON by HTTP. Several, with commas."
+    )
     webhook_secret_file: Path | None = Field(
         None, description="File with the secret that signs the requests to --webhook (HMAC-SHA256)."
     )
@@ -134,8 +89,8 @@ class ServeSettings(KafkaSettings):
     users_file: Path | None = Field(
         None, description="File with users, one in each line as NAME:HASH; deformer-stream serve --hash prints a hash."
     )
-    metrics: TextList = Field(
-        (), description="Addresses of the /metrics of `consume`, for lag and drift. Several, with commas."
+    metrics: TextList = text_default(
+        "", description="Addresses of the /metrics of `consume`, for lag and drift. Several, with commas."
     )
     external_url: str | None = Field(
         None, description="Address under which people reach the page, if a proxy is in front of it."
@@ -166,8 +121,8 @@ class ProposeSettings(IncidentRuleSettings):
     option_groups: ClassVar[OptionGroups] = PROPOSE_GROUPS
 
     model: Path = Field(description="Model directory whose calibration is in use.")
-    log: TextList = Field(
-        (),
+    log: TextList = text_default(
+        "",
         description="Evidence that was kept: files that `replay --evidence` or a dump of "
         "TOPIC-evidence wrote. Several, with commas.",
     )

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence
+from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence, encode_evidence_parts
 from deformer_stream.codec.timestamps import MAX_MICROS, MIN_MICROS
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import InputError
@@ -141,3 +141,27 @@ def test_any_other_bytes_are_refused(payload: bytes) -> None:
 
 def test_keys_of_later_releases_are_ignored() -> None:
     assert_equal(decode_evidence(VALID.replace(b'"v":1', b'"v":1,"later":{"a":[1]}')), make_batch())
+
+
+def test_large_batch_becomes_several_messages_with_alerts_first() -> None:
+    rows = [(f"pump-{i}@2020-03-09T10:34:30Z", 10**15 + i, 0.5, 1.0, 8, False) for i in range(300)]
+    alert_rows = tuple(AlertRow(f"id-{i}", f"r{i}", 10**15, 0.5, 1) for i in range(40))
+    batch = EvidenceBatch("m", 1, make_closed(*rows), alert_rows)
+    parts = list(map(decode_evidence, encode_evidence_parts(batch, 2000)))
+    assert len(parts) > 10
+    assert all(len(part) <= 2000 for part in encode_evidence_parts(batch, 2000))
+    assert tuple(alert for part in parts for alert in part.alerts) == alert_rows
+    assert [record for part in parts for record in part.closed.record_ids] == [record for record, *_ in rows]
+    first_closed = next(i for i, part in enumerate(parts) if len(part.closed))
+    assert not any(part.alerts for part in parts[first_closed:])
+    assert np.array_equal(np.concatenate([part.closed.times for part in parts]), batch.closed.times)
+
+
+def test_small_batch_is_one_message_and_an_empty_one_is_none() -> None:
+    assert encode_evidence_parts(make_batch()) == [VALID]
+    assert encode_evidence_parts(EvidenceBatch("m", 0, make_closed())) == []
+
+
+def test_row_that_is_too_large_is_a_message_of_its_own() -> None:
+    batch = EvidenceBatch("m", 0, make_closed(("a" * 900, 1, 0.5, 1.0, 1, False), ("b" * 900, 1, 0.5, 1.0, 1, False)))
+    assert len(encode_evidence_parts(batch, 100)) == 2

@@ -73,6 +73,10 @@ def test_drift_notice_is_sent_to_the_alerts_topic(kafka: SimpleNamespace, topic:
     sink.flush()
     first, second = read_records(kafka, name, 2)
     assert (first.key, second.key) == (b"pump-1", b"r7")
+    headers = [{key: value.decode() for key, value in record.headers} for record in (first, second)]
+    assert [event["ce_type"] for event in headers] == ["io.deformer.alert.v1", "io.deformer.drift.v1"]
+    assert [event["ce_id"] for event in headers] == ["id-pump-1", "id-of-it"]
+    assert {event["content-type"] for event in headers} == {"application/json"}
     document = json.loads(second.value)
     assert (document["kind"], document["id"], document["partition"]) == ("drift", "id-of-it", 0)
 
@@ -107,7 +111,9 @@ def test_dead_letter_contains_the_message_and_the_reason(kafka: SimpleNamespace,
     for i, record in enumerate(found):
         headers = {k: v.decode() for k, v in record.headers}
         place = {"topic": "events", "partition": "2", "offset": str(1840 + i)}
-        assert headers == {"reason": "not_json", "detail": details[i], **place}
+        event = {"ce_specversion": "1.0", "ce_type": "io.deformer.dead-letter.v1", "ce_source": "/events/2"}
+        event["ce_id"] = f"events/2/{1840 + i}/not_json"
+        assert headers == {"reason": "not_json", "detail": details[i], **place, **event}
 
 
 def test_dead_letter_that_is_too_large_is_sent_without_its_payload(

@@ -13,10 +13,20 @@ import pyarrow.csv as pc_csv
 import pyarrow.parquet as pq
 import pytest
 
-from connectors.files import AlertLines, RecordsParquet, RejectedLines, ScoresParquet, StandardInput, open_source
+from connectors.files import (
+    AlertLines,
+    EvidenceLines,
+    RecordsParquet,
+    RejectedLines,
+    ScoresParquet,
+    StandardInput,
+    open_source,
+)
 from deformer_stream.codec import encode_alert, encode_rejected
+from deformer_stream.codec.encode_evidence import encode_evidence
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import Effects
+from deformer_stream.incidents.make_evidence import make_evidence
 from deformer_stream.runtime.ports import EventSource
 from deformer_stream.testing import MemorySink, MemorySource
 from tests.contracts import effects as made
@@ -108,6 +118,17 @@ class TestAlertLines(SinkContract):
             return [orjson.loads(encode_alert(alert, data)) for alert in effects.alerts]
 
         return SinkUnderTest(lambda: AlertLines(path), lambda: read_json_lines(path), expected)
+
+
+class TestEvidenceLines(SinkContract):
+    @pytest.fixture
+    def drain(self, tmp_path: Path) -> SinkUnderTest:
+        path = tmp_path / "evidence.jsonl"
+
+        def expected(effects: Effects, data: Payload | None) -> list[Any]:
+            return [orjson.loads(encode_evidence(batch)) for batch in make_evidence(effects)[0]]
+
+        return SinkUnderTest(lambda: EvidenceLines(path), lambda: read_json_lines(path), expected)
 
 
 class TestRejectedLines(SinkContract):

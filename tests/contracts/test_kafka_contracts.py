@@ -12,10 +12,12 @@ import orjson
 import pytest
 from kafka import KafkaConsumer, TopicPartition
 
-from connectors.kafka import KafkaSource, produce
+from connectors.kafka import Delivery, KafkaEvidenceSink, KafkaSource, describe_evidence_topic, ensure_topics, produce
 from deformer_stream.codec import encode_alert
+from deformer_stream.codec.encode_evidence import encode_evidence
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.events import Effects
+from deformer_stream.incidents.make_evidence import make_evidence
 from tests.connectors.kafka_helpers import make_sink
 from tests.contracts.sinks import SinkContract, SinkUnderTest
 from tests.contracts.sources import Reading, SourceContract, SourceUnderTest
@@ -67,6 +69,37 @@ class TestKafkaAlerts(SinkContract):
 
         return SinkUnderTest(
             lambda: make_sink(kafka.bootstrap, name, None, PublicEncoder()),
+            lambda: read_topic(kafka.bootstrap, name),
+            expected,
+            all_or_nothing=True,
+        )
+
+
+class FlushingEvidenceSink(KafkaEvidenceSink):
+    """A sink without a source. Its `flush` sends what was written, as the source's commit would."""
+
+    def flush(self) -> None:
+        """Send all messages without committing offsets."""
+        self._delivery.seal_pending()
+        self._delivery.send([])
+        self._delivery.mark_committed()
+
+    def close(self) -> None:
+        """Close the producer, as the sink of alerts would."""
+        self._delivery.close()
+
+
+class TestKafkaEvidence(SinkContract):
+    @pytest.fixture
+    def drain(self, kafka: SimpleNamespace) -> SinkUnderTest:
+        name = f"evidence-{uuid.uuid4().hex[:8]}"
+        limits = ensure_topics(kafka.bootstrap, describe_evidence_topic(name))
+
+        def expected(effects: Effects, data: Payload | None) -> list[Any]:
+            return [(None, encode_evidence(batch)) for batch in make_evidence(effects)[0]]
+
+        return SinkUnderTest(
+            lambda: FlushingEvidenceSink(name, Delivery(kafka.bootstrap, None, limits), "events"),
             lambda: read_topic(kafka.bootstrap, name),
             expected,
             all_or_nothing=True,

@@ -1,0 +1,48 @@
+"""The options that determine when incidents open and resolve, which several commands have."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from deformer_stream.settings.base import Duration, Settings, text_default
+
+
+class IncidentRuleSettings(Settings):
+    """The options that determine when incidents open and resolve. `replay --incidents` has them, too."""
+
+    incident_budget: str = Field(
+        "1 per 30d",
+        description='Largest number of false incidents of one device in a time, such as "1 per 30d". Units: s, m, h, d '
+        "and w.",
+    )
+    incident_rule: Literal["auto", "segments", "e-detector"] = Field(
+        "auto",
+        description="Rule that keeps the budget. segments compares with segments of normal operation, which calibrate "
+        "--incidents stores. e-detector needs no such segments, but assumes that successive records are independent. "
+        "auto takes segments if enough of them are stored.",
+    )
+    segment: Duration | None = Field(
+        None,
+        description="Length of a segment of normal operation of one device, such as 1d. Default: the longest of 1d, 8h "
+        "and 1h with which the budget is in reach.",
+    )
+    quiet: Duration = text_default(
+        "1m", description="An incident is resolved if there is no new evidence for this time of the device's records."
+    )
+    gap: Duration = text_default(
+        "10m",
+        description="An incident is reopened if evidence with the same suspects comes again within this time.",
+    )
+    fleet: str = Field(
+        "3 within 10m",
+        description="A fleet incident opens if this many devices of a group have incidents with the same suspects "
+        "within this time. off opens none.",
+    )
+    records_per_day: float | None = Field(
+        None,
+        gt=0,
+        description="Number of records of one device in a day, for --incident-rule e-detector. Default: as in the "
+        "segments of the model.",
+    )

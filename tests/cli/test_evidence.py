@@ -1,0 +1,59 @@
+"""Tests of the evidence that `replay` writes for incidents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from deformer_stream.codec.encode_evidence import decode_evidence
+from tests.commands import RunCommand, assert_command_failed, read_json_lines
+
+
+def test_replay_writes_evidence_of_each_record_and_alert(
+    cli: RunCommand, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path
+) -> None:
+    evidence, alerts, records = tmp_path / "evidence.jsonl", tmp_path / "alerts.jsonl", tmp_path / "records.parquet"
+    outputs = ("--evidence", evidence, "--alerts", alerts, "--records", records)
+    result = cli("replay", wide, "--model", model_dir, "--alpha", "0.3", "--time-column", "at", *outputs)
+    assert result.code == 0, result.err
+    batches = [decode_evidence(line) for line in evidence.read_bytes().splitlines()]
+    rows = [row for batch in batches for row in zip(batch.closed.record_ids, batch.closed.times.tolist(), strict=True)]
+    times = dict(zip(table["record"].to_pylist(), table["at"].cast(pa.int64()).to_pylist(), strict=True))
+    assert rows == [(record, times[record]) for record, _ in rows]
+    expected = {row["record"]: row for row in pq.read_table(records).to_pylist()}
+    assert {record for record, _ in rows} == expected.keys()
+    for batch in batches:
+        for i, record in enumerate(batch.closed.record_ids):
+            assert batch.closed.p_values[i] == pytest.approx(expected[record]["p_value"], rel=1e-5)
+            assert batch.closed.is_alerted[i] == expected[record]["alerted"]
+    alert_rows = [alert for batch in batches for alert in batch.alerts]
+    documents = read_json_lines(alerts)
+    assert [(alert.id, alert.record) for alert in alert_rows] == [(a["id"], a["record"]) for a in documents]
+    for alert, document in zip(alert_rows, documents, strict=True):
+        suspects = {c["feature"] for c in document["contributions"] if c["suspect"]}
+        assert {suspect.feature for suspect in alert.suspects} == suspects
+    # The alert of a record comes in the same batch as the record or in an earlier one.
+    seen: set[str] = set()
+    for batch in batches:
+        seen |= {alert.record for alert in batch.alerts}
+        alerted = batch.closed.is_alerted.tolist()
+        assert {r for r, is_alerted in zip(batch.closed.record_ids, alerted, strict=True) if is_alerted} <= seen
+
+
+def test_evidence_needs_times(cli: RunCommand, model_dir: Path, table: pa.Table, tmp_path: Path) -> None:
+    pq.write_table(table.drop_columns(["at", "note"]), tmp_path / "untimed.parquet")
+    evidence = tmp_path / "evidence.jsonl"
+    result = cli("replay", tmp_path / "untimed.parquet", "--model", model_dir, "--evidence", evidence)
+    assert_command_failed(result, 3, "has no time", "--time-column")
+
+
+def test_value_of_consume_is_no_file(cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path) -> None:
+    config = tmp_path / "deformer.toml"
+    config.write_text('evidence = "on"\n')
+    result = cli("replay", wide, "--model", model_dir, "--config", config)
+    assert_command_failed(result, 2, "--evidence on", "[consume]")
+    config.write_text('[consume]\nevidence = "on"\n')
+    assert cli("replay", wide, "--model", model_dir, "--config", config).code == 0
