@@ -129,8 +129,8 @@ class DeliveryLog(Protocol):
 
 
 Action = Literal["open", "update", "resolve"]
-"""What a notification says: "open" if the incident has opened, was reopened, or is not silenced any more, "update" for a
-change, "resolve" if it is over or was silenced."""
+"""What a notification says: "open" if the incident has opened, was reopened, or is not silenced any more, "update" if
+it has changed, "resolve" if it is over or was silenced."""
 
 
 @dataclass(frozen=True, slots=True)

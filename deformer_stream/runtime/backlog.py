@@ -1,0 +1,270 @@
+"""What a receiver still has to be notified of, as a function of the log of incidents, the labels and its progress.
+
+    incident open, not silenced   the receiver has to show it:  "open", and "update" if it wants updates
+    resolved or silenced          it must not show it:          "resolve"
+
+The last message of an incident counts. If an incident was resolved before the receiver was notified of its opening, the
+opening and the resolution are both sent. An incident that was silenced all the time is not sent at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from deformer_stream.codec.encode_incidents import encode_incident
+from deformer_stream.incidents.events import FeedbackLabel, Incident
+from deformer_stream.incidents.overlay import Overlay
+from deformer_stream.runtime.incident_ports import Action, DeliveryProgress, LoggedIncident, Notification
+
+MAX_NOTED_INCIDENTS = 80
+"""Largest number of incidents that the progress of a partition lists. Kafka stores at most 4,096 bytes with an offset.
+"""
+
+MAX_FINISHED_INCIDENTS = 10_000
+"""Largest number of resolved incidents whose ids are kept, so that a further message of them is not sent."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """An incident, and what the receiver knows of it.
+
+    Attributes:
+        incident: Its state in the log.
+        partition: Number of the partition of the log.
+        offset: Offset of the message with this state.
+        is_shown: Whether the receiver shows the incident as open.
+        is_finished: Whether the receiver was notified of the resolution, or need not be.
+        sent_revision: Revision of the message of which the receiver was last notified, -1 if it was not.
+        owed: What the receiver has to be notified of, None if nothing.
+        owed_since: Monotonic seconds since when it is owed.
+        owed_offset: Offset of the first message of which the receiver was not notified.
+        num_failures: Number of failed attempts in sequence.
+        due: Monotonic seconds before which no attempt is made.
+        sent_at: Monotonic seconds of the last successful notification, -inf if there was none in this process.
+    """
+
+    incident: Incident
+    partition: int
+    offset: int
+    is_shown: bool = False
+    is_finished: bool = False
+    sent_revision: int = -1
+    owed: Action | None = None
+    owed_since: float = 0.0
+    owed_offset: int = 0
+    num_failures: int = 0
+    due: float = float("-inf")
+    sent_at: float = float("-inf")
+
+
+class Backlog:
+    """The incidents of which a receiver has to be notified. It has no clock: callers state the time.
+
+    Messages are added in the order of the log, from its beginning. `start` is called once, when everything that the log
+    held at the start was added, and before the first notification.
+
+    Args:
+        wants_updates: Whether the receiver gets updates, not only openings and resolutions.
+        progress: Progress by partition, as it was stored. A partition that is missing has its first start: incidents
+            that were resolved before are not sent.
+        overlay: The labels so far. `add_label` adds to it.
+        url: Address of the operator's page, None without links.
+    """
+
+    def __init__(
+        self,
+        wants_updates: bool,
+        progress: Mapping[int, DeliveryProgress],
+        overlay: Overlay,
+        url: str | None = None,
+    ) -> None:
+        self._wants_updates, self._progress, self._overlay, self._url = wants_updates, progress, overlay, url
+        self._entry_by_id: dict[str, Entry] = {}
+        self._owed: dict[str, Entry] = {}
+        self._finished: dict[str, None] = {}  # ids of resolved incidents, the latest ones
+        self._first_positions = {partition: known.first_position for partition, known in progress.items()}
+        self._has_started = False
+
+    def add_label(self, label: FeedbackLabel, now: float) -> None:
+        """Add a label. It may silence incidents, or take that back."""
+        self._overlay.add(label)
+        if self._has_started:
+            for entry in list(self._entry_by_id.values()):
+                if entry.incident.id == label.incident or label.device is not None:
+                    self._refresh(entry, now)
+
+    def add(self, message: LoggedIncident, now: float) -> None:
+        """Add a message of the log of incidents."""
+        incident, offset = message.incident, message.offset
+        entry = self._entry_by_id.get(incident.id)
+        if entry is None:
+            entry = self._entry_by_id[incident.id] = Entry(incident, message.partition, offset)
+            entry.is_finished = incident.id in self._finished
+        entry.incident, entry.partition, entry.offset = incident, message.partition, offset
+        is_resolved = incident.state == "resolved"
+        if not is_resolved:
+            entry.is_finished = False
+        progress = self._progress.get(message.partition)
+        if not self._has_started and progress is None:
+            entry.is_finished = is_resolved
+        elif progress is not None and offset < progress.position:
+            is_shown = progress.is_shown_by_id.get(incident.id)
+            # Without an entry of its own, the receiver knows this state.
+            entry.is_finished = is_resolved and is_shown is None
+            entry.is_shown = not is_resolved if is_shown is None else is_shown
+            entry.sent_revision = incident.revision if is_shown is None else -1
+        elif progress is not None and is_resolved and not entry.is_shown and offset < progress.first_position:
+            entry.is_finished = True
+        if self._has_started:
+            entry.due = now  # a refused notification is tried again if the incident has changed
+            self._refresh(entry, now)
+
+    def start(self, positions: Mapping[int, int], now: float) -> None:
+        """Determine what the receiver has to be notified of, after the messages at the start were added.
+
+        Args:
+            positions: Offset after the last message of each partition.
+            now: Monotonic seconds.
+        """
+        self._has_started = True
+        self._first_positions = {
+            partition: self._first_positions.get(partition, position) for partition, position in positions.items()
+        }
+        for entry in list(self._entry_by_id.values()):
+            self._refresh(entry, now)
+
+    def find_due(self, now: float) -> Entry | None:
+        """Return the incident whose notification is sent next, None if none is due.
+
+        Incidents without failed attempts come first, in the order of the log. One that fails again and again therefore
+        does not hold the others back.
+        """
+        due = (entry for entry in self._owed.values() if entry.due <= now)
+        return min(due, key=lambda entry: (entry.num_failures, entry.owed_offset), default=None)
+
+    def find_resend(self, now: float, resend_seconds: float) -> Entry | None:
+        """Return an incident that the receiver shows, and that was last sent at least `resend_seconds` ago, or None."""
+        for entry in self._entry_by_id.values():
+            is_waiting = now < max(entry.sent_at + resend_seconds, entry.due)
+            if entry.is_shown and entry.owed is None and not is_waiting:
+                return entry
+        return None
+
+    def find_next_time(self, resend_seconds: float | None) -> float:
+        """Return the monotonic seconds at which the next notification is due, inf if there is none."""
+        times = [entry.due for entry in self._owed.values()]
+        if resend_seconds is not None:
+            times += [
+                max(entry.sent_at + resend_seconds, entry.due)
+                for entry in self._entry_by_id.values()
+                if entry.is_shown and entry.owed is None
+            ]
+        return min(times, default=float("inf"))
+
+    def make_notification(self, entry: Entry) -> Notification:
+        """Return the notification of an incident: what is owed, or the present state again."""
+        action: Action = entry.owed or "update"
+        incident = entry.incident
+        presentation = self._overlay.present(incident)
+        if action != "resolve" and incident.state == "resolved":
+            # It was resolved before its opening was sent. A receiver that reads only the body must see it open.
+            incident = replace(incident, state="updated", resolved=None, resolution=None)
+        version = f"{incident.revision}" if action == "update" else f"{incident.num_reopened}:{presentation.cause}"
+        return Notification(
+            incident=incident,
+            action=action,
+            key=hashlib.sha256(f"{incident.id}:{action}:{version}".encode()).hexdigest()[:32],
+            presentation=presentation,
+            body=encode_incident(incident),
+            url=None if self._url is None else f"{self._url.rstrip('/')}/incidents/{incident.id}",
+        )
+
+    def mark_sent(self, entry: Entry, notification: Notification, now: float) -> None:
+        """Record that the receiver has accepted a notification."""
+        entry.sent_at, entry.due, entry.num_failures = now, now, 0
+        entry.sent_revision = notification.incident.revision
+        entry.is_shown = notification.action != "resolve"
+        if entry.owed == notification.action:
+            entry.owed = None  # so that the time of what is owed next begins now
+            self._owed.pop(entry.incident.id, None)
+        if notification.action == "resolve" and entry.incident.state == "resolved":
+            entry.is_finished = True
+        self._refresh(entry, now)
+
+    def mark_failed(self, entry: Entry, due: float) -> None:
+        """Record that an attempt has failed, and that the next one is made at `due` or later."""
+        entry.num_failures += 1
+        entry.due = due
+
+    @property
+    def num_owed(self) -> int:
+        """Number of incidents of which the receiver has to be notified."""
+        return len(self._owed)
+
+    def measure_oldest(self, now: float) -> float:
+        """Return the seconds for which the oldest notification is owed, 0 if there is none."""
+        # `list` copies in one step, because another thread reads the metrics.
+        return max((now - entry.owed_since for entry in list(self._owed.values())), default=0.0)
+
+    def make_progress(self, positions: Mapping[int, int]) -> dict[int, DeliveryProgress]:
+        """Return the progress of each partition, from which another process can continue.
+
+        Args:
+            positions: Offset after the last message that was added, by partition.
+        """
+        return {partition: self._make_partition_progress(partition, positions[partition]) for partition in positions}
+
+    def _make_partition_progress(self, partition: int, position: int) -> DeliveryProgress:
+        """Return the progress of a partition whose last message was added before `position`."""
+        owed = sorted(
+            (entry for entry in self._owed.values() if entry.partition == partition),
+            key=lambda entry: entry.owed_offset,
+        )
+        if len(owed) > MAX_NOTED_INCIDENTS:
+            # The rest is read again after a restart, with what follows: these notifications have the same keys again.
+            position = owed[MAX_NOTED_INCIDENTS].owed_offset
+        noted = [*owed[:MAX_NOTED_INCIDENTS], *self._list_silenced(partition)][:MAX_NOTED_INCIDENTS]
+        return DeliveryProgress(
+            position,
+            {entry.incident.id: entry.is_shown for entry in noted},
+            self._first_positions.get(partition, 0),
+        )
+
+    def _list_silenced(self, partition: int) -> Iterator[Entry]:
+        """Yield the incidents of a partition that are open in the log, and that the receiver rightly does not show."""
+        for entry in self._entry_by_id.values():
+            is_hidden = entry.owed is None and not entry.is_shown and entry.incident.state != "resolved"
+            if is_hidden and entry.partition == partition:
+                yield entry
+
+    def _refresh(self, entry: Entry, now: float) -> None:
+        """Determine what the receiver has to be notified of about an incident."""
+        identifier = entry.incident.id
+        action = self._choose_action(entry)
+        if action is not None and entry.owed is None:
+            entry.owed_since, entry.owed_offset = now, entry.offset
+        entry.owed = action
+        if action is not None:
+            self._owed[identifier] = entry
+            return
+        self._owed.pop(identifier, None)
+        if entry.incident.state == "resolved":
+            self._entry_by_id.pop(identifier, None)
+            self._finished[identifier] = None
+            if len(self._finished) > MAX_FINISHED_INCIDENTS:
+                del self._finished[next(iter(self._finished))]
+
+    def _choose_action(self, entry: Entry) -> Action | None:
+        """Return what the receiver has to be notified of about an incident, None if nothing."""
+        is_resolved = entry.incident.state == "resolved"
+        is_silenced = self._overlay.present(entry.incident).silenced is not None
+        if is_resolved or is_silenced:
+            if entry.is_shown:
+                return "resolve"
+            # The opening first; the resolution follows when the receiver has accepted it.
+            return "open" if is_resolved and not is_silenced and not entry.is_finished else None
+        if not entry.is_shown:
+            return "open"
+        return "update" if self._wants_updates and entry.sent_revision != entry.incident.revision else None

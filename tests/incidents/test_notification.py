@@ -1,0 +1,613 @@
+"""Notification of receivers: order, retries, silence, restarts, and threads. The clock is set by the tests."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from deformer_stream.codec.encode_incidents import decode_incident
+from deformer_stream.codec.feedback_messages import make_label
+from deformer_stream.errors import Unavailable
+from deformer_stream.incidents.events import FeedbackLabel, Incident
+from deformer_stream.incidents.overlay import Overlay
+from deformer_stream.runtime.backlog import MAX_NOTED_INCIDENTS, Backlog
+from deformer_stream.runtime.incident_memory import MemoryFeedbackLog, MemoryIncidentLog
+from deformer_stream.runtime.incident_metrics import DeliveryMetrics, OpenIncidentMetrics
+from deformer_stream.runtime.incident_ports import LoggedIncident, PermanentFailure, TemporaryFailure
+from deformer_stream.runtime.notification import (
+    MAX_RETRY_SECONDS,
+    REFUSED_RETRY_SECONDS,
+    Notifier,
+    OpenIncidentCounter,
+    ReceiverWorker,
+    WorkerThread,
+    compute_backoff,
+)
+from tests.incidents.delivery import ManualClock, ScriptedReceiver, Topic, TopicReader
+from tests.incidents.examples import MINUTE, make_incident, make_incidents
+
+WAIT_SECONDS = 60.0
+"""Limit of a wait for a thread. It decides no test: a test that reaches it has failed."""
+
+
+class Delivery:
+    """A topic, labels, and a receiver with its worker, which can be restarted."""
+
+    def __init__(self, receiver: ScriptedReceiver | None = None, url: str | None = None) -> None:
+        self.receiver = receiver or ScriptedReceiver()
+        self.topic, self.labels, self.clock, self.url = Topic(), list[FeedbackLabel](), ManualClock(), url
+        self.start()
+
+    def start(self) -> None:
+        """Create the worker, as after a start of the process. The one before is not closed: it was killed."""
+        self.registry = CollectorRegistry()
+        self.reader, self.label_log = TopicReader(self.topic), MemoryFeedbackLog(self.labels)
+        self.worker = ReceiverWorker(
+            self.receiver, self.reader, self.label_log, DeliveryMetrics(self.registry), self.url, self.clock
+        )
+
+    def add_label(self, label: str, incident: Incident, time: int = 1, **fields: Any) -> None:
+        """Add a label of an incident."""
+        made = make_label(label, time, incident=incident.id, **fields)  # type: ignore[arg-type]
+        self.labels.append(made)
+        self.label_log.append(made)
+
+    def run(self, seconds: float = 0.0) -> None:
+        """Run the worker until it has nothing to do, then for some seconds more, in steps."""
+        end = self.clock.seconds + seconds
+        while True:
+            for _ in range(100):
+                before = (len(self.receiver.attempts), self.reader.positions)
+                self.worker.run_once()
+                if before == (len(self.receiver.attempts), self.reader.positions):
+                    break
+            if self.clock.seconds >= end:
+                return
+            self.clock.seconds = min(self.clock.seconds + 1.0, end)
+
+    def measure(self, name: str, **labels: str) -> float | None:
+        """Return the value of a metric."""
+        return self.registry.get_sample_value(f"deformer_{name}", {"receiver": self.receiver.name, **labels})
+
+
+def make_states(number: int = 0) -> tuple[Incident, Incident, Incident]:
+    """Return the messages of an incident: open, updated and resolved."""
+    opened = make_incident(number, device="pump-1")
+    updated = replace(opened, state="updated", revision=1, num_records=2)
+    return opened, updated, replace(updated, state="resolved", revision=2, resolved=updated.last, resolution="quiet")
+
+
+def test_opening_and_resolution_are_sent() -> None:
+    delivery = Delivery()
+    for state in make_states():
+        delivery.topic.append(state)
+        delivery.run()
+    assert delivery.receiver.list_actions() == ["open", "resolve"]
+    assert [decode_incident(notification.body) for notification in delivery.receiver.accepted] == [
+        make_states()[0],
+        make_states()[2],
+    ]
+
+
+def test_updates_are_sent_to_a_receiver_that_wants_them() -> None:
+    delivery = Delivery(ScriptedReceiver(wants_updates=True))
+    for state in make_states():
+        delivery.topic.append(state)
+        delivery.run()
+    assert delivery.receiver.list_actions() == ["open", "update", "resolve"]
+
+
+def test_latest_message_counts_but_opening_and_resolution_are_both_sent() -> None:
+    delivery = Delivery(ScriptedReceiver(wants_updates=True))
+    delivery.run()
+    for state in make_states():
+        delivery.topic.append(state)
+    delivery.run()
+    assert delivery.receiver.list_actions() == ["open", "resolve"]
+    opening = delivery.receiver.accepted[0]
+    assert (opening.incident.revision, opening.incident.state, opening.incident.resolved) == (2, "updated", None)
+    assert decode_incident(opening.body) == opening.incident
+
+
+def test_link_to_the_page() -> None:
+    delivery = Delivery(url="https://plant.example/")
+    delivery.topic.append(make_states()[0])
+    delivery.run()
+    assert delivery.receiver.accepted[0].url == f"https://plant.example/incidents/{make_states()[0].id}"
+
+
+def test_first_start_sends_open_incidents_and_not_the_history() -> None:
+    delivery = Delivery()
+    for incident in make_incidents(30):
+        delivery.topic.append(incident)
+    delivery.start()
+    delivery.run()
+    expected = [incident.id for incident in make_incidents(30) if incident.state != "resolved"]
+    assert [notification.incident.id for notification in delivery.receiver.accepted] == expected
+    assert set(delivery.receiver.list_actions()) == {"open"}
+
+
+def test_a_receiver_that_is_down_gets_everything_later() -> None:
+    delivery = Delivery()
+    delivery.run()
+    delivery.receiver.is_down = True
+    for number in range(50):
+        for state in make_states(number):
+            delivery.topic.append(state)
+        delivery.run(7.0)
+    assert delivery.receiver.accepted == []
+    assert delivery.measure("delivery_pending") == 50
+    assert delivery.measure("delivery_oldest_seconds") == 350
+    assert delivery.measure("receiver_up") == 0
+    delivery.receiver.is_down = False
+    delivery.run(MAX_RETRY_SECONDS)
+    for number in range(50):
+        assert delivery.receiver.list_actions(make_states(number)[0].id) == ["open", "resolve"]
+    assert delivery.measure("delivery_pending") == 0
+    assert delivery.measure("delivery_oldest_seconds") == 0
+    assert delivery.measure("receiver_up") == 1
+    assert delivery.measure("deliveries_total", outcome="delivered") == 100
+
+
+def test_attempts_become_rarer() -> None:
+    delivery = Delivery()
+    delivery.receiver.is_down = True
+    delivery.topic.append(make_states()[0])
+    times = []
+    for _ in range(3000):
+        num_attempts = len(delivery.receiver.attempts)
+        delivery.run()
+        times += [delivery.clock.seconds] * (len(delivery.receiver.attempts) - num_attempts)
+        delivery.clock.seconds += 1.0
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert all(pause >= 0.5 * min(2.0**k, MAX_RETRY_SECONDS) for k, pause in enumerate(pauses))
+    assert all(pause <= min(2.0**k, MAX_RETRY_SECONDS) + 1 for k, pause in enumerate(pauses))
+    assert max(pauses) > 100
+
+
+def test_backoff_is_bounded_and_differs_by_key() -> None:
+    assert all(0.5 <= compute_backoff(1, f"{i}") <= 1.0 for i in range(100))
+    assert len({compute_backoff(3, f"{i}") for i in range(100)}) == 100
+    assert compute_backoff(10_000, "a") <= MAX_RETRY_SECONDS
+
+
+def test_retry_after_is_respected() -> None:
+    delivery = Delivery()
+    delivery.receiver.script = [TemporaryFailure("wait", retry_after=120.0)]
+    for number in range(3):
+        delivery.topic.append(make_states(number)[0])
+    delivery.run(119.0)
+    assert len(delivery.receiver.attempts) == 1
+    delivery.run(2.0)
+    assert len(delivery.receiver.accepted) == 3
+
+
+def test_an_excessive_retry_after_is_bounded() -> None:
+    delivery = Delivery()
+    delivery.receiver.script = [TemporaryFailure("wait", retry_after=1e9)]
+    delivery.topic.append(make_states()[0])
+    delivery.run()
+    delivery.clock.seconds += 3600.0
+    delivery.run()
+    assert delivery.receiver.list_actions() == ["open"]
+
+
+def test_one_notification_that_fails_does_not_hold_the_others_back() -> None:
+    delivery = Delivery()
+    broken, fine = make_states(0)[0], make_states(1)[0]
+
+    class Poisoned(ScriptedReceiver):
+        def send(self, notification: Any) -> None:
+            if notification.incident.id == broken.id:
+                raise TemporaryFailure("HTTP 500")
+            super().send(notification)
+
+    delivery.receiver = Poisoned()
+    delivery.start()
+    delivery.topic.append(broken)
+    delivery.topic.append(fine)
+    delivery.run(5.0)
+    assert [notification.incident.id for notification in delivery.receiver.accepted] == [fine.id]
+
+
+def test_refused_notification_is_tried_again_every_hour_and_never_lost() -> None:
+    delivery = Delivery()
+    refused, accepted = make_states(0), make_states(1)
+    delivery.receiver.refused = {refused[0].id}
+    delivery.topic.append(refused[0])
+    delivery.topic.append(accepted[0])
+    delivery.run(REFUSED_RETRY_SECONDS - 1)
+    assert len(delivery.receiver.attempts) == 2
+    assert delivery.measure("deliveries_total", outcome="refused") == 1
+    assert delivery.measure("delivery_pending") == 1
+    assert delivery.measure("receiver_up") == 1
+    delivery.run(2.0)
+    assert len(delivery.receiver.attempts) == 3
+    delivery.start()  # a restart keeps it, and sends nothing else again
+    delivery.receiver.refused = set()
+    delivery.run()
+    assert [notification.incident.id for notification in delivery.receiver.accepted] == [accepted[0].id, refused[0].id]
+
+
+def test_a_change_of_a_refused_incident_is_sent_at_once() -> None:
+    delivery = Delivery()
+    states = make_states()
+    delivery.receiver.script = [PermanentFailure("too long")]
+    delivery.topic.append(states[0])
+    delivery.run()
+    delivery.topic.append(states[1])
+    delivery.run()
+    assert delivery.receiver.list_actions() == ["open"]
+
+
+def test_open_incidents_are_sent_again_until_they_are_resolved() -> None:
+    delivery = Delivery(ScriptedReceiver(resend_seconds=60.0))
+    states = make_states()
+    delivery.topic.append(states[0])
+    delivery.run(181.0)
+    assert delivery.receiver.list_actions() == ["open", "update", "update", "update"]
+    delivery.topic.append(states[2])
+    delivery.run(300.0)
+    assert delivery.receiver.list_actions() == ["open", "update", "update", "update", "resolve"]
+    assert delivery.measure("delivery_pending") == 0
+
+
+def test_resends_pause_while_the_receiver_is_down() -> None:
+    delivery = Delivery(ScriptedReceiver(resend_seconds=60.0))
+    delivery.topic.append(make_states()[0])
+    delivery.run()
+    delivery.receiver.is_down = True
+    delivery.run(3600.0)
+    assert 5 < len(delivery.receiver.attempts) < 40
+    delivery.receiver.is_down = False
+    delivery.run(MAX_RETRY_SECONDS)
+    assert delivery.receiver.list_actions()[-1] == "update"
+
+
+def test_labels_silence_and_take_it_back() -> None:
+    delivery = Delivery()
+    states = make_states()
+    delivery.topic.append(states[0])
+    delivery.run()
+    delivery.add_label("false-alarm", states[0], 1)
+    delivery.run()
+    assert delivery.receiver.list_actions() == ["open", "resolve"]
+    assert delivery.receiver.accepted[-1].presentation.silenced == "false-alarm"
+    assert delivery.receiver.accepted[-1].incident.state == "open"
+    delivery.add_label("maintenance", states[0], 2)
+    delivery.run()
+    delivery.add_label("cleared", states[0], 3)
+    delivery.run()
+    assert delivery.receiver.list_actions() == ["open", "resolve", "open"]
+    keys = [notification.key for notification in delivery.receiver.accepted]
+    assert len(set(keys)) == 3, "a receiver that recognises repeated keys shows the incident again"
+    delivery.topic.append(states[2])
+    delivery.run()
+    assert delivery.receiver.list_actions() == ["open", "resolve", "open", "resolve"]
+
+
+def test_silenced_incident_is_not_sent() -> None:
+    delivery = Delivery()
+    states = make_states()
+    delivery.labels.append(
+        make_label("maintenance", 1, device="pump-1", start=states[0].opened - MINUTE, end=states[0].opened + MINUTE)
+    )
+    delivery.start()
+    for state in states:
+        delivery.topic.append(state)
+        delivery.run()
+    assert delivery.receiver.attempts == []
+    delivery.add_label("cleared", states[0])
+    delivery.run()
+    assert delivery.receiver.attempts == [], "nobody is called for an incident that is over"
+
+
+def test_a_maintenance_window_that_is_entered_late_resolves() -> None:
+    delivery = Delivery()
+    opened = make_states()[0]
+    delivery.topic.append(opened)
+    delivery.run()
+    delivery.label_log.append(
+        make_label("maintenance", 1, device="pump-1", start=opened.opened, end=opened.opened + MINUTE)
+    )
+    delivery.run()
+    assert delivery.receiver.list_actions() == ["open", "resolve"]
+
+
+def test_reopened_incident_is_opened_again_with_another_key() -> None:
+    delivery = Delivery()
+    states = make_states()
+    reopened = replace(states[1], revision=3, num_reopened=1)
+    for state in (states[0], states[2], reopened, replace(states[2], revision=4, num_reopened=1)):
+        delivery.topic.append(state)
+        delivery.run()
+    assert delivery.receiver.list_actions() == ["open", "resolve", "open", "resolve"]
+    assert len({notification.key for notification in delivery.receiver.accepted}) == 4
+
+
+def test_further_message_of_a_resolved_incident_is_not_sent() -> None:
+    delivery = Delivery()
+    states = make_states()
+    for state in (*states, replace(states[2], revision=3, parent="f" * 32)):
+        delivery.topic.append(state)
+        delivery.run()
+    assert delivery.receiver.list_actions() == ["open", "resolve"]
+
+
+def test_restart_sends_nothing_again() -> None:
+    delivery = Delivery(ScriptedReceiver(wants_updates=True))
+    silenced = make_incident(77)
+    for incident in [*make_incidents(40), silenced]:
+        delivery.topic.append(incident)
+    delivery.add_label("false-alarm", silenced)
+    delivery.run(2.0)
+    num_attempts = len(delivery.receiver.attempts)
+    delivery.start()
+    delivery.run(2.0)
+    assert len(delivery.receiver.attempts) == num_attempts
+    delivery.topic.append(replace(silenced, state="resolved", revision=1))
+    delivery.run(2.0)
+    assert len(delivery.receiver.attempts) == num_attempts
+
+
+def test_restart_resolves_what_was_open_and_is_compacted() -> None:
+    delivery = Delivery()
+    states = make_states()
+    delivery.topic.append(states[0])
+    delivery.run(2.0)
+    delivery.topic.append(states[2])
+    delivery.topic.compact()
+    delivery.start()
+    delivery.run()
+    # Whether the opening was sent cannot be known any more; it is sent again with its key.
+    assert delivery.receiver.list_actions() == ["open", "open", "resolve"]
+    assert delivery.receiver.accepted[0].key == delivery.receiver.accepted[1].key
+
+
+def test_label_that_was_given_while_the_process_was_away_resolves() -> None:
+    delivery = Delivery()
+    states = make_states()
+    delivery.topic.append(states[0])
+    delivery.run(2.0)
+    delivery.labels.append(make_label("false-alarm", 1, incident=states[0].id))
+    delivery.start()
+    delivery.run(2.0)
+    assert delivery.receiver.list_actions() == ["open", "resolve"]
+    delivery.start()
+    delivery.run(2.0)
+    assert delivery.receiver.list_actions() == ["open", "resolve"]
+
+
+def test_progress_is_bounded() -> None:
+    delivery = Delivery()
+    delivery.run()
+    delivery.receiver.is_down = True
+    for number in range(3 * MAX_NOTED_INCIDENTS):
+        delivery.topic.append(make_states(number)[0])
+    delivery.run(5.0)
+    progress = delivery.topic.progress[0]
+    assert len(progress.is_shown_by_id) == MAX_NOTED_INCIDENTS == progress.position
+
+
+def test_progress_is_stored_only_if_it_has_changed() -> None:
+    delivery = Delivery()
+    delivery.topic.append(make_states()[0])
+    delivery.run(100.0)
+    assert delivery.reader.num_stored <= 3
+
+
+def test_new_assignment_continues_from_the_stored_progress() -> None:
+    delivery = Delivery()
+    states = make_states()
+    delivery.topic.append(states[0])
+    delivery.run(2.0)
+    delivery.reader.reassign()
+    delivery.topic.append(states[2])
+    delivery.run(2.0)
+    assert delivery.receiver.list_actions() == ["open", "resolve"]
+
+
+def test_unavailable_log_loses_nothing() -> None:
+    delivery = Delivery()
+    delivery.run()
+    delivery.topic.append(make_states()[0])
+    delivery.topic.is_available = False
+    with pytest.raises(Unavailable):
+        delivery.run()
+    delivery.topic.is_available = True
+    delivery.run()
+    assert delivery.receiver.list_actions() == ["open"]
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("message"), st.integers(0, 3), st.sampled_from(["next", "resolve"])),
+        st.tuples(st.just("label"), st.integers(0, 3), st.sampled_from(["true", "false-alarm", "cleared"])),
+        st.tuples(st.just("run"), st.sampled_from([0.0, 1.0, 5.0]), st.just("")),
+        st.tuples(st.just("outcome"), st.sampled_from(["down", "up", "refuse", "accept"]), st.integers(0, 3)),
+        st.tuples(st.just("kill"), st.booleans(), st.just("")),
+        st.tuples(st.just("reassign"), st.just(0), st.just("")),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_whatever_happens_the_receiver_shows_what_is_open_in_the_end(steps: list[tuple[Any, Any, Any]]) -> None:
+    """After failures, refusals, labels and kills, the receiver shows exactly the incidents that are open and not
+    silenced; none was resolved without its opening, and messages are repeated only with equal keys."""
+    delivery = Delivery(ScriptedReceiver(wants_updates=True))
+    delivery.run()
+    last_by_number: dict[int, Incident] = {}
+    num_labels = 0
+    for kind, argument, detail in steps:
+        if kind == "message":
+            last = last_by_number.get(argument)
+            if last is None:
+                message = make_incident(argument, device=f"pump-{argument}")
+            elif last.state == "resolved":
+                message = replace(
+                    last, state="updated", resolved=None, revision=last.revision + 1, num_reopened=last.num_reopened + 1
+                )
+            else:
+                state = "resolved" if detail == "resolve" else "updated"
+                message = replace(last, state=state, revision=last.revision + 1)  # type: ignore[arg-type]
+            last_by_number[argument] = message
+            delivery.topic.append(message)
+        elif kind == "label":
+            num_labels += 1
+            delivery.add_label(detail, make_incident(argument), num_labels)
+        elif kind == "run":
+            delivery.run(argument)
+        elif kind == "outcome":
+            receiver = delivery.receiver
+            if argument in ("down", "up"):
+                receiver.is_down = argument == "down"
+            elif argument == "refuse":
+                receiver.refused.add(make_incident(detail).id)
+            else:
+                receiver.refused.discard(make_incident(detail).id)
+        elif kind == "kill":
+            if argument:
+                delivery.topic.compact()
+            delivery.start()
+        else:
+            delivery.reader.reassign()
+    delivery.receiver.is_down, delivery.receiver.refused = False, set()
+    delivery.run()
+    delivery.clock.seconds += REFUSED_RETRY_SECONDS
+    delivery.run()
+    assert delivery.measure("delivery_pending") == 0
+    overlay = Overlay(delivery.labels)
+    for number, last in last_by_number.items():
+        distinct: list[str] = []
+        actions: list[str] = []
+        for notification in delivery.receiver.accepted:
+            if notification.incident.id == last.id:
+                if notification.key not in distinct:
+                    actions.append(notification.action)
+                distinct.append(notification.key)
+        is_shown = bool(actions) and [action for action in actions if action != "update"][-1] == "open"
+        assert is_shown == (last.state != "resolved" and overlay.present(last).silenced is None), (number, actions)
+        if actions:
+            assert actions[0] == "open"
+        if not delivery.labels:
+            assert actions, "every incident is sent"
+
+
+def test_backlog_reads_history_without_sending() -> None:
+    """Before the start nothing is owed, so that a later message in the log can change it."""
+    backlog = Backlog(False, {}, Overlay())
+    for offset, state in enumerate(make_states()):
+        backlog.add(LoggedIncident(state, 0, offset), 0.0)
+    assert backlog.find_due(0.0) is None
+    backlog.start({0: 3}, 0.0)
+    assert backlog.find_due(0.0) is None
+
+
+class HangingReceiver(ScriptedReceiver):
+    """A receiver that answers only after it was released."""
+
+    def __init__(self) -> None:
+        super().__init__("hanging")
+        self.is_called, self.release = threading.Event(), threading.Event()
+
+    def send(self, notification: Any) -> None:
+        """Wait for the release."""
+        self.is_called.set()
+        assert self.release.wait(WAIT_SECONDS)
+        super().send(notification)
+
+
+def test_a_hanging_receiver_does_not_block_the_others() -> None:
+    topic = Topic([make_states(number)[0] for number in range(5)])
+    has_all = threading.Event()
+
+    class Counting(ScriptedReceiver):
+        def send(self, notification: Any) -> None:
+            super().send(notification)
+            if len(self.accepted) == 5:
+                has_all.set()
+
+    hanging, healthy = HangingReceiver(), Counting("healthy")
+    metrics = DeliveryMetrics(CollectorRegistry())
+    notifier = Notifier(
+        [
+            WorkerThread(
+                receiver.name,
+                lambda receiver=receiver: ReceiverWorker(  # type: ignore[misc]
+                    receiver, TopicReader(Topic(topic.messages)), None, metrics
+                ),
+            )
+            for receiver in (hanging, healthy)
+        ]
+    )
+    notifier.start()
+    assert hanging.is_called.wait(WAIT_SECONDS)
+    assert has_all.wait(WAIT_SECONDS)
+    assert hanging.accepted == []
+    hanging.release.set()
+    notifier.close(WAIT_SECONDS)
+    assert healthy.is_closed
+    assert hanging.is_closed
+
+
+def test_thread_survives_errors_of_its_worker() -> None:
+    class Failing:
+        num_runs = 0
+        is_done = threading.Event()
+
+        def run_once(self) -> None:
+            self.num_runs += 1
+            if self.num_runs == 1:
+                raise Unavailable("the broker is away")
+            self.is_done.set()
+
+        def close(self) -> None:
+            raise Unavailable("the broker is away")
+
+    worker = Failing()
+    thread = WorkerThread("failing", lambda: worker)
+    thread.start()
+    assert worker.is_done.wait(WAIT_SECONDS)
+    thread.request_stop()
+    assert thread.join(WAIT_SECONDS)
+
+
+def test_a_worker_that_cannot_be_created_ends_the_start() -> None:
+    def create() -> Any:
+        raise Unavailable("no broker responds: start it")
+
+    running = WorkerThread(
+        "running", lambda: OpenIncidentCounter(MemoryIncidentLog(), None, OpenIncidentMetrics(CollectorRegistry()))
+    )
+    notifier = Notifier([running, WorkerThread("broken", create)])
+    with pytest.raises(Unavailable):
+        notifier.start()
+    assert running.join(WAIT_SECONDS)
+
+
+def test_numbers_of_open_and_silenced_incidents() -> None:
+    registry = CollectorRegistry()
+    incidents, labels = MemoryIncidentLog(), MemoryFeedbackLog()
+    counter = OpenIncidentCounter(incidents, labels, OpenIncidentMetrics(registry))
+    for number in range(4):
+        incidents.append(make_states(number)[0])
+    incidents.append(make_states(0)[2])
+    labels.append(make_label("false-alarm", 1, incident=make_states(1)[0].id))
+    counter.run_once()
+
+    def measure(name: str, **fields: str) -> float | None:
+        return registry.get_sample_value(f"deformer_{name}", fields)
+
+    assert [measure("incidents_open", severity=str(severity)) for severity in (1, 2, 3)] == [1, 2, 0]
+    assert measure("incidents_silenced", reason="false-alarm") == 1
+    assert measure("incidents_silenced", reason="maintenance") == 0
