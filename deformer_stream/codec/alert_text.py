@@ -76,7 +76,7 @@ def format_alert_line(alert: Alert, zone: tzinfo | None = None, today: date | No
 
 def _format_evidence(evidence: AlertCause) -> str:
     """Return which cumulative sum has raised an alert, such as "flow repeats its last value"."""
-    return EVIDENCE_TEXTS[evidence.kind].format(sensor=_make_printable(evidence.sensor or ""))
+    return EVIDENCE_TEXTS[evidence.kind].format(sensor=make_printable(evidence.sensor or ""))
 
 
 def summarize_cause(alert: Alert) -> dict[str, str | float]:
@@ -107,7 +107,7 @@ def format_drift_line(notice: DriftNotice, zone: tzinfo | None = None, today: da
         zone: The time zone in which the time is shown; the zone of this machine by default.
         today: The date that is left out, so that only the time of day is shown; by default every date is shown.
     """
-    names = [_make_printable(shift.feature) for shift in notice.shifted_features[:MAX_LISTED_FEATURES]]
+    names = [make_printable(shift.feature) for shift in notice.shifted_features[:MAX_LISTED_FEATURES]]
     shifted = f"; most changed: {', '.join(names)}" if names else ""
     return (
         f"{_format_time(notice.time, zone, today)}drift: after {notice.num_records} records of partition "
@@ -121,14 +121,14 @@ def format_contribution(contribution: Contribution) -> str:
 
     The unit is left out if it is not known.
     """
-    name, value, expected = _make_printable(contribution.feature), contribution.value, contribution.expected
-    unit = f" {_make_printable(contribution.unit)}" if contribution.unit else ""
+    name, value, expected = make_printable(contribution.feature), contribution.value, contribution.expected
+    unit = f" {make_printable(contribution.unit)}" if contribution.unit else ""
     if isinstance(value, int | float) and expected.low is not None and expected.high is not None:
-        came, low, high = _format_value_and_range(value, expected.low, expected.high)
+        came, low, high = format_value_and_range(value, expected.low, expected.high)
         return f"{name} {came}{unit}, expected {low} to {high}"
-    came = "an unknown label" if value is None else _make_printable(str(value))
+    came = "an unknown label" if value is None else make_printable(str(value))
     # `median` is the most likely label.
-    return f"{name} {came}{unit}, expected {_make_printable(str(expected.median))}"
+    return f"{name} {came}{unit}, expected {make_printable(str(expected.median))}"
 
 
 def _choose_decimals(low: float, high: float) -> int:
@@ -140,7 +140,7 @@ def _choose_decimals(low: float, high: float) -> int:
     return max(0, -math.floor(math.log10(2 * MAX_ROUNDING * width)))
 
 
-def _format_value_and_range(value: float, low: float, high: float) -> tuple[str, str, str]:
+def format_value_and_range(value: float, low: float, high: float) -> tuple[str, str, str]:
     """Return a reading and the bounds of its expected range as texts.
 
     If the reading is outside of the range, they have enough digits to show it.
@@ -208,11 +208,11 @@ def _name_record(record_id: str) -> str:
     """
     device = record_id.rpartition(WINDOW_SEPARATOR)[0]
     if not device and not extract_device(record_id):
-        return f"record {_make_printable(record_id)}"
-    return _make_printable(device or record_id)
+        return f"record {make_printable(record_id)}"
+    return make_printable(device or record_id)
 
 
-def _make_printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Return a text on one line, shortened, with characters escaped that could change what a terminal shows."""
     printable = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
     return printable if len(printable) <= MAX_TEXT_CHARACTERS else printable[: MAX_TEXT_CHARACTERS - 1] + "…"

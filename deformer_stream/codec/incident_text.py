@@ -1,0 +1,64 @@
+"""Incidents as text for people: a title of one line, and the facts below it, for chat, mail and pagers."""
+
+from __future__ import annotations
+
+from deformer_stream.codec.alert_text import MAX_LISTED_FEATURES, format_value_and_range, make_printable
+from deformer_stream.codec.timestamps import format_rfc3339
+from deformer_stream.incidents.events import Incident, IncidentSuspect
+
+WHOLE_STREAM_NAME = "the stream"
+"""Name of the device of records whose ids name none."""
+
+
+def summarize_incident(incident: Incident) -> str:
+    """Return an incident as one line, such as "pump-7: flow 31.9 to 33.2 m³/h, expected 119 to 127".
+
+    The line names at most three suspects. Characters that could change what a terminal shows are escaped.
+    """
+    suspects = "; ".join(map(_format_suspect, incident.suspects[:MAX_LISTED_FEATURES]))
+    return f"{name_device(incident)}: {suspects or 'the readings are improbable'}"
+
+
+def name_device(incident: Incident) -> str:
+    """Return what an incident concerns: its device, or the number of devices of a fleet incident."""
+    if incident.kind == "fleet":
+        group = f" of {make_printable(incident.group)}" if incident.group else ""
+        return f"{len(incident.members)} devices{group}"
+    return make_printable(incident.device) if incident.device else WHOLE_STREAM_NAME
+
+
+def list_facts(incident: Incident) -> dict[str, str]:
+    """Return what a person wants to know of an incident, as texts by name. All values are printable."""
+    facts = {
+        "opened": format_rfc3339(incident.opened),
+        "last record": format_rfc3339(incident.last),
+        "resolved": None if incident.resolved is None else format_rfc3339(incident.resolved),
+        "records": f"{incident.num_alerted} of {incident.num_records} records have alerted",
+        "severity": str(incident.severity),
+        "evidence": f"{incident.evidence:.1f} (opens at {incident.threshold:.1f})",
+        "budget": f"{make_printable(incident.budget)}, kept by {incident.rule}",
+        "likely fault": ", ".join(
+            f"{make_printable(name)} ({probability:.0%})" for name, probability in incident.fault[:MAX_LISTED_FEATURES]
+        ),
+        "expected values would silence it": (
+            ""
+            if incident.silenced_by is None
+            else ", ".join(make_printable(name) for name in incident.silenced_by[0][:MAX_LISTED_FEATURES])
+        ),
+        "model": make_printable(incident.model),
+        "incident": incident.id,
+    }
+    return {name: text for name, text in facts.items() if text}
+
+
+def _format_suspect(suspect: IncidentSuspect) -> str:
+    """Return what came and what was expected of a suspect; only its name if it has labels."""
+    name = make_printable(suspect.feature)
+    low, high, came_low, came_high = suspect.low, suspect.high, suspect.came_low, suspect.came_high
+    if low is None or high is None or came_low is None or came_high is None:
+        return name
+    came_low_text, low_text, high_text = format_value_and_range(came_low, low, high)
+    came_high_text = format_value_and_range(came_high, low, high)[0]
+    came = came_low_text if came_low_text == came_high_text else f"{came_low_text} to {came_high_text}"
+    unit = f" {make_printable(suspect.unit)}" if suspect.unit else ""
+    return f"{name} {came}{unit}, expected {low_text} to {high_text}"
