@@ -29,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -140,14 +140,20 @@ class FalseAlarmPattern:
         """Return whether the pattern holds for a device."""
         return self.devices is None or device in self.devices
 
-    def compute_p_value(self, score: float) -> float:
+    def compute_p_value(self, score: float, left_out: str | None = None) -> float:
         """Return the p-value of a record relative to the past incidents of the pattern, (1 + #{S_i ≥ s}) / (n + 1).
 
         Args:
             score: The score of the record; larger is more anomalous.
+            left_out: Id of a past incident that does not count, because the record belongs to it.
         """
-        num_at_least = len(self._scores) - bisect_left(self._scores, score)
-        return (1.0 + num_at_least) / (len(self._scores) + 1.0)
+        num_past = len(self._scores)
+        num_at_least = num_past - bisect_left(self._scores, score)
+        own_score = None if left_out is None else self.score_by_incident.get(left_out)
+        if own_score is not None:
+            num_past -= 1
+            num_at_least -= own_score >= score
+        return (1.0 + num_at_least) / (num_past + 1.0)
 
     def to_json(self) -> dict[str, Any]:
         """Return the pattern as a JSON object; the keys are part of the format of incidents.json."""
@@ -238,13 +244,29 @@ class PatternAdjuster:
     Args:
         patterns: The patterns.
         gap: Longest time between two alerts of one run, and from an alert to a record without alert, in microseconds.
+        model: Fingerprint of the model whose scores the patterns hold; "" if all records come from it.
+        find_own_incident: Returns the past incident to which a record of a device at a time belongs, None if there is
+            none. It is left out of the comparison, so that past incidents are treated like new ones. None if no record
+            belongs to a past incident, as in a live stream.
     """
 
-    def __init__(self, patterns: Sequence[FalseAlarmPattern], gap: int) -> None:
+    def __init__(
+        self,
+        patterns: Sequence[FalseAlarmPattern],
+        gap: int,
+        model: str = "",
+        find_own_incident: Callable[[str, int], str | None] | None = None,
+    ) -> None:
         self._patterns = tuple(patterns)
         self._gap = gap
+        self._model = model
+        self._find_own_incident = find_own_incident
         # Of each device with recent alerts: the time of the last alert, and the weighted sum of the shares.
         self._recent_by_device: dict[str, tuple[int, dict[str, float]]] = {}
+
+    def applies_to(self, model: str) -> bool:
+        """Return whether the scores of a model, given by its fingerprint, can be compared with those of the patterns."""
+        return self._model in ("", model)
 
     def is_active(self, device: str) -> bool:
         """Return whether the p-value of a record of this device could change although the record has not alerted."""
@@ -268,10 +290,13 @@ class PatternAdjuster:
             recent = self._remember(device, time, recent, own)
         if not recent:
             return p_value
-        for pattern in self._patterns:
-            if pattern.includes_device(device) and _matches(pattern, own, recent):
-                p_value = max(p_value, pattern.compute_p_value(score))
-        return p_value
+        matching = [
+            pattern for pattern in self._patterns if pattern.includes_device(device) and _matches(pattern, own, recent)
+        ]
+        if not matching:
+            return p_value
+        left_out = None if self._find_own_incident is None else self._find_own_incident(device, time)
+        return max(p_value, *(pattern.compute_p_value(score, left_out) for pattern in matching))
 
     def _recall(self, device: str, time: int) -> dict[str, float]:
         """Return the weighted shares of the device's recent alerts; empty if the last one is longer ago than `gap`."""

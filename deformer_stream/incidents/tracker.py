@@ -284,8 +284,7 @@ class IncidentTracker:
     Args:
         plan: The rule that keeps the budget.
         options: The options of detection.
-        adjuster: Raises the p-values of records that match patterns of false alarms, None without patterns. Patterns
-            belong to the model of the plan; they do not apply to records of other models.
+        adjuster: Raises the p-values of records that match patterns of false alarms, None without patterns.
     """
 
     def __init__(
@@ -412,7 +411,7 @@ class IncidentTracker:
                 if incident is None:
                     self._reset_detector(device)
         extended_p = p_value if plan.tail is None else plan.tail.extend(p_value, score)
-        if self._adjuster is not None and plan is self._plan:
+        if self._adjuster is not None and self._adjuster.applies_to(model):
             shares = None if alert is None else {suspect.feature: suspect.share for suspect in alert.suspects}
             extended_p = self._adjuster.adjust(name, time, extended_p, score, shares)
         log_state = advance_detector(device.log_state or INITIAL_STATE, extended_p, plan.kind, plan.log_normalisers)

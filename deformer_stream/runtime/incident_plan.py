@@ -24,15 +24,23 @@ class DetectionPlan:
         plan: The rule that keeps the budget.
         options: The options of the tracker.
         patterns: Patterns of false alarms.
+        model: Fingerprint of the model, whose scores the patterns hold.
     """
 
     plan: BudgetPlan
     options: TrackerOptions
     patterns: tuple[FalseAlarmPattern, ...] = ()
+    model: str = ""
 
-    def make_tracker(self) -> IncidentTracker:
-        """Return a tracker without state."""
-        adjuster = PatternAdjuster(self.patterns, self.options.gap) if self.patterns else None
+    def make_tracker(self, find_own_incident: Callable[[str, int], str | None] | None = None) -> IncidentTracker:
+        """Return a tracker without state.
+
+        Args:
+            find_own_incident: As in `PatternAdjuster`; None for a live stream.
+        """
+        adjuster = None
+        if self.patterns:
+            adjuster = PatternAdjuster(self.patterns, self.options.gap, self.model, find_own_incident)
         return IncidentTracker(self.plan, self.options, adjuster)
 
     def with_patterns(self, patterns: Sequence[FalseAlarmPattern]) -> DetectionPlan:
@@ -84,4 +92,4 @@ def plan_detection(
         num_remembered_records=num_remembered_records,
         get_device=get_device,
     )
-    return DetectionPlan(plan, options, calibration.patterns if calibration is not None and is_own else ())
+    return DetectionPlan(plan, options, calibration.patterns if calibration is not None and is_own else (), model)
