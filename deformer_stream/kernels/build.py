@@ -23,10 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from deformer_stream import log
-from deformer_stream.kernels.abi import find_differences
 
 SOURCES = Path(__file__).parent / "csrc"
 """The folder with the C sources of the scoring kernels."""
@@ -59,6 +56,9 @@ def load_kernels(low_precision: bool, /) -> ctypes.CDLL | None:
     library = build_library(SOURCES, SLOW_SCORING, *flags)
     if library is None:
         return None
+    # Imported here, because it imports torch. Programs that only read Kafka topics load another library of this module.
+    from deformer_stream.kernels.abi import find_differences
+
     # A library whose structures have another layout than those of Python would read wrong memory.
     differences = find_differences(library)
     if differences:
@@ -73,6 +73,8 @@ def has_fast_bfloat16_dot() -> bool:
     On Intel's processors they are slower: the instruction processes twice as many numbers as the one for float32, but
     takes four times as long.
     """
+    import torch
+
     get_capabilities: Any = getattr(torch.cpu, "get_capabilities", None)  # missing in older versions of PyTorch
     capabilities = {} if get_capabilities is None else get_capabilities()
     return bool(capabilities.get("avx512_bf16")) and not str(capabilities.get("cpu_name")).startswith("Intel")
