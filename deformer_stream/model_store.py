@@ -42,30 +42,31 @@ from deformer_stream.kernels import build
 from deformer_stream.kernels.cpu import is_supported
 from deformer_stream.model.deformer import DEformer, ModelConfig, count_state_values
 from deformer_stream.model.schema import Schema
+from deformer_stream.model_manifest import (
+    BASE_VERSION,
+    MAX_MANIFEST_BYTES,
+    REMEDY,
+    compute_digest,
+    compute_fingerprint,
+    determine_version,
+    read_at_most,
+    render_manifest,
+    shorten,
+)
+from deformer_stream.model_manifest import MANIFEST as MANIFEST
+from deformer_stream.model_manifest import read_manifest as read_manifest
 
-BASE_VERSION, GROUPS_VERSION, TIES_VERSION, WINDOW_VERSION, PER_SLOT_VERSION, READING_TIMES_VERSION = 1, 2, 3, 4, 5, 6
-"""Format versions of the manifest (manifest.json of a model directory), each with one addition to the one before.
-
-Version 2 adds separate calibrations of groups of records, version 3 a rule for readings with equal event times, version
-4 the windows of time that are the records, version 5 a rule for several readings in one time slot, and version 6
-irregular readings, which keep their own times. A manifest gets the lowest version that has all of its contents. Older
-releases can therefore read it, unless they would ignore a part of it.
-"""
-WEIGHTS, MANIFEST, REPORT = "model.safetensors", "manifest.json", "report.html"
+WEIGHTS, REPORT = "model.safetensors", "report.html"
 SEEN_RECORDS = "seen-records.safetensors"
 MAX_NAME_CHARS = 1024
 """The largest number of characters in the name of a feature or in a label.
 
 Input messages with longer names or labels are refused, so a model with such a name could never be used.
 """
-MAX_MANIFEST_BYTES = 64 * 2**20
-"""The largest size of manifest.json; with a million calibration records, the file has half of it."""
 _INCONSISTENCY_ERRORS = (
     *(AttributeError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, SafetensorError),
 )
 """The exceptions that can be raised when a model is built from an inconsistent manifest."""
-_REMEDY = "restore the model directory from a copy, or train again"
-"""What a person should do about a damaged model directory; the end of error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ def write(
     check_output_directory(directory)
     weights = safetensors.torch.save({key: t.detach().cpu().contiguous() for key, t in model.state_dict().items()})
     seen = None if seen_records is None else _encode_seen_records(seen_records)
-    rendered = _render_manifest(_create_manifest(model, calibration, training, weights, seen and seen[0]))
+    rendered = render_manifest(_create_manifest(model, calibration, training, weights, seen and seen[0]))
     if len(rendered) > MAX_MANIFEST_BYTES:
         raise ArtifactError(
             f"the model cannot be written, because its {MANIFEST} would have {len(rendered)} bytes and the limit is "
@@ -212,8 +213,8 @@ def read_files(directory: Path) -> dict[str, bytes]:
     """
     directory = Path(directory)
     manifest = read_manifest(directory)
-    contents = {WEIGHTS: _read_at_most(directory / WEIGHTS, _get_weights_size(manifest, directory))}
-    contents[MANIFEST] = _read_at_most(directory / MANIFEST, MAX_MANIFEST_BYTES)
+    contents = {WEIGHTS: read_at_most(directory / WEIGHTS, _get_weights_size(manifest, directory))}
+    contents[MANIFEST] = read_at_most(directory / MANIFEST, MAX_MANIFEST_BYTES)
     for name in (SEEN_RECORDS, REPORT, INCIDENTS_FILE):
         if (directory / name).is_file():
             contents[name] = (directory / name).read_bytes()
@@ -252,9 +253,9 @@ def _create_manifest(
         **({} if seen_records is None else {"seen_records": seen_records}),
     }
     # Each of these entries is computed from entries above, and the checksum from all others.
-    manifest["format_version"] = _determine_version(manifest)
-    manifest["fingerprint"] = _compute_fingerprint(manifest)
-    manifest["sha256"] = _compute_digest(manifest)
+    manifest["format_version"] = determine_version(manifest)
+    manifest["fingerprint"] = compute_fingerprint(manifest)
+    manifest["sha256"] = compute_digest(manifest)
     return manifest
 
 
@@ -311,9 +312,9 @@ def read_seen_records(directory: Path, manifest: dict[str, Any]) -> SeenRecords 
     path = Path(directory) / SEEN_RECORDS
     try:
         size, sha256 = int(entry["file"]["size"]), entry["file"]["sha256"]
-        content = _read_at_most(path, size)
+        content = read_at_most(path, size)
         if _describe_file(content) != {"size": size, "sha256": sha256}:
-            raise ArtifactError(f"{path} was cut short or altered (its SHA-256 does not match): {_REMEDY}")
+            raise ArtifactError(f"{path} was cut short or altered (its SHA-256 does not match): {REMEDY}")
         tensors = safetensors.numpy.load(content)
         training = tuple(
             _build_record_set(tensors[f"training.{i}"], numbers) for i, numbers in enumerate(entry["training"])
@@ -322,7 +323,7 @@ def read_seen_records(directory: Path, manifest: dict[str, Any]) -> SeenRecords 
         calibration = None if numbers is None else _build_record_set(tensors["calibration"], numbers)
         return SeenRecords(training, calibration)
     except _INCONSISTENCY_ERRORS as error:
-        raise ArtifactError(f"{path} is damaged ({_to_printable_line(error)}): {_REMEDY}") from None
+        raise ArtifactError(f"{path} is damaged ({_to_printable_line(error)}): {REMEDY}") from None
 
 
 def _build_record_set(fingerprints: np.ndarray[Any, Any], numbers: dict[str, int]) -> RecordSet:
@@ -396,136 +397,6 @@ def _replace_non_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _determine_version(manifest: dict[str, Any]) -> int:
-    """Return the lowest format version of manifest.json that can express the contents of a manifest.
-
-    A manifest gets the lowest version, so that releases that know only this version can still read it:
-
-    - Version 6 is needed if readings are irregular, that is, if they keep their own times ("reading_times").
-    - Version 5 is needed if the readings of a sensor in one time slot are combined ("per_slot" of the window).
-    - Version 4 is needed if each record is a window of event time.
-    - Version 3 is needed for a rule for readings with equal event times ("ties").
-    - Version 2 is needed for separate calibrations of groups of records.
-
-    Args:
-        manifest: The parsed manifest; its contents may be invalid.
-    """
-    # Each version can also express what lower versions can, so the highest version is checked first.
-    if "reading_times" in manifest:
-        return READING_TIMES_VERSION
-    if "window" in manifest:
-        window = manifest["window"]
-        return PER_SLOT_VERSION if isinstance(window, dict) and "per_slot" in window else WINDOW_VERSION
-    calibration = manifest.get("calibration")
-    if not isinstance(calibration, dict):
-        return BASE_VERSION
-    if "ties" in calibration:
-        return TIES_VERSION
-    return GROUPS_VERSION if "groups" in calibration else BASE_VERSION
-
-
-def _compute_fingerprint(manifest: dict[str, Any]) -> str:
-    """Return the fingerprint of a model, 16 hexadecimal digits that identify everything its p-values depend on.
-
-    The digits are a hash of the schema, the hyperparameters, the calibration and the checksum of the weights.
-    """
-    entries = [manifest[key] for key in ("schema_fingerprint", "hyperparameters", "calibration", "files")]
-    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _render_manifest(manifest: dict[str, Any]) -> bytes:
-    """Return the bytes of the file manifest.json for the given contents."""
-    return json.dumps(manifest, indent=1).encode()
-
-
-def _compute_digest(manifest: dict[str, Any]) -> str:
-    """Return the checksum of a manifest: the SHA-256 of all entries but `sha256` itself, in hexadecimal digits."""
-    entries = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(_render_manifest(entries)).hexdigest()
-
-
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """Return the contents of a model directory's manifest.json after checking the format version and the checksum.
-
-    Raises:
-        ArtifactError: The manifest is missing, truncated, altered or of an unknown format version. The message names
-            the file and the remedy.
-    """
-    path = Path(directory) / MANIFEST
-    raw = _read_at_most(path, MAX_MANIFEST_BYTES, "give the directory that deformer-train wrote with --out")
-    if len(raw) > MAX_MANIFEST_BYTES:
-        raise ArtifactError(f"{path} has more than {MAX_MANIFEST_BYTES} bytes, so it was altered: {_REMEDY}")
-    try:
-        manifest = json.loads(raw)
-        is_unaltered = _is_unaltered(manifest, raw)  # used below, because a version error is more useful to report
-    except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path} is not JSON ({error}): it was cut short or altered; {_REMEDY}") from None
-    if not isinstance(manifest, dict):
-        raise ArtifactError(f"{path} contains {_shorten(manifest)} instead of a JSON object: {_REMEDY}")
-    version = manifest.get("format_version")
-    expected_version = _determine_version(manifest)
-    if isinstance(version, int) and version > READING_TIMES_VERSION:
-        raise ArtifactError(
-            f"{path} has format version {_shorten(version)}, but this release reads no version above "
-            f"{READING_TIMES_VERSION}: install the newer deformer-stream that wrote it, or train again"
-        )
-    # `write` always states the lowest version that can express the contents.
-    if version != expected_version:
-        raise ArtifactError(
-            f"{path} states the format version {_shorten(version)}, but its contents need version {expected_version}, "
-            f"so it was altered: {_REMEDY}"
-        )
-    if not is_unaltered:
-        raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {_REMEDY}")
-    return manifest
-
-
-def _read_at_most(path: Path, max_bytes: int, remedy: str = _REMEDY) -> bytes:
-    """Return the contents of a file of a model directory, or its first `max_bytes` + 1 bytes if it is longer.
-
-    If the result has more than `max_bytes` bytes, the file is too long. Only regular files are opened, because reading
-    a device, such as /dev/zero, might never end.
-
-    Args:
-        path: The file.
-        max_bytes: The largest size that the file should have.
-        remedy: What a person should do if the file is missing; it becomes the end of the error message.
-
-    Raises:
-        ArtifactError: The file is missing, is not a regular file or cannot be read.
-    """
-    try:
-        if path.exists() and not path.is_file():
-            raise ArtifactError(f"{path} is not a regular file: {_REMEDY}")
-        with path.open("rb") as file:
-            # `read` allocates as many bytes as requested, so do not request more than the file has.
-            file_size = os.fstat(file.fileno()).st_size
-            return file.read(min(max_bytes, file_size) + 1)
-    except (FileNotFoundError, NotADirectoryError):
-        raise ArtifactError(f"{path} is missing: {remedy}") from None
-    except OSError as error:
-        raise ArtifactError(f"{path} cannot be read ({error.strerror}): {_REMEDY}") from None
-
-
-def _shorten(value: object) -> str:
-    """Return a value as text for an error message: one line of at most 60 characters."""
-    return repr(value)[:60]
-
-
-def _is_unaltered(manifest: Any, raw: bytes) -> bool:
-    """Return whether manifest.json has the checksum that it states, and the bytes that `write` would have written.
-
-    The checksum covers the parsed contents. Comparing the bytes also detects changes of spaces or of the order of keys.
-
-    Args:
-        manifest: The parsed contents of the file, any JSON value.
-        raw: The bytes of the file.
-    """
-    if not isinstance(manifest, dict):
-        return False
-    return manifest.get("sha256") == _compute_digest(manifest) and _render_manifest(manifest) == raw
-
-
 def resolve_device(name: str) -> torch.device:
     """Return the torch device that the option `--device` names.
 
@@ -559,7 +430,7 @@ def read(directory: Path, device: str = "cpu", compiled: bool = True) -> Artifac
     torch_device = resolve_device(device)
     directory = Path(directory)
     manifest = read_manifest(directory)
-    weights = _read_at_most(directory / WEIGHTS, _get_weights_size(manifest, directory))
+    weights = read_at_most(directory / WEIGHTS, _get_weights_size(manifest, directory))
     model, calibration = _build_model(manifest, weights, directory)
     model = model.to(torch_device).eval()
     if compiled and is_supported(model):
@@ -585,7 +456,7 @@ def _get_weights_size(manifest: dict[str, Any], directory: Path) -> int:
     if not isinstance(size, int) or not 0 <= size < 2**63 - 1:
         raise ArtifactError(
             f"the model directory {directory} is damaged ({MANIFEST} states the size of {WEIGHTS} as "
-            f"{_shorten(size)}, which is not a number of bytes): {_REMEDY}"
+            f"{shorten(size)}, which is not a number of bytes): {REMEDY}"
         )
     return size
 
@@ -607,11 +478,11 @@ def _build_model(manifest: dict[str, Any], weights: bytes, directory: Path) -> t
     if len(weights) != size:
         actual_size = len(weights) if len(weights) < size else f"more than {size}"
         raise ArtifactError(
-            f"{path} has {actual_size} bytes, but {MANIFEST} states {size}: it was cut short or altered; {_REMEDY}"
+            f"{path} has {actual_size} bytes, but {MANIFEST} states {size}: it was cut short or altered; {REMEDY}"
         )
     try:
         if hashlib.sha256(weights).hexdigest() != manifest["files"][WEIGHTS]["sha256"]:
-            raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {_REMEDY}")
+            raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {REMEDY}")
         tensors = safetensors.torch.load(weights)
         schema = Schema.from_json(manifest["features"], manifest.get("window"), manifest.get("reading_times"))
         config = ModelConfig.from_json(manifest["hyperparameters"])
@@ -622,7 +493,7 @@ def _build_model(manifest: dict[str, Any], weights: bytes, directory: Path) -> t
         return model, Calibration.from_json(manifest["calibration"])
     except _INCONSISTENCY_ERRORS as error:
         raise ArtifactError(
-            f"the model directory {directory} is damaged ({_to_printable_line(error)}): {_REMEDY}"
+            f"the model directory {directory} is damaged ({_to_printable_line(error)}): {REMEDY}"
         ) from None
 
 
@@ -651,50 +522,50 @@ def _check_manifest(manifest: dict[str, Any], schema: Schema, directory: Path) -
     training = manifest["training"]
     if not isinstance(training, dict):
         raise ArtifactError(
-            f"{path} is damaged: its entry `training` is {_shorten(training)}, but must be a JSON object; {_REMEDY}"
+            f"{path} is damaged: its entry `training` is {shorten(training)}, but must be a JSON object; {REMEDY}"
         )
     if manifest["schema_fingerprint"] != schema.fingerprint:
         raise ArtifactError(
             f"{path} is damaged: its entry `schema_fingerprint` is not the checksum of its features, so one of the two "
-            f"was altered; {_REMEDY}"
+            f"was altered; {REMEDY}"
         )
-    if manifest["fingerprint"] != _compute_fingerprint(manifest):
+    if manifest["fingerprint"] != compute_fingerprint(manifest):
         raise ArtifactError(
             f"{path} is damaged: its entry `fingerprint` is not the checksum of its features, hyperparameters, "
-            f"calibration and files, so one of them was altered; {_REMEDY}"
+            f"calibration and files, so one of them was altered; {REMEDY}"
         )
     for feature in schema.features:
         unit = () if feature.unit is None else (feature.unit,)
         for text in (feature.name, *feature.labels, *unit):
             if not isinstance(text, str):
                 raise ArtifactError(
-                    f"{path} is damaged: the feature name, label or unit {_shorten(text)} is not a string; {_REMEDY}"
+                    f"{path} is damaged: the feature name, label or unit {shorten(text)} is not a string; {REMEDY}"
                 )
             if len(text) > MAX_NAME_CHARS:
                 raise ArtifactError(
                     f"{path} is damaged: the feature name or label that begins with {text[:40]!r} has {len(text)} "
-                    f"characters, but at most {MAX_NAME_CHARS} are accepted; {_REMEDY}"
+                    f"characters, but at most {MAX_NAME_CHARS} are accepted; {REMEDY}"
                 )
             text.encode()  # raises a ValueError if the text is not valid Unicode, because it has a lone surrogate
         if not feature.name:
-            raise ArtifactError(f"{path} is damaged: a feature has an empty name; {_REMEDY}")
+            raise ArtifactError(f"{path} is damaged: a feature has an empty name; {REMEDY}")
         if feature.sensor is not None and (not isinstance(feature.sensor, str) or not feature.sensor):
             raise ArtifactError(
-                f"{path} is damaged: the entry `sensor` of feature {_shorten(feature.name)} is "
-                f"{_shorten(feature.sensor)}, but must be a string that is not empty; {_REMEDY}"
+                f"{path} is damaged: the entry `sensor` of feature {shorten(feature.name)} is "
+                f"{shorten(feature.sensor)}, but must be a string that is not empty; {REMEDY}"
             )
         if not isinstance(feature.reason, str):
             raise ArtifactError(
-                f"{path} is damaged: the entry `reason` of feature {_shorten(feature.name)} is "
-                f"{_shorten(feature.reason)}, but must be a string; {_REMEDY}"
+                f"{path} is damaged: the entry `reason` of feature {shorten(feature.name)} is "
+                f"{shorten(feature.reason)}, but must be a string; {REMEDY}"
             )
         for key in ("quantum", "low", "high", "period", "coordinates"):
             entry = getattr(feature, key)
             numbers = entry if isinstance(entry, tuple) else (entry,)  # only `coordinates` has several numbers
             if not all(number is None or math.isfinite(number) for number in numbers):
                 raise ArtifactError(
-                    f"{path} is damaged: the entry `{key}` of feature {_shorten(feature.name)} is {_shorten(entry)}, "
-                    f"but must be finite; {_REMEDY}"
+                    f"{path} is damaged: the entry `{key}` of feature {shorten(feature.name)} is {shorten(entry)}, "
+                    f"but must be finite; {REMEDY}"
                 )
 
 
@@ -716,8 +587,7 @@ def _check_tensors(tensors: dict[str, torch.Tensor], schema: Schema, config: Mod
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise ArtifactError(
-                f"{directory / WEIGHTS} is damaged: its tensor {_shorten(name)} has values that are not finite; "
-                f"{_REMEDY}"
+                f"{directory / WEIGHTS} is damaged: its tensor {shorten(name)} has values that are not finite; {REMEDY}"
             )
     # Each layer has at least one tensor of its own. The values are counted below, but the objects of very many tiny
     # layers would take much more memory than their values, so the layers are counted, too.
@@ -725,7 +595,7 @@ def _check_tensors(tensors: dict[str, torch.Tensor], schema: Schema, config: Mod
     if num_layers > len(tensors):
         raise ArtifactError(
             f"the model directory {directory} is damaged: the hyperparameters in {MANIFEST} describe {num_layers} "
-            f"layers, each with tensors of its own, but {WEIGHTS} has only {len(tensors)} tensors; {_REMEDY}"
+            f"layers, each with tensors of its own, but {WEIGHTS} has only {len(tensors)} tensors; {REMEDY}"
         )
     num_described_values = count_state_values(schema, config)
     num_values = sum(tensor.numel() for tensor in tensors.values())
@@ -734,5 +604,5 @@ def _check_tensors(tensors: dict[str, torch.Tensor], schema: Schema, config: Mod
     if num_described_values > 4 * num_values + 1_000_000:
         raise ArtifactError(
             f"the model directory {directory} is damaged: the hyperparameters in {MANIFEST} describe a network with "
-            f"{num_described_values} weights, but {WEIGHTS} has only {num_values}; {_REMEDY}"
+            f"{num_described_values} weights, but {WEIGHTS} has only {num_values}; {REMEDY}"
         )

@@ -18,7 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from deformer_stream import model_store
+from deformer_stream import model_manifest, model_store
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.errors import ArtifactError, ConfigError, Unavailable
 from deformer_stream.model.deformer import DEformer
@@ -312,8 +312,8 @@ def test_inconsistent_manifest_with_valid_checksums_is_refused(directory: Path, 
 def test_control_characters_of_a_forged_fingerprint_are_not_printed(directory: Path) -> None:
     manifest = json.loads((directory / model_store.MANIFEST).read_bytes())
     manifest["fingerprint"] = "\x1b[2J"
-    manifest["sha256"] = model_store._compute_digest(manifest)
-    (directory / model_store.MANIFEST).write_bytes(model_store._render_manifest(manifest))
+    manifest["sha256"] = model_manifest.compute_digest(manifest)
+    (directory / model_store.MANIFEST).write_bytes(model_manifest.render_manifest(manifest))
     assert "\x1b" not in assert_read_fails(directory, "fingerprint")
 
 

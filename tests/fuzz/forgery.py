@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from deformer_stream import model_store
+from deformer_stream import model_manifest, model_store
 from deformer_stream.codec import state
 from tests.fuzz.hostile import Random, alter_document, draw_column, mutate
 
@@ -24,9 +24,9 @@ def sign(manifest: Manifest) -> bytes:
         schema = model_store.Schema.from_json(manifest["features"], manifest.get("window"))
         manifest["schema_fingerprint"] = schema.fingerprint
     if {"schema_fingerprint", "hyperparameters", "calibration", "files"} <= manifest.keys():
-        manifest["fingerprint"] = model_store._compute_fingerprint(manifest)
-    manifest["sha256"] = model_store._compute_digest(manifest)
-    return model_store._render_manifest(manifest)
+        manifest["fingerprint"] = model_manifest.compute_fingerprint(manifest)
+    manifest["sha256"] = model_manifest.compute_digest(manifest)
+    return model_manifest.render_manifest(manifest)
 
 
 def set_weights_entry(manifest: Manifest, weights: bytes) -> Manifest:

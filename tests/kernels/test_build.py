@@ -82,7 +82,7 @@ def test_bfloat16_pairs_are_multiplied_only_on_processors_where_that_is_fast(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": name, "avx512_bf16": True})
     monkeypatch.setattr(build, "build_library", lambda sources, consequence, *flags: flags)
-    monkeypatch.setattr(build, "find_differences", lambda library: [])
+    monkeypatch.setattr(abi, "find_differences", lambda library: [])
     assert build.load_kernels(True) == ("-DBFLOAT16_FACTORS", *["-DNO_BFLOAT16_DOT"] * has_slow_dot)
     assert build.load_kernels(False) == ()
 

@@ -1,0 +1,159 @@
+"""Reading and checking of manifest.json, which describes the model of a model directory.
+
+This module needs no torch, because processes that do not score, such as the one that looks for incidents, start
+without it. `model_store` writes the file, and builds the model from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from deformer_stream.errors import ArtifactError
+
+BASE_VERSION, GROUPS_VERSION, TIES_VERSION, WINDOW_VERSION, PER_SLOT_VERSION, READING_TIMES_VERSION = 1, 2, 3, 4, 5, 6
+"""Format versions of the manifest (manifest.json of a model directory), each with one addition to the one before.
+
+Version 2 adds separate calibrations of groups of records, version 3 a rule for readings with equal event times, version
+4 the windows of time that are the records, version 5 a rule for several readings in one time slot, and version 6
+irregular readings, which keep their own times. A manifest gets the lowest version that has all of its contents. Older
+releases can therefore read it, unless they would ignore a part of it.
+"""
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 64 * 2**20
+"""The largest size of manifest.json; with a million calibration records, the file has half of it."""
+REMEDY = "restore the model directory from a copy, or train again"
+"""What a person should do about a damaged model directory; the end of error messages."""
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Return the contents of a model directory's manifest.json after checking the format version and the checksum.
+
+    Raises:
+        ArtifactError: The manifest is missing, truncated, altered or of an unknown format version. The message names
+            the file and the remedy.
+    """
+    path = Path(directory) / MANIFEST
+    raw = read_at_most(path, MAX_MANIFEST_BYTES, "give the directory that deformer-train wrote with --out")
+    if len(raw) > MAX_MANIFEST_BYTES:
+        raise ArtifactError(f"{path} has more than {MAX_MANIFEST_BYTES} bytes, so it was altered: {REMEDY}")
+    try:
+        manifest = json.loads(raw)
+        is_unaltered = _is_unaltered(manifest, raw)  # used below, because a version error is more useful to report
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{path} is not JSON ({error}): it was cut short or altered; {REMEDY}") from None
+    if not isinstance(manifest, dict):
+        raise ArtifactError(f"{path} contains {shorten(manifest)} instead of a JSON object: {REMEDY}")
+    version = manifest.get("format_version")
+    expected_version = determine_version(manifest)
+    if isinstance(version, int) and version > READING_TIMES_VERSION:
+        raise ArtifactError(
+            f"{path} has format version {shorten(version)}, but this release reads no version above "
+            f"{READING_TIMES_VERSION}: install the newer deformer-stream that wrote it, or train again"
+        )
+    # `write` always states the lowest version that can express the contents.
+    if version != expected_version:
+        raise ArtifactError(
+            f"{path} states the format version {shorten(version)}, but its contents need version {expected_version}, "
+            f"so it was altered: {REMEDY}"
+        )
+    if not is_unaltered:
+        raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {REMEDY}")
+    return manifest
+
+
+def read_at_most(path: Path, max_bytes: int, remedy: str = REMEDY) -> bytes:
+    """Return the contents of a file of a model directory, or its first `max_bytes` + 1 bytes if it is longer.
+
+    If the result has more than `max_bytes` bytes, the file is too long. Only regular files are opened, because reading
+    a device, such as /dev/zero, might never end.
+
+    Args:
+        path: The file.
+        max_bytes: The largest size that the file should have.
+        remedy: What a person should do if the file is missing; it becomes the end of the error message.
+
+    Raises:
+        ArtifactError: The file is missing, is not a regular file or cannot be read.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise ArtifactError(f"{path} is not a regular file: {REMEDY}")
+        with path.open("rb") as file:
+            # `read` allocates as many bytes as requested, so do not request more than the file has.
+            file_size = os.fstat(file.fileno()).st_size
+            return file.read(min(max_bytes, file_size) + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ArtifactError(f"{path} is missing: {remedy}") from None
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read ({error.strerror}): {REMEDY}") from None
+
+
+def _is_unaltered(manifest: Any, raw: bytes) -> bool:
+    """Return whether manifest.json has the checksum that it states, and the bytes that `write` would have written.
+
+    The checksum covers the parsed contents. Comparing the bytes also detects changes of spaces or of the order of keys.
+
+    Args:
+        manifest: The parsed contents of the file, any JSON value.
+        raw: The bytes of the file.
+    """
+    if not isinstance(manifest, dict):
+        return False
+    return manifest.get("sha256") == compute_digest(manifest) and render_manifest(manifest) == raw
+
+
+def determine_version(manifest: dict[str, Any]) -> int:
+    """Return the lowest format version of manifest.json that can express the contents of a manifest.
+
+    A manifest gets the lowest version, so that releases that know only this version can still read it:
+
+    - Version 6 is needed if readings are irregular, that is, if they keep their own times ("reading_times").
+    - Version 5 is needed if the readings of a sensor in one time slot are combined ("per_slot" of the window).
+    - Version 4 is needed if each record is a window of event time.
+    - Version 3 is needed for a rule for readings with equal event times ("ties").
+    - Version 2 is needed for separate calibrations of groups of records.
+
+    Args:
+        manifest: The parsed manifest; its contents may be invalid.
+    """
+    # Each version can also express what lower versions can, so the highest version is checked first.
+    if "reading_times" in manifest:
+        return READING_TIMES_VERSION
+    if "window" in manifest:
+        window = manifest["window"]
+        return PER_SLOT_VERSION if isinstance(window, dict) and "per_slot" in window else WINDOW_VERSION
+    calibration = manifest.get("calibration")
+    if not isinstance(calibration, dict):
+        return BASE_VERSION
+    if "ties" in calibration:
+        return TIES_VERSION
+    return GROUPS_VERSION if "groups" in calibration else BASE_VERSION
+
+
+def compute_fingerprint(manifest: dict[str, Any]) -> str:
+    """Return the fingerprint of a model, 16 hexadecimal digits that identify everything its p-values depend on.
+
+    The digits are a hash of the schema, the hyperparameters, the calibration and the checksum of the weights.
+    """
+    entries = [manifest[key] for key in ("schema_fingerprint", "hyperparameters", "calibration", "files")]
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def render_manifest(manifest: dict[str, Any]) -> bytes:
+    """Return the bytes of the file manifest.json for the given contents."""
+    return json.dumps(manifest, indent=1).encode()
+
+
+def compute_digest(manifest: dict[str, Any]) -> str:
+    """Return the checksum of a manifest: the SHA-256 of all entries but `sha256` itself, in hexadecimal digits."""
+    entries = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(render_manifest(entries)).hexdigest()
+
+
+def shorten(value: object) -> str:
+    """Return a value as text for an error message: one line of at most 60 characters."""
+    return repr(value)[:60]
