@@ -58,7 +58,7 @@ class Overlay:
 
     def present(self, incident: Incident) -> Presentation:
         """Return how an incident is presented: its label, and whether receivers get messages about it."""
-        window = self._find_window(incident)
+        window = self._find_window(incident.device, incident.opened)
         silenced_by_window: SilenceReason | None = None if window is None else "maintenance"
         presentation = Presentation(silenced=silenced_by_window, cause="" if window is None else window.id)
         for label in _sort_by_time(self._labels_by_incident.get(incident.id, {}).values()):
@@ -78,14 +78,18 @@ class Overlay:
 
         If several labels of the device include this time, the latest one counts, so that "cleared" takes a window back.
         """
-        return self._find_window(incident) is not None
+        return self._find_window(incident.device, incident.opened) is not None
 
-    def _find_window(self, incident: Incident) -> FeedbackLabel | None:
-        """Return the maintenance window of its device in which an incident opened, None if there is none."""
+    def is_under_maintenance(self, device: str, time: int) -> bool:
+        """Return whether a maintenance window of a device includes a time, microseconds since 1970."""
+        return self._find_window(device, time) is not None
+
+    def _find_window(self, device: str, time: int) -> FeedbackLabel | None:
+        """Return the maintenance window of a device that includes a time, None if there is none."""
         covering = [
             label
-            for label in self._windows_by_device.get(incident.device, {}).values()
-            if label.start is not None and label.end is not None and label.start <= incident.opened < label.end
+            for label in self._windows_by_device.get(device, {}).values()
+            if label.start is not None and label.end is not None and label.start <= time < label.end
         ]
         latest = _sort_by_time(covering)[-1:]
         return latest[0] if latest and latest[0].label == "maintenance" else None
