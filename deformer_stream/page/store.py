@@ -1,0 +1,410 @@
+"""The incidents and labels that the operator's page shows, kept in memory and updated from their logs.
+
+The series of an incident are kept compressed, because a page shows those of one incident at a time. What a list shows
+is kept as an `Incident` without series. So ten thousand incidents need some tens of megabytes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+import cramjam
+
+from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
+from deformer_stream.incidents.events import NO_READINGS, FeedbackLabel, Incident, Label, Timeline
+from deformer_stream.incidents.overlay import Overlay, Presentation
+
+MAX_INCIDENTS = 50_000
+"""Maximum number of incidents in memory. Beyond it the incident that opened first is dropped, resolved ones first."""
+MAX_LABELS_PER_INCIDENT = 100
+"""Maximum number of labels of one incident that are kept for its history. All of them count."""
+MAX_FAULT_NAMES = 200
+"""Maximum number of names of faults that are offered for a label."""
+SPARKLINE_POINTS = 30
+"""Maximum number of points of the timeline that a list shows."""
+
+Value = TypeVar("Value")
+StateFilter = Literal["all", "open", "resolved"]
+LabelFilter = Literal["all", "none", "true", "false-alarm", "maintenance"]
+
+
+@dataclass(frozen=True, slots=True)
+class IncidentFilter:
+    """Which incidents a search returns.
+
+    Attributes:
+        device: Part of the name of the device, in upper or lower case; "" for all devices.
+        start: Only incidents that opened at this time or later, None without a limit.
+        end: Only incidents that opened before this time, None without a limit.
+        label: Only incidents with this label; "none" for those without a label.
+        state: Only open or only resolved incidents.
+    """
+
+    device: str = ""
+    start: int | None = None
+    end: int | None = None
+    label: LabelFilter = "all"
+    state: StateFilter = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class ShownIncident:
+    """An incident with what labels and maintenance windows change about it.
+
+    Attributes:
+        incident: The incident. In lists it has no series except for a short timeline, and no ids of records.
+        presentation: Its label, and whether receivers get messages about it.
+    """
+
+    incident: Incident
+    presentation: Presentation
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """One page of a search.
+
+    Attributes:
+        rows: The incidents of the page, the one that opened last first.
+        num_found: Number of incidents on all pages.
+        page: Number of the page, from 1.
+        num_pages: Number of pages, at least 1.
+    """
+
+    rows: tuple[ShownIncident, ...]
+    num_found: int
+    page: int
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class LabelCounts:
+    """Number of incidents of a time by label.
+
+    Attributes:
+        num_total: Number of incidents.
+        num_true: Number of those that are real faults.
+        num_false: Number of those that are false alarms.
+        num_maintenance: Number of those that are maintenance, by a label or by a maintenance window.
+        num_unlabelled: Number of those without a label.
+        first_opened: When the first of them opened, None if there is none.
+        num_devices: Number of devices that have incidents.
+    """
+
+    num_total: int
+    num_true: int
+    num_false: int
+    num_maintenance: int
+    num_unlabelled: int
+    first_opened: int | None
+    num_devices: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A stored incident: what lists show, and all of it as compressed JSON."""
+
+    summary: Incident
+    compressed: bytes
+
+
+def _now_in_micros() -> int:
+    """Return the present time in microseconds since 1970."""
+    return time.time_ns() // 1000
+
+
+class IncidentStore:
+    """Incidents and their labels, with the indexes that the page needs. All methods may be called from any thread.
+
+    Args:
+        max_incidents: Maximum number of incidents that are kept.
+
+    Attributes:
+        now: Returns the present time, microseconds since 1970. Tests replace it.
+    """
+
+    def __init__(self, max_incidents: int = MAX_INCIDENTS, now: Callable[[], int] = _now_in_micros) -> None:
+        self.now = now
+        self._max_incidents = max_incidents
+        self._lock = threading.RLock()
+        self._version = 0
+        self._entry_by_id: dict[str, _Entry] = {}
+        self._version_by_id: dict[str, int] = {}
+        self._order: list[tuple[int, str]] = []  # (time of opening, id) of all incidents, ascending
+        self._open_ids: set[str] = set()
+        self._num_by_device: dict[str, int] = {}
+        self._overlay = Overlay()
+        self._label_ids: set[str] = set()
+        self._labels_by_incident: dict[str, deque[FeedbackLabel]] = {}
+        self._fault_names: dict[str, None] = {}  # the last used one is the last key
+        self._num_dropped = 0
+        self._last_change: int | None = None
+        self._listeners: list[Callable[[], None]] = []
+
+    # Changes
+
+    def add_incidents(self, incidents: Sequence[Incident]) -> None:
+        """Add messages of the log of incidents. The last message of an id replaces earlier ones."""
+        if not incidents:
+            return
+        last_by_id = {incident.id: incident for incident in incidents}
+        entries = [_make_entry(incident) for incident in last_by_id.values()]  # compressed without the lock
+        with self._lock:
+            for entry in entries:
+                self._add_entry(entry)
+            self._drop_oldest()
+            self._set_changed(last_by_id)
+        self._notify()
+
+    def add_labels(self, labels: Sequence[FeedbackLabel]) -> None:
+        """Add labels. A label that was added before has no effect."""
+        with self._lock:
+            new_labels = [label for label in labels if label.id not in self._label_ids]
+            for label in new_labels:
+                self._label_ids.add(label.id)
+                self._overlay.add(label)
+                if label.incident is not None:
+                    history = self._labels_by_incident.setdefault(label.incident, deque(maxlen=MAX_LABELS_PER_INCIDENT))
+                    history.append(label)
+                if label.label == "true" and label.name:
+                    self._fault_names.pop(label.name, None)
+                    self._fault_names[label.name] = None
+            while len(self._fault_names) > MAX_FAULT_NAMES:
+                del self._fault_names[next(iter(self._fault_names))]
+            if new_labels:
+                self._set_changed([label.incident for label in new_labels if label.incident is not None])
+        if new_labels:
+            self._notify()
+
+    def touch(self) -> None:
+        """Notify listeners that something that is shown outside of the incidents has changed."""
+        with self._lock:
+            self._version += 1
+        self._notify()
+
+    def subscribe(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call a function after each change, from the thread that made it; return a function that ends this."""
+        with self._lock:
+            self._listeners.append(listener)
+
+        def unsubscribe() -> None:
+            with self._lock:
+                self._listeners.remove(listener)
+
+        return unsubscribe
+
+    def _add_entry(self, entry: _Entry) -> None:
+        """Add an incident or replace its earlier state, and update the indexes."""
+        incident = entry.summary
+        earlier = self._entry_by_id.get(incident.id)
+        if earlier is not None:
+            self._remove_from_indexes(earlier.summary)
+        self._entry_by_id[incident.id] = entry
+        insort(self._order, (incident.opened, incident.id))
+        self._num_by_device[incident.device] = self._num_by_device.get(incident.device, 0) + 1
+        if incident.state != "resolved":
+            self._open_ids.add(incident.id)
+
+    def _remove_from_indexes(self, incident: Incident) -> None:
+        """Remove an incident from all indexes."""
+        del self._order[bisect_left(self._order, (incident.opened, incident.id))]
+        self._open_ids.discard(incident.id)
+        self._num_by_device[incident.device] -= 1
+        if not self._num_by_device[incident.device]:
+            del self._num_by_device[incident.device]
+
+    def _drop_oldest(self) -> None:
+        """Drop incidents beyond the maximum number: the resolved ones that opened first, then open ones."""
+        surplus = len(self._order) - self._max_incidents
+        if surplus <= 0:
+            return
+        ids = [incident_id for _, incident_id in self._order]
+        resolved = [incident_id for incident_id in ids if incident_id not in self._open_ids]
+        dropped = (resolved + [incident_id for incident_id in ids if incident_id in self._open_ids])[:surplus]
+        for incident_id in dropped:
+            self._remove_from_indexes(self._entry_by_id.pop(incident_id).summary)
+            self._version_by_id.pop(incident_id, None)
+        self._num_dropped += len(dropped)
+
+    def _set_changed(self, incident_ids: Sequence[str] | dict[str, Incident]) -> None:
+        """Count a change of the given incidents."""
+        self._version += 1
+        self._last_change = self.now()
+        for incident_id in incident_ids:
+            if incident_id in self._entry_by_id:
+                self._version_by_id[incident_id] = self._version
+
+    def _notify(self) -> None:
+        """Call the listeners."""
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener()
+
+    # Queries
+
+    @property
+    def version(self) -> int:
+        """The number of changes so far."""
+        with self._lock:
+            return self._version
+
+    def get_version(self, incident_id: str) -> int:
+        """Return the value that `version` had after the last change of an incident; 0 if it is not stored."""
+        with self._lock:
+            return self._version_by_id.get(incident_id, 0)
+
+    @property
+    def last_change(self) -> int | None:
+        """When incidents or labels were last added, microseconds since 1970; None before."""
+        with self._lock:
+            return self._last_change
+
+    @property
+    def num_incidents(self) -> int:
+        """Number of incidents that are stored."""
+        with self._lock:
+            return len(self._order)
+
+    @property
+    def num_dropped(self) -> int:
+        """Number of incidents that were dropped because the store was full."""
+        with self._lock:
+            return self._num_dropped
+
+    @property
+    def num_open(self) -> int:
+        """Number of open incidents."""
+        with self._lock:
+            return len(self._open_ids)
+
+    def list_devices(self) -> list[str]:
+        """Return the devices that have incidents, in alphabetical order."""
+        with self._lock:
+            return sorted(self._num_by_device)
+
+    def list_fault_names(self) -> list[str]:
+        """Return the names of faults that labels have used, the last used one first."""
+        with self._lock:
+            return list(reversed(self._fault_names))
+
+    def list_open(self) -> list[ShownIncident]:
+        """Return the open incidents, the one that opened last first."""
+        with self._lock:
+            incidents = [self._entry_by_id[incident_id].summary for incident_id in self._open_ids]
+            shown = [ShownIncident(incident, self._overlay.present(incident)) for incident in incidents]
+        return sorted(shown, key=lambda one: (-one.incident.opened, one.incident.id))
+
+    def list_last_resolved(self, count: int) -> list[ShownIncident]:
+        """Return the resolved incidents that opened last, at most `count` of them."""
+        return list(self.search(IncidentFilter(state="resolved"), 1, count).rows)
+
+    def get(self, incident_id: str) -> ShownIncident | None:
+        """Return an incident with its series, None if it is not stored."""
+        with self._lock:
+            entry = self._entry_by_id.get(incident_id)
+            if entry is None:
+                return None
+            presentation = self._overlay.present(entry.summary)
+        return ShownIncident(decode_incident(bytes(cramjam.zstd.decompress(entry.compressed))), presentation)
+
+    def get_summary(self, incident_id: str) -> ShownIncident | None:
+        """Return an incident as in lists, None if it is not stored."""
+        with self._lock:
+            entry = self._entry_by_id.get(incident_id)
+            return None if entry is None else ShownIncident(entry.summary, self._overlay.present(entry.summary))
+
+    def list_labels(self, incident_id: str) -> list[FeedbackLabel]:
+        """Return the labels of an incident, the last one first; at most `MAX_LABELS_PER_INCIDENT`."""
+        with self._lock:
+            labels = list(self._labels_by_incident.get(incident_id, ()))
+        return sorted(labels, key=lambda label: (label.time, label.id), reverse=True)
+
+    def search(self, wanted: IncidentFilter, page: int, page_size: int) -> SearchResult:
+        """Return one page of the incidents that a filter selects, the one that opened last first.
+
+        Args:
+            wanted: The filter.
+            page: Number of the page, from 1. A number beyond the last page gives the last page.
+            page_size: Number of incidents of a page.
+        """
+        with self._lock:
+            found = self._find(wanted)
+            num_pages = max(1, -(-len(found) // page_size))
+            page = min(max(page, 1), num_pages)
+            rows = [self._entry_by_id[incident_id].summary for incident_id in found[(page - 1) * page_size :]]
+            shown = tuple(ShownIncident(row, self._overlay.present(row)) for row in rows[:page_size])
+        return SearchResult(shown, len(found), page, num_pages)
+
+    def count_labels(self, since: int) -> LabelCounts:
+        """Return how many incidents that opened at a time or later have which label.
+
+        Members of a fleet incident count one by one, and the fleet incident itself does not count, because the budget
+        is that of one device.
+
+        Args:
+            since: The time, microseconds since 1970.
+        """
+        count_by_label: dict[Label | None, int] = {}
+        devices, first_opened = set(), None
+        with self._lock:
+            for opened, incident_id in self._order[bisect_left(self._order, (since, "")) :]:
+                incident = self._entry_by_id[incident_id].summary
+                if incident.kind == "fleet":
+                    continue
+                first_opened = opened if first_opened is None else first_opened
+                devices.add(incident.device)
+                presentation = self._overlay.present(incident)
+                label: Label | None = presentation.label or (
+                    "maintenance" if presentation.silenced == "maintenance" else None
+                )
+                count_by_label[label] = count_by_label.get(label, 0) + 1
+        return LabelCounts(
+            num_total=sum(count_by_label.values()),
+            num_true=count_by_label.get("true", 0),
+            num_false=count_by_label.get("false-alarm", 0),
+            num_maintenance=count_by_label.get("maintenance", 0),
+            num_unlabelled=count_by_label.get(None, 0),
+            first_opened=first_opened,
+            num_devices=len(devices),
+        )
+
+    def _find(self, wanted: IncidentFilter) -> list[str]:
+        """Return the ids of the incidents that a filter selects, the one that opened last first."""
+        start = 0 if wanted.start is None else bisect_left(self._order, (wanted.start, ""))
+        end = len(self._order) if wanted.end is None else bisect_left(self._order, (wanted.end, ""))
+        ids = [incident_id for _, incident_id in reversed(self._order[start:end])]
+        if wanted.state != "all":
+            ids = [incident_id for incident_id in ids if (incident_id in self._open_ids) == (wanted.state == "open")]
+        if wanted.device:
+            part = wanted.device.casefold()
+            ids = [one for one in ids if part in self._entry_by_id[one].summary.device.casefold()]
+        if wanted.label != "all":
+            label = None if wanted.label == "none" else wanted.label
+            ids = [one for one in ids if self._overlay.present(self._entry_by_id[one].summary).label == label]
+        return ids
+
+
+def _make_entry(incident: Incident) -> _Entry:
+    """Return an incident as it is stored."""
+    stride = max(1, -(-len(incident.timeline.times) // SPARKLINE_POINTS))
+    timeline = Timeline(
+        _thin(incident.timeline.times, stride),
+        _thin(incident.timeline.evidence, stride),
+        _thin(incident.timeline.p_values, stride),
+    )
+    summary = replace(
+        incident, timeline=timeline, readings=NO_READINGS, record_ids=(), alert_ids=(), suspects=incident.suspects[:3]
+    )
+    return _Entry(summary, bytes(cramjam.zstd.compress(encode_incident(incident), 3)))
+
+
+def _thin(column: tuple[Value, ...], stride: int) -> tuple[Value, ...]:
+    """Return every n-th point of a column, the last one included."""
+    return column[::-1][::stride][::-1]

@@ -1,0 +1,155 @@
+"""How the operator's page writes moments, durations, numbers and causes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from datetime import datetime, timedelta, tzinfo
+
+from deformer_stream.codec.timestamps import EPOCH, format_rfc3339
+from deformer_stream.incidents.device import WHOLE_STREAM
+from deformer_stream.incidents.events import Incident, IncidentSuspect
+from deformer_stream.report.pages import format_number, format_percent
+
+SECOND, MINUTE, HOUR, DAY = 1_000_000, 60_000_000, 3_600_000_000, 86_400_000_000
+"""Numbers of microseconds."""
+
+TEXT_BY_LABEL = {
+    "true": "real fault",
+    "false-alarm": "false alarm",
+    "maintenance": "maintenance",
+    "cleared": "taken back",
+}
+"""How labels are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """The present time and the time zone in which the page shows times.
+
+    Attributes:
+        now: The present time, microseconds since 1970.
+        zone: The time zone, None for the time zone of this machine.
+    """
+
+    now: int
+    zone: tzinfo | None = None
+
+    def to_datetime(self, micros: int) -> datetime | None:
+        """Return a time in the time zone of the page, None outside the years 1 to 9999."""
+        if format_rfc3339(micros) is None:
+            return None
+        try:
+            return (EPOCH + timedelta(microseconds=micros)).astimezone(self.zone)
+        except (OverflowError, ValueError):  # the first or the last day of all years in another zone
+            return EPOCH + timedelta(microseconds=micros)
+
+    def format_time(self, micros: int | None) -> str:
+        """Return a time such as "22:05:41", with its date if it is not of today, and with its year if not of this one.
+
+        None, and a time outside the years 1 to 9999, give a dash.
+        """
+        moment, today = self._resolve(micros), self.to_datetime(self.now)
+        if moment is None or today is None:
+            return "–"
+        if moment.date() == today.date():
+            return f"{moment:%H:%M:%S}"
+        return f"{moment.day} {moment:%b %H:%M}" if moment.year == today.year else f"{moment.day} {moment:%b %Y %H:%M}"
+
+    def format_iso(self, micros: int) -> str:
+        """Return a time as RFC 3339 text in UTC; "" outside the years 1 to 9999."""
+        return format_rfc3339(micros) or ""
+
+    def format_full(self, micros: int | None) -> str:
+        """Return a time such as "2026-11-23 22:05:41 CET"; a dash if it is unknown."""
+        moment = self._resolve(micros)
+        return "–" if moment is None else f"{moment:%Y-%m-%d %H:%M:%S} {self.zone_name}"
+
+    def format_ago(self, micros: int | None) -> str:
+        """Return how long ago a time was, such as "12 min ago"; a dash if it is unknown."""
+        if micros is None or format_rfc3339(micros) is None:
+            return "–"
+        elapsed = self.now - micros
+        if abs(elapsed) < 5 * SECOND:
+            return "just now"
+        return f"{format_duration(elapsed)} ago" if elapsed > 0 else f"in {format_duration(-elapsed)}"
+
+    @property
+    def zone_name(self) -> str:
+        """The abbreviation of the time zone, such as "CET"."""
+        moment = self.to_datetime(self.now)
+        return "UTC" if moment is None else f"{moment:%Z}"
+
+    def _resolve(self, micros: int | None) -> datetime | None:
+        """Return a time in the time zone of the page, None if it is unknown."""
+        return None if micros is None else self.to_datetime(micros)
+
+
+def format_duration(micros: int) -> str:
+    """Return a duration such as "45 s", "12 min", "3 h 5 min" or "2 d 4 h"."""
+    seconds = max(0, round(micros / SECOND))
+    if seconds < 60:
+        return f"{seconds} s"
+    minutes = seconds // 60
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h" if hours and days < 14 else f"{days} d"
+
+
+def format_range(low: float | None, high: float | None, unit: str | None = None) -> str:
+    """Return a range such as "119 … 127 m³/h"; "" if an end is unknown."""
+    if low is None or high is None:
+        return ""
+    low_text, high_text = format_number(low), format_number(high)
+    text = low_text if low_text == high_text else f"{low_text} … {high_text}"
+    return f"{text} {unit}" if unit else text
+
+
+def format_device(device: str) -> str:
+    """Return the name of a device as it is shown."""
+    return "the whole stream" if device == WHOLE_STREAM else device
+
+
+def name_incident(incident: Incident) -> str:
+    """Return the name of an incident: its device, or the group and the number of devices of a fleet incident."""
+    if incident.kind == "fleet":
+        group = f" of {incident.group}" if incident.group else ""
+        return f"{len(incident.members)} devices{group}"
+    return format_device(incident.device)
+
+
+def describe_suspect(suspect: IncidentSuspect) -> str:
+    """Return what came and what was expected, such as "came 31.9 … 33.2 m³/h, expected 119 … 127"; "" if unknown."""
+    came = format_range(suspect.came_low, suspect.came_high, suspect.unit)
+    expected = format_range(suspect.low, suspect.high)
+    return ", ".join(part for part in (came and f"came {came}", expected and f"expected {expected}") if part)
+
+
+def describe_silencing(incident: Incident) -> str:
+    """Return which features would have to come as expected so that there were no alerts; "" if it is unknown."""
+    if incident.silenced_by is None or not incident.silenced_by[0]:
+        return ""
+    features, share = incident.silenced_by
+    names = features[0] if len(features) == 1 else f"{', '.join(features[:-1])} and {features[-1]}"
+    values = "the expected value" if len(features) == 1 else "the expected values"
+    return f"With {values} of {names}, {format_percent(share, 0)} of the alerts would not have been raised."
+
+
+def format_evidence(evidence: float) -> str:
+    """Return evidence with one decimal; "∞" if it is infinite."""
+    return f"{evidence:.1f}".replace("-", "−") if math.isfinite(evidence) else format_number(evidence)
+
+
+def describe_evidence(evidence: float) -> str:
+    """Return evidence in words.
+
+    Args:
+        evidence: log10 of the statistic.
+    """
+    if not math.isfinite(evidence):
+        return "unknown"
+    return f"10^{format_evidence(evidence)} to 1 against normal operation"
