@@ -55,6 +55,13 @@ MAX_NEIGHBOR_VALUE = 6.0
 An outlier then cannot distort the distributions of the readings after it.
 """
 
+MAX_OTHER_NEIGHBORS = 32
+"""Largest number of neighbors of other sensors on which the process is conditioned for `compute_log_p_others`.
+
+A model whose neighbors are all earlier readings computes its own predictions by one factorisation for each record. The
+neighbors here differ from reading to reading, so that time and memory would grow with the third power of their number.
+"""
+
 MIN_NOISE_VARIANCE = 1e-4
 """Smallest variance of the noise of a reading, in squared normalised units. It keeps covariance matrices regular."""
 
@@ -170,7 +177,7 @@ class GaussianProcessPrior(nn.Module):
         """Return ln of the p-value of each reading given the earlier readings of other sensors only.
 
         The p-value is the probability of a value that is at least as far from the mean. The neighbors are chosen among
-        the readings of other sensors, by the same rule.
+        the readings of other sensors, by the same rule; there are at most `MAX_OTHER_NEIGHBORS`.
 
         Args:
             features: (N, L) feature codes, as in `forward`.
@@ -235,7 +242,8 @@ class GaussianProcessPrior(nn.Module):
 
         Returns:
             (index, is_neighbor), both (N, L − first, K'), where K' is the smaller of K and L: indexes from 0 to L − 1
-            of the neighbors, and whether there are as many of them.
+            of the neighbors, and whether there are as many of them. If the own sensor is excluded, K' is at most
+            `MAX_OTHER_NEIGHBORS`.
         """
         num_readings = codes.shape[1]
         covariances = self.compute_covariances()
@@ -256,6 +264,8 @@ class GaussianProcessPrior(nn.Module):
         correlation = correlation.masked_fill(~is_candidate, -1.0)
         # A stable descending sort of the reversed readings puts the later one of equal correlations first.
         num_neighbors = min(self.num_neighbors, num_readings)
+        if is_own_excluded:
+            num_neighbors = min(num_neighbors, MAX_OTHER_NEIGHBORS)
         order = torch.sort(correlation.flip(2), dim=2, descending=True, stable=True).indices[..., :num_neighbors]
         index = num_readings - 1 - order
         return index, is_candidate.gather(2, index)

@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from deformer_stream.model.bounded_context import ContextLimit, select_contexts
 from deformer_stream.model.deformer import DEformer, KVCacheView, ModelConfig, count_state_values
-from deformer_stream.model.gaussian_process import MIN_NOISE_VARIANCE, GaussianProcessPrior, Neighbors
+from deformer_stream.model.gaussian_process import (
+    MAX_OTHER_NEIGHBORS,
+    MIN_NOISE_VARIANCE,
+    GaussianProcessPrior,
+    Neighbors,
+)
 from deformer_stream.model.reading_times import ReadingTimes
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.time_inputs import compute_gaps, encode_times, find_previous_of_sensor
@@ -227,6 +232,22 @@ def test_p_value_given_other_sensors_is_that_of_the_exact_conditional_without_th
     # Readings without a prior are evidence of nothing: code 3 is cyclic.
     cyclic = process.compute_log_p_others(torch.tensor([[0, 3]]), torch.tensor([[0.5, 9.0]]).double(), ages[:, :2])
     assert float(cyclic[0, 1]) == 0.0
+
+
+def test_neighbors_of_other_sensors_are_bounded_although_all_readings_are_neighbors() -> None:
+    """With 1,024 neighbors, covariance matrices of all readings of long records exceeded 20 GB."""
+    codes = torch.arange(100).remainder(3).view(1, -1)
+    ages = 60.0 * torch.arange(100, dtype=torch.float64).view(1, -1)
+    values = torch.randn(1, 100, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    log_p = {}
+    for num_neighbors in (MAX_OTHER_NEIGHBORS, 1024):
+        process = GaussianProcessPrior(SCHEMA, rank=2, num_scales=3, num_neighbors=num_neighbors)
+        randomize_process(process, torch.Generator().manual_seed(2))
+        has_prior = process.is_linear[codes]
+        index, _ = process.choose_neighbors(codes, ages, has_prior, is_own_excluded=True)
+        assert index.shape == (1, 100, MAX_OTHER_NEIGHBORS)
+        log_p[num_neighbors] = process.compute_log_p_others(codes, values, ages)
+    assert torch.equal(log_p[MAX_OTHER_NEIGHBORS], log_p[1024])
 
 
 def test_prior_conditions_on_the_most_correlated_earlier_readings() -> None:
