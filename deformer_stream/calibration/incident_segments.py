@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -40,10 +41,11 @@ SEGMENT_LENGTHS = (24 * MICROS_PER_HOUR, 8 * MICROS_PER_HOUR, MICROS_PER_HOUR)
 Longer segments assume less. They need no more data: a month's budget takes 29 device-days, or 719 device-hours.
 """
 
-MIN_RECORD_SHARE = 0.5
-"""A segment with a smaller share of the median number of records is left out of the calibration.
+MIN_RECORD_SHARE, MIN_EDGE_RECORD_SHARE = 0.5, 0.9
+"""A segment with a smaller share of the median number of records is left out of the calibration; the second number is
+for the first and the last segment of a device, of which the log often has only a part.
 
-Its maximum would be too small, which would lower the threshold.
+The maximum of such a segment would be too small, which would lower the threshold.
 """
 
 
@@ -80,7 +82,7 @@ class SegmentCalibration:
             raise ValueError(f"the length of a segment must be above 0, but is {self.length}: calibrate again")
         if not all(math.isfinite(value) for value in self.log_statistics):
             raise ValueError("the statistics of segments must be finite numbers: calibrate again")
-        if any(b < a for a, b in zip(self.log_statistics, self.log_statistics[1:], strict=False)):
+        if any(second < first for first, second in pairwise(self.log_statistics)):
             raise ValueError("the statistics of segments must be in ascending order: calibrate again")
         if not (math.isfinite(self.records_per_segment) and self.records_per_segment >= 0):
             raise ValueError("the number of records of a segment must be finite and not negative: calibrate again")
@@ -96,13 +98,11 @@ class SegmentCalibration:
         Args:
             alpha: Largest share of normal segments in which an incident opens.
         """
+        # p ≤ α if at most num_allowed − 1 of the n segments have a statistic that is at least as large.
         num_allowed = math.floor(alpha * (self.num_segments + 1) + 1e-9)
-        # With p ≤ α, at most num_allowed − 1 of the n segments have a statistic that is at least as large.
-        return (
-            self.log_statistics[self.num_segments - num_allowed]
-            if 0 < num_allowed <= self.num_segments
-            else (math.inf if num_allowed <= 0 else -math.inf)
-        )
+        if num_allowed <= 0:
+            return math.inf
+        return self.log_statistics[self.num_segments - num_allowed] if num_allowed <= self.num_segments else -math.inf
 
     def to_json(self) -> dict[str, Any]:
         """Return the calibration as values that JSON can express."""
@@ -161,12 +161,21 @@ def _read_tail(document: Mapping[str, Any]) -> ScoreTail:
 
 @dataclass(slots=True)
 class _Segment:
-    """A segment whose records are being read."""
+    """A segment whose records are being read.
+
+    Attributes:
+        number: Number of segments since 1970.
+        log_state: ln M_κ for each exponent.
+        log_maximum: Largest ln of the statistic so far.
+        num_records: Number of records so far.
+        is_edge: Whether it is the first segment of its device.
+    """
 
     number: int
     log_state: tuple[float, ...] = INITIAL_STATE
     log_maximum: float = -math.inf
     num_records: int = 0
+    is_edge: bool = False
 
 
 @dataclass(slots=True)
@@ -183,7 +192,7 @@ class SegmentCollector:
     tail: ScoreTail | None = None
     kind: DetectorKind = "shiryaev-roberts"
     _open: dict[str, _Segment] = field(default_factory=dict)
-    _closed: list[tuple[str, int, float, int]] = field(default_factory=list)
+    _closed: list[tuple[str, _Segment]] = field(default_factory=list)
 
     def add(self, device: str, time: int, p_value: float, score: float) -> None:
         """Add a record. A record that is earlier than the device's last segment is ignored.
@@ -198,8 +207,8 @@ class SegmentCollector:
         segment = self._open.get(device)
         if segment is None or number > segment.number:
             if segment is not None:
-                self._closed.append((device, segment.number, segment.log_maximum, segment.num_records))
-            segment = self._open[device] = _Segment(number)
+                self._closed.append((device, segment))
+            segment = self._open[device] = _Segment(number, is_edge=segment is None)
         elif number < segment.number:
             return
         if self.tail is not None:
@@ -209,30 +218,34 @@ class SegmentCollector:
         segment.num_records += 1
 
     def calibrate(self, group: str = "") -> SegmentCalibration:
-        """Return the calibration by the segments so far. The last segment of each device counts as complete, too.
+        """Return the calibration by the segments so far.
 
-        Segments with less than `MIN_RECORD_SHARE` of the median number of records are left out.
+        Segments with too few records are left out (`MIN_RECORD_SHARE`).
 
         Args:
             group: Device group to which the devices belong, "" for all.
         """
-        last = [(device, s.number, s.log_maximum, s.num_records) for device, s in self._open.items()]
-        segments = self._closed + last
+        segments = [*self._closed, *self._open.items()]
         if not segments:
             return SegmentCalibration(self.length, (), 0.0, 0, self.tail, self.kind, group)
-        median = float(np.median([num_records for _, _, _, num_records in segments]))
-        kept = [segment for segment in segments if segment[3] >= MIN_RECORD_SHARE * median]
-        numbers = [number for _, number, _, _ in kept]
+        median = float(np.median([segment.num_records for _, segment in segments]))
+        last_segments = set(map(id, self._open.values()))
+        kept = []
+        for device, segment in segments:
+            is_edge = segment.is_edge or id(segment) in last_segments
+            if segment.num_records >= (MIN_EDGE_RECORD_SHARE if is_edge else MIN_RECORD_SHARE) * median:
+                kept.append((device, segment))
+        numbers = [segment.number for _, segment in kept]
         return SegmentCalibration(
             self.length,
-            tuple(sorted(log_maximum for _, _, log_maximum, _ in kept)),
-            float(np.median([num_records for _, _, _, num_records in kept])),
-            len({device for device, _, _, _ in kept}),
+            tuple(sorted(segment.log_maximum for _, segment in kept)),
+            float(np.median([segment.num_records for _, segment in kept])) if kept else 0.0,
+            len({device for device, _ in kept}),
             self.tail,
             self.kind,
             group,
-            min(numbers) * self.length,
-            (max(numbers) + 1) * self.length,
+            min(numbers, default=0) * self.length,
+            (max(numbers, default=-1) + 1) * self.length,
             len(segments) - len(kept),
         )
 

@@ -1,0 +1,384 @@
+"""The tracker of incidents: when incidents open, are updated, resolved, reopened, and joined to fleet incidents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deformer_stream.calibration.incident_budget import BudgetPlan, parse_budget
+from deformer_stream.calibration.incident_evidence import ScoreTail
+from deformer_stream.engine.events import NO_TIME
+from deformer_stream.errors import ConfigError
+from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, Incident, Suspect
+from deformer_stream.incidents.fleet import FleetRule, parse_fleet_rule
+from deformer_stream.incidents.tracker import (
+    MAX_PENDING_ALERTS,
+    IncidentTracker,
+    TrackerOptions,
+    compute_incident_id,
+)
+
+SECOND = 1_000_000
+MINUTE = 60 * SECOND
+DAY = 86_400 * SECOND
+START = 1_600_041_600 * SECOND
+"""A midnight."""
+
+E_DETECTOR = BudgetPlan(parse_budget("1 per 30d"), "e-detector", math.log(1e6), True)
+SEGMENTS = BudgetPlan(parse_budget("1 per 30d"), "segments", math.log(1e6), True, segment=DAY, alpha=1 / 30)
+
+FLOW = (Suspect("flow", 31.9, 119.0, 127.0, 0.8, "m³/h"), Suspect("power", 8.0, 10.0, 12.0, 0.2, "kW"))
+VALVE = (Suspect("valve", "open", None, None, 1.0),)
+
+Row = tuple[str, int, float]
+"""Device, second after `START`, and p-value."""
+
+
+def make_rows(device: str, seconds: range, p_value: float) -> list[Row]:
+    """Return a row for each second."""
+    return [(device, second, p_value) for second in seconds]
+
+
+def make_batch(
+    rows: Sequence[Row], suspects: tuple[Suspect, ...] = FLOW, model: str = "m", score: float = 0.0, **alert: Any
+) -> EvidenceBatch:
+    """Return a batch. Records with p ≤ 1% have alerts with these suspects."""
+    ids = [f"{device}@{second}" for device, second, _ in rows]
+    times = np.array([START + second * SECOND for _, second, _ in rows], np.int64)
+    p_values = np.array([p for _, _, p in rows], np.float64)
+    is_alerted = p_values <= 0.01
+    alerts = tuple(
+        AlertRow(f"alert-{ids[i]}", ids[i], int(times[i]), float(p_values[i]), 1, suspects, **alert)
+        for i in np.flatnonzero(is_alerted).tolist()
+    )
+    scores = np.full(len(rows), score)
+    return EvidenceBatch(
+        model, 0, ClosedRows(ids, times, p_values, scores, np.full(len(rows), 8, np.int32), is_alerted), alerts
+    )
+
+
+def summarise(messages: Sequence[Incident]) -> list[tuple[str, str]]:
+    """Return device and state of each message that is not a mere update."""
+    return [
+        (m.device, m.state if not m.num_reopened or m.state != "updated" else "reopened")
+        for m in messages
+        if m.state != "updated" or m.num_reopened
+    ]
+
+
+def test_a_fault_opens_one_incident_and_quiet_resolves_it() -> None:
+    tracker = IncidentTracker(SEGMENTS)
+    messages = tracker.handle(make_batch(make_rows("pump", range(100), 0.5)))
+    assert messages == []
+    messages = tracker.handle(make_batch(make_rows("pump", range(100, 200), 0.001)))
+    opened = messages[0]
+    assert opened.state == "open"
+    assert opened.opened == START + 103 * SECOND  # at the fourth record of p = 0.001
+    assert opened.first_record == "pump@103"
+    assert opened.id == compute_incident_id("pump", "m", "pump@103")
+    assert (opened.rule, opened.budget, opened.severity, opened.revision) == ("segments", "1 per 30d", 1, 0)
+    assert opened.threshold == 6.0
+    assert opened.evidence > 6.0
+    assert [s.feature for s in opened.suspects] == ["flow", "power"]
+    assert opened.suspects[0].share == pytest.approx(0.8)
+    assert (opened.suspects[0].low, opened.suspects[0].high, opened.suspects[0].came_low) == (119.0, 127.0, 31.9)
+    assert opened.record_ids == tuple(f"pump@{second}" for second in range(100, 104))
+    assert {m.id for m in messages} == {opened.id}
+    assert [m.num_records for m in messages if m.num_records in (1, 2, 4, 8, 16, 32, 64)] == [1, 2, 4, 8, 16, 32, 64]
+
+    messages = tracker.handle(make_batch(make_rows("pump", range(200, 400), 0.5)))
+    resolved = messages[-1]
+    assert (resolved.state, resolved.resolution) == ("resolved", "quiet")
+    # The bounded statistic falls below the threshold within seconds, and then it is quiet for a minute.
+    assert START + 260 * SECOND <= (resolved.resolved or 0) <= START + 275 * SECOND
+    assert resolved.last < START + 215 * SECOND
+    assert resolved.num_alerted == 97
+    assert tracker.num_open == 0
+
+
+def test_evidence_counts_beyond_the_bound_of_the_open_detector() -> None:
+    tracker = IncidentTracker(SEGMENTS)
+    messages = tracker.handle(make_batch(make_rows("pump", range(100), 0.001)))
+    assert messages[-1].evidence > 100
+    assert max(messages[-1].timeline.evidence) < 10
+
+
+def test_normal_records_open_nothing() -> None:
+    rng = np.random.default_rng(0)
+    rows = [("pump", second, float(p)) for second, p in enumerate(rng.integers(1, 1001, 5000) / 1000)]
+    assert IncidentTracker(SEGMENTS).handle(make_batch(rows)) == []
+
+
+def test_quiet_needs_records_and_not_only_time() -> None:
+    tracker = IncidentTracker(SEGMENTS, TrackerOptions(min_quiet_records=10))
+    tracker.handle(make_batch(make_rows("pump", range(10), 0.001)))
+    # One record an hour: the time of quiet is over at once, but not the number of records.
+    messages = tracker.handle(make_batch(make_rows("pump", range(3600, 3600 * 9, 3600), 1.0)))
+    assert all(m.state != "resolved" for m in messages)
+    messages = tracker.handle(make_batch(make_rows("pump", range(3600 * 9, 3600 * 40, 3600), 1.0)))
+    assert [m.state for m in messages].count("resolved") == 1
+
+
+def test_silence_of_a_device_resolves_nothing() -> None:
+    tracker = IncidentTracker(SEGMENTS)
+    tracker.handle(make_batch(make_rows("pump", range(10), 0.001)))
+    messages = tracker.handle(make_batch(make_rows("other", range(10, 100_000, 10), 0.9)))
+    assert messages == []
+    assert tracker.num_open == 1
+
+
+def test_evidence_that_returns_keeps_the_incident_open() -> None:
+    tracker = IncidentTracker(SEGMENTS)
+    messages = tracker.handle(make_batch(make_rows("pump", range(10), 0.001)))
+    for start in range(10, 1000, 50):
+        messages += tracker.handle(make_batch(make_rows("pump", range(start, start + 45), 0.5)))
+        messages += tracker.handle(make_batch(make_rows("pump", range(start + 45, start + 50), 0.001)))
+    assert summarise(messages) == [("pump", "open")]
+
+
+def test_a_segment_begins_with_a_new_detector_but_an_open_incident_continues() -> None:
+    midnight = DAY // SECOND
+    split = make_rows("pump", range(midnight - 3, midnight), 0.001) + make_rows(
+        "pump", range(midnight, midnight + 3), 0.001
+    )
+    assert IncidentTracker(SEGMENTS).handle(make_batch(split)) == []
+    assert summarise(IncidentTracker(E_DETECTOR).handle(make_batch(split))) == [("pump", "open")]
+    tracker = IncidentTracker(SEGMENTS)
+    messages = tracker.handle(make_batch(make_rows("pump", range(midnight - 10, midnight + 10), 0.001)))
+    assert summarise(messages) == [("pump", "open")]
+    assert messages[-1].num_records >= 16
+
+
+def make_two_faults(gap_seconds: int, suspects: tuple[Suspect, ...], options: TrackerOptions) -> list[Incident]:
+    """Return the messages about a fault, a gap after its resolution, and a second fault with these suspects."""
+    tracker = IncidentTracker(SEGMENTS, options)
+    messages = tracker.handle(make_batch(make_rows("pump", range(20), 0.001)))
+    messages += tracker.handle(make_batch(make_rows("pump", range(20, 100), 0.9)))
+    start = 100 + gap_seconds
+    messages += tracker.handle(make_batch(make_rows("pump", range(start, start + 20), 0.001), suspects))
+    return messages
+
+
+def test_the_same_suspects_within_the_gap_reopen_the_incident() -> None:
+    messages = make_two_faults(120, FLOW, TrackerOptions())
+    assert summarise(messages)[:3] == [("pump", "open"), ("pump", "resolved"), ("pump", "reopened")]
+    reopened = next(m for m in messages if m.num_reopened)
+    assert (reopened.state, reopened.resolved, reopened.resolution, reopened.num_reopened) == ("updated", None, None, 1)
+    assert len({m.id for m in messages}) == 1
+    assert [m.revision for m in messages] == list(range(len(messages)))
+
+
+def test_other_suspects_open_a_second_incident() -> None:
+    messages = make_two_faults(120, VALVE, TrackerOptions())
+    assert summarise(messages) == [("pump", "open"), ("pump", "resolved"), ("pump", "open")]
+    assert [s.feature for s in messages[-1].suspects] == ["valve"]
+
+
+def test_without_suspects_all_faults_are_alike() -> None:
+    assert len({m.id for m in make_two_faults(120, (), TrackerOptions())}) == 1
+
+
+def test_within_a_segment_the_same_suspects_reopen_also_after_the_gap() -> None:
+    assert len({m.id for m in make_two_faults(7200, FLOW, TrackerOptions())}) == 1
+    assert len({m.id for m in make_two_faults(DAY // SECOND, FLOW, TrackerOptions())}) == 2
+
+
+def test_a_gap_that_crosses_a_segment_reopens() -> None:
+    shifted = replace(SEGMENTS, segment=150 * SECOND)
+    tracker = IncidentTracker(shifted, TrackerOptions(gap=10 * MINUTE))
+    messages = tracker.handle(make_batch(make_rows("pump", range(20), 0.001)))
+    messages += tracker.handle(make_batch(make_rows("pump", range(20, 100), 0.9)))
+    messages += tracker.handle(make_batch(make_rows("pump", range(310, 330), 0.001)))
+    assert len({m.id for m in messages}) == 1
+
+
+def test_severity_rises_with_the_share_of_alerts_and_never_falls() -> None:
+    tracker = IncidentTracker(SEGMENTS)
+    messages = tracker.handle(make_batch(make_rows("pump", range(90), 0.9)))
+    rows = [("pump", second, 0.001 if second % 3 == 0 else 0.05) for second in range(100, 130)]
+    messages = tracker.handle(make_batch(rows))
+    assert {m.severity for m in messages} == {1}
+    messages = tracker.handle(make_batch(make_rows("pump", range(130, 140), 0.001)))
+    assert messages[-1].severity == 2
+    messages = tracker.handle(make_batch(make_rows("pump", range(140, 300), 0.9)))
+    assert {m.severity for m in messages} == {2}
+
+
+def test_a_change_of_the_first_suspect_is_sent() -> None:
+    tracker = IncidentTracker(SEGMENTS)
+    tracker.handle(make_batch(make_rows("pump", range(40), 0.001)))
+    messages = tracker.handle(make_batch(make_rows("pump", range(40, 100), 0.001), VALVE))
+    first = [m.suspects[0].feature for m in messages]
+    assert "valve" in first
+    change = first.index("valve")
+    # Sums of shares: 40 · 0.8 against the number of alerts of the valve, with a margin of a tenth.
+    assert messages[change].last == START + (40 + 35) * SECOND
+
+
+def test_an_update_is_sent_about_once_a_minute() -> None:
+    tracker = IncidentTracker(SEGMENTS)
+    messages = tracker.handle(make_batch(make_rows("pump", range(1200), 0.001)))
+    gaps = np.diff([m.last for m in messages])
+    assert gaps.max() == MINUTE
+    assert len(messages) < 40
+
+
+def test_rows_wait_for_earlier_ones() -> None:
+    rows = make_rows("pump", range(30), 0.001)
+    shuffled = [rows[i] for i in np.random.default_rng(0).permutation(30)]
+    tracker = IncidentTracker(SEGMENTS, TrackerOptions(reorder=30 * SECOND))
+    assert tracker.handle(make_batch(shuffled)) == []
+    messages = tracker.finish()
+    expected = IncidentTracker(SEGMENTS).handle(make_batch(rows))
+    assert messages == expected
+    assert tracker.counts["late"] == 0
+
+
+def test_a_row_that_comes_too_late_is_counted_and_does_not_move_time_back() -> None:
+    tracker = IncidentTracker(SEGMENTS)
+    tracker.handle(make_batch(make_rows("pump", range(100, 110), 0.001)))
+    messages = tracker.handle(make_batch(make_rows("pump", range(10, 100), 0.001)))
+    assert tracker.counts["late"] == 90
+    assert all(m.last >= START + 103 * SECOND for m in messages)
+
+
+def test_rows_without_a_time_are_counted_and_dropped() -> None:
+    batch = make_batch(make_rows("pump", range(30), 0.001))
+    batch.closed.times[:] = NO_TIME
+    tracker = IncidentTracker(SEGMENTS)
+    assert tracker.handle(batch) == []
+    assert tracker.counts["untimed"] == 30
+
+
+def test_repeated_records_are_ignored_on_request() -> None:
+    rows = make_rows("pump", range(3), 0.001)
+    for num_remembered, num_messages in ((0, 1), (256, 0)):
+        tracker = IncidentTracker(E_DETECTOR, TrackerOptions(num_remembered_records=num_remembered))
+        messages = [m for _ in range(3) for m in tracker.handle(make_batch(rows)) if m.state == "open"]
+        assert len(messages) == num_messages
+        assert tracker.counts["repeated"] == (6 if num_remembered else 0)
+
+
+def test_a_change_of_the_model_resolves_the_incident_and_the_fault_reopens_it() -> None:
+    tracker = IncidentTracker(SEGMENTS)
+    messages = tracker.handle(make_batch(make_rows("pump", range(20), 0.001)))
+    messages += tracker.handle(make_batch(make_rows("pump", range(20, 40), 0.001), model="n"))
+    states = summarise(messages)
+    assert states[:3] == [("pump", "open"), ("pump", "resolved"), ("pump", "reopened")]
+    assert next(m for m in messages if m.state == "resolved").resolution == "model-changed"
+
+
+def test_records_of_another_model_than_the_plans_have_the_fallback() -> None:
+    rows = make_batch(make_rows("pump", range(20), 0.001), model="other")
+    tracker = IncidentTracker(replace(SEGMENTS, model="m"))
+    assert tracker.handle(rows) == []
+    assert tracker.counts["other_model"] == 20
+    messages = IncidentTracker(replace(SEGMENTS, model="m", fallback=E_DETECTOR)).handle(rows)
+    assert {m.rule for m in messages} == {"e-detector"}
+
+
+def test_the_tail_makes_large_scores_count_more() -> None:
+    plan = replace(SEGMENTS, tail=ScoreTail(10.0, 0.01, 1.0))
+    rows = make_rows("pump", range(1), 0.01)
+    assert IncidentTracker(plan).handle(make_batch(rows, score=10.0)) == []
+    messages = IncidentTracker(plan).handle(make_batch(rows, score=40.0))
+    assert [m.state for m in messages] == ["open"]
+    assert messages[0].timeline.p_values == (0.01,)  # the p-value of the record, without the tail
+
+
+def test_an_infinite_threshold_opens_nothing() -> None:
+    plan = replace(SEGMENTS, log_threshold=math.inf, is_kept=False)
+    assert IncidentTracker(plan).handle(make_batch(make_rows("pump", range(500), 0.001))) == []
+
+
+def test_the_set_that_would_prevent_most_alerts_is_stated() -> None:
+    tracker = IncidentTracker(SEGMENTS)
+    tracker.handle(make_batch(make_rows("pump", range(12), 0.001), silenced_by=("power", "flow")))
+    messages = tracker.handle(make_batch(make_rows("pump", range(12, 19), 0.001), silenced_by=("valve",)))
+    assert messages[-1].silenced_by == (("flow", "power"), 0.6316)
+
+
+def test_alerts_whose_records_never_close_are_bounded() -> None:
+    tracker = IncidentTracker(SEGMENTS)
+    alerts = tuple(AlertRow(f"a{i}", f"r{i}", START, 0.001, 1) for i in range(MAX_PENDING_ALERTS + 10))
+    tracker.handle(replace(make_batch([]), alerts=alerts))
+    pending = tracker.export_state().alert_by_record
+    assert len(pending) == MAX_PENDING_ALERTS
+    assert "r0" not in pending
+
+
+FLEET = TrackerOptions(fleet=FleetRule(3, 10 * MINUTE))
+
+
+def open_devices(
+    tracker: IncidentTracker, starts: dict[str, int], suspects: tuple[Suspect, ...] = FLOW
+) -> list[Incident]:
+    """Return the messages about faults of some devices, each 20 s long, that begin at these seconds."""
+    rows = sorted((second, device) for device, start in starts.items() for second in range(start, start + 20))
+    return tracker.handle(make_batch([(device, second, 0.001) for second, device in rows], suspects))
+
+
+def test_three_devices_with_the_same_suspects_make_a_fleet_incident() -> None:
+    tracker = IncidentTracker(SEGMENTS, FLEET)
+    messages = open_devices(tracker, {"a": 0, "b": 60, "c": 120})
+    fleet = next(m for m in messages if m.kind == "fleet")
+    opened = {m.device: m for m in messages if m.state == "open" and m.kind == "device"}
+    assert (fleet.state, fleet.severity, fleet.device) == ("open", 3, "")
+    assert fleet.members == tuple(opened[device].id for device in "abc")
+    assert [s.feature for s in fleet.suspects] == ["flow", "power"]
+    assert fleet.opened == opened["a"].opened
+    latest = {m.device: m for m in messages if m.kind == "device"}
+    assert {m.parent for m in latest.values()} == {fleet.id}
+    # A fourth device joins; when all are quiet, the fleet incident is resolved after its last member.
+    messages = open_devices(tracker, {"d": 200})
+    assert messages[-1].parent == fleet.id
+    rows = sorted((second, device) for device in "abcd" for second in range(220, 400))
+    messages = tracker.handle(make_batch([(device, second, 0.9) for second, device in rows]))
+    last = messages[-1]
+    assert (last.kind, last.state, len(last.members)) == ("fleet", "resolved", 4)
+    assert last.num_alerted == sum(m.num_alerted for m in messages if m.kind == "device" and m.state == "resolved")
+
+
+def test_devices_with_other_suspects_or_too_late_make_no_fleet_incident() -> None:
+    for starts, suspects in (({"c": 120}, VALVE), ({"c": 1200}, FLOW)):
+        tracker = IncidentTracker(SEGMENTS, FLEET)
+        messages = open_devices(tracker, {"a": 0, "b": 60}) + open_devices(tracker, starts, suspects)
+        assert all(m.kind == "device" for m in messages)
+        assert len({m.id for m in messages}) == 3
+
+
+def test_one_device_alone_makes_no_fleet_incident() -> None:
+    tracker = IncidentTracker(replace(SEGMENTS, segment=None), replace(FLEET, gap=0))
+    messages = []
+    for start in (0, 150, 300, 450):
+        messages += open_devices(tracker, {"a": start})
+        messages += tracker.handle(make_batch(make_rows("a", range(start + 20, start + 140), 0.9)))
+    assert len({m.id for m in messages}) == 4
+    assert all(m.kind == "device" for m in messages)
+
+
+def test_groups_are_separate() -> None:
+    options = replace(FLEET, get_group=lambda device: device[0])
+    messages = open_devices(IncidentTracker(SEGMENTS, options), {"a1": 0, "a2": 1, "b1": 2, "b2": 3})
+    assert all(m.kind == "device" for m in messages)
+    messages = open_devices(IncidentTracker(SEGMENTS, options), {"a1": 0, "a2": 1, "b1": 2, "a3": 3})
+    (fleet,) = (m for m in messages if m.kind == "fleet" and m.state == "open")
+    assert (fleet.group, len(fleet.members)) == ("a", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"), [("off", None), ("3 within 10m", FleetRule()), (" 12 within 1.5h", FleetRule(12, 5_400_000_000))]
+)
+def test_the_fleet_rule_is_written_in_words(text: str, rule: FleetRule | None) -> None:
+    assert parse_fleet_rule(text) == rule
+
+
+@pytest.mark.parametrize("text", ["", "on", "1 within 10m", "3 in 10m", "3 within 10", "3 within m"])
+def test_nonsense_is_no_fleet_rule(text: str) -> None:
+    with pytest.raises(ConfigError, match="--fleet"):
+        parse_fleet_rule(text)

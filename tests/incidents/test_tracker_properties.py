@@ -1,0 +1,210 @@
+"""Properties of the tracker of incidents that hold for any log of evidence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deformer_stream.calibration.incident_budget import BudgetPlan, parse_budget
+from deformer_stream.calibration.incident_evidence import ScoreTail
+from deformer_stream.codec.encode_incidents import encode_incident
+from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, Incident, Suspect
+from deformer_stream.incidents.fleet import FleetRule
+from deformer_stream.incidents.tracker import IncidentTracker, TrackerOptions, TrackerState
+
+SECOND = 1_000_000
+START = 1_600_041_600 * SECOND
+
+PLANS = (
+    BudgetPlan(parse_budget("1 per 30d"), "segments", math.log(50.0), True, segment=100 * SECOND, alpha=0.1),
+    BudgetPlan(
+        parse_budget("1 per h"), "segments", math.log(50.0), True, 30 * SECOND, 0.1, tail=ScoreTail(3.0, 0.01, 1.0)
+    ),
+    BudgetPlan(parse_budget("1 per 30d"), "e-detector", math.log(200.0), True, kind="cusum"),
+)
+OPTIONS = (
+    TrackerOptions(quiet=5 * SECOND, min_quiet_records=2, gap=20 * SECOND),
+    TrackerOptions(quiet=3 * SECOND, min_quiet_records=1, gap=0, fleet=FleetRule(2, 30 * SECOND)),
+    TrackerOptions(quiet=2 * SECOND, min_quiet_records=1, reorder=4 * SECOND, fleet=FleetRule(3, 50 * SECOND)),
+    TrackerOptions(quiet=2 * SECOND, min_quiet_records=1, num_remembered_records=4),
+)
+
+
+@st.composite
+def make_log(draw: st.DrawFn) -> list[tuple[str, int, float, str]]:
+    """Return rows of a log: device, time in seconds, p-value and first suspect. Devices have faults of some seconds."""
+    num_devices = draw(st.integers(1, 4))
+    num_seconds = draw(st.integers(5, 80))
+    seed = draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    rows = []
+    is_faulty = np.zeros(num_devices, bool)
+    suspects = ["flow"] * num_devices
+    for second in range(num_seconds):
+        for device in range(num_devices):
+            if rng.random() < 0.1:
+                is_faulty[device] = not is_faulty[device]
+                suspects[device] = str(rng.choice(["flow", "valve", ""]))
+            if rng.random() < 0.1:
+                continue
+            p_value = 0.001 if is_faulty[device] and rng.random() < 0.8 else float(rng.integers(1, 1001)) / 1000
+            late = int(rng.integers(0, 4)) if rng.random() < 0.1 else 0
+            rows.append((f"d{device}", max(0, second - late), p_value, suspects[device]))
+    return rows
+
+
+def make_batches(rows: Sequence[tuple[str, int, float, str]], cuts: Sequence[int]) -> list[EvidenceBatch]:
+    """Return the rows as batches that end at the cuts. The alerts of a batch are in front of its records."""
+    batches = []
+    edges = [0, *sorted(cuts), len(rows)]
+    for start, end in pairwise(edges):
+        part = rows[start:end]
+        ids = [f"{device}@{start + i}" for i, (device, _, _, _) in enumerate(part)]
+        times = np.array([START + second * SECOND for _, second, _, _ in part], np.int64)
+        p_values = np.array([p for _, _, p, _ in part], np.float64)
+        alerts = []
+        for i, (_, second, p_value, suspect) in enumerate(part):
+            if p_value <= 0.05:
+                named = (Suspect(suspect, float(second), 1.0, 2.0, 0.7), Suspect("other", None, None, None, 0.2))
+                alerts.append(
+                    AlertRow(f"a{ids[i]}", ids[i], int(times[i]), p_value, 1, named if suspect else (), ("x",))
+                )
+        closed = ClosedRows(ids, times, p_values, -np.log(p_values), np.full(len(part), 3, np.int32), p_values <= 0.05)
+        batches.append(EvidenceBatch("m", 0, closed, tuple(alerts)))
+    return batches
+
+
+def encode(messages: Sequence[Incident]) -> list[bytes]:
+    """Return the messages as bytes, as the topic holds them."""
+    return [encode_incident(message) for message in messages]
+
+
+@given(make_log(), st.sampled_from(PLANS), st.sampled_from(OPTIONS), st.data())
+def test_any_division_into_batches_gives_the_same_bytes(
+    rows: list[tuple[str, int, float, str]], plan: BudgetPlan, options: TrackerOptions, data: st.DataObject
+) -> None:
+    tracker = IncidentTracker(plan, options)
+    expected = encode([*tracker.handle(make_batches(rows, [])[0]), *tracker.finish()])
+    cuts = data.draw(st.lists(st.integers(0, len(rows)), max_size=8))
+    tracker = IncidentTracker(plan, options)
+    messages = [message for batch in make_batches(rows, cuts) for message in tracker.handle(batch)]
+    assert encode([*messages, *tracker.finish()]) == expected
+
+
+@given(make_log(), st.sampled_from(PLANS), st.sampled_from(OPTIONS), st.data())
+def test_a_state_that_is_stored_as_json_at_any_row_continues_with_the_same_bytes(
+    rows: list[tuple[str, int, float, str]], plan: BudgetPlan, options: TrackerOptions, data: st.DataObject
+) -> None:
+    tracker = IncidentTracker(plan, options)
+    expected = encode([*tracker.handle(make_batches(rows, [])[0]), *tracker.finish()])
+    cut = data.draw(st.integers(0, len(rows)))
+    first, second = make_batches(rows, [cut])
+    tracker = IncidentTracker(plan, options)
+    messages = tracker.handle(first)
+    stored = msgspec.json.encode(tracker.export_state())
+    tracker.handle(second)  # the exported state does not depend on what the old tracker does
+    tracker = IncidentTracker(plan, options)
+    tracker.import_state(msgspec.json.decode(stored, type=TrackerState))
+    messages += tracker.handle(second)
+    assert encode([*messages, *tracker.finish()]) == expected
+
+
+@given(make_log(), st.sampled_from(PLANS), st.sampled_from(OPTIONS))
+def test_every_incident_opens_once_and_its_messages_are_in_order(
+    rows: list[tuple[str, int, float, str]], plan: BudgetPlan, options: TrackerOptions
+) -> None:
+    tracker = IncidentTracker(plan, options)
+    messages_by_id: dict[str, list[Incident]] = {}
+    for message in [*tracker.handle(make_batches(rows, [])[0]), *tracker.finish()]:
+        messages_by_id.setdefault(message.id, []).append(message)
+    for messages in messages_by_id.values():
+        assert [message.revision for message in messages] == list(range(len(messages)))
+        assert [message.state for message in messages].count("open") == 1
+        assert messages[0].state == "open"
+        for previous, message in pairwise(messages):
+            if previous.state == "resolved" and message.state != "resolved":
+                assert message.num_reopened == previous.num_reopened + 1
+            else:
+                assert message.num_reopened == previous.num_reopened
+            assert message.severity >= previous.severity
+            assert message.last >= previous.last
+            assert message.num_records >= previous.num_records
+            assert message.evidence >= previous.evidence
+        for message in messages:
+            assert (message.resolved is None) == (message.state != "resolved")
+            assert message.num_alerted <= message.num_records
+            assert message.opened <= message.last
+            if message.kind == "device":
+                assert message.evidence >= message.threshold
+                assert sum(suspect.share for suspect in message.suspects) <= 1.0 + 1e-3
+
+
+@given(make_log(), st.sampled_from(PLANS), st.data())
+def test_rows_may_come_in_another_order_within_the_time_that_rows_wait(
+    rows: list[tuple[str, int, float, str]], plan: BudgetPlan, data: st.DataObject
+) -> None:
+    options = replace(OPTIONS[0], reorder=10 * SECOND)
+    unique = list({(device, second): (device, second, p, suspect) for device, second, p, suspect in rows}.values())
+    delays = np.random.default_rng(data.draw(st.integers(0, 1000))).uniform(0, 9.9, len(unique))
+    results = []
+    for order in (
+        np.argsort([row[1] for row in unique], kind="stable"),
+        np.argsort([r[1] + d for r, d in zip(unique, delays, strict=True)]),
+    ):
+        batches = []
+        for index in order.tolist():
+            device, second, p_value, suspect = unique[index]
+            (batch,) = make_batches([(device, second, p_value, suspect)], [])
+            ids = [f"{device}@{second}"]
+            batch = replace(
+                batch,
+                closed=replace(batch.closed, record_ids=ids),
+                alerts=tuple(replace(alert, record=ids[0], id=ids[0]) for alert in batch.alerts),
+            )
+            batches.append(batch)
+        tracker = IncidentTracker(plan, options)
+        messages = [message for batch in batches for message in tracker.handle(batch)]
+        results.append(encode([*messages, *tracker.finish()]))
+        assert tracker.counts["late"] == 0
+    assert results[0] == results[1]
+
+
+@given(st.integers(1, 3000), st.integers(1, 5), st.integers(0, 1000))
+def test_messages_and_state_are_bounded_for_hostile_suspects(num_rows: int, num_suspects: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    name = '\u202e<img src=x onerror=alert(1)>\x00"' + "f" * 400
+    tracker = IncidentTracker(PLANS[2], OPTIONS[0])
+    times = START + SECOND * np.arange(num_rows, dtype=np.int64)
+    ids = [f"{'d' * 300}@{i}" for i in range(num_rows)]
+    alerts = tuple(
+        AlertRow(
+            f"a{i}",
+            ids[i],
+            int(times[i]),
+            0.001,
+            1,
+            tuple(
+                Suspect(f"{name}{rng.integers(0, 10_000)}", float(rng.normal() * 1e300), -1e308, 1e308, 0.2)
+                for _ in range(num_suspects)
+            ),
+            (f"{name}{i}",),
+        )
+        for i in range(num_rows)
+    )
+    p_values = np.full(num_rows, 0.001)
+    closed = ClosedRows(ids, times, p_values, p_values, np.ones(num_rows, np.int32), p_values < 1)
+    for start in range(0, num_rows, 500):
+        part = slice(start, start + 500)
+        rows = ClosedRows(
+            ids[part], times[part], p_values[part], p_values[part], closed.num_readings[part], closed.is_alerted[part]
+        )
+        messages = tracker.handle(EvidenceBatch("m", 0, rows, alerts[part]))
+        assert all(len(encode_incident(message)) <= 128 * 1024 for message in messages)
+    assert len(msgspec.json.encode(tracker.export_state())) < 600_000
