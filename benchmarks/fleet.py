@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,7 @@ from benchmarks.irregular_alerts import (
 from benchmarks.irregular_contenders import (
     add_contender_options,
     describe_times,
-    make_contenders,
-    measure_contenders,
+    measure_cases,
 )
 from benchmarks.irregular_records import FaultyReadings, Readings, make_readings
 from benchmarks.tables import parse_seeds, require_scikit_learn
@@ -259,11 +259,9 @@ def run(arguments: argparse.Namespace) -> None:
     require_scikit_learn()
     if arguments.shifts < 16:
         raise ConfigError(f"--shifts {arguments.shifts}: at least 16 shifts are needed to train, calibrate and test")
-    lines: list[dict[str, Any]] = []
-    for seed in parse_seeds(arguments.seeds):
-        case = make_case(arguments.shifts, seed)
-        description = {"benchmark": "fleet", "seed": seed}
-        lines += measure_contenders(make_contenders(arguments, seed, 10 * MINUTE), case, description)
+    lines, case = measure_cases(
+        arguments, "fleet", "seed", parse_seeds(arguments.seeds), partial(make_case, arguments.shifts), 10 * MINUTE
+    )
     mean_readings = len(case.train) / len(case.train.records)
     conditions = (
         f"{describe_machine()}, {format_today()}; {arguments.shifts} normal shifts with {mean_readings:.0f} readings "

@@ -16,6 +16,7 @@ blocks differ from each other, so cycles are not exchangeable, and the false ala
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,7 @@ from benchmarks.irregular_alerts import (
 from benchmarks.irregular_contenders import (
     add_contender_options,
     describe_times,
-    make_contenders,
-    measure_contenders,
+    measure_cases,
 )
 from benchmarks.irregular_records import (
     Bools,
@@ -161,11 +161,9 @@ def run(arguments: argparse.Namespace) -> None:
     folds = parse_seeds(arguments.folds)
     if not set(folds) <= set(range(NUM_FOLDS)):
         raise ConfigError(f"--folds {arguments.folds}: expected numbers from 0 to {NUM_FOLDS - 1}")
-    lines: list[dict[str, Any]] = []
-    for fold in folds:
-        case = make_case(cycles, condition_by_component, fold)
-        description = {"benchmark": "hydraulic", "fold": fold}
-        lines += measure_contenders(make_contenders(arguments, fold, INTERVAL), case, description)
+    lines, case = measure_cases(
+        arguments, "hydraulic", "fold", folds, partial(make_case, cycles, condition_by_component), INTERVAL
+    )
     conditions = (
         f"{describe_machine()}, {format_today()}; folds {arguments.folds}, in the last one {len(case.train.records)} "
         f"cycles train, {len(case.calibration.records)} calibrate, {len(case.test.records)} normal ones are tested. "

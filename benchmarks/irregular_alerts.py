@@ -179,6 +179,8 @@ class Case:
         abnormal_by_name: Records that are to be told from normal ones by the AUROC, by the name of their class.
         auroc_times: Seconds since the origin of a record at which that AUROC is computed.
         left_out: Sensors that are left out of the mean log-likelihood.
+        has_injected_faults: Whether the faulty records are test records with injected faults. If so, the alerts of the
+            test records in the same hours are counted beside the detections.
     """
 
     train: Readings
@@ -189,6 +191,7 @@ class Case:
     abnormal_by_name: Mapping[str, Readings]
     auroc_times: Sequence[float]
     left_out: Sequence[str] = ()
+    has_injected_faults: bool = False
 
 
 def measure_contender(contender: Contender, case: Case) -> dict[str, Any]:
@@ -214,6 +217,11 @@ def measure_contender(contender: Contender, case: Case) -> dict[str, Any]:
                 for name, faults in case.faulty_by_name.items()
             },
         }
+        if case.has_injected_faults:
+            line[f"{alpha:g}"]["without fault"] = {
+                name: measure_detections(normal_alerts[faults.rows], faults.onsets, case.delays)
+                for name, faults in case.faulty_by_name.items()
+            }
     line["auroc"] = {}
     for name, readings in case.abnormal_by_name.items():
         is_scored = name in faulty and case.faulty_by_name[name].readings is readings
@@ -257,6 +265,8 @@ def format_detections(
 ) -> str:
     """Return a Markdown table of the shares of faults that are detected within each delay after the onset.
 
+    If the faults are injected, each share is followed by that of the same records without the fault, in parentheses.
+
     Args:
         lines: The figures of the contenders.
         alpha: The false-alarm rate.
@@ -274,6 +284,10 @@ def format_detections(
             figures = line[f"{alpha:g}"]["faults"][fault]
             median = "" if figures["median_delay"] is None else f"{(figures['median_delay'] + first_delay) / unit:.1f}"
             shares = [f"{share:.0%}" for share in (*figures["within"], figures["detected"])]
+            unmodified = line[f"{alpha:g}"].get("without fault")
+            if unmodified is not None:
+                others = (*unmodified[fault]["within"], unmodified[fault]["detected"])
+                shares = [f"{share} ({other:.0%})" for share, other in zip(shares, others, strict=True)]
             text.append(format_markdown_row([f"{fault} ({figures['records']})", line["contender"], *shares, median]))
     return "\n".join(text)
 

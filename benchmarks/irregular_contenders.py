@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,35 @@ def describe_times(arguments: argparse.Namespace) -> str:
     """Return a sentence with the durations of the training runs."""
     deformer = f", the deformer for at most {arguments.max_time}" if arguments.deformer else ""
     return f"GRU-D trains for {arguments.peer_time:g} s{deformer}."
+
+
+def measure_cases(
+    arguments: argparse.Namespace,
+    benchmark: str,
+    key: str,
+    numbers: Sequence[int],
+    make_case: Callable[[int], Case],
+    interval: float,
+) -> tuple[list[dict[str, Any]], Case]:
+    """Measure all contenders on several cases, such as a case for each seed.
+
+    Args:
+        arguments: The parsed options.
+        benchmark: Name of the benchmark.
+        key: What distinguishes the cases, such as "seed".
+        numbers: The number of each case, at least one.
+        make_case: Returns the case with a number, which is also the seed of the contenders.
+        interval: Usual time between readings of a sensor in seconds, as in `make_contenders`.
+
+    Returns:
+        The JSON lines of all contenders and cases, and the last case.
+    """
+    lines: list[dict[str, Any]] = []
+    for number in numbers:
+        case = make_case(number)
+        description = {"benchmark": benchmark, key: number}
+        lines += measure_contenders(make_contenders(arguments, number, interval), case, description)
+    return lines, case
 
 
 def measure_contenders(

@@ -15,12 +15,14 @@ from typing import Any
 from deformer_stream.errors import ArtifactError
 
 BASE_VERSION, GROUPS_VERSION, TIES_VERSION, WINDOW_VERSION, PER_SLOT_VERSION, READING_TIMES_VERSION = 1, 2, 3, 4, 5, 6
+EXTREME_VERSION = 7
 """Format versions of the manifest (manifest.json of a model directory), each with one addition to the one before.
 
 Version 2 adds separate calibrations of groups of records, version 3 a rule for readings with equal event times, version
-4 the windows of time that are the records, version 5 a rule for several readings in one time slot, and version 6
-irregular readings, which keep their own times. A manifest gets the lowest version that has all of its contents. Older
-releases can therefore read it, unless they would ignore a part of it.
+4 the windows of time that are the records, version 5 a rule for several readings in one time slot, version 6
+irregular readings, which keep their own times, and version 7 the evidence of single readings beside cumulative sums. A
+manifest gets the lowest version that has all of its contents. Older releases can therefore read it, unless they would
+ignore a part of it.
 """
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 64 * 2**20
@@ -49,10 +51,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise ArtifactError(f"{path} contains {shorten(manifest)} instead of a JSON object: {REMEDY}")
     version = manifest.get("format_version")
     expected_version = determine_version(manifest)
-    if isinstance(version, int) and version > READING_TIMES_VERSION:
+    if isinstance(version, int) and version > EXTREME_VERSION:
         raise ArtifactError(
             f"{path} has format version {shorten(version)}, but this release reads no version above "
-            f"{READING_TIMES_VERSION}: install the newer deformer-stream that wrote it, or train again"
+            f"{EXTREME_VERSION}: install the newer deformer-stream that wrote it, or train again"
         )
     # `write` always states the lowest version that can express the contents.
     if version != expected_version:
@@ -111,6 +113,7 @@ def determine_version(manifest: dict[str, Any]) -> int:
 
     A manifest gets the lowest version, so that releases that know only this version can still read it:
 
+    - Version 7 is needed if single readings are evidence ("extreme" of the cumulative sums).
     - Version 6 is needed if readings are irregular, that is, if they keep their own times ("reading_times").
     - Version 5 is needed if the readings of a sensor in one time slot are combined ("per_slot" of the window).
     - Version 4 is needed if each record is a window of event time.
@@ -121,12 +124,13 @@ def determine_version(manifest: dict[str, Any]) -> int:
         manifest: The parsed manifest; its contents may be invalid.
     """
     # Each version can also express what lower versions can, so the highest version is checked first.
+    calibration = manifest.get("calibration")
     if "reading_times" in manifest:
-        return READING_TIMES_VERSION
+        cusum = calibration.get("cusum") if isinstance(calibration, dict) else None
+        return EXTREME_VERSION if isinstance(cusum, dict) and "extreme" in cusum else READING_TIMES_VERSION
     if "window" in manifest:
         window = manifest["window"]
         return PER_SLOT_VERSION if isinstance(window, dict) and "per_slot" in window else WINDOW_VERSION
-    calibration = manifest.get("calibration")
     if not isinstance(calibration, dict):
         return BASE_VERSION
     if "ties" in calibration:
@@ -157,3 +161,20 @@ def compute_digest(manifest: dict[str, Any]) -> str:
 def shorten(value: object) -> str:
     """Return a value as text for an error message: one line of at most 60 characters."""
     return repr(value)[:60]
+
+
+def count_calibration_records(manifest: dict[str, Any]) -> tuple[int, ...]:
+    """Return the number of calibration records of a model, and of each of its groups with a calibration of their own.
+
+    Args:
+        manifest: The contents of manifest.json.
+
+    Raises:
+        ArtifactError: The manifest does not have them.
+    """
+    try:
+        calibration = manifest["calibration"]
+        groups = calibration.get("groups", {})
+        return len(calibration["scores"]), *(len(scores) for scores in groups.values())
+    except (AttributeError, LookupError, TypeError):
+        raise ArtifactError(f"{MANIFEST} has no calibration records: {REMEDY}") from None

@@ -20,6 +20,7 @@ import torch
 
 from deformer_stream import model_manifest, model_store
 from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.cusum import CusumScale
 from deformer_stream.errors import ArtifactError, ConfigError, Unavailable
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.reading_times import ReadingTimes
@@ -104,6 +105,13 @@ def test_fingerprint_depends_on_weights_and_calibration_and_not_on_the_training_
     assert len({*other_summary, other_calibration, other_weights}) == 3
 
 
+def without_single_readings(scale: CusumScale) -> dict[str, Any]:
+    """Return the scale as a release wrote it that had cumulative sums only."""
+    document = scale.to_json()
+    del document["extreme"]
+    return document
+
+
 def test_model_of_irregular_readings_survives_a_round_trip(tmp_path: Path) -> None:
     schema = replace(SCHEMA, reading_times=ReadingTimes(48 * 3_600_000_000, 60_000_000))
     context = {"context_recent": 8, "context_block": 16}
@@ -111,6 +119,15 @@ def test_model_of_irregular_readings_survives_a_round_trip(tmp_path: Path) -> No
     model_store.write(tmp_path / "m", model, make_calibration(make_small_model()), {}, "")
     manifest = json.loads((tmp_path / "m" / model_store.MANIFEST).read_text())
     assert manifest["format_version"] == 6
+    scale = CusumScale.neutral(len(schema))
+    for cusum_scale, version in ((scale, 7), (CusumScale.from_json(without_single_readings(scale)), 6)):
+        calibration = replace(make_calibration(make_small_model()), cusum_scale=cusum_scale)
+        model_store.write(tmp_path / str(version), model, calibration, {}, "")
+        manifest = json.loads((tmp_path / str(version) / model_store.MANIFEST).read_text())
+        assert manifest["format_version"] == version
+        stored = model_store.read(tmp_path / str(version)).calibration.cusum_scale
+        assert stored is not None
+        np.testing.assert_array_equal(stored.intercepts, cusum_scale.intercepts)
     restored = model_store.read(tmp_path / "m").model
     assert restored.schema == schema
     codes, values = torch.tensor([[0, 1, 0]]), torch.tensor([[0.5, 0.1, 0.2]])

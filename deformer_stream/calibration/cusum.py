@@ -9,6 +9,10 @@ readings are as predicted, never below 0. There are sums of three kinds for each
     repeated     R_s ← R_s + min(−ln P, d) if the sensor repeats its last value, else 0
     record       T   ← max(0, T + ln λ + (1 − λ) min(−ln p, c))      improbable readings of any sensors
 
+A fourth kind of evidence of each sensor is the reading itself, which a sum would count as one reading of many:
+
+    extreme      E   = min(−ln p, e)                                 a single reading that is very improbable
+
 p is the highest-density p-value of the reading (the probability of a value that is at most as likely), p' that given
 the readings of the other sensors only, and P the probability of its value at the resolution of the sensor. A sum is
 updated with each reading of its sensor. A sensor that is shifted soon becomes predictable from its own readings, which
@@ -21,12 +25,17 @@ right, a sum exceeds x at a given reading with a probability of the order of e^�
 
 The model is not equally right for all sensors. So a sum x is compared with the largest values that it reaches in normal
 records. Their tail is described by an exponential distribution, P(largest value ≥ x) = a e^(−(x − u)/b). It is fitted
-to training records (`fit_scale`). The statistic of a reading is the largest of −ln P over the sums that it updates.
-The largest statistic so far is the anomaly score of the record. It is calibrated as any other
-(`conformal.Calibration`), so the false-alarm rate does not depend on these descriptions.
+to training records (`fit_scale`). A record has one sum "record", and as many sums of the other kinds as it has sensors.
+The largest of many exceeds a threshold more often than one does. So a constant is added to the statistics −ln P of each
+kind, such that the largest one of a record exceeds −ln s in a share s of the normal records. Without it, the sum of the
+record hardly counts beside those of 40 sensors.
 
-A reading raises an alert only if it raises the anomaly score. The kind of the sum with its largest statistic is the
-evidence of the alert (`find_largest_kinds`).
+The statistic of a reading is the largest one over the kinds. The largest statistic so far is the anomaly score of the
+record. It is calibrated as any other (`conformal.Calibration`), so the false-alarm rate does not depend on these
+descriptions.
+
+A reading raises an alert only if it raises the anomaly score. The kind with its largest statistic is the evidence of
+the alert (`find_largest_kinds`).
 """
 
 from __future__ import annotations
@@ -46,11 +55,14 @@ Ints = NDArray[np.int64]
 Codes = NDArray[np.int8]
 Bools = NDArray[np.bool_]
 
-KINDS = ("improbable", "offset", "repeated")
-"""The kinds of sums that each sensor has, in the order of `CusumScale.slopes` and of the state."""
+SUM_KINDS = ("improbable", "offset", "repeated")
+"""The kinds of sums that each sensor has, in the order of the state."""
+
+KINDS = (*SUM_KINDS, "extreme")
+"""The kinds of evidence of each sensor, in the order of `CusumScale.slopes`."""
 
 EVIDENCE_KINDS = (*KINDS, "record")
-"""The kinds of all sums, in the order of their codes from 0."""
+"""The kinds of all evidence, in the order of their codes from 0."""
 
 NO_KIND = -1
 """The code for readings that have not raised the anomaly score of their record."""
@@ -66,7 +78,10 @@ OFFSET_KAPPA = RECORD_KAPPA = 0.1
 """λ of the sums "offset" and of the sum of the record, which rise at p-values below 8%."""
 
 MAX_SURPRISE = 12.0
-"""Largest −ln p that counts, in nats. No single reading is stronger evidence, because tails of models are uncertain."""
+"""Largest −ln p that a sum counts, in nats. A single reading adds no more, because tails of models are uncertain."""
+
+MAX_EXTREME = 20.0
+"""Largest −ln p of the evidence "extreme", in nats."""
 
 MAX_REPETITION = 5.0
 """Largest increment of the sum "repeated" in nats. Values of sensors without a known resolution have no probability."""
@@ -83,16 +98,23 @@ MIN_FITTED_RECORDS = 20
 MIN_TAIL_SCALE = 1.0
 """Smallest scale b of a tail, in nats. It is that of a sum if the model is right."""
 
+BALANCED_SHARE = 0.05
+"""The share s of the normal records in which the largest statistic of each kind exceeds −ln s. A usual α is best,
+because the kinds then raise equally many false alarms at it."""
+
+NEVER = -1e9
+"""Intercept of a kind of evidence that a scale does not have. Its statistic is never the largest."""
+
 
 @dataclass(frozen=True, slots=True)
 class CusumScale:
-    """The straight lines that turn the sums of F sensors and of the record into statistics, intercept + slope · sum.
+    """The straight lines that turn the evidence of F sensors and of the record into statistics, intercept + slope · x.
 
-    With the tail a e^(−(x − u)/b), the slope is 1/b, and the intercept −u/b − ln a.
+    With the tail a e^(−(x − u)/b), the slope is 1/b, and the intercept −u/b − ln a, plus the constant of the kind.
 
     Attributes:
-        slopes: (3, F) slopes of the sums of each sensor, a row for each of `KINDS`.
-        intercepts: (3, F) their intercepts.
+        slopes: (4, F) slopes of the evidence of each sensor, a row for each of `KINDS`.
+        intercepts: (4, F) their intercepts.
         record_slope: The slope of the sum of the record.
         record_intercept: Its intercept.
 
@@ -127,10 +149,14 @@ class CusumScale:
         return CusumScale(np.ones(shape), np.zeros(shape), 1.0, 0.0)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the scale as a JSON object for the manifest of a model directory."""
+        """Return the scale as a JSON object for the manifest of a model directory.
+
+        A kind of evidence that the scale does not have is left out.
+        """
         lines: dict[str, Any] = {
             kind: {"slopes": self.slopes[row].tolist(), "intercepts": self.intercepts[row].tolist()}
             for row, kind in enumerate(KINDS)
+            if kind in SUM_KINDS or (self.intercepts[row] > NEVER).any()
         }
         return lines | {"record": {"slope": self.record_slope, "intercept": self.record_intercept}}
 
@@ -138,13 +164,16 @@ class CusumScale:
     def from_json(document: dict[str, Any]) -> CusumScale:
         """Return the scale that an object from `to_json` describes.
 
+        Scales of early models do not have the kind "extreme". Its statistic is then never the largest.
+
         Raises:
             KeyError: A key is missing.
             ValueError: A value is not valid.
         """
-        slopes, intercepts = (
-            np.array([document[kind][name] for kind in KINDS], np.float64) for name in ("slopes", "intercepts")
-        )
+        num_sensors = len(document[KINDS[0]]["slopes"])
+        absent = {"slopes": [0.0] * num_sensors, "intercepts": [NEVER] * num_sensors}
+        lines = [document[kind] for kind in SUM_KINDS] + [document.get("extreme", absent)]
+        slopes, intercepts = (np.array([line[name] for line in lines], np.float64) for name in ("slopes", "intercepts"))
         record = document["record"]
         return CusumScale(slopes, intercepts, float(record["slope"]), float(record["intercept"]))
 
@@ -167,16 +196,16 @@ def compute_log_resolutions(schema: Schema) -> Floats:
 def state_width(num_sensors: int) -> int:
     """Return the number W of numbers in the state of a record with F sensors: 4F + 1.
 
-    They are the sums of each kind (F for each of `KINDS`), the last value of each sensor (infinite before its first
+    They are the sums of each kind (F for each of `SUM_KINDS`), the last value of each sensor (infinite before its first
     reading), and the sum of the record.
     """
-    return (len(KINDS) + 1) * num_sensors + 1
+    return (len(SUM_KINDS) + 1) * num_sensors + 1
 
 
 def create_states(num_records: int, num_sensors: int) -> Floats32:
     """Return the states of records without readings, (R, W) float32."""
     states = np.zeros((num_records, state_width(num_sensors)), np.float32)
-    states[:, len(KINDS) * num_sensors : -1] = np.inf
+    states[:, len(SUM_KINDS) * num_sensors : -1] = np.inf
     return states
 
 
@@ -213,11 +242,11 @@ def advance_sums(states: Floats32, readings: CusumReadings) -> tuple[Floats, Flo
         readings: The readings.
 
     Returns:
-        First (3, R, L): the sums of the reading's sensor after each reading, a row for each of `KINDS`. Second (R, L):
-        the sum of the record. Both are undefined for readings that are not counted.
+        First (4, R, L): the evidence of the reading's sensor after each reading, a row for each of `KINDS`. Second
+        (R, L): the sum of the record. Both are undefined for readings that are not counted.
     """
     num_records, num_readings = readings.codes.shape
-    num_sensors = (states.shape[1] - 1) // (len(KINDS) + 1)
+    num_sensors = (states.shape[1] - 1) // (len(SUM_KINDS) + 1)
     sensor_sums = np.zeros((len(KINDS), num_records, num_readings))
     record_sums = np.zeros((num_records, num_readings))
     sensor_bets = compute_increments(readings.log_p, SENSOR_KAPPA)
@@ -225,20 +254,21 @@ def advance_sums(states: Floats32, readings: CusumReadings) -> tuple[Floats, Flo
     log_p_others = np.zeros_like(readings.log_p) if readings.log_p_others is None else readings.log_p_others
     offset_bets = compute_increments(log_p_others, OFFSET_KAPPA)
     repetitions = np.clip(-readings.log_masses, 0.0, MAX_REPETITION)
+    sensor_sums[KINDS.index("extreme")] = np.clip(-readings.log_p, 0.0, MAX_EXTREME)
     for column in range(num_readings):
         rows = np.flatnonzero(readings.is_counted[:, column])
         code, value = readings.codes[rows, column], readings.values[rows, column]
         improbable = np.maximum(states[rows, code] + sensor_bets[rows, column], 0.0).astype(np.float32)
         offset = states[rows, num_sensors + code] + offset_bets[rows, column]
         offset = np.maximum(offset, 0.0).astype(np.float32)
-        is_repeated = states[rows, len(KINDS) * num_sensors + code] == value
+        is_repeated = states[rows, len(SUM_KINDS) * num_sensors + code] == value
         repeated = states[rows, 2 * num_sensors + code] + repetitions[rows, column]
         repeated = np.where(is_repeated, repeated, 0.0).astype(np.float32)
         record = np.maximum(states[rows, -1] + record_bets[rows, column], 0.0).astype(np.float32)
         for kind, sums in enumerate((improbable, offset, repeated)):
             states[rows, kind * num_sensors + code] = sums
             sensor_sums[kind, rows, column] = sums
-        states[rows, len(KINDS) * num_sensors + code] = value
+        states[rows, len(SUM_KINDS) * num_sensors + code] = value
         states[rows, -1] = record
         record_sums[rows, column] = record
     return sensor_sums, record_sums
@@ -256,14 +286,14 @@ def compute_statistics(scale: CusumScale, codes: Ints, sensor_sums: Floats, reco
     Args:
         scale: The lines that turn sums into statistics.
         codes: (R, L) sensor codes.
-        sensor_sums: (3, R, L) the sums of each reading's sensor after the reading.
+        sensor_sums: (4, R, L) the evidence of each reading's sensor after the reading (`advance_sums`).
         record_sums: (R, L) the sums of the records after each reading.
     """
     return np.asarray(compute_statistics_by_kind(scale, codes, sensor_sums, record_sums).max(0))
 
 
 def compute_statistics_by_kind(scale: CusumScale, codes: Ints, sensor_sums: Floats, record_sums: Floats) -> Floats:
-    """Return the statistic of each sum that a reading updates, (4, R, L), a row for each of `EVIDENCE_KINDS`.
+    """Return the statistic of each kind of evidence, (5, R, L), a row for each of `EVIDENCE_KINDS`.
 
     The arguments are those of `compute_statistics`.
     """
@@ -276,19 +306,20 @@ def find_largest_kinds(statistics_by_kind: Floats) -> Codes:
     """Return the code of the kind with the largest statistic, (R, L); the first one of those that count as equal.
 
     Args:
-        statistics_by_kind: (4, R, L) the statistics of the sums that each reading updates.
+        statistics_by_kind: (5, R, L) the statistics of each reading (`compute_statistics_by_kind`).
     """
     is_largest = statistics_by_kind >= statistics_by_kind.max(0) - TIE_TOLERANCE
     return np.asarray(is_largest.argmax(0), np.int8)
 
 
 def fit_scale(largest_sums: Floats, largest_record_sums: Floats, has_readings: Bools) -> CusumScale:
-    """Fit the tails of the largest sums of N normal records.
+    """Fit the tails of the largest evidence in N normal records, and balance the kinds.
 
-    A sensor with readings in fewer than `MIN_FITTED_RECORDS` of them gets the tail of the sums of all sensors.
+    A sensor with readings in fewer than `MIN_FITTED_RECORDS` of them gets the tail of all sensors. If there are fewer
+    records, the kinds are not balanced.
 
     Args:
-        largest_sums: (3, N, F) the largest value of each sum over the readings of a record.
+        largest_sums: (4, N, F) the largest evidence of each kind over the readings of a record.
         largest_record_sums: (N,) the largest value of the sum of the record.
         has_readings: (N, F) whether the sensor has readings in the record.
     """
@@ -300,7 +331,24 @@ def fit_scale(largest_sums: Floats, largest_record_sums: Floats, has_readings: B
         for sensor in range(num_sensors):
             sums = largest_sums[kind, has_readings[:, sensor], sensor]
             slopes[kind, sensor], intercepts[kind, sensor] = _fit_line(sums, line_of_all)
-    return CusumScale(slopes, intercepts, *_fit_line(largest_record_sums, (1.0, 0.0)))
+        statistics = np.where(has_readings, intercepts[kind] + slopes[kind] * largest_sums[kind], -np.inf)
+        intercepts[kind] += _compute_balance(statistics.max(1), bool(largest_sums[kind].any()))
+    slope, intercept = _fit_line(largest_record_sums, (1.0, 0.0))
+    intercept += _compute_balance(intercept + slope * largest_record_sums, bool(largest_record_sums.any()))
+    return CusumScale(slopes, intercepts, slope, intercept)
+
+
+def _compute_balance(largest_statistics: Floats, has_evidence: bool) -> float:
+    """Return the constant to add to the statistics of a kind, so that a share s of the records exceeds −ln s.
+
+    Args:
+        largest_statistics: (N,) the largest statistic of the kind in each record; −inf in records without readings.
+        has_evidence: Whether there is any evidence of the kind. If there is none, the constant is 0.
+    """
+    finite = largest_statistics[np.isfinite(largest_statistics)]
+    if not has_evidence or len(finite) < MIN_FITTED_RECORDS:
+        return 0.0
+    return -math.log(BALANCED_SHARE) - float(np.quantile(finite, 1.0 - BALANCED_SHARE))
 
 
 def _fit_line(largest_sums: Floats, default: tuple[float, float]) -> tuple[float, float]:

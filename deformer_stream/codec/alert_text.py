@@ -35,6 +35,7 @@ EVIDENCE_TEXTS = {
     "improbable": "{sensor} is improbable",
     "offset": "{sensor} differs from what other sensors imply",
     "repeated": "{sensor} repeats its last value",
+    "extreme": "{sensor} has a very improbable reading",
     "record": "improbable readings of several sensors",
 }
 """What a line says about the evidence of an alert, by its kind."""

@@ -29,6 +29,7 @@ from deformer_stream.calibration.conformal import (
     compute_running_sums,
 )
 from deformer_stream.calibration.cusum import (
+    MAX_EXTREME,
     MAX_REPETITION,
     MAX_SURPRISE,
     NO_KIND,
@@ -682,6 +683,7 @@ class ModelVersion:
             record_kappa=RECORD_KAPPA,
             max_surprise=MAX_SURPRISE,
             max_repetition=MAX_REPETITION,
+            max_extreme=MAX_EXTREME,
             tie_tolerance=TIE_TOLERANCE,
         )
 

@@ -452,6 +452,7 @@ class AdvanceTask(KernelStruct):
         "record_kappa": REAL,
         "max_surprise": REAL,
         "max_repetition": REAL,
+        "max_extreme": REAL,
         "tie_tolerance": REAL,
     }
     _fields_ = _c_fields(kinds)

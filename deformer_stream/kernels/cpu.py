@@ -426,7 +426,8 @@ CUSUM_ARRAYS = (
 )
 CUSUM_NUMBERS = (
     *("num_sensors", "record_slope", "record_intercept"),
-    *("sensor_kappa", "offset_kappa", "record_kappa", "max_surprise", "max_repetition", "tie_tolerance"),
+    *("sensor_kappa", "offset_kappa", "record_kappa"),
+    *("max_surprise", "max_repetition", "max_extreme", "tie_tolerance"),
 )
 """The fields of `abi.AdvanceTask` that only cumulative sums need. They have the names of those of `CusumArguments`."""
 
@@ -443,8 +444,8 @@ class CusumArguments:
         values: (M,) their normalised values, as the network reads them.
         log_p_others: (M,) ln of the p-values given the readings of other sensors only; None if they are not computed.
         log_resolutions: (F,) ln of the width of each sensor's values, −inf if it is unknown.
-        slopes: (3, F) slopes of the lines that turn the sums of a sensor into statistics.
-        intercepts: (3, F) their intercepts.
+        slopes: (4, F) slopes of the lines that turn the evidence of a sensor into statistics.
+        intercepts: (4, F) their intercepts.
         largest_kinds: (M,) int8 output. It receives the code of the kind whose statistic has raised the anomaly score
             of the record with this reading (`find_largest_kinds`); −1 if the anomaly score has not risen.
         record_slope: Slope of the line of the record's sum.
@@ -452,8 +453,9 @@ class CusumArguments:
         sensor_kappa: κ of the sums "improbable".
         offset_kappa: That of the sums "offset".
         record_kappa: κ of the sum of a record.
-        max_surprise: Largest −ln p that counts.
+        max_surprise: Largest −ln p that a sum counts.
         max_repetition: Largest increment of the sum "repeated".
+        max_extreme: Largest −ln p of the evidence "extreme".
         tie_tolerance: Largest difference of statistics that count as equal.
     """
 
@@ -472,6 +474,7 @@ class CusumArguments:
     record_kappa: float
     max_surprise: float
     max_repetition: float
+    max_extreme: float
     tie_tolerance: float
 
     @property

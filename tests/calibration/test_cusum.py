@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from deformer_stream.calibration import cusum
 from deformer_stream.calibration.cusum import (
+    BALANCED_SHARE,
     KINDS,
+    MAX_EXTREME,
     MAX_REPETITION,
     MAX_SURPRISE,
     OFFSET_KAPPA,
@@ -61,9 +64,9 @@ def advance_by_definition(readings: CusumReadings) -> tuple[NDArray[np.float64],
     """Return what `advance_sums` should, reading by reading with the formulas of its module."""
     assert readings.log_p_others is not None
     num_records, num_readings = readings.codes.shape
-    sums, records = np.zeros((3, num_records, num_readings)), np.zeros((num_records, num_readings))
+    sums, records = np.zeros((4, num_records, num_readings)), np.zeros((num_records, num_readings))
     for r in range(num_records):
-        improbable, offset, repeated = ([0.0] * NUM_SENSORS for _ in KINDS)
+        improbable, offset, repeated = ([0.0] * NUM_SENSORS for _ in range(3))
         last: list[float | None] = [None] * NUM_SENSORS
         total = 0.0
         for k in np.flatnonzero(readings.is_counted[r]).tolist():
@@ -77,12 +80,13 @@ def advance_by_definition(readings: CusumReadings) -> tuple[NDArray[np.float64],
             repeated[s] = repeated[s] + rise if last[s] == value else 0.0
             last[s] = value
             total = max(0.0, total + math.log(RECORD_KAPPA) + (1 - RECORD_KAPPA) * surprise)
-            sums[:, r, k], records[r, k] = (improbable[s], offset[s], repeated[s]), total
+            extreme = min(-float(readings.log_p[r, k]), MAX_EXTREME)
+            sums[:, r, k], records[r, k] = (improbable[s], offset[s], repeated[s], extreme), total
     return sums, records
 
 
 def test_sums_follow_their_definitions() -> None:
-    readings = make_readings(4, 60, 0, p_exponent=3.0)
+    readings = make_readings(4, 60, 0, p_exponent=5.0)
     states = create_states(4, NUM_SENSORS)
     sensor_sums, record_sums = advance_sums(states, readings)
     expected_sums, expected_records = advance_by_definition(readings)
@@ -90,6 +94,7 @@ def test_sums_follow_their_definitions() -> None:
     np.testing.assert_allclose(sensor_sums[:, counted], expected_sums[:, counted], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(record_sums[counted], expected_records[counted], rtol=1e-5, atol=1e-5)
     assert (expected_sums[:, counted].max(1) > 1.0).all()
+    assert (expected_sums[3, counted] == MAX_EXTREME).any()
 
 
 @pytest.mark.parametrize("cut", [0, 1, 17, 60])
@@ -146,8 +151,12 @@ def test_resolutions_give_probabilities_of_values() -> None:
     np.testing.assert_allclose(compute_log_resolutions(schema), [math.log(0.25), -math.inf, 0.0])
 
 
-def test_fitted_scale_states_the_probability_of_a_sum() -> None:
-    """Largest sums with exponential tails of several scales: the statistic exceeds x in a share e^−x of the records."""
+def test_fitted_scale_states_the_probability_of_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Largest sums with exponential tails of several scales: the statistic exceeds x in a share e^−x of the records.
+
+    This is before the kinds are balanced, which adds one number to the statistics of a kind.
+    """
+    monkeypatch.setattr(cusum, "_compute_balance", lambda largest_statistics, has_evidence: 0.0)
     rng, num_records = np.random.default_rng(3), 20_000
     tail_scales = np.array([1.0, 2.5, 6.0])
     largest = rng.exponential(tail_scales, (len(KINDS), num_records, NUM_SENSORS))
@@ -170,30 +179,58 @@ def test_scale_of_rare_sensors_is_that_of_all_sensors() -> None:
     assert scale.slopes[0, 0] < 0.1  # 10 of 210 sums are 300
     assert scale.slopes[0, 1] == pytest.approx(0.2, rel=0.5)
     np.testing.assert_array_equal(scale.slopes[:, 2], 1.0)
-    np.testing.assert_allclose(scale.intercepts[:, 2], math.log(10.0))
     # Without enough sums of all sensors, the scale is that of a right model.
     few = fit_scale(largest[:, :6], np.zeros(6), has_readings[:6])
     np.testing.assert_array_equal(few.slopes, 1.0)
     np.testing.assert_array_equal(few.intercepts, 0.0)
 
 
+def test_kinds_of_evidence_raise_equally_many_false_alarms() -> None:
+    """The largest of many sums and the sum of the record exceed the same threshold in the same share of the records."""
+    rng, num_records, num_sensors = np.random.default_rng(1), 4000, 30
+    largest = rng.exponential(2.0, (len(KINDS), num_records, num_sensors))
+    largest[2] = 0.0  # evidence that never rises
+    record = rng.exponential(7.0, num_records)
+    has_readings = rng.random((num_records, num_sensors)) < 0.8
+    scale = fit_scale(largest, record, has_readings)
+    statistics = np.where(has_readings, scale.intercepts[:, None] + scale.slopes[:, None] * largest, -np.inf).max(2)
+    for kind in (0, 1, 3):
+        assert (statistics[kind] > -math.log(BALANCED_SHARE)).mean() == pytest.approx(BALANCED_SHARE, abs=1e-3)
+    is_alarm = scale.record_intercept + scale.record_slope * record > -math.log(BALANCED_SHARE)
+    assert is_alarm.mean() == pytest.approx(BALANCED_SHARE, abs=1e-3)
+    np.testing.assert_allclose(scale.intercepts[2], math.log(10.0), rtol=0.01)
+
+
+def test_scale_without_single_readings_is_read_and_never_uses_them() -> None:
+    """Models from before the kind "extreme" keep their statistics."""
+    scale = CusumScale(np.full((4, 2), 0.5), np.zeros((4, 2)), 0.25, 4.0)
+    document = scale.to_json()
+    del document["extreme"]
+    old = CusumScale.from_json(document)
+    sums = np.full((4, 1, 1), 3.0)
+    sums[3] = MAX_EXTREME
+    assert compute_statistics(old, np.zeros((1, 1), np.int64), sums, np.zeros((1, 1))) == 4.0
+    assert compute_statistics(scale, np.zeros((1, 1), np.int64), sums, np.zeros((1, 1))) == 0.5 * MAX_EXTREME
+    assert old.to_json() == document
+
+
 def test_statistic_is_the_largest_over_the_sums_of_the_sensor_and_the_record() -> None:
     scale = replace(CusumScale.neutral(2), record_slope=0.5, record_intercept=1.0)
     scale.slopes[1, 1], scale.intercepts[2, 0] = 3.0, -1.0
-    sums = np.array([[[2.0, 0.0]], [[0.0, 1.5]], [[9.0, 0.0]]])
+    sums = np.array([[[2.0, 0.0]], [[0.0, 1.5]], [[9.0, 0.0]], [[3.0, 4.0]]])
     statistics = compute_statistics(scale, np.array([[0, 1]]), sums, np.array([[0.0, 0.0]]))
     np.testing.assert_allclose(statistics, [[8.0, 4.5]])
     np.testing.assert_allclose(compute_statistics(scale, np.array([[0, 1]]), sums, np.array([[40.0, 40.0]])), 21.0)
 
 
 def test_scale_is_stored_as_json_and_checked() -> None:
-    scale = CusumScale(np.full((3, 2), 0.5), np.arange(6.0).reshape(3, 2), 0.25, 4.0)
+    scale = CusumScale(np.full((4, 2), 0.5), np.arange(8.0).reshape(4, 2), 0.25, 4.0)
     copy = CusumScale.from_json(scale.to_json())
     np.testing.assert_array_equal(copy.slopes, scale.slopes)
     np.testing.assert_array_equal(copy.intercepts, scale.intercepts)
     assert (copy.record_slope, copy.record_intercept) == (0.25, 4.0)
-    with pytest.raises(ValueError, match="3 rows"):
+    with pytest.raises(ValueError, match="4 rows"):
         CusumScale(np.ones((2, 2)), np.ones((2, 2)), 1.0, 0.0)
     with pytest.raises(ValueError, match="finite"):
-        CusumScale(np.full((3, 2), np.nan), np.ones((3, 2)), 1.0, 0.0)
+        CusumScale(np.full((4, 2), np.nan), np.ones((4, 2)), 1.0, 0.0)
     assert state_width(2) == create_states(1, 2).shape[1] == 9

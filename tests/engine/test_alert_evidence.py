@@ -78,6 +78,12 @@ def add_noise(rng: np.random.Generator, codes: Ints, values: Floats) -> Floats:
     return values
 
 
+def add_spike(rng: np.random.Generator, codes: Ints, values: Floats) -> Floats:
+    """Let the sensor have one reading that is far away."""
+    values[np.flatnonzero((codes == FAULTY) & (np.arange(len(codes)) >= ONSET))[0]] += 30.0
+    return values
+
+
 def disturb_all(rng: np.random.Generator, codes: Ints, values: Floats) -> Floats:
     """Let all sensors have improbable readings."""
     values[ONSET:] += 0.8 * rng.choice([-1.0, 1.0], len(values) - ONSET)
@@ -85,11 +91,18 @@ def disturb_all(rng: np.random.Generator, codes: Ints, values: Floats) -> Floats
 
 
 Fault = Callable[[np.random.Generator, Ints, Floats], Floats]
-FAULTS: dict[str, Fault] = {"improbable": add_noise, "offset": add_ramp, "repeated": make_stuck, "record": disturb_all}
+FAULTS: dict[str, Fault] = {
+    "improbable": add_noise,
+    "offset": add_ramp,
+    "repeated": make_stuck,
+    "extreme": add_spike,
+    "record": disturb_all,
+}
 TEXTS = {
     "improbable": "evidence: {sensor} is improbable (",
     "offset": "evidence: {sensor} differs from what other sensors imply (",
     "repeated": "evidence: {sensor} repeats its last value (",
+    "extreme": "evidence: {sensor} has a very improbable reading (",
     "record": "evidence: improbable readings of several sensors (",
 }
 
@@ -159,7 +172,7 @@ def test_the_division_into_batches_does_not_change_the_evidence() -> None:
 
 
 def test_fast_explanations_mark_readings_of_the_sensor_of_the_evidence() -> None:
-    for kind in ("improbable", "offset", "repeated"):
+    for kind in ("improbable", "offset", "repeated", "extreme"):
         for alert in make_engine(effort="fast").handle(make_records(kind, 3), 0).alerts:
             assert alert.evidence is not None
             suspects = [part for part in alert.contributions if part.suspect]

@@ -22,6 +22,7 @@ from deformer_stream.calibration.conformal import (
     compute_running_sums,
 )
 from deformer_stream.calibration.cusum import (
+    MAX_EXTREME,
     MAX_REPETITION,
     MAX_SURPRISE,
     NO_KIND,
@@ -252,7 +253,7 @@ def test_cumulative_sums_equal_those_of_the_reference(seed: int, has_others: boo
     M = int(offsets[-1])
     terms = -(rng.exponential(size=(3, M)) * 10.0 ** rng.choice([-1, 0, 0, 0, 1, 3], (3, M)))
     is_scored = rng.random(M) < 0.8 if is_masked else None
-    scale = CusumScale(rng.random((3, num_sensors)), rng.normal(size=(3, num_sensors)), 0.3, -0.5)
+    scale = CusumScale(rng.random((4, num_sensors)), rng.normal(size=(4, num_sensors)), 0.3, -0.5)
     log_resolutions = np.array([-np.inf, -3.0, 0.0, 0.5])
     states, running = create_states(8, num_sensors), np.full(8, INITIAL_RUNNING)
     arguments = CusumArguments(
@@ -271,6 +272,7 @@ def test_cumulative_sums_equal_those_of_the_reference(seed: int, has_others: boo
         record_kappa=RECORD_KAPPA,
         max_surprise=MAX_SURPRISE,
         max_repetition=MAX_REPETITION,
+        max_extreme=MAX_EXTREME,
         tie_tolerance=TIE_TOLERANCE,
     )
     columns = np.empty((3, M))

@@ -204,13 +204,14 @@ typedef struct {
     const float *values;                 /* (M) their values, as the network reads them */
     const double *log_p_others;          /* (M) ln of the p-value given the readings of other sensors only; NULL: none */
     const double *log_resolutions;       /* (F) ln of the width of each sensor's values, -inf if it is unknown */
-    const double *slopes, *intercepts;   /* (3, F) lines that turn the sums of each sensor into statistics */
+    const double *slopes, *intercepts;   /* (4, F) lines that turn the evidence of each sensor into statistics */
     int8_t *largest_kinds;               /* (M) output: kind of the largest statistic, -1 if it raises no max_statistic */
     int64_t num_records, num_sensors;
     double p_value_exponent;             /* power to which p-values are raised before they are combined */
     double record_slope, record_intercept; /* line that turns the sum of the record into a statistic */
     double sensor_kappa, offset_kappa, record_kappa; /* kappa of the sums "improbable" and "offset", and of the record */
-    double max_surprise, max_repetition; /* largest -ln p that counts, and largest increment of "repeated" */
+    double max_surprise, max_repetition; /* largest -ln p that a sum counts, and largest increment of "repeated" */
+    double max_extreme;                  /* largest -ln p of the evidence "extreme" */
     double tie_tolerance;                /* largest difference of statistics that count as equal */
 } AdvanceTask;
 

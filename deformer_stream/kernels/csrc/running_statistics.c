@@ -3,7 +3,8 @@
 #include "abi.h"
 #include "gamma_tail.h"
 
-#define TOLERANCE 1e-15 /* relative error of Fisher's statistic */
+#define TOLERANCE 1e-15   /* relative error of Fisher's statistic */
+#define SENSOR_EVIDENCE 4 /* kinds of evidence of each sensor: three sums, and the reading itself */
 
 /* Return Sidak's statistic -ln(1 - (1 - p)^count), where p is the smallest of `count` p-values. min_log_p: ln(p).
  *
@@ -27,7 +28,7 @@ static double bet(double log_p, double kappa, double limit) {
 /* Add a reading to the cumulative sums of its record, and return its statistic. `advance_sums`, `compute_statistics` and
  * `find_largest_kinds` of calibration/cusum.py compute the same, and are the reference.
  *
- * m: the reading's index among the M readings. kind: receives the code of the sum with the largest statistic. */
+ * m: the reading's index among the M readings. kind: receives the code of the evidence with the largest statistic. */
 static double advance_cusums(const AdvanceTask *task, int64_t record_index, int64_t m, double log_prob, double log_p,
                              int8_t *kind) {
     int64_t F = task->num_sensors, code = task->codes[m];
@@ -41,16 +42,17 @@ static double advance_cusums(const AdvanceTask *task, int64_t record_index, int6
     *repeated = *last_value == task->values[m] ? (float)(*repeated + repetition) : 0;
     *last_value = task->values[m];
     *record = (float)fmax(*record + bet(log_p, task->record_kappa, task->max_surprise), 0);
-    const float *sums[3] = {improbable, offset, repeated};
-    double statistics[4], largest = task->record_intercept + task->record_slope * *record;
-    statistics[3] = largest;
-    for (int64_t i = 0; i < 3; i++) {
+    double extreme = fmin(fmax(-log_p, 0), task->max_extreme);
+    const double evidence[SENSOR_EVIDENCE] = {*improbable, *offset, *repeated, extreme};
+    double statistics[SENSOR_EVIDENCE + 1], largest = task->record_intercept + task->record_slope * *record;
+    statistics[SENSOR_EVIDENCE] = largest;
+    for (int64_t i = 0; i < SENSOR_EVIDENCE; i++) {
         int64_t line = i * F + code;
-        statistics[i] = task->intercepts[line] + task->slopes[line] * *sums[i];
+        statistics[i] = task->intercepts[line] + task->slopes[line] * evidence[i];
         largest = fmax(largest, statistics[i]);
     }
     *kind = 0;
-    while (*kind < 3 && statistics[*kind] < largest - task->tie_tolerance) (*kind)++;
+    while (*kind < SENSOR_EVIDENCE && statistics[*kind] < largest - task->tie_tolerance) (*kind)++;
     return largest;
 }
 
