@@ -176,11 +176,14 @@ class Receiver(Protocol):
 
     Attributes:
         name: Name of the receiver in metrics and logs, without secrets.
+        identity: Names the receiver's progress. It is the same as long as the receiver's address is, whatever other
+            receivers there are. Letters, digits and hyphens.
         wants_updates: Whether it gets updates, not only openings and resolutions.
         resend_seconds: Seconds after which an open incident is sent again, None if it is sent once.
     """
 
     name: str
+    identity: str
     wants_updates: bool
     resend_seconds: float | None
 

@@ -202,13 +202,13 @@ class KafkaSettings(Settings):
         """
         password = self.sasl_password.get_secret_value() if self.sasl_password else None
         if self.sasl_password_file is not None:
-            password = _read_secret("--sasl-password-file", self.sasl_password_file)
+            password = read_secret("--sasl-password-file", self.sasl_password_file)
         arguments = {  # None for an option that is not set
             "security_protocol": self.security_protocol,
             "ssl_cafile": self.ssl_cafile and str(self.ssl_cafile),
             "ssl_certfile": self.ssl_certfile and str(self.ssl_certfile),
             "ssl_keyfile": self.ssl_keyfile and str(self.ssl_keyfile),
-            "ssl_password": self.ssl_password_file and _read_secret("--ssl-password-file", self.ssl_password_file),
+            "ssl_password": self.ssl_password_file and read_secret("--ssl-password-file", self.ssl_password_file),
             "sasl_mechanism": self.sasl_mechanism,
             "sasl_plain_username": self.sasl_username,
             "sasl_plain_password": password,
@@ -216,8 +216,8 @@ class KafkaSettings(Settings):
         return {name: value for name, value in arguments.items() if value is not None}
 
 
-def _read_secret(flag: str, path: Path) -> str:
-    """Return the password or passphrase in the first line of a file.
+def read_secret(flag: str, path: Path) -> str:
+    """Return the secret (a password, a passphrase or a key) in the first line of a file.
 
     Args:
         flag: The option with which the user has named the file, for the error message.
@@ -232,7 +232,7 @@ def _read_secret(flag: str, path: Path) -> str:
         reason = getattr(error, "strerror", "it is not UTF-8 text")  # a UnicodeDecodeError has no `strerror`
         raise ConfigError(f"{flag} {path} cannot be read ({reason}): check the path and the permissions") from None
     if not secret:
-        raise ConfigError(f"{flag} {path} has an empty first line: write the password there")
+        raise ConfigError(f"{flag} {path} has an empty first line: write the secret there")
     return secret
 
 

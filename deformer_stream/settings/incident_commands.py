@@ -45,7 +45,7 @@ class DeliverySettings(Settings):
     )
     external_url: str | None = Field(
         None,
-        description="Address of the operator's page, for links in messages, such as https://plant.example/incidents.",
+        description="Address of the operator's page, for links in messages, such as https://plant.example.",
     )
     receiver_timeout: Timeout = text_default("10s", description="Longest time that a request to a receiver takes.")
 

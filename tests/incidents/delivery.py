@@ -131,6 +131,7 @@ class ScriptedReceiver:
     def __init__(
         self, name: str = "scripted", *, wants_updates: bool = False, resend_seconds: float | None = None
     ) -> None:
+        self.identity = name
         self.name, self.wants_updates, self.resend_seconds = name, wants_updates, resend_seconds
         self.script: list[TemporaryFailure | PermanentFailure | None] = []
         self.refused: set[str] = set()
