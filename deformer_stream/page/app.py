@@ -6,6 +6,7 @@ server has sent a notice, and replaces the parts that have changed. So there is 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ LABELS: dict[str, Label] = {
     "maintenance": "maintenance",
     "cleared": "cleared",
 }
+MAX_PASSWORD_CHECKS = 2
+"""Maximum number of passwords that are checked at the same time. Each check takes 32 MiB of memory and a core."""
 STATIC_SECONDS = 365 * 24 * 3600
 """Time for which browsers keep static files. Their address contains a digest, so a new release is loaded at once."""
 CONTENT_TYPE_BY_SUFFIX = {
@@ -123,6 +126,7 @@ class Page:
         cookie_name = f"deformer_page_{self.options.port}"
         self.signer = SessionSigner(cookie_name, external.scheme == "https", f"{self.prefix}/")
         self.limiter = LoginLimiter()
+        self._password_checks = asyncio.Semaphore(MAX_PASSWORD_CHECKS)
         self.notifier = ChangeNotifier(self.store)
         self.system_state = SystemState(self.options.model, self.options.metrics_urls, self.store)
         # Without a login everybody who can connect has the same rights, so all have the same session.
@@ -288,7 +292,7 @@ class Page:
         try:
             made = make_label(
                 label,
-                self.store.now(),
+                self._choose_time(shown.incident.id),
                 by=session.user,
                 incident=shown.incident.id,
                 name=entered["name"] if label == "true" else None,
@@ -304,6 +308,14 @@ class Page:
         await run_in_threadpool(self.store.add_labels, [made])  # so that the next page shows it at once
         LOGGER.info("label_stored", incident=shown.incident.id, label=label, by=session.user)
         return RedirectResponse(self.make_url(f"/incidents/{quote(shown.incident.id)}"), 303)
+
+    def _choose_time(self, incident_id: str) -> int:
+        """Return the time of a new label: now, but after the labels of the incident so far.
+
+        They may come from a machine whose clock is ahead, and the latest label counts.
+        """
+        labels = self.store.list_labels(incident_id)
+        return max(self.store.now(), labels[0].time + 1) if labels else self.store.now()
 
     # Sessions
 
@@ -326,13 +338,14 @@ class Page:
         """Check a token or a password, and begin a session."""
         form = await _read_form(request)
         client = request.client.host if request.client else ""
-        if not self.limiter.is_allowed(client):
-            return self._respond_login(request, 429, "Too many wrong attempts. Try again in five minutes.")
-        name = form.get("user", "").strip()
-        if not await run_in_threadpool(self.options.credentials.verify, name, form.get("password", "")):
-            self.limiter.add_failure(client)
-            LOGGER.warning("login_refused", client=client)
-            return self._respond_login(request, 403, "This is not right. Try again.")
+        name, password = form.get("user", "").strip(), form.get("password", "")
+        async with self._password_checks:
+            if not self.limiter.is_allowed(client):
+                return self._respond_login(request, 429, "Too many wrong attempts. Try again in five minutes.")
+            if not await run_in_threadpool(self.options.credentials.verify, name, password):
+                self.limiter.add_failure(client)
+                LOGGER.warning("login_refused", client=client)
+                return self._respond_login(request, 403, "This is not right. Try again.")
         response = RedirectResponse(self.make_url(_clean_path(form.get("next", ""))), 303)
         self.signer.write(response.headers, self.signer.make(name))
         return response

@@ -165,7 +165,8 @@ class IncidentStore:
     def add_labels(self, labels: Sequence[FeedbackLabel]) -> None:
         """Add labels. A label that was added before has no effect."""
         with self._lock:
-            new_labels = [label for label in labels if label.id not in self._label_ids]
+            label_by_id = {label.id: label for label in labels}
+            new_labels = [label for label in label_by_id.values() if label.id not in self._label_ids]
             for label in new_labels:
                 self._label_ids.add(label.id)
                 self._overlay.add(label)

@@ -1,0 +1,339 @@
+"""The pages and forms, as a browser without JavaScript uses them."""
+
+from __future__ import annotations
+
+import html
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from deformer_stream.codec.feedback_messages import make_label
+from deformer_stream.incidents.events import Incident
+from deformer_stream.page.store import IncidentStore
+from deformer_stream.page.views import PAGE_SIZE, Notice
+from tests.incidents.examples import HOSTILE_NAMES, make_fleet_incident, make_incident, make_incidents
+from tests.page.pages import NOW, BrokenFeedbackLog, find_rows, find_token, make_site
+
+
+def test_open_incidents_come_first_with_the_unlabelled_and_severe_ones_on_top() -> None:
+    mild, severe, confirmed, silenced, resolved = (
+        replace(make_incident(number, state="updated"), severity=severity)
+        for number, severity in ((0, 1), (2, 2), (4, 2), (8, 2), (10, 2))
+    )
+    resolved = replace(resolved, state="resolved")
+    site = make_site([mild, severe, confirmed, silenced, resolved])
+    site.label(confirmed, "true", name="dry run")
+    site.label(silenced, "false-alarm")
+    page = site.get("/")
+    assert page.status_code == 200
+    assert find_rows(page.text) == [one.id for one in (severe, mild, confirmed, silenced, resolved)]
+    assert "<h1>3 open incidents</h1>" in page.text
+    assert "1 more open, silenced" in page.text
+    assert "Real fault: <bdi>dry run</bdi>" in page.text
+
+
+def test_the_members_of_a_fleet_incident_are_below_it() -> None:
+    members = [replace(make_incident(number, state="updated"), parent="f" * 32) for number in range(3)]
+    fleet = replace(make_fleet_incident(9, members), id="f" * 32)
+    site = make_site([*members, fleet, make_incident(20)])
+    page = site.get("/").text
+    assert find_rows(page)[0] == fleet.id
+    assert set(find_rows(page)[1:4]) == {member.id for member in members}
+    assert "<h1>2 open incidents</h1>" in page
+    assert "3 devices of hall-a" in page
+    assert f"/incidents/{members[0].id}" in site.get(f"/incidents/{fleet.id}").text
+    assert f"/incidents/{fleet.id}" in site.get(f"/incidents/{members[0].id}").text
+
+
+def test_a_page_without_incidents_says_so() -> None:
+    page = make_site().get("/").text
+    assert "No open incident" in page
+    assert "The log holds no incident yet" in page
+
+
+def test_an_incident_shows_its_evidence_suspects_records_and_budget() -> None:
+    incident = make_incident(3, state="updated")
+    page = make_site([incident]).get(f"/incidents/{incident.id}").text
+    for expected in (
+        "came 31.9 … 33.2 m³/h, expected 119 … 127",
+        "With the expected value of <bdi>flow</bdi>, 93% of the alerts",
+        "threshold 6.4",
+        "blocked discharge",
+        "82%",
+        incident.alert_ids[0],
+        incident.record_ids[0],
+        incident.model,
+        "1 per 30d",
+    ):
+        assert expected.replace("<bdi>", "").replace("</bdi>", "") in page.replace("<bdi>", "").replace("</bdi>", "")
+    assert page.count('class="plot') == 3  # the evidence, and two suspects with numbers
+
+
+def test_an_unknown_incident_is_a_page_with_status_404() -> None:
+    site = make_site()
+    for path in ("/incidents/unknown", "/nowhere", "/static/x/nothing.js"):
+        page = site.get(path)
+        assert page.status_code == 404
+        assert "Open incidents" in page.text
+
+
+@pytest.mark.parametrize("label", ["true", "false-alarm", "maintenance"])
+def test_a_label_is_stored_shown_and_can_be_taken_back(label: str) -> None:
+    incident = make_incident(1)
+    site = make_site([incident])
+    answer = site.label(incident, label, name="dry run", note="  seen by Ben ")
+    assert (answer.status_code, answer.headers["location"]) == (303, f"/incidents/{incident.id}")
+    (stored,) = site.feedback_log.poll(0)
+    assert (stored.label, stored.incident, stored.by, stored.note) == (label, incident.id, "night-shift", "seen by Ben")
+    assert stored.name == ("dry run" if label == "true" else None)
+    page = site.get(f"/incidents/{incident.id}").text
+    assert 'id="undo"' in page
+    assert "seen by Ben" in page
+    assert site.label(incident, "cleared").status_code == 303
+    page = site.get(f"/incidents/{incident.id}").text
+    assert 'id="undo"' not in page
+    assert "Taken back" in page
+    assert [one.label for one in site.feedback_log.poll(0)] == ["cleared"]
+
+
+def test_a_label_counts_although_the_clock_of_an_earlier_one_was_ahead() -> None:
+    incident = make_incident(1)
+    site = make_site([incident])
+    site.page.store.add_labels([make_label("false-alarm", NOW + 120_000_000, incident=incident.id)])
+    site.label(incident, "cleared")
+    assert 'id="undo"' not in site.get(f"/incidents/{incident.id}").text
+
+
+def test_names_of_faults_are_offered_again() -> None:
+    incident, other = make_incident(1), make_incident(2)
+    site = make_site([incident, other])
+    site.label(incident, "true", name='"dry" <run>')
+    assert '<option value="&#34;dry&#34; &lt;run&gt;"></option>' in site.get(f"/incidents/{other.id}").text
+
+
+def test_a_label_that_cannot_be_stored_is_not_shown_and_what_was_entered_remains() -> None:
+    incident = make_incident(1)
+    site = make_site([incident], feedback_log=BrokenFeedbackLog())
+    page = site.label(incident, "true", name="dry run", note="by the valve")
+    assert page.status_code == 503
+    assert "Nothing was stored: the broker at plant:9092 does not answer: start it" in page.text
+    assert 'value="dry run"' in page.text
+    assert "by the valve</textarea>" in page.text
+    assert 'id="undo"' not in page.text
+
+
+@pytest.mark.parametrize(
+    "fields", [{"name": "x" * 201}, {"note": "x" * 2001}, {"note": "\ud800"}, {"label": "true; drop"}, {"label": ""}]
+)
+def test_labels_outside_of_the_limits_are_refused(fields: dict[str, str]) -> None:
+    incident = make_incident(1)
+    site = make_site([incident])
+    path = f"/incidents/{incident.id}"
+    form = {"label": "true", "token": find_token(site.get(path).text), **fields}
+    try:
+        page = site.post(f"{path}/feedback", form)
+    except UnicodeEncodeError:  # the client cannot send a lone surrogate as it is
+        page = site.client.post(
+            f"{path}/feedback",
+            content=f"label=true&token={form['token']}&note=%ED%A0%80",
+            headers={"Content-Type": "application/x-www-form-urlencoded", "Sec-Fetch-Site": "same-origin"},
+        )
+    assert page.status_code == 400
+    assert site.feedback_log.poll(0) == []
+
+
+def test_the_history_filters_and_has_pages_of_fifty() -> None:
+    incidents = make_incidents(130)
+    site = make_site(incidents)
+    first = site.get("/history")
+    assert len(find_rows(first.text)) == PAGE_SIZE == 50
+    assert "130 incidents, page 1 of 3" in first.text
+    newest = sorted(incidents, key=lambda one: (one.opened, one.id), reverse=True)
+    assert find_rows(first.text) == [one.id for one in newest[:50]]
+    last = site.get("/history?page=3").text
+    assert find_rows(last) == [one.id for one in newest[100:]]
+    assert 'rel="next"' not in last
+    device = site.get("/history?device=pump-03&state=resolved&page=1").text
+    expected = [one.id for one in newest if "pump-03" in one.device and one.state == "resolved"]
+    assert expected
+    assert find_rows(device) == expected
+    assert 'value="pump-03"' in device
+
+
+def test_the_history_finds_incidents_by_time_in_the_zone_of_the_page() -> None:
+    from zoneinfo import ZoneInfo
+
+    incidents = make_incidents(40)
+    site = make_site(incidents, zone=ZoneInfo("Asia/Kolkata"))  # 5 h 30 min ahead of UTC
+    page = site.get("/history?from=2020-03-09T16:04:34&to=2020-03-09T17:00").text
+    # The first incident opens at 10:34:33 UTC, 16:04:33 in Kolkata; the next one 37 minutes later.
+    assert find_rows(page) == [incidents[1].id]
+
+
+@pytest.mark.parametrize(
+    "query", ["from=yesterday", "to=2020-13-01", "from=%00", "page=x", "page=-1", "label=%22", "page=9999999999"]
+)
+def test_a_query_that_is_not_understood_shows_all_incidents(query: str) -> None:
+    page = make_site(make_incidents(3)).get(f"/history?{query}")
+    assert page.status_code == 200
+    assert len(find_rows(page.text)) == 3
+    assert ("was not understood" in page.text) == query.startswith(("from", "to"))
+
+
+class Structure(HTMLParser):
+    """The tags and attributes of a document."""
+
+    def __init__(self, document: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: set[str] = set()
+        self.ids: list[str] = []
+        self.text = ""
+        self.feed(document)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note a tag."""
+        self.tags.append(tag)
+        self.attributes.update(name for name, _ in attrs)
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+
+    def handle_data(self, data: str) -> None:
+        """Note a text."""
+        self.text += data
+
+
+def list_hostile() -> list[Incident]:
+    """Return an incident for each hostile name, as its device, its features, its records and its group."""
+    incidents = [make_incident(7 * number + 6, state="updated") for number in range(len(HOSTILE_NAMES))]
+    return [
+        replace(incident, group=name, first_record=name, fault=((name, 0.5),), resolution=name, budget=name, model=name)
+        for incident, name in zip(incidents, HOSTILE_NAMES, strict=True)
+    ]
+
+
+def test_hostile_names_add_no_elements_and_no_attributes() -> None:
+    incidents = list_hostile()
+    harmless = make_incident(1, state="updated")
+    site = make_site([*incidents, harmless])
+    plain = make_site([harmless])
+    plain_incident = Structure(plain.get(f"/incidents/{harmless.id}").text)
+    for number, (incident, name) in enumerate(zip(incidents, HOSTILE_NAMES, strict=True)):
+        site.page.store.add_labels(
+            [make_label("true", NOW + number, by=name[:200], incident=incident.id, name=name[:200], note=name)]
+            if "\x00" not in name
+            else []
+        )
+        page = site.get(f"/incidents/{incident.id}")
+        assert page.status_code == 200
+        structure = Structure(page.text)
+        assert set(structure.tags) <= set(plain_incident.tags) | {
+            "section",
+            "ul",
+            "ol",
+            "li",
+            "circle",
+            "line",
+            "title",
+            "table",
+            "thead",
+            "tbody",
+            "tr",
+            "th",
+            "td",
+            "option",
+            "rect",
+            "path",
+            "article",
+            "h3",
+            "text",
+            "datalist",
+        }
+        assert not {name for name in structure.attributes if name.startswith("on")}
+        assert len(structure.ids) == len(set(structure.ids))
+        assert "\x00" not in page.text
+        assert "\x1b" not in page.text
+    for path in ("/", "/history", "/health", "/history?device=%3Cimg%20src=x%20onerror=alert(1)%3E%22"):
+        page = site.get(path)
+        assert page.status_code == 200
+        structure = Structure(page.text)
+        assert "img" not in structure.tags
+        assert len([tag for tag in structure.tags if tag == "script"]) == 3
+        assert not {name for name in structure.attributes if name.startswith("on") and name != "on"}
+    assert "49" not in re.sub(r"\d{3,}", "", Structure(site.get("/").text).text.replace("{{ 7 * 7 }}${7*7}", ""))
+
+
+def test_names_are_isolated_so_that_their_direction_changes_nothing_else() -> None:
+    incident = make_incident(1, device="pump\u202eexe.7")
+    page = make_site([incident]).get("/").text
+    assert "<bdi>pump\u202eexe.7</bdi>" in page
+
+
+def test_every_page_is_valid_without_scripts_and_styles_inline() -> None:
+    incident = make_incident(3)
+    site = make_site([incident, *make_incidents(60)])
+    for path in ("/", f"/incidents/{incident.id}", "/history", "/health", "/status"):
+        page = site.get(path).text
+        assert "style=" not in page
+        assert "<style" not in page
+        assert re.search(r"<script(?! src=\"/static/)", page) is None
+        assert "hx-on" not in page
+        assert "javascript:" not in page
+        assert re.search(r'(src|href|action)="https?:', page) is None
+
+
+def test_the_state_of_logs_and_notices_is_shown_on_each_page() -> None:
+    site = make_site(make_incidents(3))
+    site.page.get_notice = lambda: Notice("Training: 42 of 60 s", 0.7)
+    for path in ("/", "/history", "/health", "/status"):
+        page = site.get(path).text
+        assert "Training: 42 of 60 s" in page
+        assert '<progress max="100" value="70.0"' in page
+
+
+def test_programs_get_health_and_metrics() -> None:
+    site = make_site(make_incidents(9))
+    assert (site.get("/healthz").status_code, site.get("/healthz").text) == (200, "ok\n")
+    metrics = site.get("/metrics").text
+    assert "deformer_page_incidents 9.0" in metrics
+    assert "deformer_page_incidents_open 6.0" in metrics
+
+
+def test_below_a_path_of_a_proxy_all_addresses_have_its_prefix() -> None:
+    incident = make_incident(1)
+    site = make_site([incident], external_url="https://plant.example/incidents/", base_url="https://plant.example")
+    page = site.get("/incidents/")
+    assert page.status_code == 200
+    addresses = re.findall(r'(?:href|src|action|hx-get|hx-post|sse-connect)="([^"#]*)"', html.unescape(page.text))
+    assert addresses
+    assert all(address.startswith("/incidents/") for address in addresses)
+    assert site.get(f"/incidents/incidents/{incident.id}").status_code == 200
+    assert site.get(re.search(r'href="(/incidents/static/[^"]+css)"', page.text)[1]).status_code == 200  # type: ignore[index]
+    assert site.get("/").headers["location"] == "/incidents/"
+    assert site.get("/healthz").status_code == 200
+    token = find_token(site.get(f"/incidents/incidents/{incident.id}").text)
+    answer = site.post(f"/incidents/incidents/{incident.id}/feedback", {"label": "true", "token": token})
+    assert answer.headers["location"] == f"/incidents/incidents/{incident.id}"
+
+
+def test_static_files_are_kept_for_long_under_an_address_that_changes_with_their_content() -> None:
+    site = make_site()
+    page = site.get("/").text
+    for path in re.findall(r'(?:src|href)="(/static/[^"]+)"', page):
+        answer = site.get(path)
+        assert answer.status_code == 200
+        assert "immutable" in answer.headers["cache-control"]
+    assert site.get("/static/0000/page.css").headers["cache-control"] == "no-store"
+    assert site.get("/").headers["cache-control"] == "no-store"
+
+
+def test_no_file_outside_of_the_static_files_is_sent() -> None:
+    site = make_site()
+    for path in ("/static/x/../app.py", "/static/x/%2e%2e/app.py", "/static/x//etc/passwd", "/static/x/..%2fapp.py"):
+        assert site.client.get(path, follow_redirects=True).status_code == 404
+
+
+def test_dropped_incidents_are_counted_in_the_history() -> None:
+    store = IncidentStore(max_incidents=5, now=lambda: NOW)
+    assert "2 older ones are not shown any more" in make_site(make_incidents(7), store=store).get("/history").text

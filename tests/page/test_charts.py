@@ -1,0 +1,132 @@
+"""The geometry of charts, and the texts of times and ranges."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from zoneinfo import ZoneInfo
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deformer_stream.incidents.events import SuspectReadings, Timeline
+from deformer_stream.page.charts import MAX_TICKS, draw_readings, draw_sparkline, draw_timeline
+from deformer_stream.page.texts import (
+    DAY,
+    HOUR,
+    MINUTE,
+    SECOND,
+    Clock,
+    describe_silencing,
+    describe_suspect,
+    format_duration,
+    format_range,
+)
+from tests.incidents.examples import make_incident
+from tests.page.pages import NOW
+
+CLOCK = Clock(NOW, ZoneInfo("Europe/Berlin"))
+ANY_TIME = st.integers(-(2**63), 2**63 - 1)
+ANY_FLOAT = st.floats(allow_nan=True, allow_infinity=True)
+
+
+def test_times_are_shown_in_the_zone_of_the_page() -> None:
+    assert CLOCK.format_time(NOW) == "08:07:53"
+    assert CLOCK.format_time(NOW - DAY) == "10 Jul 08:07"
+    assert CLOCK.format_time(NOW - 365 * DAY) == "11 Jul 2025 08:07"
+    assert CLOCK.format_full(NOW) == "2026-07-11 08:07:53 CEST"
+    assert CLOCK.format_ago(NOW - 12 * MINUTE) == "12 min ago"
+    assert CLOCK.format_ago(NOW + 2 * HOUR) == "in 2 h"
+    assert CLOCK.format_ago(NOW - SECOND) == "just now"
+    assert (CLOCK.format_time(None), CLOCK.format_time(-(2**63)), CLOCK.format_ago(2**63 - 1)) == ("–", "–", "–")
+
+
+@pytest.mark.parametrize(
+    ("micros", "text"),
+    [
+        (0, "0 s"),
+        (59 * SECOND, "59 s"),
+        (61 * SECOND, "1 min"),
+        (HOUR, "1 h"),
+        (HOUR + 5 * MINUTE, "1 h 5 min"),
+        (2 * DAY + 4 * HOUR, "2 d 4 h"),
+        (30 * DAY + HOUR, "30 d"),
+        (-5, "0 s"),
+    ],
+)
+def test_durations(micros: int, text: str) -> None:
+    assert format_duration(micros) == text
+
+
+def test_ranges_and_causes() -> None:
+    assert format_range(119.0, 127.0, "m³/h") == "119 … 127 m³/h"
+    assert format_range(63.2, 63.2) == "63.2"
+    assert format_range(None, 1.0) == ""
+    incident = make_incident(3)
+    assert describe_suspect(incident.suspects[0]) == "came 31.9 … 33.2 m³/h, expected 119 … 127"
+    assert describe_suspect(incident.suspects[2]) == ""
+    assert describe_silencing(incident) == (
+        "With the expected value of flow, 93% of the alerts would not have been raised."
+    )
+
+
+def test_the_timeline_shows_the_evidence_against_the_threshold() -> None:
+    incident = make_incident(4)  # from 6.5 to 36.375, the threshold is 6.4
+    chart = draw_timeline(incident, CLOCK)
+    assert chart is not None
+    points = [tuple(map(float, pair.split(","))) for pair in re.findall(r"[\d.]+,[\d.]+", chart.line)]
+    assert len(points) == 240
+    assert [left for left, _ in points] == sorted(left for left, _ in points)
+    assert points[0][0] == 0
+    assert points[-1][0] == 1000
+    assert points[0][1] == pytest.approx(10 * chart.threshold, abs=10)  # just above the threshold
+    assert points[0][1] < 10 * chart.threshold
+    assert points[-1][1] < points[0][1]  # evidence grows upwards
+    assert "threshold 6.4" in chart.description
+
+
+def test_readings_are_marked_as_outside_or_within_their_expected_range() -> None:
+    readings = SuspectReadings(
+        (NOW, NOW + SECOND, NOW + 2 * SECOND), (5.0, 1.0, None), (4.0, 4.0, 4.0), (6.0, 6.0, None)
+    )
+    chart = draw_readings("flow", readings, "m³/h", CLOCK)
+    assert chart is not None
+    assert [mark.is_outside for mark in chart.marks] == [False, True]
+    inside, outside = chart.marks
+    assert inside.band is not None
+    assert inside.band[0] < inside.top < inside.band[1]  # from the top: the upper end comes first
+    assert outside.band is not None
+    assert outside.top > outside.band[1]
+    assert outside.text == "08:07:54: 1 m³/h, expected 4 … 6"
+    assert "1 of 2 readings outside" in chart.description
+
+
+def test_labels_have_no_chart() -> None:
+    readings = SuspectReadings((NOW,), (None,), (None,), (None,))
+    assert draw_readings("mode", readings, None, CLOCK) is None
+
+
+@given(st.lists(st.tuples(ANY_TIME, ANY_FLOAT), max_size=8), ANY_FLOAT)
+def test_any_timeline_gives_a_chart_within_its_frame_or_none(points: list[tuple[int, float]], threshold: float) -> None:
+    incident = make_incident(1)
+    timeline = Timeline(tuple(t for t, _ in points), tuple(e for _, e in points), (0.1,) * len(points))
+    chart = draw_timeline(replace(incident, timeline=timeline, threshold=threshold), CLOCK)
+    spark = draw_sparkline(timeline, threshold)
+    for line in (chart.line if chart else "", spark[0] if spark else ""):
+        assert all(0 <= float(number) <= 1000 for number in re.findall(r"-?\d+(?:\.\d+)?", line))
+        assert "nan" not in line
+    if chart is not None:
+        assert 0 <= chart.threshold <= 100
+        assert len(chart.time_ticks) <= MAX_TICKS + 1
+        assert all(0 <= tick.position <= 100 for tick in (*chart.ticks, *chart.time_ticks))
+
+
+@given(st.lists(st.tuples(ANY_TIME, ANY_FLOAT, ANY_FLOAT, ANY_FLOAT), max_size=6))
+def test_any_readings_give_marks_within_the_frame_or_no_chart(rows: list[tuple[int, float, float, float]]) -> None:
+    columns = [tuple(column) for column in zip(*rows, strict=True)] or [(), (), (), ()]
+    chart = draw_readings("flow", SuspectReadings(*columns), None, CLOCK)
+    for mark in chart.marks if chart is not None else ():
+        positions = (mark.left, mark.top, *(mark.band or ()))
+        assert all(0 <= position <= 100 and math.isfinite(position) for position in positions)
