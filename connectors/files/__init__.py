@@ -14,10 +14,12 @@ modules are:
     background    threads that read ahead and write behind
 """
 
+from connectors.files.evidence_files import is_evidence, read_evidence
 from connectors.files.sinks import (
     AlertLines,
     EvidenceLines,
     ExplanationsParquet,
+    IncidentLines,
     LinesSink,
     RecordsParquet,
     RejectedLines,
@@ -32,12 +34,15 @@ __all__ = [
     "EvidenceLines",
     "ExplanationsParquet",
     "FileSource",
+    "IncidentLines",
     "LinesSink",
     "RecordsParquet",
     "RejectedLines",
     "ScoresParquet",
     "StandardInput",
     "TerminalAlerts",
+    "is_evidence",
     "iterate_events",
     "open_source",
+    "read_evidence",
 ]

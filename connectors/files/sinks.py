@@ -25,9 +25,11 @@ from numpy.typing import NDArray
 from connectors.files.background import BackgroundWriter
 from deformer_stream.codec import encode_alert, encode_drift, encode_rejected
 from deformer_stream.codec.encode_evidence import encode_evidence_parts
+from deformer_stream.codec.encode_incidents import encode_incident
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import NO_TIME, Alert, ClosedRecords, Effects, EventBatch
 from deformer_stream.errors import ConfigError, InputError, map_write_errors
+from deformer_stream.incidents.events import Incident
 from deformer_stream.incidents.make_evidence import make_evidence
 from deformer_stream.model.schema import Schema
 from deformer_stream.tables.discovery import CSV, JSON_LINES, PARQUET, has_ending
@@ -478,6 +480,14 @@ class EvidenceLines(LinesSink):
                 "--time-column, or send events with times"
             )
         self.write_lines([line for batch in batches for line in encode_evidence_parts(batch)])
+
+
+class IncidentLines(LinesSink):
+    """A JSON lines file of incidents: all messages about them, in order."""
+
+    def add(self, incident: Incident) -> None:
+        """Append a message about an incident."""
+        self.write_lines([encode_incident(incident)])
 
 
 class RejectedLines(LinesSink):

@@ -44,6 +44,10 @@ EXAMPLES_BY_COMMAND: dict[str, tuple[tuple[str, str], ...]] = {
             "Write what was wrong in each alert as a table:",
             "deformer-stream replay pumps.parquet --model model --explain explanations.parquet",
         ),
+        (
+            "Make one incident of each fault, at most one false incident per pump and month:",
+            'deformer-stream replay pumps.parquet --model model --incidents incidents.jsonl --incident-budget "1 per 30d"',
+        ),
     ),
     "calibrate": (
         (
@@ -53,6 +57,10 @@ EXAMPLES_BY_COMMAND: dict[str, tuple[tuple[str, str], ...]] = {
         (
             "Calibrate each pump on its own, if records are named pump/number:",
             "deformer-stream calibrate normal-may.parquet --model model --out model-may --group-by /",
+        ),
+        (
+            "Calibrate the incident budget on a month of normal operation, after replay --evidence june.jsonl:",
+            "deformer-stream calibrate --incidents june.jsonl --model model",
         ),
     ),
     "produce": (

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from deformer_stream.cli import factory
+from deformer_stream.cli import factory, incident_files
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import (
     HELP,
@@ -34,6 +34,9 @@ from deformer_stream.runtime import process
 if TYPE_CHECKING:
     import threading
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from connectors.files import (
         AlertLines,
         EvidenceLines,
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     )
     from deformer_stream.codec import Codec
     from deformer_stream.engine.engine import Engine
+    from deformer_stream.incidents.events import ClosedRows
     from deformer_stream.model.schema import Schema
     from deformer_stream.model_store import Artifact
     from deformer_stream.runtime.pipeline import Totals
@@ -319,7 +323,8 @@ def build_replay() -> click.Command:
         """Score historical logs exactly as a stream of the same events would have been scored.
 
         INPUT is a Parquet, CSV or JSON lines file, a folder of such files, a quoted pattern such as 'logs/*.csv', or -
-        for JSON lines on standard input.
+        for JSON lines on standard input. With --incidents, INPUT can also be a file that --evidence wrote; its records
+        are not scored again.
         """
         settings = load_settings(ReplaySettings, flags, config, "replay")
         factory.check_paths(inputs, settings.model, settings.get_output_by_flag())
@@ -327,11 +332,16 @@ def build_replay() -> click.Command:
         from deformer_stream import log
 
         log.configure(is_debugging())
+        if incident_files.has_evidence(inputs):
+            return incident_files.replay_evidence(inputs, settings, stop)
         drift_odds = None if settings.drift == "off" else settings.drift or factory.DEFAULT_DRIFT_ODDS
         loaded, engine = factory.load_engine(settings, drift_odds)
         codec, source = factory.open_inputs(inputs, loaded, settings)
         with ExitStack() as cleanup:
             sinks = _open_replay_sinks(settings, loaded.schema, cleanup)
+            incident_sink = incident_files.open_incident_sink(settings, cleanup) if settings.incidents else None
+            if incident_sink is not None:
+                sinks.append(incident_sink)
             if source.ignored_columns:  # columns of the tables that are not features of the model
                 log.get_logger("replay").info("columns_ignored", columns=list(source.ignored_columns))
             totals = _run_on_files("replay", source, codec, engine, sinks, stop, settings.drift is not None)
@@ -339,6 +349,8 @@ def build_replay() -> click.Command:
             for connector in (*sinks, source):
                 connector.close()
         click.echo(_summarize_replay(totals, settings.alpha, stop.is_set()), err=True)
+        if incident_sink is not None:
+            click.echo(incident_files.summarize_incidents(incident_sink), err=True)
         return INTERRUPTED_EXIT_CODE if stop.is_set() else 0
 
     return replay
@@ -450,7 +462,7 @@ def build_calibrate() -> click.Command:
     from deformer_stream.settings import CalibrateSettings, PathText, add_options, load_settings
 
     @click.command("calibrate", cls=HelpCommand, examples=EXAMPLES_BY_COMMAND["calibrate"], context_settings=HELP)
-    @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True, type=PathText())
+    @click.argument("inputs", metavar="[INPUT...]", nargs=-1, type=PathText())
     @add_options(CalibrateSettings)
     @add_debug_option
     def calibrate(inputs: tuple[str, ...], config: Path | None, **flags: Any) -> int:
@@ -458,9 +470,13 @@ def build_calibrate() -> click.Command:
 
         INPUT is a table or log as for the command replay. Its records must be normal, and new: records that
         training or the calibration in force has used are refused, unless --seen-records says otherwise.
+
+        With --incidents and without INPUT, only the segments of the incident budget are calibrated.
         """
         settings = load_settings(CalibrateSettings, flags, config, "calibrate")
-        factory.check_paths(inputs, settings.model)
+        factory.check_paths([*inputs, *settings.incidents], settings.model)
+        if not inputs:
+            return incident_files.calibrate_incidents(settings)
         # These imports take seconds.
         from deformer_stream import log, model_store
         from deformer_stream.calibration.recalibrate import CalibrationStatistics, recalibrate
@@ -468,6 +484,7 @@ def build_calibrate() -> click.Command:
         from deformer_stream.cli.recalibration_report import write_recalibrated_model
         from deformer_stream.cli.seen_records import replace_calibration_records, select_new_records
         from deformer_stream.counts import format_count
+        from deformer_stream.incident_store import read_incident_calibration, write_incident_calibration
         from deformer_stream.runtime.calibration_sink import MaxStatisticSink
 
         log.configure(is_debugging())
@@ -477,6 +494,7 @@ def build_calibrate() -> click.Command:
         loaded = model_store.read(settings.model, settings.device, settings.compiled == "auto")
         seen_records = model_store.read_seen_records(loaded.directory, loaded.manifest)
         engine = factory.make_engine(loaded, settings, alphas=(), record_timeout=settings.record_timeout)
+        incidents_before = read_incident_calibration(loaded.directory)
         codec, source = factory.open_inputs(inputs, loaded, settings)
         sink = MaxStatisticSink(loaded.schema)
         totals = _run_on_files("calibrate", source, codec, engine, [sink], stop)
@@ -501,6 +519,8 @@ def build_calibrate() -> click.Command:
         seen_records = replace_calibration_records(seen_records, sink.fingerprints[is_used])
         today = datetime.now(UTC).date()
         fingerprint = write_recalibrated_model(recalibration, loaded, target, settings.alpha, seen_records, today)
+        if incidents_before is not None:  # its history is kept; its segments belong to the calibration before
+            write_incident_calibration(target, incidents_before)
         click.echo(align_columns([("alpha", "before", "now", "in reach?"), *recalibration.format_rows(settings.alpha)]))
         for sentence in recalibration.describe_groups():
             click.echo(sentence)
@@ -514,6 +534,13 @@ def build_calibrate() -> click.Command:
             f"the model was written to {target} (fingerprint {fingerprint})" + (f"; {note}" if note else "") + repeated,
             err=True,
         )
+        if settings.incidents:
+
+            def compute_p_values(closed: ClosedRows) -> NDArray[np.float64]:
+                """Return the p-values under the new calibration of records that were scored under the old one."""
+                return recalibration.new.compute_p_values(closed.scores[:, None], lambda: closed.record_ids)[:, 0]
+
+            incident_files.write_segments(settings, target, incidents_before, compute_p_values, loaded.fingerprint)
         return 0
 
     return calibrate

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from deformer_stream import log
 from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern, PatternAdjuster
 from deformer_stream.calibration.incident_budget import BudgetPlan, parse_budget, plan_budget
-from deformer_stream.incident_store import IncidentCalibration
+from deformer_stream.incident_store import IncidentCalibration, read_incident_calibration
 from deformer_stream.incidents.device import extract_device
 from deformer_stream.incidents.fleet import parse_fleet_rule
 from deformer_stream.incidents.tracker import IncidentTracker, TrackerOptions
+from deformer_stream.model_manifest import count_calibration_records, read_manifest
 from deformer_stream.settings.incident_rule import IncidentRuleSettings
 
 MICROS_PER_SECOND = 1_000_000
+
+REORDER_MICROS = 2 * MICROS_PER_SECOND
+"""How long rows wait for earlier ones if records are not windows. The windows of a device close in order of time."""
+
+NUM_REMEMBERED_RECORDS = 256
+"""Number of the latest records of each device that are ignored if they come again, if the log can have duplicates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +55,38 @@ class DetectionPlan:
     def with_patterns(self, patterns: Sequence[FalseAlarmPattern]) -> DetectionPlan:
         """Return a copy with other patterns."""
         return replace(self, patterns=tuple(patterns))
+
+
+def load_detection_plan(directory: Path, settings: IncidentRuleSettings, can_repeat: bool = False) -> DetectionPlan:
+    """Return what determines the incidents of the records that the model of a directory scores.
+
+    Args:
+        directory: The model directory.
+        settings: The options of the command.
+        can_repeat: Whether the log of evidence can have duplicates, because it was written at least once.
+
+    Raises:
+        ArtifactError: The model directory cannot be read.
+        ConfigError: An option is no budget or no fleet rule, or the budget cannot be kept as requested.
+    """
+    manifest, calibration = read_manifest(directory), read_incident_calibration(directory)
+    model = str(manifest["fingerprint"])
+    if calibration is not None and calibration.model != model:
+        log.get_logger("incidents").warning(
+            "incident_calibration_differs",
+            model=model,
+            calibrated_model=calibration.model,
+            message="the segments of normal operation in the model directory belong to another model or calibration, "
+            "so they are not used: run `deformer-stream calibrate --incidents` again",
+        )
+    return plan_detection(
+        settings,
+        model,
+        count_calibration_records(manifest),
+        calibration,
+        reorder=0 if "window" in manifest else REORDER_MICROS,
+        num_remembered_records=NUM_REMEMBERED_RECORDS if can_repeat else 0,
+    )
 
 
 def plan_detection(

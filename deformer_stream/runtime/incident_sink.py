@@ -1,0 +1,87 @@
+"""A sink that makes incidents of the effects of the engine in the same process, for `replay` and the demo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from deformer_stream.codec.payloads import Payload
+from deformer_stream.engine.events import Effects
+from deformer_stream.errors import InputError
+from deformer_stream.incidents.events import EvidenceBatch, Incident
+from deformer_stream.incidents.make_evidence import make_evidence
+from deformer_stream.incidents.tracker import IncidentTracker
+
+
+class IncidentSink:
+    """A sink that passes incidents to a function. They equal those of `deformer-stream incidents` for the same log.
+
+    Args:
+        tracker: The tracker, without state.
+        add: Receives each message about an incident, in order.
+        flush: Makes the messages so far visible to readers.
+        close: Releases what receives the messages.
+
+    Attributes:
+        num_opened: Number of incidents of devices that have opened.
+    """
+
+    def __init__(
+        self,
+        tracker: IncidentTracker,
+        add: Callable[[Incident], None],
+        flush: Callable[[], None] = lambda: None,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._tracker, self._add, self._flush, self._close = tracker, add, flush, close
+        self.num_opened = 0
+        self._is_open = True
+
+    @property
+    def num_late(self) -> int:
+        """Number of records that came too late to be handled in order of time."""
+        return self._tracker.counts["late"]
+
+    @property
+    def num_open(self) -> int:
+        """Number of incidents of devices that are open."""
+        return self._tracker.num_open
+
+    def write(self, effects: Effects, data: Payload | None) -> None:
+        """Make incidents of the evidence of one batch.
+
+        Args:
+            effects: The results of the engine.
+            data: The messages or rows of the batch, which are not used.
+
+        Raises:
+            InputError: A record has no time.
+        """
+        batches, untimed_records = make_evidence(effects)
+        if untimed_records:
+            raise InputError(
+                f"record {untimed_records[0]!r} has no time, but incidents need times: name the column of times with "
+                "--time-column, or send events with times"
+            )
+        self.write_evidence(batches)
+
+    def write_evidence(self, batches: Iterable[EvidenceBatch]) -> None:
+        """Make incidents of batches of evidence."""
+        for batch in batches:
+            self._pass_on(self._tracker.handle(batch))
+
+    def flush(self) -> None:
+        """Make the messages so far visible to readers."""
+        self._flush()
+
+    def close(self) -> None:
+        """Handle the records that wait for earlier ones, because the input has ended."""
+        if self._is_open:
+            self._is_open = False
+            self._pass_on(self._tracker.finish())
+        self._close()
+
+    def _pass_on(self, messages: Iterable[Incident]) -> None:
+        """Pass messages on, and count those that say that an incident of a device has opened."""
+        for message in messages:
+            self.num_opened += message.state == "open" and message.kind == "device"
+            self._add(message)
