@@ -265,7 +265,7 @@ class PatternAdjuster:
         self._recent_by_device: dict[str, tuple[int, dict[str, float]]] = {}
 
     def applies_to(self, model: str) -> bool:
-        """Return whether the scores of a model, given by its fingerprint, can be compared with those of the patterns."""
+        """Return whether the scores of a model (its fingerprint) can be compared with those of the patterns."""
         return self._model in ("", model)
 
     def is_active(self, device: str) -> bool:

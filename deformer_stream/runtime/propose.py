@@ -1,0 +1,764 @@
+"""A candidate calibration of incidents from labels of people and kept evidence, and proof of what it would change.
+
+The log of evidence is read several times from its start:
+
+1. The incidents without patterns, and those under today's patterns, are computed. Labels name incidents by their ids.
+2. The largest score of each incident, and records for review are collected.
+3. If wanted, calibrations of records and of segments are made from the records that nobody has confirmed as faulty.
+4. The incidents of the candidate are computed and compared with those of today.
+
+Patterns are tried as they will act on new incidents: each past incident is compared with the others of its pattern, not
+with itself. A pattern with which a confirmed fault would no longer be found is left out of the candidate.
+
+What people have confirmed as faults, and what was recorded during known maintenance, leaves the calibration. Nothing
+else does (Label-Trim, arXiv 2502.04807): leaving out whatever looks unusual would make too many alerts. The records
+with the largest scores that nobody has labelled are offered for review, and so is a random sample of records without
+an alert, because the labels of alerts alone say nothing about faults that were missed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from deformer_stream.calibration.false_alarm_patterns import (
+    FalseAlarmPattern,
+    PastIncident,
+    PatternAdjuster,
+    PatternCandidate,
+    compute_cosine,
+    make_patterns,
+)
+from deformer_stream.calibration.incident_budget import MICROS_PER_DAY, bound_realised_rate
+from deformer_stream.calibration.incident_evidence import INITIAL_STATE, advance_detector, compute_log_statistic
+from deformer_stream.calibration.incident_segments import (
+    MICROS_PER_HOUR,
+    SEGMENT_LENGTHS,
+    SegmentCalibration,
+    SegmentCollector,
+)
+from deformer_stream.errors import InputError
+from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, FeedbackLabel, Incident
+from deformer_stream.incidents.make_evidence import P_VALUE_DIGITS, round_significant
+from deformer_stream.incidents.overlay import Overlay
+from deformer_stream.runtime.incident_difference import (
+    IncidentDifference,
+    IncidentSpans,
+    LabelledIncident,
+    compare_incidents,
+    label_incidents,
+    predict_count,
+)
+from deformer_stream.runtime.incident_plan import DetectionPlan
+
+if TYPE_CHECKING:
+    from deformer_stream.calibration.conformal import Calibration
+
+LogReader = Callable[[], Iterator[EvidenceBatch]]
+"""Reads the log of evidence from its start. It is called several times."""
+
+MAX_REPLAYS = 10
+"""Largest number of times that the candidate is replayed, each time without a pattern that would lose a fault."""
+
+MAX_COLLECTED_RECORDS = 1_000_000
+"""Largest number of records from which a calibration of records is made; of more, a random choice is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReviewRecord:
+    """A record at which a person should look.
+
+    Attributes:
+        record: Id of the record.
+        device: Its device.
+        time: Its event time, microseconds since 1970.
+        score: Its score; larger is more anomalous.
+        p_value: Its p-value.
+        incident: Id of the incident to which it belongs, None without one.
+    """
+
+    record: str
+    device: str
+    time: int
+    score: float
+    p_value: float
+    incident: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Review:
+    """The records at which a person should look, and what the answers so far say.
+
+    Attributes:
+        largest: The records with the largest scores that nobody has labelled, the largest first.
+        silent: A random sample of the records without an alert that nobody has labelled.
+        num_silent_answers: Number of records without an alert that people have labelled.
+        num_silent_faults: How many of them are faults that were missed.
+    """
+
+    largest: tuple[ReviewRecord, ...]
+    silent: tuple[ReviewRecord, ...]
+    num_silent_answers: int = 0
+    num_silent_faults: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LogSummary:
+    """What the log of evidence contains, in the span that is compared.
+
+    Attributes:
+        start: Time of the first record, microseconds since 1970; 0 without records.
+        end: Time of the last record.
+        num_records: Number of records.
+        num_devices: Number of devices.
+        device_hours: Number of hours in which a device has records, summed over the devices.
+        num_alerts_today: Number of records with an alert.
+        num_alerts_removed: Number of them without an alert under the candidate.
+        num_alerts_new: Number of records that have an alert under the candidate only.
+        num_other_model: Number of records of other models, which are left out.
+    """
+
+    start: int = 0
+    end: int = 0
+    num_records: int = 0
+    num_devices: int = 0
+    device_hours: int = 0
+    num_alerts_today: int = 0
+    num_alerts_removed: int = 0
+    num_alerts_new: int = 0
+    num_other_model: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FalseRate:
+    """A number of false incidents in a span, and what to expect of it.
+
+    Attributes:
+        count: Number of incidents that nobody has confirmed and that are no maintenance.
+        labelled: How many of them people have labelled as false alarms.
+        per_period: Mean number of one device in the period of the budget.
+        low: Lower end of the 99% confidence interval of `per_period`.
+        high: Upper end of this interval.
+        expected_low: Lower end of the 95% interval of the number in a further span of the same length.
+        expected_high: Upper end of this interval.
+    """
+
+    count: int
+    labelled: int
+    per_period: float
+    low: float
+    high: float
+    expected_low: int
+    expected_high: int
+
+
+@dataclass(frozen=True, slots=True)
+class PatternOutcome:
+    """A kind of false incidents, and what its pattern changes.
+
+    Attributes:
+        candidate: The incidents of the kind and their pattern.
+        is_used: Whether the pattern is a part of the candidate.
+        remedy: Why it is not; "" if it is.
+        num_removed: Number of the kind's incidents, labelled and unlabelled, that the candidate no longer raises.
+        records_to_open: Number of records with scores above all past incidents of the kind after which an incident
+            opens nevertheless; None if none opens.
+    """
+
+    candidate: PatternCandidate
+    is_used: bool
+    remedy: str
+    num_removed: int = 0
+    records_to_open: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A candidate and what it would have changed.
+
+    Attributes:
+        plan: The candidate's rule, options and patterns.
+        segments: The candidate's segments, None if they stay.
+        calibration: The candidate's calibration of records, None if it stays.
+        difference: The difference between the incidents.
+        today: The incidents under today's calibration, over the whole log.
+        candidate: The incidents of the candidate, over the whole log.
+        log: What the log contains in the span.
+        rate_today: The false incidents of today.
+        rate_candidate: The false incidents of the candidate.
+        patterns: The kinds of false incidents.
+        review: The records at which a person should look.
+        num_labels: Number of labels that count.
+        num_unknown_labels: How many of them name incidents that the log does not contain.
+        warnings: What a person should know before approving, as sentences.
+    """
+
+    plan: DetectionPlan
+    segments: tuple[SegmentCalibration, ...] | None
+    calibration: Calibration | None
+    difference: IncidentDifference
+    today: tuple[LabelledIncident, ...]
+    candidate: tuple[LabelledIncident, ...]
+    log: LogSummary
+    rate_today: FalseRate
+    rate_candidate: FalseRate
+    patterns: tuple[PatternOutcome, ...]
+    review: Review
+    num_labels: int
+    num_unknown_labels: int
+    warnings: tuple[str, ...]
+
+
+Change = Literal["patterns", "segments", "records"]
+"""A part of the calibration that a candidate replaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProposalOptions:
+    """What a candidate replaces, and what is compared.
+
+    Attributes:
+        changes: The parts of the calibration that the candidate replaces.
+        since: Beginning of the span that is compared, None for the start of the log.
+        until: End of this span, None for the end of the log.
+        alpha: False-alarm rate of alerts of single records, if their calibration is replaced.
+        num_review: Number of records of each kind that are offered for review.
+        seed: Seed of the choice of records.
+    """
+
+    changes: tuple[Change, ...] = ("patterns",)
+    since: int | None = None
+    until: int | None = None
+    alpha: float = 0.01
+    num_review: int = 20
+    seed: int = 0
+
+
+def propose(
+    read_log: LogReader,
+    detection: DetectionPlan,
+    labels: Sequence[FeedbackLabel],
+    options: ProposalOptions,
+    recalibrate_records: Callable[[Sequence[str], np.ndarray[tuple[int], np.dtype[np.float64]]], Calibration]
+    | None = None,
+    replan: Callable[[Sequence[SegmentCalibration]], DetectionPlan] | None = None,
+) -> Proposal:
+    """Make a candidate from labels and a log of evidence, and compare its incidents with those of today.
+
+    Args:
+        read_log: Reads the log.
+        detection: Today's rule, options and patterns.
+        labels: The labels of people, in any order.
+        options: What the candidate replaces, and what is compared.
+        recalibrate_records: Returns a calibration from record ids and their scores. Needed if records are replaced.
+        replan: Returns today's rule with other segments. Needed if segments or records are replaced.
+
+    Raises:
+        InputError: The log has no record of the model.
+    """
+    overlay = Overlay(labels)
+    label_by_record = _find_record_labels(labels)
+    base = detection.with_patterns(())
+    base_incidents, today_incidents, log = _survey(read_log, base, detection, options)
+    base_labelled = label_incidents(base_incidents, overlay)
+    today = label_incidents(today_incidents, overlay)
+    margin = detection.options.gap
+    spans = IncidentSpans(base_labelled, 0)
+    scores, review, kept = _collect_scores(read_log, detection, spans, overlay, label_by_record, options)
+    base_labelled = [replace(entry, max_score=scores.get(entry.incident.id, math.nan)) for entry in base_labelled]
+    past = [_to_past_incident(entry) for entry in base_labelled]
+
+    calibration, segments, plan = None, None, detection
+    if "records" in options.changes:
+        assert recalibrate_records is not None  # noqa: S101 - a programming error of the caller
+        calibration = recalibrate_records(kept.record_ids, np.array(kept.scores))
+    rescore = None if calibration is None else _Rescorer(calibration, options.alpha)
+    has_new_segments = "segments" in options.changes or (calibration is not None and detection.plan.rule == "segments")
+    candidates = make_patterns(past, detection.patterns) if "patterns" in options.changes else []
+    patterns = (
+        [candidate.pattern for candidate in candidates if candidate.pattern is not None]
+        if "patterns" in options.changes
+        else list(detection.patterns)
+    )
+    wide_spans = IncidentSpans(base_labelled, margin)
+    dropped: dict[str, str] = {}
+    for _ in range(MAX_REPLAYS):
+        plan = detection.with_patterns(patterns)
+        if has_new_segments:
+            assert replan is not None  # noqa: S101 - a programming error of the caller
+            segments = _collect_segments(read_log, plan, wide_spans, overlay, rescore)
+            plan = replan(segments).with_patterns(patterns)
+        incidents, alert_changes = _replay(read_log, plan, wide_spans, rescore, options)
+        candidate = label_incidents(incidents, overlay)
+        difference = compare_incidents(today, candidate, margin, options.since, options.until)
+        # Faults that today's calibration finds, or would find without its patterns, must not be lost in the whole log.
+        without_patterns = compare_incidents(base_labelled, candidate, margin)
+        lost = without_patterns.lost
+        culprits = [pattern for pattern in patterns if any(_may_hide(pattern, fault) for fault in lost)]
+        if not culprits or "patterns" not in options.changes:
+            break
+        for pattern in culprits:
+            hidden = next(fault for fault in lost if _may_hide(pattern, fault))
+            dropped[pattern.id] = f"it would lose the confirmed fault {hidden.incident.id}"
+        patterns = [pattern for pattern in patterns if pattern not in culprits]
+    log = replace(log, num_alerts_removed=alert_changes[0], num_alerts_new=alert_changes[1])
+    rates = [
+        _describe_rate(detection, log, *counts)
+        for counts in (
+            (difference.num_false_today, difference.num_labelled_today),
+            (difference.num_false_candidate, difference.num_labelled_candidate),
+        )
+    ]
+    known = {incident.id for incident in (*base_incidents, *today_incidents)}
+    labelled_ids = {label.incident for label in labels if label.incident is not None}
+    removed_ids = {labelled.incident.id for labelled in without_patterns.removed}
+    outcomes = tuple(_describe_pattern(entry, plan, dropped, removed_ids) for entry in candidates)
+    return Proposal(
+        plan,
+        segments,
+        calibration,
+        difference,
+        tuple(today),
+        tuple(candidate),
+        log,
+        rates[0],
+        rates[1],
+        outcomes,
+        review,
+        len({label.id for label in labels}),
+        len(labelled_ids - known),
+        tuple(_list_warnings(detection, difference, outcomes, log, len(labelled_ids - known), base_labelled)),
+    )
+
+
+def _find_record_labels(labels: Iterable[FeedbackLabel]) -> dict[str, str]:
+    """Return the label of each record that counts, the latest one, by the id of the record."""
+    latest: dict[str, FeedbackLabel] = {}
+    for label in sorted(labels, key=lambda label: (label.time, label.id)):
+        if label.record is not None:
+            latest[label.record] = label
+    return {record: label.label for record, label in latest.items() if label.label != "cleared"}
+
+
+def _iterate_own(read_log: LogReader, detection: DetectionPlan) -> Iterator[EvidenceBatch]:
+    """Return the batches of the log that the model of a plan has scored."""
+    return (batch for batch in read_log() if detection.model in ("", batch.model))
+
+
+def _survey(
+    read_log: LogReader, base: DetectionPlan, detection: DetectionPlan, options: ProposalOptions
+) -> tuple[list[Incident], list[Incident], LogSummary]:
+    """Return the incidents without patterns, those of today, and what the log contains in the span.
+
+    Raises:
+        InputError: The log has no record of the model.
+    """
+    base_tracker = base.make_tracker()
+    # Without patterns both trackers would do the same.
+    today_tracker = detection.make_tracker() if detection.patterns else base_tracker
+    base_by_id: dict[str, Incident] = {}
+    today_by_id: dict[str, Incident] = {} if detection.patterns else base_by_id
+    get_device = detection.options.get_device
+    start, end, num_records, num_alerts, device_hours, num_other = None, None, 0, 0, 0, 0
+    last_hour_by_device: dict[str, int] = {}
+    for batch in read_log():
+        if detection.model not in ("", batch.model):
+            num_other += len(batch.closed)
+            continue
+        base_by_id.update((incident.id, incident) for incident in base_tracker.handle(batch))
+        if today_tracker is not base_tracker:
+            today_by_id.update((incident.id, incident) for incident in today_tracker.handle(batch))
+        is_in_span = _is_in_span(batch.closed, options)
+        if not is_in_span.any():
+            continue
+        times = batch.closed.times[is_in_span]
+        start = min(int(times.min()), start if start is not None else int(times.min()))
+        end = max(int(times.max()), end if end is not None else int(times.max()))
+        num_records += len(times)
+        num_alerts += int(batch.closed.is_alerted[is_in_span].sum())
+        for index in np.flatnonzero(is_in_span).tolist():
+            device = get_device(batch.closed.record_ids[index])
+            hour = int(batch.closed.times[index]) // MICROS_PER_HOUR
+            if hour > last_hour_by_device.get(device, hour - 1):
+                device_hours += 1
+                last_hour_by_device[device] = hour
+    base_by_id.update((incident.id, incident) for incident in base_tracker.finish())
+    if today_tracker is not base_tracker:
+        today_by_id.update((incident.id, incident) for incident in today_tracker.finish())
+    if start is None or end is None:
+        other = f" of model {detection.model}, but {num_other:,} of other models" if num_other else ""
+        raise InputError(
+            f"the log of evidence has no record{other} in the span: check --log, --since and --until, and that --model "
+            "is the model that has scored the records"
+        )
+    log = LogSummary(start, end, num_records, len(last_hour_by_device), device_hours, num_alerts, 0, 0, num_other)
+    return list(base_by_id.values()), list(today_by_id.values()), log
+
+
+def _is_in_span(closed: ClosedRows, options: ProposalOptions) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return which records lie in the span that is compared, (R,)."""
+    is_in_span = np.ones(len(closed), bool)
+    if options.since is not None:
+        is_in_span &= closed.times >= options.since
+    if options.until is not None:
+        is_in_span &= closed.times < options.until
+    return is_in_span
+
+
+@dataclass(slots=True)
+class _KeptRecords:
+    """Records from which a calibration of records is made: those with the smallest hashes, if there are too many.
+
+    Attributes:
+        record_ids: Their ids.
+        scores: Their scores.
+    """
+
+    record_ids: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+
+
+def _collect_scores(
+    read_log: LogReader,
+    detection: DetectionPlan,
+    spans: IncidentSpans,
+    overlay: Overlay,
+    label_by_record: dict[str, str],
+    options: ProposalOptions,
+) -> tuple[dict[str, float], Review, _KeptRecords]:
+    """Return the largest score of each incident by id, the records for review, and those of a new calibration.
+
+    Args:
+        read_log: Reads the log.
+        detection: Today's rule.
+        spans: The incidents without patterns, with their labels.
+        overlay: The maintenance windows.
+        label_by_record: The labels of single records.
+        options: Numbers of records for review, and whether a calibration of records is made.
+    """
+    score_by_incident: dict[str, float] = {}
+    # Heaps of the largest scores and of the smallest hashes; the hash breaks ties.
+    largest, silent = _Best(options.num_review), _Best(options.num_review)
+    collected: list[tuple[float, str, float]] = []
+    num_answers = num_missed = 0
+    collects = "records" in options.changes
+    get_device = detection.options.get_device
+    for batch in _iterate_own(read_log, detection):
+        closed = batch.closed
+        rows = zip(
+            closed.record_ids,
+            closed.times.tolist(),
+            closed.p_values.tolist(),
+            closed.scores.tolist(),
+            closed.is_alerted.tolist(),
+            strict=True,
+        )
+        for record, time, p_value, score, is_alerted in rows:
+            device = get_device(record)
+            owner = spans.find(device, time)
+            if owner is not None:
+                id_ = owner.incident.id
+                score_by_incident[id_] = max(score, score_by_incident.get(id_, -math.inf))
+            label = label_by_record.get(record)
+            if label is not None and not is_alerted:
+                num_answers += 1
+                num_missed += label == "true"
+            is_known = label is not None or (owner is not None and owner.label not in (None, "cleared"))
+            hash_ = _hash_record(record, options.seed)
+            if not is_known:
+                entry = ReviewRecord(record, device, time, score, p_value, None if owner is None else owner.incident.id)
+                if is_alerted:
+                    largest.add((score, -hash_), entry)
+                else:
+                    silent.add((-hash_, 0.0), entry)
+            is_normal = not (label == "true" or (owner is not None and owner.label in ("true", "maintenance")))
+            if collects and is_normal and not overlay.is_under_maintenance(device, time):
+                if len(collected) < MAX_COLLECTED_RECORDS:
+                    heapq.heappush(collected, (-hash_, record, score))
+                elif -hash_ > collected[0][0]:
+                    heapq.heapreplace(collected, (-hash_, record, score))
+    review = Review(
+        tuple(sorted(largest.entries, key=lambda entry: (-entry.score, entry.time, entry.record))),
+        tuple(sorted(silent.entries, key=lambda entry: (entry.time, entry.record))),
+        num_answers,
+        num_missed,
+    )
+    collected.sort(key=lambda item: (-item[0], item[1]))
+    return score_by_incident, review, _KeptRecords([r for _, r, _ in collected], [s for _, _, s in collected])
+
+
+def _hash_record(record: str, seed: int) -> float:
+    """Return a number from 0 to 1 that is a hash of a record id and a seed."""
+    digest = hashlib.blake2b(f"{seed}\0{record}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+class _Best:
+    """The records with the largest keys.
+
+    Args:
+        size: Largest number of records.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._entry_by_record: dict[str, ReviewRecord] = {}
+        self._heap: list[tuple[tuple[float, float], str]] = []
+
+    @property
+    def entries(self) -> list[ReviewRecord]:
+        """The records, in any order."""
+        return list(self._entry_by_record.values())
+
+    def add(self, key: tuple[float, float], entry: ReviewRecord) -> None:
+        """Add a record, and drop the one with the smallest key if there are too many. A record counts once."""
+        if entry.record in self._entry_by_record or not self._size:
+            return
+        if len(self._heap) >= self._size:
+            if (key, entry.record) <= self._heap[0]:
+                return
+            del self._entry_by_record[heapq.heappop(self._heap)[1]]
+        heapq.heappush(self._heap, (key, entry.record))
+        self._entry_by_record[entry.record] = entry
+
+
+class _Rescorer:
+    """Computes the p-values and alerts of records anew, by comparison of their scores with another calibration.
+
+    Args:
+        calibration: The other calibration.
+        alpha: False-alarm rate of alerts.
+    """
+
+    def __init__(self, calibration: Calibration, alpha: float) -> None:
+        self._calibration, self._alpha = calibration, alpha
+
+    def rescore(self, closed: ClosedRows) -> ClosedRows:
+        """Return the same records with their p-values and alerts under the other calibration."""
+        p_values = self._calibration.compute_p_values(closed.scores[:, None], lambda: closed.record_ids)[:, 0]
+        p_values = round_significant(p_values, P_VALUE_DIGITS)
+        return replace(closed, p_values=p_values, is_alerted=p_values <= self._alpha)
+
+
+def _collect_segments(
+    read_log: LogReader,
+    plan: DetectionPlan,
+    spans: IncidentSpans,
+    overlay: Overlay,
+    rescorer: _Rescorer | None,
+) -> tuple[SegmentCalibration, ...]:
+    """Return calibrations by the segments of the log without confirmed faults and maintenance.
+
+    A segment that a confirmed fault or a maintenance window touches is left out as a whole. The patterns apply to the
+    segments as they will apply to new ones; otherwise the false alarms in the log would raise the threshold for all.
+
+    Args:
+        read_log: Reads the log.
+        plan: The rule, whose tail and kind of detector are used, and the candidate's patterns.
+        spans: The incidents without patterns, with their labels.
+        overlay: The maintenance windows.
+        rescorer: Computes the p-values anew, None if they stay.
+    """
+    lengths = sorted({*SEGMENT_LENGTHS, *([plan.plan.segment] if plan.plan.segment else [])}, reverse=True)
+    excluded: set[tuple[str, int, int]] = set()
+    get_device = plan.options.get_device
+    for batch in _iterate_own(read_log, plan):
+        for record, time in zip(batch.closed.record_ids, batch.closed.times.tolist(), strict=True):
+            device = get_device(record)
+            owner = spans.find(device, time)
+            is_faulty = owner is not None and owner.label in ("true", "maintenance")
+            if is_faulty or overlay.is_under_maintenance(device, time):
+                excluded.update((device, length, time // length) for length in lengths)
+    collectors = [SegmentCollector(length, plan.plan.tail, plan.plan.kind) for length in lengths]
+    adjuster = PatternAdjuster(plan.patterns, plan.options.gap, plan.model, _make_finder(spans))
+    shares_by_record: dict[str, dict[str, float]] = {}
+    for batch in _iterate_own(read_log, plan):
+        if plan.patterns:
+            for alert in batch.alerts:
+                shares_by_record[alert.record] = {suspect.feature: suspect.share for suspect in alert.suspects}
+        closed = batch.closed if rescorer is None else rescorer.rescore(batch.closed)
+        rows = zip(
+            closed.record_ids, closed.times.tolist(), closed.p_values.tolist(), closed.scores.tolist(), strict=True
+        )
+        for record, time, p_value, score in rows:
+            device = get_device(record)
+            extended_p = p_value if plan.plan.tail is None else plan.plan.tail.extend(p_value, score)
+            adjusted_p = adjuster.adjust(device, time, extended_p, score, shares_by_record.pop(record, None))
+            for collector in collectors:
+                if (device, collector.length, time // collector.length) not in excluded:
+                    # The p-value is extended already; a score of −∞ keeps the collector from extending it.
+                    collector.add(device, time, adjusted_p, -math.inf)
+    return tuple(collector.calibrate() for collector in collectors)
+
+
+def _make_finder(spans: IncidentSpans) -> Callable[[str, int], str | None]:
+    """Return a function that returns the id of the incident to which a record of a device at a time belongs."""
+
+    def find_own_incident(device: str, time: int) -> str | None:
+        owner = spans.find(device, time)
+        return None if owner is None else owner.incident.id
+
+    return find_own_incident
+
+
+def _replay(
+    read_log: LogReader,
+    plan: DetectionPlan,
+    spans: IncidentSpans,
+    rescorer: _Rescorer | None,
+    options: ProposalOptions,
+) -> tuple[list[Incident], tuple[int, int]]:
+    """Return the incidents of a candidate, and the numbers of removed and of new alerts in the span.
+
+    Args:
+        read_log: Reads the log.
+        plan: The candidate's rule, options and patterns.
+        spans: The incidents without patterns, to which records belong; each is not compared with itself.
+        rescorer: Computes the p-values and alerts anew, None if they stay.
+        options: The span.
+    """
+    tracker = plan.make_tracker(_make_finder(spans))
+    by_id: dict[str, Incident] = {}
+    num_removed = num_new = 0
+    waiting: dict[str, AlertRow] = {}
+    for original in _iterate_own(read_log, plan):
+        batch = original
+        if rescorer is not None:
+            closed = rescorer.rescore(batch.closed)
+            is_in_span = _is_in_span(closed, options)
+            num_removed += int((is_in_span & batch.closed.is_alerted & ~closed.is_alerted).sum())
+            num_new += int((is_in_span & closed.is_alerted & ~batch.closed.is_alerted).sum())
+            # Alerts precede their records. Those of records that no longer alert are left out.
+            waiting.update((alert.record, alert) for alert in batch.alerts)
+            alerts = []
+            for record, is_alerted in zip(closed.record_ids, closed.is_alerted.tolist(), strict=True):
+                alert = waiting.pop(record, None)
+                if alert is not None and is_alerted:
+                    alerts.append(alert)
+            batch = EvidenceBatch(batch.model, batch.partition, closed, tuple(alerts))
+        by_id.update((incident.id, incident) for incident in tracker.handle(batch))
+    by_id.update((incident.id, incident) for incident in tracker.finish())
+    return list(by_id.values()), (num_removed, num_new)
+
+
+def _get_shares(incident: Incident) -> dict[str, float]:
+    """Return the shares of the suspects of an incident by feature."""
+    return {suspect.feature: suspect.share for suspect in incident.suspects}
+
+
+def _to_past_incident(labelled: LabelledIncident) -> PastIncident:
+    """Return what patterns need of an incident."""
+    label = None if labelled.label == "cleared" else labelled.label
+    incident = labelled.incident
+    return PastIncident(incident.id, incident.device, _get_shares(incident), labelled.max_score, label)
+
+
+def _may_hide(pattern: FalseAlarmPattern, fault: LabelledIncident) -> bool:
+    """Return whether a pattern can be the reason why a fault is not found."""
+    if not pattern.includes_device(fault.incident.device):
+        return False
+    # Single alerts of an incident can match although their mean does not, so the bound is lower.
+    return compute_cosine(_get_shares(fault.incident), pattern.direction) >= 0.5 * pattern.min_cosine
+
+
+def _describe_rate(detection: DetectionPlan, log: LogSummary, count: int, labelled: int) -> FalseRate:
+    """Return a number of false incidents as a rate of one device in the period of the budget."""
+    periods = log.device_hours * MICROS_PER_HOUR / detection.plan.budget.period
+    low, high = bound_realised_rate(count, periods)
+    return FalseRate(count, labelled, count / periods if periods else 0.0, low, high, *predict_count(count))
+
+
+def _describe_pattern(
+    candidate: PatternCandidate,
+    plan: DetectionPlan,
+    dropped: dict[str, str],
+    removed_ids: set[str],
+) -> PatternOutcome:
+    """Return what the pattern of a kind of false incidents changes.
+
+    Args:
+        candidate: The kind and its pattern.
+        plan: The candidate's rule and patterns.
+        dropped: Why patterns were left out, by their ids.
+        removed_ids: Ids of the incidents without patterns that the candidate does not raise.
+    """
+    pattern = candidate.pattern
+    if pattern is None:
+        return PatternOutcome(candidate, False, candidate.remedy)
+    num_removed = sum(incident in removed_ids for incident in pattern.score_by_incident)
+    is_used = pattern in plan.patterns
+    remedy = "" if is_used else dropped.get(pattern.id, "")
+    return PatternOutcome(candidate, is_used, remedy, num_removed, count_records_to_open(plan, pattern))
+
+
+def count_records_to_open(plan: DetectionPlan, pattern: FalseAlarmPattern, largest: int = 100_000) -> int | None:
+    """Return after how many records with scores above all past incidents of a pattern an incident opens.
+
+    Args:
+        plan: The rule.
+        pattern: The pattern.
+        largest: Number of records after which the search ends.
+
+    Returns:
+        The number; None if no incident opens.
+    """
+    state = INITIAL_STATE
+    previous = -math.inf
+    for number in range(1, largest + 1):
+        state = advance_detector(state, pattern.min_p_value, plan.plan.kind, plan.plan.log_normalisers)
+        statistic = compute_log_statistic(state)
+        if plan.plan.is_reached(statistic):
+            return number
+        if statistic - previous < 1e-9:  # it no longer grows
+            return None
+        previous = statistic
+    return None
+
+
+def _list_warnings(
+    detection: DetectionPlan,
+    difference: IncidentDifference,
+    patterns: Sequence[PatternOutcome],
+    log: LogSummary,
+    num_unknown_labels: int,
+    base: Sequence[LabelledIncident],
+) -> list[str]:
+    """Return what a person should know before approving, as sentences without full stops."""
+    warnings = []
+    if difference.lost:
+        ids = ", ".join(labelled.incident.id for labelled in difference.lost[:5])
+        warnings.append(f"{len(difference.lost)} confirmed faults would no longer be found: {ids}")
+    if num_unknown_labels:
+        warnings.append(
+            f"{num_unknown_labels} labels name incidents that the log does not contain; a log that begins earlier, and "
+            "the options of the running incidents process, give the same incidents again"
+        )
+    if log.num_other_model:
+        warnings.append(f"{log.num_other_model:,} records of other models were left out")
+    num_without_suspects = sum(labelled.label == "false-alarm" and not labelled.incident.suspects for labelled in base)
+    if num_without_suspects:
+        warnings.append(
+            f"{num_without_suspects} false alarms have no suspects, so they belong to no pattern; run consume with "
+            "--explanations full"
+        )
+    unlabelled = sum(len(outcome.candidate.unlabelled) for outcome in patterns if outcome.is_used)
+    if unlabelled:
+        warnings.append(
+            f"{unlabelled} incidents that nobody has labelled have the suspects of a pattern; look at them first, "
+            "because a fault like them would be found late or not at all"
+        )
+    if not any(labelled.is_fault for labelled in base):
+        warnings.append(
+            "no confirmed fault is in the log, so it cannot show whether the candidate still finds faults; label real "
+            "faults, too"
+        )
+    days = (log.end - log.start) / MICROS_PER_DAY
+    if days * MICROS_PER_DAY < detection.plan.budget.period / 4:
+        warnings.append(f"the span is {days:.1f} days, short for a budget of {detection.plan.budget}")
+    return warnings
