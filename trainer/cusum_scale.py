@@ -21,9 +21,10 @@ from deformer_stream.calibration.cusum import (
     create_states,
     fit_scale,
 )
+from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch, attached_kernels
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.ragged import ragged_indices
-from trainer.examples import BlockExamples, Ints
+from trainer.examples import BlockBatch, BlockExamples, Ints
 from trainer.sampling import move_to_device
 
 Floats = NDArray[np.float64]
@@ -102,22 +103,15 @@ def score_records(model: DEformer, examples: BlockExamples, rows: Ints, batch_si
     reading = table.offsets[rows[record]] + place
     codes[record, place], values[record, place] = table.codes[reading], table.values[reading]
     indexes = np.flatnonzero(np.isin(examples.blocks.records, rows))
-    for start in range(0, len(indexes), batch_size):
-        batch = examples.gather_stored(indexes[start : start + batch_size])
-        x = move_to_device(batch.values.to(model.dtype), model.device)
-        with torch.inference_mode():
-            features, ages = (move_to_device(tensor, model.device) for tensor in (batch.features, batch.ages))
-            conditional = model.conditionals(features, x, ages=ages)
-            terms = conditional.compute_score_terms(x, conditional.compute_surprisal(x))
-            others = None if model.process is None else model.process.compute_log_p_others(features, x, ages)
-        is_target = batch.weights.numpy() > 0
-        target = batch.readings[is_target]
-        own = order[np.searchsorted(ends, target, side="right")]
-        own_place = target - table.offsets[rows[own]]
-        log_p[own, own_place] = terms.log_p_value.double().cpu().numpy()[is_target]
-        if others is not None:
-            log_p_others[own, own_place] = others.cpu().numpy()[is_target]
-        log_prob[own, own_place] = terms.log_prob.double().cpu().numpy()[is_target]
+    with attached_kernels(model) as kernels:
+        for start in range(0, len(indexes), batch_size):
+            batch = examples.gather_stored(indexes[start : start + batch_size])
+            is_target = batch.weights.numpy() > 0
+            terms = _score_with_torch(model, batch) if kernels is None else _score_with_kernels(kernels, batch)
+            target = batch.readings[is_target]
+            own = order[np.searchsorted(ends, target, side="right")]
+            own_place = target - table.offsets[rows[own]]
+            log_prob[own, own_place], log_p[own, own_place], log_p_others[own, own_place] = terms[:, is_target]
     is_valid = np.arange(shape[1]) < num_readings[:, None]
     return CusumReadings(
         codes=codes,
@@ -127,3 +121,45 @@ def score_records(model: DEformer, examples: BlockExamples, rows: Ints, batch_si
         log_masses=log_prob + compute_log_resolutions(model.schema)[codes],
         is_counted=is_valid & ~model.schema.is_context[codes] & np.isfinite(log_p) & np.isfinite(log_prob),
     )
+
+
+def _score_with_torch(model: DEformer, batch: BlockBatch) -> Floats:
+    """Return the score terms of the readings of blocks, (3, B, L): ln p, ln of the p-value, and that given others.
+
+    The last one is the p-value given the readings of other sensors only. It is 0 if the model has no Gaussian process.
+    """
+    features, x, ages = (
+        move_to_device(tensor, model.device) for tensor in (batch.features, batch.values.to(model.dtype), batch.ages)
+    )
+    with torch.inference_mode():
+        conditional = model.conditionals(features, x, ages=ages)
+        terms = conditional.compute_score_terms(x, conditional.compute_surprisal(x))
+        others = torch.zeros_like(x) if model.process is None else model.process.compute_log_p_others(features, x, ages)
+    return np.stack([term.double().cpu().numpy() for term in (terms.log_prob, terms.log_p_value, others)])
+
+
+def _score_with_kernels(kernels: CpuKernels, batch: BlockBatch) -> Floats:
+    """Return the score terms of the readings of blocks as `_score_with_torch`, 0 for readings of the contexts."""
+    is_reading = batch.features.numpy() >= 0
+    # The readings of a block follow those of its context, which only condition them.
+    is_before_targets = is_reading & (np.cumsum(batch.weights.numpy() > 0, 1) == 0)
+    cache = kernels.create_cache(len(is_reading) * kernels.bytes_per_record)
+    # The cache has exactly the required size: each block has the pages of one row.
+    pages = np.arange(len(is_reading) * cache.pages_per_record)
+    ragged = RaggedBatch(
+        features=batch.features.numpy()[is_reading],
+        values=batch.values.numpy()[is_reading].astype(np.float32),
+        offsets=np.append(0, np.cumsum(is_reading.sum(1))),
+        num_cached=np.zeros(len(is_reading), np.int64),
+        page_table=pages.reshape(len(is_reading), -1),
+        num_prefill_only=is_before_targets.sum(1),
+        ages=batch.ages.numpy()[is_reading],
+    )
+    has_others = kernels.model.process is not None
+    terms = np.zeros((3, *is_reading.shape))
+    scored = kernels.score(cache, ragged, has_others)
+    is_scored = is_reading & ~is_before_targets
+    terms[0, is_scored], terms[1, is_scored] = scored[:2]
+    if has_others:
+        terms[2, is_scored] = scored[3]
+    return terms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from deformer_stream.calibration.conformal import PrefixState, advance_prefix_st
 from deformer_stream.calibration.cusum import advance_sums, compute_statistics, create_states
 from deformer_stream.calibration.seen_records import RecordHasher
 from deformer_stream.errors import ConfigError
+from deformer_stream.kernels.cpu import is_supported
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.settings import load_settings
 from tests.trainer.irregular import divided, fleet, prepared_irregular
@@ -183,12 +185,16 @@ def test_calibration_through_the_engine_gives_the_scores_of_the_blocks(tmp_path:
     assert all(0.3 < mean < 3.0 for mean in means.values())
 
 
-def test_scale_of_cumulative_sums_is_fitted_to_the_scores_of_the_engine(tmp_path: Path) -> None:
+def test_scale_of_cumulative_sums_is_fitted_to_the_scores_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sums of training records, from which the scale is fitted, are those that a stream would have."""
     table = prepared_irregular(tmp_path, fleet(np.random.default_rng(2)))
     examples = divided(tmp_path, table)
     torch.manual_seed(0)
-    model = DEformer(table.schema, replace(CONFIG, context_recent=5, context_block=8)).eval()
+    size = {"d_model": 64, "heads": 2, "feedforward": 64}  # which the compiled kernels support
+    model = DEformer(table.schema, replace(CONFIG, context_recent=5, context_block=8, **size)).eval()
+    assert is_supported(model)
     assert model.process is not None
     fit_process(model.process, examples, 0)
     rows = np.random.default_rng(0).permutation(table.select_rows(Split.TRAIN))[:40]
@@ -196,6 +202,12 @@ def test_scale_of_cumulative_sums_is_fitted_to_the_scores_of_the_engine(tmp_path
     assert scale.num_sensors == 3
     assert (scale.slopes < 1.0).any()  # an untrained model is wrong, so normal records have large sums
     readings = score_records(model, examples, rows, 7)
+    with monkeypatch.context() as patch:  # PyTorch computes the same as the compiled kernels
+        patch.setattr("trainer.cusum_scale.attached_kernels", lambda model: nullcontext())
+        reference = score_records(model, examples, rows, 7)
+    for name in ("log_p", "log_p_others", "log_masses"):
+        np.testing.assert_allclose(getattr(readings, name), getattr(reference, name), rtol=1e-3, atol=1e-3)
+    assert not np.array_equal(readings.log_p, reference.log_p)  # rounding errors differ
     assert readings.is_counted.sum(1).tolist() == table.num_readings[rows].tolist()
     sums = advance_sums(create_states(len(rows), 3), readings)
     statistics = np.where(readings.is_counted, compute_statistics(scale, readings.codes, *sums), 0.0)
