@@ -7,6 +7,7 @@
   records.
 - `commits` and `delivery` send all of it together with the consumed offsets, in one transaction (`transactions`,
   `batches`, `broker_client`).
+- `incident_topics` reads incidents, and reads and appends labels of operators.
 - `produce` sends events, as a load generator.
 
 The client library is kafka-python. Three of its properties shape these files. A consumer belongs to one thread. Its
@@ -19,6 +20,7 @@ from connectors.kafka.bounded_fetch import FetchLimits
 from connectors.kafka.client import count_partitions, ensure_topics
 from connectors.kafka.delivery import Delivery
 from connectors.kafka.evidence_sink import KafkaEvidenceSink, describe_evidence_topic
+from connectors.kafka.incident_topics import KafkaFeedbackLog, KafkaIncidentLog, describe_incident_topics
 from connectors.kafka.produce import produce
 from connectors.kafka.sink import AlertEncoder, KafkaSink, describe_output_topics
 from connectors.kafka.source import KafkaSource
@@ -29,11 +31,14 @@ __all__ = [
     "Delivery",
     "FetchLimits",
     "KafkaEvidenceSink",
+    "KafkaFeedbackLog",
+    "KafkaIncidentLog",
     "KafkaSink",
     "KafkaSource",
     "StateTopic",
     "count_partitions",
     "describe_evidence_topic",
+    "describe_incident_topics",
     "describe_output_topics",
     "ensure_topics",
     "produce",

@@ -389,7 +389,8 @@ def ensure_topics(
         bootstrap_servers: Comma-separated host:port pairs.
         topics: For the name of each topic, the arguments with which it is created: `num_partitions` and `configs` of
             kafka-python's `create_topics`. If `configs` has a `cleanup.policy`, an existing topic must be compacted and
-            have at least `num_partitions` partitions. The replication factor is the broker's default.
+            have at least `num_partitions` partitions. It may delete old messages only if the policy here does. The
+            replication factor is the broker's default.
         security: kafka-python's keyword arguments for encryption and login; None for a plain connection without login.
         create: Whether missing topics are created; otherwise they raise an error.
 
@@ -426,7 +427,9 @@ def ensure_topics(
                 if must_be_compacted:
                     (description,) = _retry(partial(admin.describe_topics, [name]))
                     num_partitions = len(description["partitions"])
-                    _check_compacted(name, settings_by_topic[name], num_partitions, topics[name]["num_partitions"])
+                    can_delete = "delete" in topics[name]["configs"]["cleanup.policy"]
+                    num_required = topics[name]["num_partitions"]
+                    _check_compacted(name, settings_by_topic[name], num_partitions, num_required, can_delete)
         return {
             name: int(settings.get("max.message.bytes", DEFAULT_MAX_MESSAGE_BYTES))
             for name, settings in settings_by_topic.items()
@@ -499,19 +502,29 @@ def _read_settings(admin: KafkaAdminClient, topics: Iterable[str]) -> dict[str, 
     return settings_by_topic
 
 
-def _check_compacted(name: str, settings: dict[str, str], num_partitions: int, num_required: int) -> None:
-    """Raise `ConfigError` unless a state topic is compacted and has as many partitions as the topic that is consumed.
+def _check_compacted(
+    name: str, settings: dict[str, str], num_partitions: int, num_required: int, can_delete: bool
+) -> None:
+    """Raise `ConfigError` unless a topic is compacted and has enough partitions.
 
-    The state topic stores the state of open records, partition by partition. Compaction keeps the latest message of
-    each key.
+    Compaction keeps the latest message of each key. A state topic, which stores the state of open records partition by
+    partition, must keep it however old it is, and needs as many partitions as the topic that is consumed.
 
     Args:
-        name: Name of the state topic.
+        name: Name of the topic.
         settings: Its settings; an empty mapping if this user may not read them.
         num_partitions: The number of its partitions.
-        num_required: The number of partitions of the topic that is consumed.
+        num_required: The smallest number of partitions.
+        can_delete: Whether the broker may delete old messages, too.
     """
     policy = settings.get("cleanup.policy", "compact")  # an unreadable setting counts as suitable
+    if can_delete:
+        if "compact" not in policy.split(","):
+            raise ConfigError(
+                f"topic {name!r} must keep the last message of each key, but it has cleanup.policy={policy}: set "
+                "cleanup.policy=compact"
+            )
+        return
     if policy != "compact":
         raise ConfigError(
             f"topic {name!r} stores the state of open records, but with cleanup.policy={policy} the broker would "

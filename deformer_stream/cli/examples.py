@@ -46,7 +46,7 @@ EXAMPLES_BY_COMMAND: dict[str, tuple[tuple[str, str], ...]] = {
         ),
         (
             "Make one incident of each fault, at most one false incident per pump and month:",
-            'deformer-stream replay may.parquet --model model --incidents incidents.jsonl --incident-budget "1 per 30d"',
+            'deformer-stream replay may.parquet --model model --incidents found.jsonl --incident-budget "1 per 30d"',
         ),
     ),
     "calibrate": (

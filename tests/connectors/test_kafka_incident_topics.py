@@ -1,0 +1,128 @@
+"""Tests of the topics of incidents and of labels, with a real broker."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from connectors.kafka import (
+    KafkaFeedbackLog,
+    KafkaIncidentLog,
+    describe_incident_topics,
+    ensure_topics,
+    produce,
+)
+from deformer_stream.codec.encode_incidents import encode_incident
+from deformer_stream.codec.feedback_messages import make_label
+from deformer_stream.errors import ConfigError, Unavailable
+from deformer_stream.incidents.events import Incident
+from tests.connectors.kafka_helpers import read_topic, wait_until
+from tests.incidents.examples import make_incident
+
+pytestmark = pytest.mark.kafka
+
+
+@pytest.fixture
+def topics(kafka: SimpleNamespace) -> SimpleNamespace:
+    """Create the two topics, and return their names."""
+    names = SimpleNamespace(incidents=f"i-{uuid.uuid4().hex[:8]}", feedback=f"f-{uuid.uuid4().hex[:8]}")
+    ensure_topics(kafka.bootstrap, describe_incident_topics(names.incidents, names.feedback))
+    return names
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[[Any], Any]]:
+    """Return a function that closes a log at the end of the test, and returns it."""
+    logs: list[Any] = []
+
+    def keep(log: Any) -> Any:
+        logs.append(log)
+        return log
+
+    yield keep
+    for log in logs:
+        log.close()
+
+
+def send(kafka: SimpleNamespace, topic: str, *incidents: Incident) -> None:
+    produce(kafka.bootstrap, topic, [(incident.id.encode(), encode_incident(incident), None) for incident in incidents])
+
+
+def test_reader_gets_what_the_topic_holds_and_then_what_is_added(
+    kafka: SimpleNamespace, topics: SimpleNamespace, opened: Callable[[Any], Any]
+) -> None:
+    first, second, third = (make_incident(number) for number in range(3))
+    send(kafka, topics.incidents, first, second)
+    reader = opened(KafkaIncidentLog(kafka.bootstrap, topics.incidents))
+    assert not reader.is_caught_up
+    found: list[Incident] = []
+
+    def read(count: int) -> bool:
+        found.extend(reader.poll(0.1))
+        return len(found) >= count
+
+    wait_until(lambda: read(2), "two incidents")
+    assert found == [first, second]
+    assert reader.is_caught_up
+    assert reader.poll(0.0) == []
+    send(kafka, topics.incidents, third)
+    wait_until(lambda: read(3), "the third incident")
+    assert found[2] == third
+    other = opened(KafkaIncidentLog(kafka.bootstrap, topics.incidents))
+    wait_until(lambda: bool(other.poll(0.1)), "a second reader gets all of them")
+
+
+def test_empty_topic_is_caught_up_at_once(
+    kafka: SimpleNamespace, topics: SimpleNamespace, opened: Callable[[Any], Any]
+) -> None:
+    assert opened(KafkaIncidentLog(kafka.bootstrap, topics.incidents)).is_caught_up
+
+
+def test_other_messages_and_tombstones_are_skipped(
+    kafka: SimpleNamespace, topics: SimpleNamespace, opened: Callable[[Any], Any]
+) -> None:
+    incident = make_incident()
+    messages = [(b"x", b"{", None), (b"y", b"{}", None), (incident.id.encode(), encode_incident(incident), None)]
+    produce(kafka.bootstrap, topics.incidents, messages)
+    reader = opened(KafkaIncidentLog(kafka.bootstrap, topics.incidents))
+    found: list[Incident] = []
+    wait_until(lambda: bool(found.extend(reader.poll(0.1)) or found), "the incident")
+    assert found == [incident]
+    assert reader.num_skipped == 2
+
+
+def test_labels_are_appended_and_read(
+    kafka: SimpleNamespace, topics: SimpleNamespace, opened: Callable[[Any], Any]
+) -> None:
+    writer = opened(KafkaFeedbackLog(kafka.bootstrap, topics.feedback))
+    labels = [make_label("true", 10**15 + i, incident=f"{i:032x}", name="Lager", by="ada") for i in range(2)]
+    for label in labels:
+        writer.append(label)
+    found: list[Any] = []
+    wait_until(lambda: len(found.extend(writer.poll(0.1)) or found) >= 2, "both labels")
+    assert found == labels
+    first, _ = read_topic(kafka.bootstrap, topics.feedback)
+    assert first.key == labels[0].incident.encode()
+    headers = {name: value.decode() for name, value in first.headers}
+    assert headers["ce_type"] == "io.deformer.feedback.v1"
+    assert (headers["ce_id"], headers["ce_source"]) == (labels[0].id, f"/{topics.feedback}")
+
+
+def test_missing_topic_is_named(kafka: SimpleNamespace) -> None:
+    with pytest.raises(Unavailable, match="no-such-topic"):
+        KafkaIncidentLog(kafka.bootstrap, "no-such-topic")
+
+
+def test_topic_of_incidents_must_be_compacted(kafka: SimpleNamespace, topics: SimpleNamespace, topic: Any) -> None:
+    specs = describe_incident_topics(topics.incidents, topics.feedback)
+    ensure_topics(kafka.bootstrap, specs)  # those that were created are accepted
+    for policy in ("compact", "delete,compact"):
+        name = topic(1, "incidents", **{"cleanup.policy": policy})
+        ensure_topics(kafka.bootstrap, describe_incident_topics(name, topics.feedback))
+    name = topic(1, "incidents", **{"cleanup.policy": "delete"})
+    with pytest.raises(ConfigError, match="last message of each key"):
+        ensure_topics(kafka.bootstrap, describe_incident_topics(name, topics.feedback))
