@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,8 @@ Floats = NDArray[np.float64]
 
 Row = tuple[int, str, float, float]
 """A record: its time, its device, its p-value and its score."""
+
+OrderedRow = TypeVar("OrderedRow", bound=tuple[Any, ...])
 
 
 def fit_tail_of_manifest(manifest: dict[str, Any]) -> ScoreTail | None:
@@ -60,7 +62,7 @@ def calibrate_from_evidence(
     """
     collectors = [SegmentCollector(length, tail) for length in SEGMENT_LENGTHS]
     num_records = 0
-    for time, device, p_value, score in _order_rows(_iterate_rows(batches, model, compute_p_values), reorder):
+    for time, device, p_value, score in order_rows(_iterate_rows(batches, model, compute_p_values), reorder):
         num_records += 1
         for collector in collectors:
             collector.add(device, time, p_value, score)
@@ -86,17 +88,18 @@ def _iterate_rows(
             yield time, extract_device(record), p_value, score
 
 
-def _order_rows(rows: Iterable[Row], reorder: int) -> Iterator[Row]:
+def order_rows(rows: Iterable[OrderedRow], reorder: int) -> Iterator[OrderedRow]:
     """Yield rows in order of time, as `IncidentTracker` handles them. A row that comes too late is yielded at once.
 
     Args:
-        rows: The rows in the order of the log.
+        rows: The rows in the order of the log, tuples that begin with their times. Rows of equal times are ordered by
+            their other elements.
         reorder: How long rows wait for earlier ones, microseconds.
     """
     if not reorder:
         yield from rows
         return
-    waiting: list[Row] = []
+    waiting: list[OrderedRow] = []
     latest = NO_TIME
     for row in rows:
         heapq.heappush(waiting, row)

@@ -36,7 +36,13 @@ from deformer_stream.calibration.false_alarm_patterns import (
     make_patterns,
 )
 from deformer_stream.calibration.incident_budget import MICROS_PER_DAY, bound_realised_rate
-from deformer_stream.calibration.incident_evidence import INITIAL_STATE, advance_detector, compute_log_statistic
+from deformer_stream.calibration.incident_evidence import (
+    INITIAL_STATE,
+    ScoreTail,
+    advance_detector,
+    compute_log_statistic,
+    fit_tail,
+)
 from deformer_stream.calibration.incident_segments import (
     MICROS_PER_HOUR,
     SEGMENT_LENGTHS,
@@ -47,6 +53,7 @@ from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, FeedbackLabel, Incident
 from deformer_stream.incidents.make_evidence import P_VALUE_DIGITS, round_significant
 from deformer_stream.incidents.overlay import Overlay
+from deformer_stream.runtime.incident_calibration import order_rows
 from deformer_stream.runtime.incident_difference import (
     IncidentDifference,
     IncidentSpans,
@@ -248,6 +255,7 @@ def propose(
     recalibrate_records: Callable[[Sequence[str], np.ndarray[tuple[int], np.dtype[np.float64]]], Calibration]
     | None = None,
     replan: Callable[[Sequence[SegmentCalibration]], DetectionPlan] | None = None,
+    tail: ScoreTail | None = None,
 ) -> Proposal:
     """Make a candidate from labels and a log of evidence, and compare its incidents with those of today.
 
@@ -258,6 +266,8 @@ def propose(
         options: What the candidate replaces, and what is compared.
         recalibrate_records: Returns a calibration from record ids and their scores. Needed if records are replaced.
         replan: Returns today's rule with other segments. Needed if segments or records are replaced.
+        tail: The tail of the scores of the calibration of records, by which p-values of new segments are extended; None
+            if they are not.
 
     Raises:
         InputError: The log has no record of the model.
@@ -278,6 +288,7 @@ def propose(
     if "records" in options.changes:
         assert recalibrate_records is not None  # noqa: S101 - a programming error of the caller
         calibration = recalibrate_records(kept.record_ids, np.array(kept.scores))
+        tail = None if calibration.calibration_by_group else fit_tail(calibration.scores)
     rescore = None if calibration is None else _Rescorer(calibration, options.alpha)
     has_new_segments = "segments" in options.changes or (calibration is not None and detection.plan.rule == "segments")
     candidates = make_patterns(past, detection.patterns) if "patterns" in options.changes else []
@@ -292,7 +303,7 @@ def propose(
         plan = detection.with_patterns(patterns)
         if has_new_segments:
             assert replan is not None  # noqa: S101 - a programming error of the caller
-            segments = _collect_segments(read_log, plan, wide_spans, overlay, rescore)
+            segments = _collect_segments(read_log, plan, wide_spans, overlay, tail, rescore)
             plan = replan(segments).with_patterns(patterns)
         incidents, alert_changes = _replay(read_log, plan, wide_spans, rescore, options)
         candidate = label_incidents(incidents, overlay)
@@ -551,6 +562,7 @@ def _collect_segments(
     plan: DetectionPlan,
     spans: IncidentSpans,
     overlay: Overlay,
+    tail: ScoreTail | None,
     rescorer: _Rescorer | None,
 ) -> tuple[SegmentCalibration, ...]:
     """Return calibrations by the segments of the log without confirmed faults and maintenance.
@@ -560,9 +572,10 @@ def _collect_segments(
 
     Args:
         read_log: Reads the log.
-        plan: The rule, whose tail and kind of detector are used, and the candidate's patterns.
+        plan: The rule, whose kind of detector is used, and the candidate's patterns.
         spans: The incidents without patterns, with their labels.
         overlay: The maintenance windows.
+        tail: The tail by which p-values are extended, None if they are not.
         rescorer: Computes the p-values anew, None if they stay.
     """
     lengths = sorted({*SEGMENT_LENGTHS, *([plan.plan.segment] if plan.plan.segment else [])}, reverse=True)
@@ -575,11 +588,35 @@ def _collect_segments(
             is_faulty = owner is not None and owner.label in ("true", "maintenance")
             if is_faulty or overlay.is_under_maintenance(device, time):
                 excluded.update((device, length, time // length) for length in lengths)
-    collectors = [SegmentCollector(length, plan.plan.tail, plan.plan.kind) for length in lengths]
+    collectors = [SegmentCollector(length, tail, plan.plan.kind) for length in lengths]
     adjuster = PatternAdjuster(plan.patterns, plan.options.gap, plan.model, _make_finder(spans))
+    rows = _iterate_rows(read_log, plan, rescorer, bool(plan.patterns))
+    for time, record, _, p_value, score, shares in order_rows(rows, plan.options.reorder):
+        device = get_device(record)
+        extended_p = p_value if tail is None else tail.extend(p_value, score)
+        adjusted_p = adjuster.adjust(device, time, extended_p, score, shares)
+        for collector in collectors:
+            if (device, collector.length, time // collector.length) not in excluded:
+                # The p-value is extended already; a score of −∞ keeps the collector from extending it.
+                collector.add(device, time, adjusted_p, -math.inf)
+    return tuple(collector.calibrate() for collector in collectors)
+
+
+def _iterate_rows(
+    read_log: LogReader, plan: DetectionPlan, rescorer: _Rescorer | None, has_shares: bool
+) -> Iterator[tuple[int, str, int, float, float, dict[str, float] | None]]:
+    """Yield of each record its time, id, number in the log, p-value, score, and the shares of its alert's suspects.
+
+    Args:
+        read_log: Reads the log.
+        plan: The plan, whose model has scored the records.
+        rescorer: Computes the p-values anew, None if they stay.
+        has_shares: Whether shares are needed; otherwise they are None.
+    """
     shares_by_record: dict[str, dict[str, float]] = {}
+    number = 0
     for batch in _iterate_own(read_log, plan):
-        if plan.patterns:
+        if has_shares:
             for alert in batch.alerts:
                 shares_by_record[alert.record] = {suspect.feature: suspect.share for suspect in alert.suspects}
         closed = batch.closed if rescorer is None else rescorer.rescore(batch.closed)
@@ -587,14 +624,8 @@ def _collect_segments(
             closed.record_ids, closed.times.tolist(), closed.p_values.tolist(), closed.scores.tolist(), strict=True
         )
         for record, time, p_value, score in rows:
-            device = get_device(record)
-            extended_p = p_value if plan.plan.tail is None else plan.plan.tail.extend(p_value, score)
-            adjusted_p = adjuster.adjust(device, time, extended_p, score, shares_by_record.pop(record, None))
-            for collector in collectors:
-                if (device, collector.length, time // collector.length) not in excluded:
-                    # The p-value is extended already; a score of −∞ keeps the collector from extending it.
-                    collector.add(device, time, adjusted_p, -math.inf)
-    return tuple(collector.calibrate() for collector in collectors)
+            number += 1
+            yield time, record, number, p_value, score, shares_by_record.pop(record, None)
 
 
 def _make_finder(spans: IncidentSpans) -> Callable[[str, int], str | None]:
