@@ -63,6 +63,31 @@ EXAMPLES_BY_COMMAND: dict[str, tuple[tuple[str, str], ...]] = {
             "deformer-stream calibrate --incidents june.jsonl --model model",
         ),
     ),
+    "incidents": (
+        (
+            "Make incidents, at most one false incident per machine and month, and notify Alertmanager:",
+            "deformer-stream incidents --topic sensors --model model --alertmanager http://alertmanager:9093",
+        ),
+        (
+            "Accept a false incident per machine and week, and send incidents as signed requests:",
+            'deformer-stream incidents --topic sensors --model model --incident-budget "1 per w" '
+            "--webhook https://example.org/hook --webhook-secret-file secret",
+        ),
+    ),
+    "propose": (
+        (
+            "Learn from the labels of operators, and show what would change on kept evidence:",
+            "deformer-stream propose --model model --log evidence.jsonl --feedback labels.jsonl --out candidate",
+        ),
+        (
+            "Put the candidate in use after a look at candidate/report.html:",
+            "deformer-stream propose --model model --approve candidate --by Ada",
+        ),
+        (
+            "Take the last approval back:",
+            "deformer-stream propose --model model --roll-back",
+        ),
+    ),
     "produce": (
         (
             "Send a table in random delays of up to 5 s, 2000 readings a second:",

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from deformer_stream.cli import completion, inspection, stream, tables
+from deformer_stream.cli import completion, incidents, inspection, propose, stream, tables
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli.init import command as init
 from deformer_stream.cli_utils import HELP, HelpCommand, LazyGroup, add_debug_option, run
@@ -21,6 +21,8 @@ SUMMARY_BY_COMMAND = {
     "consume": "Score a live stream and raise alerts while records are open.",
     "replay": "Score historical logs as a stream would have been scored.",
     "calibrate": "Calibrate a model again on normal records, without training.",
+    "incidents": "Make one incident of each fault, and notify receivers.",
+    "propose": "Make a candidate calibration of incidents from labels, and show what it would change.",
     "produce": "Send a table as an asynchronous stream of readings.",
     "impute": "Fill the missing values of a table, with intervals.",
     "sample": "Draw normal records from a model.",
@@ -54,6 +56,8 @@ BUILDER_BY_COMMAND = {
     "consume": stream.build_consume,
     "replay": stream.build_replay,
     "calibrate": stream.build_calibrate,
+    "incidents": incidents.build_incidents,
+    "propose": propose.build_propose,
     "produce": tables.build_produce,
     "impute": tables.build_impute,
     "sample": tables.build_sample,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, model_validator
+from pydantic_settings import NoDecode
 
-from deformer_stream.settings.base import Settings, Share, TextList, Timeout, text_default
+from deformer_stream.settings.base import Duration, Settings, Share, TextList, Timeout, split_at_commas, text_default
 from deformer_stream.settings.commands import KafkaSettings
 from deformer_stream.settings.incident_rule import IncidentRuleSettings
 from deformer_stream.settings.option_groups import (
@@ -60,7 +61,50 @@ class IncidentsSettings(IncidentRuleSettings, DeliverySettings, KafkaSettings):
     evidence_topic: str | None = Field(None, description="Topic with the evidence. Default: TOPIC-evidence.")
     incidents_topic: str | None = Field(None, description="Compacted topic for incidents. Default: TOPIC-incidents.")
     feedback_topic: str | None = Field(None, description="Topic with labels of operators. Default: TOPIC-feedback.")
-    group: str = Field("deformer-stream", min_length=1, description="Name of the consumer group that `consume` uses.")
+    group: str = Field(
+        "deformer-stream",
+        min_length=1,
+        description="Name of the consumer group that `consume` uses. The groups of this command begin with it.",
+    )
+    from_: Literal["earliest", "latest"] = Field(
+        "earliest",
+        validation_alias="DEFORMER_FROM",
+        description="Where to begin to read evidence at the first start.",
+    )
+    delivery: Literal["exactly-once", "at-least-once"] = Field(
+        "exactly-once",
+        description="exactly-once writes incidents and offsets in one transaction. at-least-once is for brokers "
+        "without transactions; evidence that comes again is then ignored.",
+    )
+    commit_interval: Duration = text_default(
+        "1s", description="Shortest time between two commits. An incident that opens is committed at once."
+    )
+    snapshot_interval: Duration = text_default(
+        "30s", description="Time between two snapshots of the state, from which a restarted process continues."
+    )
+    state_topic: str | None = Field(
+        None, description="Compacted topic for the state. Default: GROUP-TOPIC-incidents-state."
+    )
+    lost_state: Literal["refuse", "rebuild", "forget"] = Field(
+        "refuse",
+        description="What to do if the state, or evidence that it requires, no longer exists. refuse ends with an "
+        "error; rebuild reads the remaining evidence again without writing incidents; forget starts without state.",
+    )
+    missing_topics: Literal["create", "refuse"] = Field(
+        "create", description="What to do if a topic for incidents, labels or state does not exist."
+    )
+    instance: str | None = Field(
+        None,
+        description="Permanent name of this process, different for each process. After a restart the process continues "
+        "at once, without waiting for --session-timeout.",
+    )
+    session_timeout: Timeout = text_default(
+        "15s", description="Time after which a second process takes over from one that does not respond."
+    )
+    patience: Timeout = text_default(
+        "2m",
+        description="Time to retry while the brokers cannot be reached. After it, the command ends with exit code 4.",
+    )
     deliver_only: bool = Field(
         False, description="Notify receivers of the incidents in the topic, without looking for incidents."
     )
@@ -115,6 +159,10 @@ class FeedbackSettings(KafkaSettings):
     to: str | None = Field(None, description="End of the maintenance window, RFC 3339.")
 
 
+Changes = Annotated[tuple[Literal["patterns", "segments", "records"], ...], NoDecode, BeforeValidator(split_at_commas)]
+"""Parts of the calibration that a candidate replaces."""
+
+
 class ProposeSettings(IncidentRuleSettings):
     """The options of `deformer-stream propose`."""
 
@@ -131,7 +179,14 @@ class ProposeSettings(IncidentRuleSettings):
     since: str | None = Field(None, description="Beginning of the span that is compared, RFC 3339.")
     until: str | None = Field(None, description="End of the span that is compared, RFC 3339.")
     alpha: Share = text_default(0.01, "Largest share of normal records that raise an alert.")
-    review: int = Field(20, ge=0, description="Number of records without an alert that are offered for review.")
+    change: Changes = text_default(
+        "patterns",
+        description="What the candidate replaces, with commas: patterns of false alarms, segments of normal operation, "
+        "or records (the calibration of alerts).",
+    )
+    review: int = Field(
+        20, ge=0, description="Number of alerts, and of records without an alert, that are offered for review."
+    )
     seed: int = Field(0, ge=0, description="Seed of the choice of records for review.")
     approve: Path | None = Field(None, description="Candidate that replaces the calibration of --model.")
     roll_back: bool = Field(False, description="Restore the calibration that was in use before the last approval.")

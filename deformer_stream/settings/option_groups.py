@@ -91,14 +91,18 @@ INIT_GROUPS: OptionGroups = {
 _INCIDENT_TOPICS = ("evidence_topic", "incidents_topic", "feedback_topic")
 
 INCIDENT_GROUPS: OptionGroups = {
-    "Input": ("topic", "model", "group"),
+    "Input": ("topic", "model", "from_"),
     "Incidents": _INCIDENT_RULE,
     "Receivers": (
         *("alertmanager", "webhook", "webhook_secret_file", "pagerduty_key_file", "pagerduty_url"),
         *("notify", "notify_file", "external_url", "receiver_timeout", "deliver_only"),
     ),
-    "Kafka": ("bootstrap_servers", *_INCIDENT_TOPICS),
+    "Kafka": (
+        *("bootstrap_servers", "group", "instance", *_INCIDENT_TOPICS, "delivery", "missing_topics", "patience"),
+        *("session_timeout", "commit_interval"),
+    ),
     "Kafka security": _SECURITY,
+    "State and recovery": ("state_topic", "snapshot_interval", "lost_state"),
     "Monitoring": ("http",),
 }
 """The grouping of `incidents`."""
@@ -120,7 +124,7 @@ FEEDBACK_GROUPS: OptionGroups = {
 """The grouping of `feedback`."""
 
 PROPOSE_GROUPS: OptionGroups = {
-    "Candidate": ("model", "log", "feedback", "out", "since", "until", "alpha", "review", "seed"),
+    "Candidate": ("model", "log", "feedback", "out", "change", "since", "until", "alpha", "review", "seed"),
     "Approval": ("approve", "roll_back", "by"),
     "Incidents": _INCIDENT_RULE,
 }

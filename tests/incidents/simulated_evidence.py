@@ -94,7 +94,7 @@ class Fleet:
             closed = ClosedRows(
                 ids,
                 np.full(self.num_devices, time),
-                p_values[:, step],
+                p_values[:, step].copy(),
                 np.round(scores[:, step], 4),
                 np.full(self.num_devices, 5, np.int32),
                 is_alerted,
