@@ -34,6 +34,7 @@ REQUIRED: dict[str, dict[str, str]] = {
     "consume": {"model": "m", "topic": "t"},
     "replay": {"model": "m"},
     "calibrate": {"model": "m"},
+    "incidents": {"model": "m", "topic": "t"},
     "produce": {"topic": "t"},
     "impute": {"model": "m", "output": "o.parquet"},
     "sample": {"model": "m", "output": "o.parquet"},

@@ -20,7 +20,12 @@ from connectors.kafka.bounded_fetch import FetchLimits
 from connectors.kafka.client import count_partitions, ensure_topics
 from connectors.kafka.delivery import Delivery
 from connectors.kafka.evidence_sink import KafkaEvidenceSink, describe_evidence_topic
-from connectors.kafka.incident_topics import KafkaFeedbackLog, KafkaIncidentLog, describe_incident_topics
+from connectors.kafka.incident_topics import (
+    KafkaFeedbackLog,
+    KafkaIncidentLog,
+    KafkaIncidentWriter,
+    describe_incident_topics,
+)
 from connectors.kafka.produce import produce
 from connectors.kafka.sink import AlertEncoder, KafkaSink, describe_output_topics
 from connectors.kafka.source import KafkaSource
@@ -33,6 +38,7 @@ __all__ = [
     "KafkaEvidenceSink",
     "KafkaFeedbackLog",
     "KafkaIncidentLog",
+    "KafkaIncidentWriter",
     "KafkaSink",
     "KafkaSource",
     "StateTopic",

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
 
+from connectors.kafka.batches import OutgoingMessage
 from connectors.kafka.client import (
     CONNECT_SECONDS,
     DELIVERY_SECONDS,
@@ -16,9 +17,10 @@ from connectors.kafka.client import (
     create_producer,
     translate_errors,
 )
+from connectors.kafka.delivery import Delivery
 from deformer_stream import log
 from deformer_stream.codec.cloud_events import make_headers, make_source
-from deformer_stream.codec.encode_incidents import decode_incident
+from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
 from deformer_stream.codec.feedback_messages import decode_label, encode_label, get_label_key
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import FeedbackLabel, Incident
@@ -54,6 +56,33 @@ def describe_incident_topics(incidents: str, feedback: str) -> dict[str, dict[st
         },
         feedback: {"num_partitions": 1, "configs": {"retention.ms": "-1"}},
     }
+
+
+class KafkaIncidentWriter:
+    """A writer of incidents, in the transaction of the offsets of the evidence. The key of a message is the id.
+
+    Args:
+        topic: Topic for incidents.
+        delivery: Buffer of outgoing messages. The source that shares it sends them when it commits.
+        source_topic: The topic of the events, which the headers name as the source.
+    """
+
+    def __init__(self, topic: str, delivery: Delivery, source_topic: str) -> None:
+        self._topic, self._delivery, self._source = topic, delivery, make_source(source_topic)
+
+    def write(self, incident: Incident, partition: int) -> None:
+        """Put a message about an incident into the buffer of outgoing messages.
+
+        Args:
+            incident: The state of the incident.
+            partition: The partition of evidence from which it follows.
+
+        Raises:
+            ConfigError: The message is too large for its topic.
+        """
+        headers = make_headers("incident", f"{incident.id}.{incident.revision}", self._source, incident.last)
+        value = encode_incident(incident)
+        self._delivery.put(OutgoingMessage(partition, self._topic, incident.id.encode(), value, headers))
 
 
 class _TopicReader(Generic[Message]):

@@ -28,7 +28,6 @@ Format versions: the lowest version that holds the state is written, because ear
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeAlias, get_args
@@ -40,6 +39,7 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.cusum import create_states, state_width
 from deformer_stream.calibration.drift import BET_EXPONENTS, MAX_WEALTH
 from deformer_stream.calibration.drift_state import DriftState
+from deformer_stream.codec.state_header import HEADER, MAGIC
 from deformer_stream.engine.events import NO_ALERT, NO_TIME, SUPPRESS_ALL, AlertState, Decisions
 from deformer_stream.engine.id_set import StringColumn
 from deformer_stream.engine.reading_log import MAX_EXTENT_SIZE
@@ -56,9 +56,7 @@ from deformer_stream.errors import StateError
 from deformer_stream.model.windows import PerSlot
 from deformer_stream.ragged import ragged_indices
 
-MAGIC = b"deformer"
 FORMAT_VERSION = 8
-HEADER = struct.Struct(">8scH32s")
 SNAPSHOT, DECISIONS = b"S", b"D"
 """The byte `kind` of the header, for the two kinds of saved state."""
 MIN_COMPRESSED_BYTES = 16_384

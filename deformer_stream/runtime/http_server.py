@@ -1,4 +1,4 @@
-"""The HTTP server of `consume --http`, with the paths `/metrics`, `/healthz` and `/readyz`.
+"""The HTTP server of `consume --http` and `incidents --http`, with the paths `/metrics`, `/healthz` and `/readyz`.
 
 The server of `prometheus_client` serves the metrics only. This server adds the two health checks to that package's WSGI
 application.
@@ -10,16 +10,30 @@ import socket
 import threading
 from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import Any, Protocol
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import make_wsgi_app
+from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from deformer_stream.errors import ConfigError
-from deformer_stream.runtime.metrics import Metrics
 
 CLIENT_TIMEOUT_SECONDS = 10.0
 """A connection is closed if the client sends nothing for this long."""
+
+
+class ServedMetrics(Protocol):
+    """The metrics and the health of a process.
+
+    Attributes:
+        registry: The metrics.
+        is_ready: Whether the process has everything that it needs to work.
+    """
+
+    registry: CollectorRegistry
+    is_ready: bool
+
+    def is_healthy(self) -> bool:
+        """Return whether the process has made progress recently."""
 
 
 class _ThreadingServer(ThreadingMixIn, WSGIServer):
@@ -46,7 +60,7 @@ class _RequestHandler(WSGIRequestHandler):
         """Write no access log, because it would get a line for each request of a monitoring system."""
 
 
-def start_http_server(address: str, metrics: Metrics) -> Callable[[], None]:
+def start_http_server(address: str, metrics: ServedMetrics) -> Callable[[], None]:
     """Start the HTTP server for metrics and health checks in a background thread.
 
     Args:
@@ -82,7 +96,7 @@ def start_http_server(address: str, metrics: Metrics) -> Callable[[], None]:
     return stop
 
 
-def _make_app(metrics: Metrics) -> Callable[..., Iterable[bytes]]:
+def _make_app(metrics: ServedMetrics) -> Callable[..., Iterable[bytes]]:
     """Return the WSGI application that serves the metrics (`/metrics`) and the health checks.
 
     A health check answers with status 200 if it passes, otherwise with 503. `/healthz` passes if the pipeline has made

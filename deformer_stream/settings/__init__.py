@@ -24,8 +24,8 @@ from deformer_stream.settings.base import (
     to_flag,
     to_variable,
 )
+from deformer_stream.settings.by_command import SETTINGS_BY_COMMAND
 from deformer_stream.settings.commands import (
-    SETTINGS_BY_COMMAND,
     CalibrateSettings,
     ConsumeSettings,
     DemoSettings,

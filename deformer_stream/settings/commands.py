@@ -656,14 +656,3 @@ def _require_exactly_one(settings: SettingsType, *fields: str) -> SettingsType:
     if len(values) != 1 or str(values[0]) == "":
         raise ValueError(f"set exactly one option, {' or '.join(map(to_flag, fields))}")
     return settings
-
-
-SETTINGS_BY_COMMAND: dict[str, type[Settings]] = {
-    "consume": ConsumeSettings,
-    "replay": ReplaySettings,
-    "calibrate": CalibrateSettings,
-    "produce": ProduceSettings,
-    "impute": ImputeSettings,
-    "sample": SampleSettings,
-    "demo": DemoSettings,
-}

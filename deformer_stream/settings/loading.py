@@ -25,7 +25,7 @@ from deformer_stream.settings.base import (
     to_flag,
     to_variable,
 )
-from deformer_stream.settings.commands import SETTINGS_BY_COMMAND
+from deformer_stream.settings.by_command import SETTINGS_BY_COMMAND
 from deformer_stream.settings.option_groups import GENERAL_HEADING, arrange_by_heading
 
 if TYPE_CHECKING:

@@ -56,6 +56,7 @@ def read_config(path: Path = Path("deformer.toml")) -> dict[str, Any]:
     """Return the configuration file, after checking that every command accepts it."""
     required = {
         "consume": {"topic": "sensors"},
+        "incidents": {"topic": "sensors"},
         "produce": {"topic": "sensors"},
         "impute": {"output": "filled.parquet"},
         "sample": {"output": "samples.parquet"},

@@ -1,0 +1,177 @@
+"""The command `incidents`, which makes incidents of the evidence of `consume`, and notifies receivers of them.
+
+Heavy packages are imported inside the command, so that `--help` is printed without delay. PyTorch is not needed.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deformer_stream.cli import factory
+from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
+from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, stop_on_signals
+
+if TYPE_CHECKING:
+    from deformer_stream.runtime.detection_metrics import DetectionMetrics
+    from deformer_stream.runtime.incident_pipeline import IncidentPipeline
+    from deformer_stream.settings.incident_commands import IncidentsSettings
+
+
+@dataclass(frozen=True, slots=True)
+class IncidentTopics:
+    """The topics of the processes around incidents.
+
+    Attributes:
+        events: Topic of the events.
+        evidence: Topic of the evidence.
+        incidents: Topic of the incidents.
+        feedback: Topic of the labels.
+        state: Topic of the state of the process that makes incidents.
+    """
+
+    events: str
+    evidence: str
+    incidents: str
+    feedback: str
+    state: str
+
+    @staticmethod
+    def from_settings(settings: IncidentsSettings) -> IncidentTopics:
+        """Return the topics that the options of `incidents` name.
+
+        Raises:
+            ConfigError: Two of them are the same.
+        """
+        from deformer_stream.errors import ConfigError
+
+        topic = settings.topic
+        topics = IncidentTopics(
+            topic,
+            settings.evidence_topic or f"{topic}-evidence",
+            settings.incidents_topic or f"{topic}-incidents",
+            settings.feedback_topic or f"{topic}-feedback",
+            settings.state_topic or f"{settings.group}-{topic}-incidents-state",
+        )
+        names = (topics.events, topics.evidence, topics.incidents, topics.feedback, topics.state)
+        if len(set(names)) < len(names):
+            raise ConfigError(
+                "--topic, --evidence-topic, --incidents-topic, --feedback-topic and --state-topic must differ: choose "
+                "five different topics"
+            )
+        return topics
+
+
+def build_incidents() -> click.Command:
+    """Return the command `incidents`, which makes incidents of the evidence of a live stream."""
+    from deformer_stream.settings import add_options, load_settings
+    from deformer_stream.settings.incident_commands import IncidentsSettings
+
+    @click.command("incidents", cls=HelpCommand, examples=EXAMPLES_BY_COMMAND["incidents"], context_settings=HELP)
+    @add_options(IncidentsSettings)
+    @add_debug_option
+    def incidents(config: Path | None, **flags: Any) -> None:
+        """Make one incident of each fault, and notify Alertmanager, PagerDuty, webhooks, chat or mail.
+
+        The command reads the evidence that `consume --evidence on` writes, and writes TOPIC-incidents. SIGINT and
+        SIGTERM end it. A second process of the same group waits, and takes over if the first one does not respond.
+        """
+        stop = stop_on_signals()
+        settings = load_settings(IncidentsSettings, flags, config, "incidents")
+        factory.check_paths([], settings.model)
+        from deformer_stream import log
+        from deformer_stream.runtime.detection_metrics import DetectionMetrics
+        from deformer_stream.runtime.http_server import start_http_server
+
+        log.configure(is_debugging())
+        topics, metrics = IncidentTopics.from_settings(settings), DetectionMetrics()
+        with ExitStack() as cleanup:
+            pipeline = None if settings.deliver_only else _connect(settings, topics, metrics, cleanup)
+            if settings.http:
+                cleanup.callback(start_http_server(settings.http, metrics))
+            log.get_logger("incidents").info("ready", topic=topics.evidence, budget=settings.incident_budget)
+            if pipeline is not None:
+                pipeline.run(stop)
+        log.get_logger("incidents").info("stopped")
+
+    return incidents
+
+
+def _connect(
+    settings: IncidentsSettings, topics: IncidentTopics, metrics: DetectionMetrics, cleanup: ExitStack
+) -> IncidentPipeline:
+    """Return the loop that makes incidents, connected to its topics. It prints how the budget is kept.
+
+    Args:
+        settings: Options of the command.
+        topics: The topics.
+        metrics: Receives counts and timings.
+        cleanup: An exit stack, to which the functions that close the connections are added.
+
+    Raises:
+        ConfigError: The budget cannot be kept, or a topic is missing or unsuitable.
+        Unavailable: No broker responds, or there is no evidence.
+    """
+    import uuid
+
+    from connectors.kafka import (
+        Delivery,
+        KafkaIncidentWriter,
+        KafkaSource,
+        StateTopic,
+        count_partitions,
+        describe_incident_topics,
+        ensure_topics,
+    )
+    from connectors.kafka.state import STATE_TOPIC_SETTINGS
+    from deformer_stream.calibration.incident_budget import describe_plan
+    from deformer_stream.codec.incident_state import check_incident_state
+    from deformer_stream.errors import Unavailable
+    from deformer_stream.runtime.incident_pipeline import IncidentPipeline
+    from deformer_stream.runtime.incident_plan import DetectionPlan, load_detection_plan
+
+    servers, security = settings.bootstrap_servers, settings.make_security_arguments()
+    is_transactional = settings.delivery == "exactly-once"
+
+    def load_plan() -> DetectionPlan:
+        """Read the model directory, and return what determines the incidents."""
+        return load_detection_plan(settings.model, settings, can_repeat=not is_transactional)
+
+    click.echo(describe_plan(load_plan().plan), err=True)
+    try:
+        num_partitions = count_partitions(servers, topics.evidence, security)
+    except Unavailable as error:
+        raise Unavailable(f"{error}; `deformer-stream consume --evidence on` writes it") from None
+    specs = describe_incident_topics(topics.incidents, topics.feedback)
+    specs[topics.state] = {"num_partitions": num_partitions, "configs": dict(STATE_TOPIC_SETTINGS)}
+    limits = ensure_topics(servers, specs, security, settings.missing_topics == "create")
+    group = f"{settings.group}-{topics.events}-incidents"
+    transactional_id = f"{group}-{settings.instance or uuid.uuid4().hex[:12]}"
+    delivery = Delivery(servers, security, limits, transactional_id if is_transactional else None)
+    cleanup.callback(delivery.close)
+    source = KafkaSource(
+        servers,
+        topics.evidence,
+        group,
+        settings.from_,
+        security,
+        session_seconds=settings.session_timeout,
+        delivery=delivery,
+        state=StateTopic(servers, topics.state, security, limits[topics.state], check_incident_state),
+        on_lost_state=settings.lost_state,
+        instance=settings.instance,
+        patience=settings.patience,
+    )
+    cleanup.callback(source.close)
+    return IncidentPipeline(
+        source,
+        KafkaIncidentWriter(topics.incidents, delivery, topics.events),
+        load_plan,
+        metrics,
+        commit_interval=settings.commit_interval,
+        snapshot_interval=settings.snapshot_interval,
+    )

@@ -1,0 +1,92 @@
+"""Encoding of the state of an incident tracker as bytes, and decoding, for the state topic of `incidents`.
+
+The header is that of all saved state (`state_header`). The body is the length of the content (8 bytes, big-endian) and
+the content: `TrackerState` as MessagePack, compressed with zstd if it is large. MessagePack holds numbers that JSON
+cannot express, such as the logarithm of 0. The content is parsed only after the checksum is verified, and against the
+types of the state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import cramjam
+import msgspec
+
+from deformer_stream.codec.state_header import HEADER, MAGIC
+from deformer_stream.errors import StateError
+from deformer_stream.incidents.tracker import TrackerState
+
+INCIDENT_STATE = b"I"
+"""The byte `kind` of the header."""
+
+FORMAT_VERSION = 1
+MIN_COMPRESSED_BYTES = 16_384
+"""Size in bytes from which the content is compressed."""
+
+MAX_CONTENT_BYTES = 2**31
+"""Largest size of the content that is decoded. Ten thousand devices need a few MiB."""
+
+_LENGTH_BYTES = 8
+_REMEDY = "choose with --lost-state how to continue without it"
+
+_decoder = msgspec.msgpack.Decoder(TrackerState)
+
+
+def encode_incident_state(state: TrackerState) -> bytes:
+    """Return the state of a tracker as bytes."""
+    content = msgspec.msgpack.encode(state)
+    body = len(content).to_bytes(_LENGTH_BYTES, "big")
+    body += bytes(cramjam.zstd.compress(content)) if len(content) >= MIN_COMPRESSED_BYTES else content
+    return HEADER.pack(MAGIC, INCIDENT_STATE, FORMAT_VERSION, hashlib.sha256(body).digest()) + body
+
+
+def decode_incident_state(data: bytes, description: str = "the saved state of incidents") -> TrackerState:
+    """Return the state that was encoded as `data`.
+
+    Args:
+        data: The result of `encode_incident_state`.
+        description: What the error message calls the data, such as "saved state of partition 0 at offset 17".
+
+    Raises:
+        StateError: If the data is damaged or has an unsupported format version.
+    """
+    if len(data) < HEADER.size + _LENGTH_BYTES:
+        raise StateError(f"{description} was cut short: {_REMEDY}")
+    magic, kind, version, digest = HEADER.unpack_from(data)
+    if magic != MAGIC or kind != INCIDENT_STATE:
+        raise StateError(f"{description} was written by another program: {_REMEDY}")
+    if version != FORMAT_VERSION:
+        raise StateError(
+            f"{description} has format version {version}, but this release of deformer-stream reads {FORMAT_VERSION}: "
+            f"use the release that wrote it, or {_REMEDY}"
+        )
+    body = data[HEADER.size :]
+    if hashlib.sha256(body).digest() != digest:
+        raise StateError(f"{description} was altered (its checksum does not match): {_REMEDY}")
+    length, content = int.from_bytes(body[:_LENGTH_BYTES], "big"), body[_LENGTH_BYTES:]
+    try:
+        if not 0 < length <= MAX_CONTENT_BYTES:
+            raise ValueError(f"it states a length of {length} bytes")
+        if length >= MIN_COMPRESSED_BYTES:
+            buffer = bytearray(length)  # so that a forged state cannot need more memory than it states
+            if cramjam.zstd.decompress_into(content, buffer) != length:
+                raise ValueError("it is shorter than stated")
+            content = bytes(buffer)
+        return _decoder.decode(content)
+    except (ValueError, msgspec.DecodeError, cramjam.DecompressionError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise StateError(f"{description} cannot be decoded ({reason}): {_REMEDY}") from error
+
+
+def check_incident_state(snapshot: bytes, decisions: tuple[bytes, ...]) -> None:
+    """Check that the saved state of a partition can be decoded.
+
+    Args:
+        snapshot: The encoded state.
+        decisions: Not used: what a tracker computes follows from the log alone.
+
+    Raises:
+        StateError: It cannot be decoded.
+    """
+    decode_incident_state(snapshot)

@@ -1,0 +1,306 @@
+"""The loop of `deformer-stream incidents`: it reads evidence, and writes what changes about incidents.
+
+    1. poll     source.poll returns messages of evidence, after a bounded wait
+    2. decode   messages that are no evidence are skipped and counted
+    3. handle   the tracker of their partition returns messages about incidents
+    4. write    the writer receives them
+    5. commit   offsets, messages and state take effect together, or none of them
+
+A tracker is a pure function of the messages of its partition. Its state is saved from time to time. After a restart the
+messages since then are handled again, and what they cause is not written again if the previous run has committed it.
+So kills change nothing about the topic of incidents.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from deformer_stream import log
+from deformer_stream.codec.encode_evidence import decode_evidence
+from deformer_stream.codec.incident_state import decode_incident_state, encode_incident_state
+from deformer_stream.codec.payloads import Messages
+from deformer_stream.errors import DeformerError, InputError
+from deformer_stream.incidents.events import EvidenceBatch, Incident
+from deformer_stream.incidents.tracker import IncidentTracker
+from deformer_stream.runtime.detection_metrics import DetectionMetrics
+from deformer_stream.runtime.incident_plan import DetectionPlan
+from deformer_stream.runtime.ports import PartitionedSource, PartitionState, PollResult, RestoredPartition
+from deformer_stream.runtime.timing import CommitSchedule
+
+BEHIND_MESSAGES = 1024
+"""The loop is behind (throughput then has priority) if more messages than this are not yet read."""
+
+
+class IncidentWriter(Protocol):
+    """A connector that writes messages about incidents with the next commit of the source."""
+
+    def write(self, incident: Incident, partition: int) -> None:
+        """Write a message about an incident.
+
+        Args:
+            incident: The state of the incident.
+            partition: The partition of evidence from which it follows.
+        """
+
+
+@dataclass(slots=True)
+class _Partition:
+    """A partition of evidence that is assigned to this process.
+
+    Attributes:
+        tracker: The tracker of its incidents.
+        committed_offset: Offset of the first message whose effects were not committed by a previous run.
+        is_restoring: Whether messages before that offset are still being handled again.
+        has_snapshot: Whether its state was saved before.
+        is_changed: Whether it has changed since its state was saved.
+        next_snapshot: When its state is saved next, monotonic seconds.
+    """
+
+    tracker: IncidentTracker
+    committed_offset: int
+    is_restoring: bool
+    has_snapshot: bool
+    is_changed: bool
+    next_snapshot: float
+
+
+class IncidentPipeline:
+    """The loop. `run` returns when `stop` is set.
+
+    Args:
+        source: Returns messages of evidence, and commits. Its writer shares its transaction.
+        writer: Writes messages about incidents.
+        load_plan: Returns what determines the incidents. It is called at the start, and again when a model has scored
+            the records that is not the model of the plan, since the model directory may have changed.
+        metrics: Receives counts and timings.
+        max_wait: Maximum seconds that a poll waits for messages.
+        commit_interval: Seconds between commits. An incident that opens is committed at once.
+        snapshot_interval: Seconds between two snapshots of a partition's state.
+        now: Returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        source: PartitionedSource,
+        writer: IncidentWriter,
+        load_plan: Callable[[], DetectionPlan],
+        metrics: DetectionMetrics,
+        max_wait: float = 0.2,
+        commit_interval: float = 1.0,
+        snapshot_interval: float = 30.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._source, self._writer, self._metrics = source, writer, metrics
+        self._load_plan, self._plan = load_plan, load_plan()
+        self._max_wait, self._snapshot_interval, self._now = max_wait, snapshot_interval, now
+        self._schedule = CommitSchedule(commit_interval, now)
+        self._partition_by_number: dict[int, _Partition] = {}
+        self._unknown_models: set[str] = set()  # models that are not those of the model directory
+        self._has_logged_skipped = self._has_warned_of_suspects = False
+        source.collect_state = self._prepare_handover
+        self._log = log.get_logger("incidents")
+
+    def run(self, stop: threading.Event) -> None:
+        """Read evidence until `stop` is set, then commit.
+
+        Args:
+            stop: Set from outside to end the run after the current turn of the loop, for example by a signal handler.
+
+        Raises:
+            Unavailable: The broker did not respond for too long.
+            StateError: The saved state cannot be decoded.
+        """
+        while not stop.is_set():
+            polled = self._source.poll(self._max_wait)
+            self._update_partitions(polled)
+            has_opened = self._handle(polled)
+            if self._schedule.is_due(has_opened, self._is_behind):
+                self._commit()
+            self._report()
+        self._commit(is_final=True)
+
+    def _update_partitions(self, polled: PollResult) -> None:
+        """Drop revoked partitions, and restore assigned ones from their saved state."""
+        for number in polled.revoked_partitions:
+            self._partition_by_number.pop(number, None)
+        for restored in polled.restored_partitions:
+            self._partition_by_number[restored.partition] = self._restore(restored)
+        if polled.revoked_partitions or polled.restored_partitions:
+            self._metrics.set_first_counts(self._sum_counts())
+
+    def _restore(self, restored: RestoredPartition) -> _Partition:
+        """Return a partition with its saved state.
+
+        Raises:
+            StateError: The state cannot be decoded.
+        """
+        tracker = self._plan.make_tracker()
+        if restored.snapshot is not None:
+            description = f"saved state of partition {restored.partition} at offset {restored.committed_offset}"
+            tracker.import_state(decode_incident_state(restored.snapshot, description))
+        return _Partition(
+            tracker,
+            restored.committed_offset,
+            is_restoring=True,
+            has_snapshot=restored.snapshot is not None,
+            is_changed=False,
+            next_snapshot=self._now() + self._snapshot_interval,
+        )
+
+    def _handle(self, polled: PollResult) -> bool:
+        """Pass the messages of a poll to the trackers, and write what they return.
+
+        Returns:
+            Whether an incident was opened or resolved, of which readers should know at once.
+        """
+        is_urgent = False
+        if isinstance(polled.data, Messages):
+            data = polled.data
+            columns = zip(data.partitions.tolist(), data.offsets.tolist(), data.payloads, strict=True)
+            for number, offset, payload in columns:
+                partition = self._partition_by_number.get(number)
+                if partition is None:
+                    continue
+                partition.is_changed = True
+                batch = self._decode(data.topic, number, offset, payload)
+                if batch is None:
+                    continue
+                self._check_model(batch.model)
+                incidents = partition.tracker.handle(batch)
+                if offset < partition.committed_offset:  # the previous run has written them
+                    continue
+                self._metrics.records.inc(len(batch.closed))
+                for incident in incidents:
+                    self._writer.write(incident, number)
+                    self._metrics.count_message(incident)
+                    is_urgent |= incident.state == "resolved" or incident.state == "open"
+                    self._log_change(incident)
+                self._warn_of_suspects(batch)
+        for number in polled.caught_up_partitions:
+            if number in self._partition_by_number:
+                self._partition_by_number[number].is_restoring = False
+                self._log.info("partition_restored", partition=number)
+        return is_urgent
+
+    def _decode(self, topic: str, partition: int, offset: int, payload: bytes | None) -> EvidenceBatch | None:
+        """Return the evidence of a message, None if it is no evidence. The first such message is logged."""
+        try:
+            if payload is None:
+                raise InputError("it has no value")
+            return decode_evidence(payload)
+        except InputError as error:
+            self._metrics.skipped.inc()
+            if not self._has_logged_skipped:
+                self._has_logged_skipped = True
+                self._log.warning("message_skipped", topic=topic, partition=partition, offset=offset, error=str(error))
+            return None
+
+    def _check_model(self, model: str) -> None:
+        """Load the plan again if it belongs to another model than the one that has scored the records."""
+        if model == self._plan.model or model in self._unknown_models:
+            return
+        try:
+            plan = self._load_plan()
+        except DeformerError as error:  # the directory is being replaced, or its budget is out of reach
+            self._unknown_models.add(model)
+            self._log.warning("plan_not_loaded", model=model, error=str(error))
+            return
+        if plan.model != model:
+            self._unknown_models.add(model)
+            self._log.warning(
+                "incident_model_differs",
+                model=model,
+                model_directory=plan.model,
+                message="the records were scored by another model than that of --model, so the segments of normal "
+                "operation do not apply to them: give the model directory that consume uses",
+            )
+            return
+        self._log.info("plan_changed", before=self._plan.model, model=model)
+        self._plan = plan
+        for partition in self._partition_by_number.values():
+            state = partition.tracker.export_state()
+            partition.tracker = plan.make_tracker()
+            partition.tracker.import_state(state)
+
+    def _log_change(self, incident: Incident) -> None:
+        """Log that an incident has opened or was resolved."""
+        if incident.state != "updated":
+            self._log.info(
+                "incident_opened" if incident.state == "open" else "incident_resolved",
+                id=incident.id,
+                device=incident.device,
+                kind=incident.kind,
+                records=incident.num_records,
+                evidence=incident.evidence,
+                suspects=[suspect.feature for suspect in incident.suspects[:3]],
+            )
+
+    def _warn_of_suspects(self, batch: EvidenceBatch) -> None:
+        """Log once that alerts have no suspects, by which incidents are grouped."""
+        if not self._has_warned_of_suspects and batch.alerts and not any(alert.suspects for alert in batch.alerts):
+            self._has_warned_of_suspects = True
+            self._log.warning(
+                "alerts_without_suspects",
+                message="the alerts name no suspects, so incidents of a device cannot be told apart by them: run "
+                "consume with --explanations full",
+            )
+
+    def _commit(self, is_final: bool = False) -> None:
+        """Commit the offsets of all polled messages with what was written and the state that is due.
+
+        Args:
+            is_final: Whether the run ends. Then the state of every partition is saved, so that the next run has no
+                messages to handle again.
+        """
+        partitions = self._source.assigned_partitions if is_final else frozenset()
+        with self._schedule.time_commit(), self._metrics.commit.time():
+            states = self._collect_states(partitions)
+            self._source.commit(states)
+            self._mark_saved(states)
+        self._metrics.set_lag(self._source.get_lag())
+
+    def _prepare_handover(self, partitions: frozenset[int]) -> Mapping[int, PartitionState]:
+        """Return the state to save before partitions are given up to another process."""
+        return self._collect_states(partitions)
+
+    def _collect_states(self, given_up: frozenset[int]) -> dict[int, PartitionState]:
+        """Return the states to save now: those that are due, and those of partitions that are given up."""
+        now = self._now()
+        states = {}
+        for number, partition in self._partition_by_number.items():
+            is_due = number in given_up or not partition.has_snapshot or now >= partition.next_snapshot
+            if is_due and partition.is_changed and not partition.is_restoring:
+                states[number] = PartitionState(snapshot=encode_incident_state(partition.tracker.export_state()))
+        return states
+
+    def _mark_saved(self, states: Mapping[int, PartitionState]) -> None:
+        """Record that states were saved."""
+        for number, state in states.items():
+            partition = self._partition_by_number.get(number)
+            if partition is not None and state.snapshot is not None:
+                partition.has_snapshot, partition.is_changed = True, False
+                partition.next_snapshot = self._now() + self._snapshot_interval
+                self._metrics.snapshot_bytes.labels(str(number)).set(len(state.snapshot))
+
+    def _is_behind(self) -> bool:
+        """Return whether more than `BEHIND_MESSAGES` messages are unread."""
+        return sum(self._source.get_lag().values()) > BEHIND_MESSAGES
+
+    def _sum_counts(self) -> dict[str, int]:
+        """Return the numbers of unusual records of all trackers, by kind."""
+        counts: dict[str, int] = {}
+        for partition in self._partition_by_number.values():
+            for kind, count in partition.tracker.counts.items():
+                counts[kind] = counts.get(kind, 0) + count
+        return counts
+
+    def _report(self) -> None:
+        """Update the metrics after a turn of the loop."""
+        self._metrics.set_counts(self._sum_counts())
+        restoring = any(partition.is_restoring for partition in self._partition_by_number.values())
+        self._metrics.is_ready = bool(self._partition_by_number) and not restoring
+        self._metrics.observe_turn()

@@ -1,0 +1,26 @@
+"""The settings class of each command."""
+
+from __future__ import annotations
+
+from deformer_stream.settings.base import Settings
+from deformer_stream.settings.commands import (
+    CalibrateSettings,
+    ConsumeSettings,
+    DemoSettings,
+    ImputeSettings,
+    ProduceSettings,
+    ReplaySettings,
+    SampleSettings,
+)
+from deformer_stream.settings.incident_commands import IncidentsSettings
+
+SETTINGS_BY_COMMAND: dict[str, type[Settings]] = {
+    "consume": ConsumeSettings,
+    "replay": ReplaySettings,
+    "calibrate": CalibrateSettings,
+    "incidents": IncidentsSettings,
+    "produce": ProduceSettings,
+    "impute": ImputeSettings,
+    "sample": SampleSettings,
+    "demo": DemoSettings,
+}
