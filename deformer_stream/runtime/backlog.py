@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from deformer_stream.codec.encode_incidents import encode_incident
 from deformer_stream.incidents.events import FeedbackLabel, Incident
 from deformer_stream.incidents.overlay import Overlay
-from deformer_stream.runtime.incident_ports import Action, DeliveryProgress, LoggedIncident, Notification
+from deformer_stream.runtime.incident_ports import Action, DeliveryProgress, Knowledge, LoggedIncident, Notification
 
 MAX_NOTED_INCIDENTS = 80
 """Largest number of incidents that the progress of a partition lists. Kafka stores at most 4,096 bytes with an offset.
@@ -35,6 +35,7 @@ class Entry:
         partition: Number of the partition of the log.
         offset: Offset of the message with this state.
         is_shown: Whether the receiver shows the incident as open.
+        is_uncertain: Whether a request was sent whose outcome is not known, so that the opposite of `is_shown` may hold.
         is_finished: Whether the receiver was notified of the resolution, or need not be.
         sent_revision: Revision of the message of which the receiver was last notified, -1 if it was not.
         owed: What the receiver has to be notified of, None if nothing.
@@ -49,6 +50,7 @@ class Entry:
     partition: int
     offset: int
     is_shown: bool = False
+    is_uncertain: bool = False
     is_finished: bool = False
     sent_revision: int = -1
     owed: Action | None = None
@@ -98,25 +100,32 @@ class Backlog:
     def add(self, message: LoggedIncident, now: float) -> None:
         """Add a message of the log of incidents."""
         incident, offset = message.incident, message.offset
+        progress = self._progress.get(message.partition)
         entry = self._entry_by_id.get(incident.id)
         if entry is None:
             entry = self._entry_by_id[incident.id] = Entry(incident, message.partition, offset)
             entry.is_finished = incident.id in self._finished
+            if not self._has_started and progress is not None:
+                # Earlier messages of this incident, of which the receiver was notified, may be compacted.
+                noted = progress.knowledge_by_id.get(incident.id)
+                _apply_knowledge(entry, noted or ("opening" if incident.revision > 0 else "hidden"))
         entry.incident, entry.partition, entry.offset = incident, message.partition, offset
         is_resolved = incident.state == "resolved"
         if not is_resolved:
             entry.is_finished = False
-        progress = self._progress.get(message.partition)
         if not self._has_started and progress is None:
             entry.is_finished = is_resolved
         elif progress is not None and offset < progress.position:
-            is_shown = progress.is_shown_by_id.get(incident.id)
-            # Without an entry of its own, the receiver knows this state.
-            entry.is_finished = is_resolved and is_shown is None
-            entry.is_shown = not is_resolved if is_shown is None else is_shown
-            entry.sent_revision = incident.revision if is_shown is None else -1
-        elif progress is not None and is_resolved and not entry.is_shown and offset < progress.first_position:
-            entry.is_finished = True
+            # The receiver knows the state of an incident that is not noted.
+            noted = progress.knowledge_by_id.get(incident.id)
+            _apply_knowledge(entry, noted or ("hidden" if is_resolved else "shown"))
+            entry.is_finished = is_resolved and noted is None
+            entry.sent_revision = incident.revision if noted is None else -1
+        elif not self._has_started and progress is not None:
+            # If there were more incidents to note than fit, this one may have been sent.
+            entry.is_uncertain = entry.is_uncertain or len(progress.knowledge_by_id) >= MAX_NOTED_INCIDENTS
+            if is_resolved and not entry.is_shown and offset < progress.first_position:
+                entry.is_finished = True
         if self._has_started:
             entry.due = now  # a refused notification is tried again if the incident has changed
             self._refresh(entry, now)
@@ -181,11 +190,15 @@ class Backlog:
             url=None if self._url is None else f"{self._url.rstrip('/')}/incidents/{incident.id}",
         )
 
+    def mark_uncertain(self, entry: Entry) -> None:
+        """Record that a request is sent now. Until its outcome is known, the receiver may show the incident or not."""
+        entry.is_uncertain = True
+
     def mark_sent(self, entry: Entry, notification: Notification, now: float) -> None:
         """Record that the receiver has accepted a notification."""
         entry.sent_at, entry.due, entry.num_failures = now, now, 0
         entry.sent_revision = notification.incident.revision
-        entry.is_shown = notification.action != "resolve"
+        entry.is_shown, entry.is_uncertain = notification.action != "resolve", False
         if entry.owed == notification.action:
             entry.owed = None  # so that the time of what is owed next begins now
             self._owed.pop(entry.incident.id, None)
@@ -197,6 +210,17 @@ class Backlog:
         """Record that an attempt has failed, and that the next one is made at `due` or later."""
         entry.num_failures += 1
         entry.due = due
+
+    def mark_refused(self, entry: Entry, due: float, was_uncertain: bool) -> None:
+        """Record that the receiver has refused a notification, and that the next attempt is made at `due` or later.
+
+        Args:
+            entry: The incident.
+            due: Monotonic seconds.
+            was_uncertain: `Entry.is_uncertain` before the request, which has changed nothing.
+        """
+        self.mark_failed(entry, due)
+        entry.is_uncertain = was_uncertain
 
     @property
     def num_owed(self) -> int:
@@ -228,7 +252,7 @@ class Backlog:
         noted = [*owed[:MAX_NOTED_INCIDENTS], *self._list_silenced(partition)][:MAX_NOTED_INCIDENTS]
         return DeliveryProgress(
             position,
-            {entry.incident.id: entry.is_shown for entry in noted},
+            {entry.incident.id: _describe_knowledge(entry) for entry in noted},
             self._first_positions.get(partition, 0),
         )
 
@@ -261,10 +285,23 @@ class Backlog:
         is_resolved = entry.incident.state == "resolved"
         is_silenced = self._overlay.present(entry.incident).silenced is not None
         if is_resolved or is_silenced:
-            if entry.is_shown:
+            if entry.is_shown or (is_silenced and entry.is_uncertain):
                 return "resolve"
             # The opening first; the resolution follows when the receiver has accepted it.
             return "open" if is_resolved and not is_silenced and not entry.is_finished else None
-        if not entry.is_shown:
+        if not entry.is_shown or entry.is_uncertain:
             return "open"
         return "update" if self._wants_updates and entry.sent_revision != entry.incident.revision else None
+
+
+def _apply_knowledge(entry: Entry, knowledge: Knowledge) -> None:
+    """Set what the receiver knows of an incident."""
+    entry.is_shown = knowledge in ("shown", "resolving")
+    entry.is_uncertain = knowledge in ("opening", "resolving")
+
+
+def _describe_knowledge(entry: Entry) -> Knowledge:
+    """Return what the receiver knows of an incident."""
+    if entry.is_uncertain:
+        return "resolving" if entry.is_shown else "opening"
+    return "shown" if entry.is_shown else "hidden"

@@ -64,23 +64,28 @@ class LoggedIncident:
     offset: int
 
 
+Knowledge = Literal["hidden", "opening", "shown", "resolving"]
+"""What a receiver knows of an incident: it does not show it, was perhaps notified of the opening, shows it as open, or
+was perhaps notified of the resolution. "Perhaps" means that the request was sent, and its outcome is not known."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeliveryProgress:
     """How far a receiver was notified of the messages of one partition.
 
-    The receiver knows the state of each incident whose last message is before `position`, unless `is_shown_by_id` says
-    otherwise: an incident that is not resolved is shown there, a resolved one is not.
+    The receiver knows the state of each incident whose last message is before `position`, unless `knowledge_by_id`
+    says otherwise: an incident that is not resolved is shown there, a resolved one is not.
 
     Attributes:
         position: Offset of the first message of which the receiver may not have been notified.
-        is_shown_by_id: Incidents whose last message is before `position`, and of which the receiver was not notified
-            yet or which are silenced; by id, whether the receiver shows the incident as open.
+        knowledge_by_id: What the receiver knows of the incidents whose last message is before `position`, and of which
+            it was not notified yet or which are silenced; by id.
         first_position: Offset of the first message after the first start. The receiver is not notified of an incident
             that was resolved before.
     """
 
     position: int
-    is_shown_by_id: Mapping[str, bool] = field(default_factory=dict)
+    knowledge_by_id: Mapping[str, Knowledge] = field(default_factory=dict)
     first_position: int = 0
 
 

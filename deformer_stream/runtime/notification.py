@@ -174,13 +174,19 @@ class ReceiverWorker:
         if entry is None:
             return False
         notification = backlog.make_notification(entry)
+        was_uncertain = entry.is_uncertain
+        if notification.action != "update" and not was_uncertain:
+            # The process may be killed before the next commit. If the incident then changes before the next start, the
+            # progress must say that the receiver may have been notified.
+            backlog.mark_uncertain(entry)
+            self._store_progress(backlog)
         try:
             self._receiver.send(notification)
         except TemporaryFailure as failure:
             self._handle_failure(backlog, entry, notification, failure)
         except PermanentFailure as failure:
             self._num_failures = 0
-            backlog.mark_failed(entry, self._now() + REFUSED_RETRY_SECONDS)
+            backlog.mark_refused(entry, self._now() + REFUSED_RETRY_SECONDS, was_uncertain)
             self._metrics.record(self._receiver.name, REFUSED)
             self._report("error", "notification_refused", notification, str(failure), REFUSED_RETRY_SECONDS)
         else:

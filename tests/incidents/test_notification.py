@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
@@ -393,14 +393,14 @@ def test_progress_is_bounded() -> None:
         delivery.topic.append(make_states(number)[0])
     delivery.run(5.0)
     progress = delivery.topic.progress[0]
-    assert len(progress.is_shown_by_id) == MAX_NOTED_INCIDENTS == progress.position
+    assert len(progress.knowledge_by_id) == MAX_NOTED_INCIDENTS == progress.position
 
 
 def test_progress_is_stored_only_if_it_has_changed() -> None:
     delivery = Delivery()
     delivery.topic.append(make_states()[0])
     delivery.run(100.0)
-    assert delivery.reader.num_stored <= 3
+    assert delivery.reader.num_stored <= 4
 
 
 def test_new_assignment_continues_from_the_stored_progress() -> None:
@@ -439,11 +439,19 @@ STEPS = st.lists(
 )
 
 
+MESSAGE, RUN = ("message", 0, "next"), ("run", 0.0, "")
+SILENCE, RESOLVE = ("label", 0, "false-alarm"), ("message", 0, "resolve")
+
+
 @given(STEPS)
+@example([MESSAGE, RUN, SILENCE, ("kill", False, "")])  # silenced after an opening that no commit states
+@example([MESSAGE, RUN, RESOLVE, RUN, ("kill", False, ""), MESSAGE])  # reopened after such a resolution
+@example([MESSAGE, RUN, MESSAGE, ("kill", True, ""), SILENCE])  # the opening is compacted
+@example([MESSAGE, RUN, ("reassign", 0, ""), ("outcome", "refuse", 0), RUN, SILENCE])  # accepted, then refused
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_whatever_happens_the_receiver_shows_what_is_open_in_the_end(steps: list[tuple[Any, Any, Any]]) -> None:
     """After failures, refusals, labels and kills, the receiver shows exactly the incidents that are open and not
-    silenced; none was resolved without its opening, and messages are repeated only with equal keys."""
+    silenced. The first message of each is its opening, and messages are repeated only with equal keys."""
     delivery = Delivery(ScriptedReceiver(wants_updates=True))
     delivery.run()
     last_by_number: dict[int, Incident] = {}
@@ -497,8 +505,9 @@ def test_whatever_happens_the_receiver_shows_what_is_open_in_the_end(steps: list
                 distinct.append(notification.key)
         is_shown = bool(actions) and [action for action in actions if action != "update"][-1] == "open"
         assert is_shown == (last.state != "resolved" and overlay.present(last).silenced is None), (number, actions)
-        if actions:
-            assert actions[0] == "open"
+        attempts = [made.action for made in delivery.receiver.attempts if made.incident.id == last.id]
+        # After compaction, it may be unknown whether the opening of a silenced incident was sent.
+        assert attempts[:1] in ([], ["open"]) or ("kill", True, "") in steps
         if not delivery.labels:
             assert actions, "every incident is sent"
 
