@@ -413,8 +413,10 @@ class Page:
 
     def handle_login_needed(self, request: Request, error: Exception) -> Response:
         """Send a browser to the login."""
-        path = request.url.path.removeprefix(self.prefix)
-        query = "" if path in ("/", "/status") or request.method != "GET" else f"next={quote(path, safe='')}"
+        # For a part of a page, the person is led back to the page that the browser shows.
+        shown = urlsplit(request.headers.get("hx-current-url") or request.url.path).path
+        path = _clean_path(shown.removeprefix(self.prefix))
+        query = "" if path == "/" or request.method != "GET" else f"next={quote(path, safe='')}"
         target = self.make_url("/login", query)
         if request.headers.get("hx-request"):  # htmx would put the form to log in into the page
             return PlainTextResponse("Log in again.\n", 401, {"HX-Redirect": target})

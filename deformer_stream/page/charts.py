@@ -34,6 +34,11 @@ class Tick:
     position: float
     text: str
 
+    @property
+    def anchor(self) -> str:
+        """Which part of the text of a time is at the position, so that the text stays within the chart."""
+        return "start" if self.position < 8 else "end" if self.position > 92 else "middle"
+
 
 @dataclass(frozen=True, slots=True)
 class TimelineChart:
@@ -113,7 +118,7 @@ class _Scale:
 def draw_timeline(incident: Incident, clock: Clock) -> TimelineChart | None:
     """Return the chart of the evidence of an incident; None without points."""
     points = _select_finite(incident.timeline)
-    if not points:
+    if not points or not math.isfinite(incident.threshold):
         return None
     values = [evidence for _, evidence in points]
     # The scale starts at 0, where there is no evidence, and has room for the threshold and its text.
@@ -144,7 +149,7 @@ def draw_sparkline(timeline: Timeline, threshold: float) -> tuple[str, float] | 
     """
     points = _select_finite(timeline)
     scale = _make_scale([0.0, threshold, *(evidence for _, evidence in points)])
-    if len(points) < 2 or scale is None:
+    if len(points) < 2 or scale is None or not math.isfinite(threshold):
         return None
     times = _make_time_scale([time for time, _ in points])
     line = _draw_path([(times.place(time), scale.place_from_top(max(value, 0.0))) for time, value in points])

@@ -12,12 +12,13 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal, TypeVar
 
 import cramjam
 
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
-from deformer_stream.incidents.events import NO_READINGS, FeedbackLabel, Incident, Label, Timeline
+from deformer_stream.incidents.events import NO_READINGS, FeedbackLabel, Incident, Label, SuspectReadings, Timeline
 from deformer_stream.incidents.overlay import Overlay, Presentation
 
 MAX_INCIDENTS = 50_000
@@ -28,6 +29,9 @@ MAX_FAULT_NAMES = 200
 """Maximum number of names of faults that are offered for a label."""
 SPARKLINE_POINTS = 30
 """Maximum number of points of the timeline that a list shows."""
+
+NUM_LISTED_SUSPECTS = 3
+"""Number of suspects that a list shows."""
 
 Value = TypeVar("Value")
 StateFilter = Literal["all", "open", "resolved"]
@@ -58,7 +62,8 @@ class ShownIncident:
     """An incident with what labels and maintenance windows change about it.
 
     Attributes:
-        incident: The incident. In lists it has no series except for a short timeline, and no ids of records.
+        incident: The incident. In lists it has a short timeline, of its series only the last reading of each suspect,
+            and no ids of records.
         presentation: Its label, and whether receivers get messages about it.
     """
 
@@ -400,10 +405,30 @@ def _make_entry(incident: Incident) -> _Entry:
         _thin(incident.timeline.evidence, stride),
         _thin(incident.timeline.p_values, stride),
     )
+    suspects = incident.suspects[:NUM_LISTED_SUSPECTS]
+    readings = {
+        suspect.feature: _keep_last(incident.readings[suspect.feature])
+        for suspect in suspects
+        if suspect.feature in incident.readings
+    }
     summary = replace(
-        incident, timeline=timeline, readings=NO_READINGS, record_ids=(), alert_ids=(), suspects=incident.suspects[:3]
+        incident,
+        timeline=timeline,
+        readings=MappingProxyType(readings) if readings else NO_READINGS,
+        record_ids=(),
+        alert_ids=(),
+        suspects=suspects,
     )
     return _Entry(summary, bytes(cramjam.zstd.compress(encode_incident(incident), 3)))
+
+
+def _keep_last(readings: SuspectReadings) -> SuspectReadings:
+    """Return the last reading with a value, or no reading."""
+    last = next((i for i in reversed(range(len(readings.values))) if readings.values[i] is not None), None)
+    if last is None:
+        return SuspectReadings()
+    columns = readings.times, readings.values, readings.lows, readings.highs
+    return SuspectReadings(*(column[last : last + 1] for column in columns))  # type: ignore[arg-type]
 
 
 def _thin(column: tuple[Value, ...], stride: int) -> tuple[Value, ...]:

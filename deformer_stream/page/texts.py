@@ -8,7 +8,7 @@ from datetime import datetime, timedelta, tzinfo
 
 from deformer_stream.codec.timestamps import EPOCH, format_rfc3339
 from deformer_stream.incidents.device import WHOLE_STREAM
-from deformer_stream.incidents.events import Incident, IncidentSuspect
+from deformer_stream.incidents.events import Incident, IncidentSuspect, SuspectReadings
 from deformer_stream.report.pages import format_number, format_percent
 
 SECOND, MINUTE, HOUR, DAY = 1_000_000, 60_000_000, 3_600_000_000, 86_400_000_000
@@ -122,11 +122,39 @@ def name_incident(incident: Incident) -> str:
     return format_device(incident.device)
 
 
-def describe_suspect(suspect: IncidentSuspect) -> str:
-    """Return what came and what was expected, such as "came 31.9 … 33.2 m³/h, expected 119 … 127"; "" if unknown."""
-    came = format_range(suspect.came_low, suspect.came_high, suspect.unit)
-    expected = format_range(suspect.low, suspect.high)
+def describe_suspect(incident: Incident, suspect: IncidentSuspect) -> str:
+    """Return what came and what was expected, such as "came 31.9 m³/h, expected 119 … 127"; "" if unknown.
+
+    It is the last reading if it is known, because what is expected depends on the other readings of a record.
+    Otherwise it is the range of all readings and the middle of their expected ranges.
+    """
+    last = find_last_reading(incident.readings.get(suspect.feature))
+    came_low, came_high, low, high = last or (suspect.came_low, suspect.came_high, suspect.low, suspect.high)
+    came, expected = format_range(came_low, came_high, suspect.unit), format_range(low, high)
     return ", ".join(part for part in (came and f"came {came}", expected and f"expected {expected}") if part)
+
+
+def find_last_reading(readings: SuspectReadings | None) -> tuple[float, float, float, float] | None:
+    """Return the value of the last reading twice, and the ends of its expected range; None if it is not known."""
+    if readings is None:
+        return None
+    rows = zip(readings.values, readings.lows, readings.highs, strict=True)
+    known = [(value, low, high) for value, low, high in rows if value is not None]
+    if not known:
+        return None
+    value, low, high = known[-1]
+    return None if low is None or high is None else (value, value, low, high)
+
+
+def count_outside(readings: SuspectReadings | None) -> str:
+    """Return how many readings of a suspect were too high or too low; "" if none was, or it is not known."""
+    if readings is None:
+        return ""
+    rows = list(zip(readings.values, readings.lows, readings.highs, strict=True))
+    num_high = sum(value is not None and high is not None and value > high for value, _, high in rows)
+    num_low = sum(value is not None and low is not None and value < low for value, low, _ in rows)
+    parts = [f"{num:,} too {word}" for num, word in ((num_high, "high"), (num_low, "low")) if num]
+    return f"{' and '.join(parts)} of {len(rows):,}" if parts else ""
 
 
 def describe_silencing(incident: Incident) -> str:

@@ -28,6 +28,8 @@ NUM_RECENT = 5
 MAX_FLEET_ROWS = 10
 """Largest number of members that are shown below a fleet incident in a list."""
 
+MAX_SUSPECT_CHARTS, MIN_SUSPECT_SHARE = 4, 0.05
+"""Suspects beyond this number, or with a smaller share, are only named."""
 MAX_OFFERED_DEVICES = 500
 """Largest number of devices that the filter of the history offers."""
 
@@ -60,10 +62,17 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class SuspectView:
-    """A suspect of an incident with the chart of its readings, None if it has labels instead of numbers."""
+    """A suspect of an incident with its readings.
+
+    Attributes:
+        suspect: The suspect.
+        chart: The chart of its readings, None if it has labels instead of numbers.
+        outside: How many readings were outside of their expected range, as text.
+    """
 
     suspect: IncidentSuspect
     chart: charts.ReadingsChart | None
+    outside: str
 
 
 @functools.cache
@@ -84,11 +93,12 @@ def make_environment() -> Environment:
     )
     environment.globals.update(
         draw_sparkline=charts.draw_sparkline,
+        describe_suspect=texts.describe_suspect,
         name_incident=texts.name_incident,
         label_texts=texts.TEXT_BY_LABEL,
     )
     environment.filters.update(
-        describe_suspect=texts.describe_suspect,
+        capitalize_first=lambda text: text[:1].upper() + text[1:],
         describe_silencing=texts.describe_silencing,
         device=texts.format_device,
         duration=texts.format_duration,
@@ -165,12 +175,14 @@ def make_open_context(store: IncidentStore) -> dict[str, Any]:
 def make_incident_context(store: IncidentStore, shown: ShownIncident, clock: Clock) -> dict[str, Any]:
     """Return the content of the page of an incident."""
     incident = shown.incident
+    suspects, other_suspects = _make_suspects(incident, clock)
     related = {member: store.get_summary(member) for member in incident.members[:PAGE_SIZE]}
     return {
         "shown": shown,
         "incident": incident,
         "timeline": charts.draw_timeline(incident, clock),
-        "suspects": _make_suspects(incident, clock),
+        "suspects": suspects,
+        "other_suspects": other_suspects,
         "labels": store.list_labels(incident.id),
         "members": related,
         "num_more_members": max(0, len(incident.members) - PAGE_SIZE),
@@ -188,14 +200,19 @@ def _pair_ids(incident: Incident) -> list[tuple[str, str]]:
     return list(zip(records, alerts, strict=True))
 
 
-def _make_suspects(incident: Incident, clock: Clock) -> list[SuspectView]:
-    """Return the suspects of an incident with their charts."""
+def _make_suspects(incident: Incident, clock: Clock) -> tuple[list[SuspectView], tuple[IncidentSuspect, ...]]:
+    """Return the main suspects of an incident with their charts, and the other suspects."""
+    main = [
+        suspect
+        for number, suspect in enumerate(incident.suspects[:MAX_SUSPECT_CHARTS])
+        if number == 0 or suspect.share >= MIN_SUSPECT_SHARE
+    ]
     views = []
-    for suspect in incident.suspects:
+    for suspect in main:
         readings = incident.readings.get(suspect.feature)
         chart = None if readings is None else charts.draw_readings(suspect.feature, readings, suspect.unit, clock)
-        views.append(SuspectView(suspect, chart))
-    return views
+        views.append(SuspectView(suspect, chart, texts.count_outside(readings)))
+    return views, incident.suspects[len(main) :]
 
 
 @dataclass(frozen=True, slots=True)

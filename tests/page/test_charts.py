@@ -19,6 +19,7 @@ from deformer_stream.page.texts import (
     MINUTE,
     SECOND,
     Clock,
+    count_outside,
     describe_silencing,
     describe_suspect,
     format_duration,
@@ -65,8 +66,12 @@ def test_ranges_and_causes() -> None:
     assert format_range(63.2, 63.2) == "63.2"
     assert format_range(None, 1.0) == ""
     incident = make_incident(3)
-    assert describe_suspect(incident.suspects[0]) == "came 31.9 … 33.2 m³/h, expected 119 … 127"
-    assert describe_suspect(incident.suspects[2]) == ""
+    assert describe_suspect(incident, incident.suspects[0]) == "came 32.2 m³/h, expected 119 … 127"
+    without = replace(incident, readings={})
+    assert describe_suspect(without, incident.suspects[0]) == "came 31.9 … 33.2 m³/h, expected 119 … 127"
+    assert describe_suspect(incident, incident.suspects[2]) == ""
+    assert count_outside(incident.readings["flow"]) == "60 too low of 60"
+    assert count_outside(None) == ""
     assert describe_silencing(incident) == (
         "With the expected value of flow, 93% of the alerts would not have been raised."
     )

@@ -170,7 +170,9 @@ def test_a_list_has_a_short_timeline_that_ends_with_the_last_point() -> None:
     assert len(summary.timeline.times) <= SPARKLINE_POINTS
     assert summary.timeline.times[-1] == incident.timeline.times[-1]
     assert summary.timeline.evidence[-1] == incident.timeline.evidence[-1]
-    assert not summary.readings
+    assert {feature: one.values for feature, one in summary.readings.items()} == {}
+    with_suspects = make_store([make_incident(3)]).list_open()[0].incident
+    assert with_suspects.readings["flow"].values == make_incident(3).readings["flow"].values[-1:]
 
 
 def test_listeners_are_called_after_each_change_only() -> None:
