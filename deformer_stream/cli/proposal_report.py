@@ -84,7 +84,9 @@ def _describe_kind(outcome: PatternOutcome) -> str:
 def _describe_outcome(outcome: PatternOutcome) -> str:
     """Return what the pattern of a kind changes, or why it is not used."""
     candidate = outcome.candidate
-    labelled = f"{len(candidate.labelled)} labelled and {len(candidate.unlabelled)} unlabelled incidents"
+    labelled = (
+        f"{len(candidate.labelled)} labelled and {format_count(len(candidate.unlabelled), 'unlabelled incident')}"
+    )
     if not outcome.is_used:
         return f"{labelled}; not used: {outcome.remedy}"
     pattern = candidate.pattern

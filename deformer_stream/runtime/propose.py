@@ -764,24 +764,24 @@ def _list_warnings(
     warnings = []
     if difference.lost:
         ids = ", ".join(labelled.incident.id for labelled in difference.lost[:5])
-        warnings.append(f"{len(difference.lost)} confirmed faults would no longer be found: {ids}")
+        warnings.append(f"confirmed faults that would no longer be found: {len(difference.lost)}, such as {ids}")
     if num_unknown_labels:
         warnings.append(
-            f"{num_unknown_labels} labels name incidents that the log does not contain; a log that begins earlier, and "
+            f"labels of incidents that the log does not contain: {num_unknown_labels}; a log that begins earlier, and "
             "the options of the running incidents process, give the same incidents again"
         )
     if log.num_other_model:
-        warnings.append(f"{log.num_other_model:,} records of other models were left out")
+        warnings.append(f"records of other models that were left out: {log.num_other_model:,}")
     num_without_suspects = sum(labelled.label == "false-alarm" and not labelled.incident.suspects for labelled in base)
     if num_without_suspects:
         warnings.append(
-            f"{num_without_suspects} false alarms have no suspects, so they belong to no pattern; run consume with "
+            f"false alarms without suspects, which belong to no pattern: {num_without_suspects}; run consume with "
             "--explanations full"
         )
     unlabelled = sum(len(outcome.candidate.unlabelled) for outcome in patterns if outcome.is_used)
     if unlabelled:
         warnings.append(
-            f"{unlabelled} incidents that nobody has labelled have the suspects of a pattern; look at them first, "
+            f"incidents with the suspects of a pattern that nobody has labelled: {unlabelled}; look at them first, "
             "because a fault like them would be found late or not at all"
         )
     if not any(labelled.is_fault for labelled in base):
