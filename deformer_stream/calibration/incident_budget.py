@@ -199,11 +199,8 @@ def estimate_records_per_day(segments: Sequence[SegmentCalibration]) -> float | 
 def describe_plan(plan: BudgetPlan) -> str:
     """Return in one line how the budget is kept, what this assumes, and what would be better."""
     if plan.segment is not None:
-        unit = _name_segment(plan.segment)
-        return (
-            f"{plan.budget} per device, kept by segments: {plan.num_segments:,} {unit}s, at least "
-            f"{plan.num_required:,} needed; assumes that {plan.assumption}"
-        )
+        segments = f"{plan.num_segments:,} {_name_segments(plan.segment)}, at least {plan.num_required:,} needed"
+        return f"{plan.budget} per device, kept by segments: {segments}; assumes that {plan.assumption}"
     text = (
         f"{plan.budget} per device, by the e-detector, with a mean of at least {plan.records_per_period:,.0f} records "
         f"to a false incident; assumes that {plan.assumption}"
@@ -314,14 +311,28 @@ def _describe_shortage(budget: IncidentBudget, plans: Sequence[BudgetPlan], segm
         return f"no segments{wanted} of normal operation are stored, so run `deformer-stream calibrate --incidents`"
     plan, segment = in_question[0]
     missing = plan.num_required - plan.num_segments
-    days = math.ceil(missing * segment / MICROS_PER_DAY)
     return (
-        f"{plan.num_segments:,} of {plan.num_required:,} {_name_segment(segment)}s, so calibrate with {days:,} "
-        f"more day{'s' * (days != 1)} of normal operation of one device, or with as much of several devices"
+        f"{plan.num_segments:,} of {plan.num_required:,} {_name_segments(segment)}, so calibrate with "
+        f"{_describe_duration(missing * segment)} of normal operation of one device, or with as much of several devices"
     )
 
 
 def _name_segment(length: int) -> str:
-    """Return what a segment of this length is called, such as "device-day" or "device-segment of 8h"."""
+    """Return what a segment of this length is called, such as "device-day" or "segment of 8h"."""
     names = {MICROS_PER_DAY: "device-day", MICROS_PER_HOUR: "device-hour"}
     return names.get(length, f"segment of {format_length(length)}")
+
+
+def _name_segments(length: int) -> str:
+    """Return what segments of this length are called, such as "device-days" or "segments of 8h"."""
+    names = {MICROS_PER_DAY: "device-days", MICROS_PER_HOUR: "device-hours"}
+    return names.get(length, f"segments of {format_length(length)}")
+
+
+def _describe_duration(micros: int) -> str:
+    """Return a length of time in days, rounded up, or in hours or minutes if it is shorter than two days."""
+    for unit, length in (("day", MICROS_PER_DAY), ("hour", MICROS_PER_HOUR)):
+        if micros >= 2 * length or micros == length:
+            count = math.ceil(micros / length)
+            return f"{count:,} more {unit}{'s' * (count != 1)}"
+    return f"{math.ceil(micros / 60_000_000):,} more minutes"
