@@ -111,6 +111,18 @@ EXAMPLES_BY_COMMAND: dict[str, tuple[tuple[str, str], ...]] = {
             "deformer-stream sample --model model --count 10000 --output samples.parquet",
         ),
     ),
+    "serve": (
+        (
+            "Show the incidents of a topic on this machine, at http://127.0.0.1:8080:",
+            "deformer-stream serve --topic sensors --model model",
+        ),
+        (
+            "Show them to a control room, which logs in with a token, behind a proxy with HTTPS:",
+            "deformer-stream serve --topic sensors --http 0.0.0.0:8080 --token-file token "
+            "--external-url https://plant.example",
+        ),
+        ("Make the hash of a password for --users-file:", "deformer-stream serve --hash"),
+    ),
     "inspect": (
         ("Show the features and thresholds of a model:", "deformer-stream inspect model"),
         ("Read the manifest in a program:", "deformer-stream inspect model --json | jq .calibration"),
@@ -121,7 +133,10 @@ EXAMPLES_BY_COMMAND: dict[str, tuple[tuple[str, str], ...]] = {
             "deformer-stream config consume --config deformer.toml",
         ),
     ),
-    "demo": (("Run the demo with a longer training:", "deformer-stream demo --output demo-output --train-time 5m"),),
+    "demo": (
+        ("Watch incidents of simulated pumps in a browser, without Kafka:", "deformer-stream demo --page"),
+        ("Run the demo with a longer training:", "deformer-stream demo --output demo-output --train-time 5m"),
+    ),
     "completion": (
         ("Complete commands in each new bash:", "echo 'eval \"$(deformer-stream completion bash)\"' >> ~/.bashrc"),
         ("In fish:", "deformer-stream completion fish > ~/.config/fish/completions/deformer-stream.fish"),

@@ -6,15 +6,16 @@ packages only when it runs, so that `--help` is printed without delay.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from deformer_stream.cli import completion, incidents, inspection, propose, stream, tables
+from deformer_stream.cli import completion, incidents, inspection, propose, serve, stream, tables
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli.init import command as init
-from deformer_stream.cli_utils import HELP, HelpCommand, LazyGroup, add_debug_option, run
+from deformer_stream.cli_utils import HELP, HelpCommand, LazyGroup, add_debug_option, is_debugging, run, stop_on_signals
 
 SUMMARY_BY_COMMAND = {
     "init": "Look at a table or a topic, and write a configuration to start with.",
@@ -22,6 +23,7 @@ SUMMARY_BY_COMMAND = {
     "replay": "Score historical logs as a stream would have been scored.",
     "calibrate": "Calibrate a model again on normal records, without training.",
     "incidents": "Make one incident of each fault, and notify receivers.",
+    "serve": "Show incidents in a browser, with buttons for labels.",
     "propose": "Make a candidate calibration of incidents from labels, and show what it would change.",
     "produce": "Send a table as an asynchronous stream of readings.",
     "impute": "Fill the missing values of a table, with intervals.",
@@ -43,6 +45,15 @@ def build_demo() -> click.Command:
     def command(config: Path | None, **flags: Any) -> int:
         """Simulate a fleet of pumps, train for a minute, and show alerts that precede the end of a record."""
         settings = load_settings(DemoSettings, flags, config, "demo")
+        if settings.page:
+            serve.check_page_packages()
+            from deformer_stream import log
+            from deformer_stream.demo import page_demo
+
+            log.configure(is_debugging())
+            return page_demo.run_page_demo(
+                settings.output, settings.seed, settings.train_time, stop_on_signals, open_browser=sys.stdout.isatty()
+            )
         from deformer_stream.demo import run as demo
 
         # The demo passes the training time as an option to `deformer-train`, so it is a text such as "60s".
@@ -57,6 +68,7 @@ BUILDER_BY_COMMAND = {
     "replay": stream.build_replay,
     "calibrate": stream.build_calibrate,
     "incidents": incidents.build_incidents,
+    "serve": serve.build_serve,
     "propose": propose.build_propose,
     "produce": tables.build_produce,
     "impute": tables.build_impute,

@@ -1,0 +1,88 @@
+"""Tests of the state of incident trackers as bytes."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from deformer_stream.calibration.incident_budget import parse_budget, plan_budget
+from deformer_stream.codec.incident_state import (
+    FORMAT_VERSION,
+    INCIDENT_STATE,
+    MIN_COMPRESSED_BYTES,
+    check_incident_state,
+    decode_incident_state,
+    encode_incident_state,
+)
+from deformer_stream.codec.state_header import HEADER, MAGIC
+from deformer_stream.errors import StateError
+from deformer_stream.incidents.fleet import FleetRule
+from deformer_stream.incidents.tracker import IncidentTracker, TrackerOptions, TrackerState
+from tests.incidents.evidence_logs import SECOND, make_log
+
+
+def make_tracker() -> IncidentTracker:
+    options = TrackerOptions(reorder=5 * SECOND, fleet=FleetRule())
+    return IncidentTracker(plan_budget(parse_budget("1 per 30d"), records_per_day=8640), options)
+
+
+@pytest.mark.parametrize("num_devices", [3, 60])
+def test_tracker_continues_from_decoded_state(num_devices: int) -> None:
+    """At any place of the log, the messages after it are those of a tracker without interruption."""
+    batches = list(make_log("m", num_devices, 60, faults={i: [(20, 40)] for i in range(num_devices // 2 + 1)}))
+    whole = make_tracker()
+    expected = [whole.handle(batch) for batch in batches]
+    for place in (1, 5, 8, 12):
+        first, second = make_tracker(), make_tracker()
+        for batch in batches[:place]:
+            first.handle(batch)
+        data = encode_incident_state(first.export_state())
+        second.import_state(decode_incident_state(data))
+        assert [second.handle(batch) for batch in batches[place:]] == expected[place:]
+    assert any(expected)
+    assert (len(data) > MIN_COMPRESSED_BYTES) <= (num_devices > 3)
+
+
+def test_empty_state_survives() -> None:
+    assert decode_incident_state(encode_incident_state(TrackerState())) == TrackerState()
+
+
+def forge(body: bytes, kind: bytes = INCIDENT_STATE, version: int = FORMAT_VERSION, magic: bytes = MAGIC) -> bytes:
+    """Return saved state with a valid checksum."""
+    return HEADER.pack(magic, kind, version, hashlib.sha256(body).digest()) + body
+
+
+VALID = encode_incident_state(TrackerState())
+
+
+@pytest.mark.parametrize(
+    ("data", "cause"),
+    [
+        (b"", "cut short"),
+        (VALID[: HEADER.size], "cut short"),
+        (VALID[:-1], "altered"),
+        (VALID[:-1] + b"\x01", "altered"),
+        (forge(VALID[HEADER.size :], kind=b"S"), "another program"),
+        (forge(VALID[HEADER.size :], magic=b"software"), "another program"),
+        (forge(VALID[HEADER.size :], version=2), "version 2"),
+        (forge(bytes(8)), "0 bytes"),
+        (forge((2**40).to_bytes(8, "big")), "length"),
+        (forge((5).to_bytes(8, "big") + b"\xc1"), "cannot be decoded"),
+        (forge((20_000).to_bytes(8, "big") + b"no zstd"), "cannot be decoded"),
+        (forge((1).to_bytes(8, "big") + b"\x90"), "cannot be decoded"),
+        (forge((2).to_bytes(8, "big") + b"\x81\xabstream_time\xa1x"), "cannot be decoded"),
+        (forge((9).to_bytes(8, "big") + b"\x81\xafstate_by_device" + b"\x81" * 100_000), "cannot be decoded"),
+    ],
+)
+def test_damaged_state_is_refused_by_one_line(data: bytes, cause: str) -> None:
+    with pytest.raises(StateError, match=cause) as refused:
+        decode_incident_state(data)
+    assert "\n" not in str(refused.value)
+    assert "--lost-state" in str(refused.value)
+
+
+def test_check_refuses_what_cannot_be_decoded() -> None:
+    check_incident_state(VALID, ())
+    with pytest.raises(StateError):
+        check_incident_state(VALID[:-1], ())

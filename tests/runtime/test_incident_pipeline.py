@@ -1,0 +1,367 @@
+"""The loop that makes incidents: the same messages whatever the restarts, and what it does with unusual input."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from deformer_stream import log
+from deformer_stream.calibration.incident_budget import parse_budget, plan_budget
+from deformer_stream.codec.encode_evidence import encode_evidence
+from deformer_stream.codec.incident_state import decode_incident_state
+from deformer_stream.codec.payloads import Messages
+from deformer_stream.engine.events import NO_TIME
+from deformer_stream.errors import ConfigError, StateError
+from deformer_stream.incidents.events import EvidenceBatch, Incident
+from deformer_stream.incidents.fleet import FleetRule
+from deformer_stream.incidents.tracker import IncidentTracker, TrackerOptions
+from deformer_stream.runtime.detection_metrics import DetectionMetrics
+from deformer_stream.runtime.incident_pipeline import IncidentPipeline
+from deformer_stream.runtime.incident_plan import DetectionPlan
+from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, RestoredPartition
+from tests.incidents.evidence_logs import SECOND, make_log
+
+MODEL = "model-1"
+FAULTS = {0: [(20, 40)], 1: [(22, 30), (60, 75)], 2: [(24, 45)], 3: [(90, 99)]}
+STEPS = ("poll", "decode", "write", "collect", "commit", "committed")
+
+
+def make_plan(model: str = MODEL, reorder: int = 5 * SECOND) -> DetectionPlan:
+    """Return a plan with the e-detector and fleet incidents."""
+    options = TrackerOptions(reorder=reorder, fleet=FleetRule(3, 600 * SECOND))
+    return DetectionPlan(plan_budget(parse_budget("1 per 30d"), records_per_day=8640), options, (), model)
+
+
+def make_batches(model: str = MODEL) -> list[EvidenceBatch]:
+    return list(make_log(model, num_devices=4, num_records=120, faults=FAULTS))
+
+
+class KilledError(Exception):
+    """The simulated end of the process."""
+
+
+@dataclass
+class Broker:
+    """What survives the end of a process: evidence, incidents, and the last commit of each partition.
+
+    Attributes:
+        payloads: The messages of evidence, by partition.
+        written: The committed messages about incidents, with their partition.
+        offsets: Committed offset by partition.
+        snapshots: By partition, the saved state and the offset of the first message that it does not include.
+        num_commits: Number of commits.
+    """
+
+    payloads: dict[int, list[bytes | None]]
+    written: list[tuple[int, Incident]] = field(default_factory=list)
+    offsets: dict[int, int] = field(default_factory=dict)
+    snapshots: dict[int, tuple[bytes, int]] = field(default_factory=dict)
+    num_commits: int = 0
+
+
+class BrokerSource:
+    """A source and a writer whose commits take effect completely or not at all, as with Kafka's transactions."""
+
+    def __init__(self, broker: Broker, reach: Callable[[str], None], stop: threading.Event, seed: int) -> None:
+        self.broker, self.reach, self.stop = broker, reach, stop
+        self.rng = np.random.default_rng(seed)
+        self.collect_state: Callable[[frozenset[int]], Mapping[int, PartitionState]] = lambda partitions: NO_STATE
+        self.model_fingerprint = ""
+        self.positions: dict[int, int] = {}
+        self.pending: list[tuple[int, Incident]] = []
+        self.catching_up: set[int] = set()
+        self.to_revoke: tuple[int, ...] = ()
+
+    @property
+    def is_exhausted(self) -> bool:
+        return False
+
+    @property
+    def assigned_partitions(self) -> frozenset[int]:
+        return frozenset(self.positions)
+
+    def poll(self, timeout: float) -> PollResult:
+        self.reach("poll")
+        if not self.positions and not self.to_revoke:
+            restored = []
+            for partition in self.broker.payloads:
+                snapshot, position = self.broker.snapshots.get(partition, (None, self.broker.offsets.get(partition, 0)))
+                self.positions[partition] = position
+                restored.append(RestoredPartition(partition, self.broker.offsets.get(partition, 0), snapshot))
+            self.catching_up = set(self.positions)
+            return PollResult(None, restored_partitions=tuple(restored), caught_up_partitions=self.pop_caught_up())
+        partitions, offsets, payloads = [], [], []
+        for partition in sorted(self.positions):
+            end = min(self.positions[partition] + int(self.rng.integers(0, 4)), len(self.broker.payloads[partition]))
+            for offset in range(self.positions[partition], end):
+                partitions.append(partition)
+                offsets.append(offset)
+                payloads.append(self.broker.payloads[partition][offset])
+            self.positions[partition] = end
+        if all(end >= len(self.broker.payloads[p]) for p, end in self.positions.items()):
+            self.stop.set()
+        data = Messages(
+            "evidence",
+            [None] * len(payloads),
+            payloads,
+            np.full(len(payloads), NO_TIME),
+            np.array(partitions, np.int32),
+            np.array(offsets, np.int64),
+        )
+        revoked, self.to_revoke = self.to_revoke, ()
+        return PollResult(data if payloads else None, revoked, (), self.pop_caught_up())
+
+    def pop_caught_up(self) -> tuple[int, ...]:
+        done = {p for p in self.catching_up if self.positions[p] >= self.broker.offsets.get(p, 0)}
+        self.catching_up -= done
+        return tuple(sorted(done))
+
+    def write(self, incident: Incident, partition: int) -> None:
+        self.reach("write")
+        self.pending.append((partition, incident))
+
+    def commit(self, states: Mapping[int, PartitionState] = NO_STATE) -> None:
+        self.reach("commit")
+        assert not self.catching_up & set(states), "state of a partition that is being restored"
+        for partition, position in self.positions.items():
+            if partition not in self.catching_up:
+                self.broker.offsets[partition] = position
+        for partition, state in states.items():
+            assert state.snapshot is not None
+            self.broker.snapshots[partition] = state.snapshot, self.positions[partition]
+        self.broker.written += self.pending
+        self.pending = []
+        self.broker.num_commits += 1
+        self.reach("committed")
+
+    def get_lag(self) -> dict[tuple[str, int], int]:
+        return {("evidence", p): len(self.broker.payloads[p]) - end for p, end in self.positions.items()}
+
+    def close(self) -> None: ...
+
+
+def make_broker(batches: list[EvidenceBatch] | None = None, num_partitions: int = 1) -> Broker:
+    batches = make_batches() if batches is None else batches
+    payloads: dict[int, list[bytes | None]] = {p: [] for p in range(num_partitions)}
+    for i, batch in enumerate(batches):
+        payloads[i % num_partitions].append(encode_evidence(batch))
+    return Broker(payloads)
+
+
+def run_once(
+    broker: Broker,
+    seed: int = 0,
+    step: str = "",
+    num_calls: int = 0,
+    monkeypatch: pytest.MonkeyPatch | None = None,
+    load_plan: Callable[[], DetectionPlan] = make_plan,
+    **options: float,
+) -> DetectionMetrics:
+    """Run the loop to the end of the evidence, or to its simulated end at the n-th call of a step."""
+    left = num_calls
+
+    def reach(reached: str) -> None:
+        nonlocal left
+        if reached == step:
+            if left == 0:
+                raise KilledError(step)
+            left -= 1
+
+    stop, metrics = threading.Event(), DetectionMetrics()
+    source = BrokerSource(broker, reach, stop, seed)
+    clock = iter(range(10**9))  # every reading of the clock is a second later, so that commits and snapshots are due
+    arguments = {"commit_interval": 20.0, "snapshot_interval": 150.0} | options
+    pipeline = IncidentPipeline(source, source, load_plan, metrics, now=lambda: float(next(clock)), **arguments)
+    if monkeypatch is not None:
+        for name, stage in (("_decode", "decode"), ("_collect_states", "collect")):
+            original = getattr(IncidentPipeline, name)
+
+            def call(*values: object, original: Callable[..., object] = original, stage: str = stage) -> object:
+                reach(stage)
+                return original(*values)
+
+            monkeypatch.setattr(pipeline, name, lambda *values, call=call, pipeline=pipeline: call(pipeline, *values))
+    pipeline.run(stop)
+    return metrics
+
+
+def group_by_id(broker: Broker) -> dict[str, list[Incident]]:
+    """Return the committed messages of each incident, in order."""
+    messages: dict[str, list[Incident]] = {}
+    for _, incident in broker.written:
+        messages.setdefault(incident.id, []).append(incident)
+    return messages
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[Incident]]:
+    """Return the messages of an uninterrupted run."""
+    broker = make_broker()
+    run_once(broker)
+    return group_by_id(broker)
+
+
+def test_uninterrupted_run_gives_the_messages_of_the_tracker(expected: dict[str, list[Incident]]) -> None:
+    tracker: IncidentTracker = make_plan().make_tracker()
+    direct: dict[str, list[Incident]] = {}
+    for batch in make_batches():
+        for incident in tracker.handle(batch):
+            direct.setdefault(incident.id, []).append(incident)
+    assert direct == expected
+    assert {messages[0].kind for messages in expected.values()} == {"device", "fleet"}
+    assert sum(messages[-1].state == "resolved" for messages in expected.values()) >= 3
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_end_at_any_step_changes_no_message(
+    step: str, expected: dict[str, list[Incident]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for num_calls in (0, 1, 2, 5, 11, 23, 40):
+        broker = make_broker()
+        was_killed = False
+        try:
+            run_once(broker, num_calls, step, num_calls, monkeypatch)
+        except KilledError:
+            was_killed = True
+            run_once(broker, num_calls + 1)
+        assert group_by_id(broker) == expected, num_calls
+        assert was_killed or num_calls > 5
+
+
+def test_twenty_ends_in_a_row_change_no_message(
+    expected: dict[str, list[Incident]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    broker = make_broker()
+    for kill in range(20):
+        # The process reaches at least a poll, and rarely more than a commit or two.
+        step, num_calls = STEPS[kill % len(STEPS)], int(rng.integers(0, 6))
+        with suppress(KilledError):
+            run_once(broker, kill, step, num_calls, monkeypatch, snapshot_interval=40.0)
+    assert broker.offsets.get(0, 0) > 0
+    run_once(broker)
+    assert group_by_id(broker) == expected
+
+
+def test_each_partition_has_a_tracker_of_its_own() -> None:
+    """Without a commit of the last snapshot, messages of one partition are handled again, those of others are not."""
+    broker, whole = make_broker(num_partitions=2), make_broker(num_partitions=2)
+    run_once(whole)
+    with pytest.raises(KilledError):
+        run_once(broker, 3, "commit", 4)
+    run_once(broker, 4)
+    assert group_by_id(broker) == group_by_id(whole)
+
+
+def test_opening_is_committed_at_once() -> None:
+    commits_by_interval = {}
+    for interval in (0.0, 1e6):
+        broker = make_broker()
+        run_once(broker, commit_interval=interval)
+        commits_by_interval[interval] = broker.num_commits
+    num_urgent = len({i for i, m in enumerate(broker.written) if m[1].state in ("open", "resolved")})
+    assert 4 <= commits_by_interval[1e6] <= num_urgent + 1
+    assert commits_by_interval[0.0] > commits_by_interval[1e6]
+
+
+def test_messages_that_are_no_evidence_are_skipped_and_counted(
+    expected: dict[str, list[Incident]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.configure(False)
+    broker = make_broker()
+    for place, payload in ((0, b"{"), (5, None), (9, b'{"v":2}')):
+        broker.payloads[0].insert(place, payload)
+    metrics = run_once(broker)
+    assert metrics.registry.get_sample_value("deformer_evidence_skipped_total") == 3
+    assert group_by_id(broker) == expected
+    assert capsys.readouterr().err.count("message_skipped") == 1
+
+
+def test_metrics_count_records_and_messages(expected: dict[str, list[Incident]]) -> None:
+    metrics = run_once(make_broker())
+    get = metrics.registry.get_sample_value
+    assert get("deformer_evidence_records_total") == 480
+    num_messages = {state: get("deformer_incident_messages_total", {"state": state}) for state in ("open", "resolved")}
+    states = [message.state for messages in expected.values() for message in messages]
+    assert num_messages == {state: states.count(state) for state in num_messages}
+    assert metrics.is_ready
+    assert metrics.is_healthy()
+
+
+def test_records_of_late_batches_are_counted_once_over_restarts() -> None:
+    batches = make_batches()
+    late = [*batches[10:], *batches[:10]]
+    broker = make_broker(late)
+    first = run_once(broker)
+    num_late = first.registry.get_sample_value("deformer_evidence_unusual_total", {"kind": "late"})
+    assert num_late
+    again = run_once(broker)
+    assert not again.registry.get_sample_value("deformer_evidence_unusual_total", {"kind": "late"})
+
+
+def test_plan_is_loaded_again_when_the_model_changes(expected: dict[str, list[Incident]]) -> None:
+    """`consume` takes a new model from the model directory while it runs, and so does this process."""
+    batches = make_batches()
+    changed = [*batches[:20], *(replace(batch, model="model-2") for batch in batches[20:])]
+    models = iter(["model-1", "model-2"])
+    broker = make_broker(changed)
+    run_once(broker, load_plan=lambda: make_plan(next(models)))
+    found = {message.model for messages in group_by_id(broker).values() for message in messages}
+    assert found == {"model-1", "model-2"}
+
+
+def test_model_that_the_directory_does_not_have_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure(False)
+    num_loads = 0
+
+    def load_plan() -> DetectionPlan:
+        nonlocal num_loads
+        num_loads += 1
+        if num_loads == 2:
+            raise ConfigError("the budget is out of reach")
+        return make_plan()
+
+    other = [replace(batch, model="a" if i % 2 else "b") for i, batch in enumerate(make_batches())]
+    run_once(make_broker(other), load_plan=load_plan)
+    assert num_loads == 3
+    written = capsys.readouterr().err
+    assert written.count("plan_not_loaded") == written.count("incident_model_differs") == 1
+
+
+def test_state_is_handed_over_with_a_revoked_partition(expected: dict[str, list[Incident]]) -> None:
+    broker, stop = make_broker(), threading.Event()
+    source = BrokerSource(broker, lambda step: None, stop, 7)
+    pipeline = IncidentPipeline(source, source, make_plan, DetectionMetrics(), commit_interval=0.0)
+    for _ in range(12):
+        polled = source.poll(0.0)
+        pipeline._update_partitions(polled)
+        pipeline._handle(polled)
+    source.commit(source.collect_state(frozenset((0,))))
+    assert broker.snapshots[0][1] == source.positions[0] > 0
+    run_once(broker)
+    assert group_by_id(broker) == expected
+
+
+def test_alerts_without_suspects_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure(False)
+    batches = [
+        replace(batch, alerts=tuple(replace(alert, suspects=()) for alert in batch.alerts)) for batch in make_batches()
+    ]
+    run_once(make_broker(batches))
+    assert capsys.readouterr().err.count("alerts_without_suspects") == 1
+
+
+def test_damaged_state_ends_the_run() -> None:
+    broker = make_broker()
+    with pytest.raises(KilledError):
+        run_once(broker, 1, "commit", 3)
+    state, position = broker.snapshots[0]
+    decode_incident_state(state)
+    broker.snapshots[0] = state[:-1] + bytes([state[-1] ^ 1]), position
+    with pytest.raises(StateError, match="partition 0"):
+        run_once(broker)
