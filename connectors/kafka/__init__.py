@@ -7,7 +7,8 @@
   records.
 - `commits` and `delivery` send all of it together with the consumed offsets, in one transaction (`transactions`,
   `batches`, `broker_client`).
-- `incident_topics` reads incidents, and reads and appends labels of operators.
+- `incident_topics` reads incidents, and reads and appends labels of operators; `incident_deliveries` reads incidents for
+  a receiver, and stores how far it was notified.
 - `produce` sends events, as a load generator.
 
 The client library is kafka-python. Three of its properties shape these files. A consumer belongs to one thread. Its
@@ -20,6 +21,7 @@ from connectors.kafka.bounded_fetch import FetchLimits
 from connectors.kafka.client import count_partitions, ensure_topics
 from connectors.kafka.delivery import Delivery
 from connectors.kafka.evidence_sink import KafkaEvidenceSink, describe_evidence_topic
+from connectors.kafka.incident_deliveries import KafkaDeliveryLog
 from connectors.kafka.incident_topics import (
     KafkaFeedbackLog,
     KafkaIncidentLog,
@@ -35,6 +37,7 @@ __all__ = [
     "AlertEncoder",
     "Delivery",
     "FetchLimits",
+    "KafkaDeliveryLog",
     "KafkaEvidenceSink",
     "KafkaFeedbackLog",
     "KafkaIncidentLog",

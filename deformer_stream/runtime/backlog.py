@@ -35,7 +35,7 @@ class Entry:
         partition: Number of the partition of the log.
         offset: Offset of the message with this state.
         is_shown: Whether the receiver shows the incident as open.
-        is_uncertain: Whether a request was sent whose outcome is not known, so that the opposite of `is_shown` may hold.
+        is_uncertain: Whether a request was sent whose outcome is not known. The opposite of `is_shown` may then hold.
         is_finished: Whether the receiver was notified of the resolution, or need not be.
         sent_revision: Revision of the message of which the receiver was last notified, -1 if it was not.
         owed: What the receiver has to be notified of, None if nothing.
