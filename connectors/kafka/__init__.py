@@ -7,8 +7,8 @@
   records.
 - `commits` and `delivery` send all of it together with the consumed offsets, in one transaction (`transactions`,
   `batches`, `broker_client`).
-- `incident_topics` reads incidents, and reads and appends labels of operators; `incident_deliveries` reads incidents for
-  a receiver, and stores how far it was notified.
+- `incident_topics` reads incidents, and reads and appends labels of operators. `incident_deliveries` reads incidents
+  for a receiver, and stores how far it was notified.
 - `produce` sends events, as a load generator.
 
 The client library is kafka-python. Three of its properties shape these files. A consumer belongs to one thread. Its

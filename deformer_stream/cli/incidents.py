@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deformer_stream.cli import factory
+from deformer_stream.cli import factory, incident_delivery
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, stop_on_signals
 
@@ -89,13 +89,23 @@ def build_incidents() -> click.Command:
 
         log.configure(is_debugging())
         topics, metrics = IncidentTopics.from_settings(settings), DetectionMetrics()
+        receivers = incident_delivery.create_receivers(settings)
         with ExitStack() as cleanup:
             pipeline = None if settings.deliver_only else _connect(settings, topics, metrics, cleanup)
+            notifier = incident_delivery.create_notifier(
+                settings, receivers, topics.incidents, topics.feedback, metrics.registry
+            )
+            notifier.start()
+            cleanup.callback(notifier.close, settings.receiver_timeout + incident_delivery.CLOSE_SECONDS)
             if settings.http:
                 cleanup.callback(start_http_server(settings.http, metrics))
             log.get_logger("incidents").info("ready", topic=topics.evidence, budget=settings.incident_budget)
             if pipeline is not None:
                 pipeline.run(stop)
+            else:
+                metrics.is_ready = True
+                while not stop.wait(1.0):
+                    metrics.observe_turn()
         log.get_logger("incidents").info("stopped")
 
     return incidents
@@ -104,7 +114,7 @@ def build_incidents() -> click.Command:
 def _connect(
     settings: IncidentsSettings, topics: IncidentTopics, metrics: DetectionMetrics, cleanup: ExitStack
 ) -> IncidentPipeline:
-    """Return the loop that makes incidents, connected to its topics. It prints how the budget is kept.
+    """Return the loop that makes incidents, connected to its topics, and log how the budget is kept.
 
     Args:
         settings: Options of the command.
@@ -128,6 +138,7 @@ def _connect(
         ensure_topics,
     )
     from connectors.kafka.state import STATE_TOPIC_SETTINGS
+    from deformer_stream import log
     from deformer_stream.calibration.incident_budget import describe_plan
     from deformer_stream.codec.incident_state import check_incident_state
     from deformer_stream.errors import Unavailable
@@ -141,7 +152,7 @@ def _connect(
         """Read the model directory, and return what determines the incidents."""
         return load_detection_plan(settings.model, settings, can_repeat=not is_transactional)
 
-    click.echo(describe_plan(load_plan().plan), err=True)
+    log.get_logger("incidents").info("budget", kept=describe_plan(load_plan().plan))
     try:
         num_partitions = count_partitions(servers, topics.evidence, security)
     except Unavailable as error:
