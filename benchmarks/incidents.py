@@ -371,7 +371,7 @@ def choose_in_hindsight(case: Case, title: str, scores: CaseScores, max_false: i
     pool = np.concatenate([device.scores for device in scores.tests.values()])
     candidates = []
     for num_above, num_rows in list_run_rules(case):
-        for threshold in np.quantile(pool, np.linspace(0.2, 1.0, 161)).tolist():
+        for threshold in np.quantile(pool, np.linspace(0.0, 1.0, 201)).tolist():
             rows_by_device = detect_by_run_rule(case, scores, num_above, num_rows, threshold)
             name = f"{title}, {num_above} of {num_rows}, hindsight"
             line = _describe_line(case, name, scores, rows_by_device)

@@ -64,7 +64,7 @@ MICROS_PER_MINUTE = 60_000_000
 MAX_OPEN_LOG_EXCESS = 3.0
 """While an incident is open, ln M_κ is at most this much above ln of the threshold."""
 
-MAX_PENDING_ALERTS = 4096
+MAX_PENDING_ALERTS = 16_384
 """Largest number of alerts whose records have not closed yet; the oldest ones are dropped first."""
 
 MAX_EXCURSION_RECORDS = 32
