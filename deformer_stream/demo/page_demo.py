@@ -40,6 +40,7 @@ from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.timing import EventClock
 from deformer_stream.settings.incident_rule import IncidentRuleSettings
 
+PREFERRED_PORT = 8080
 HISTORY_SECONDS = 600.0
 """Operation before the start that is scored first, as fast as possible, so that the history has something to show."""
 TRAINING_EXTRA_SECONDS = 12.0
@@ -133,17 +134,23 @@ class LoggedIncidents:
 
 
 def run_page_demo(
-    output: Path, seed: int, train_time: float, stop: threading.Event, open_browser: bool, port: int = 0
+    output: Path,
+    seed: int,
+    train_time: float,
+    stop_on_signals: Callable[[], threading.Event],
+    open_browser: bool,
+    port: int = PREFERRED_PORT,
 ) -> int:
-    """Run the demo with the operator's page until `stop` is set.
+    """Run the demo with the operator's page until a signal ends it.
 
     Args:
         output: Folder to which `normal.parquet` (the training records) and `model/` are written.
         seed: Seed of the simulated records and of the training.
         train_time: Time limit of the training in seconds.
-        stop: Set from outside to end the demo, for example by a signal handler.
+        stop_on_signals: Called after the training; returns an event that is set to end the demo. During the training, a
+            signal ends the process.
         open_browser: Whether to open the page in the default browser.
-        port: Port of the page on this machine, 0 for a free one.
+        port: Port of the page on this machine. If it is in use, a free one is taken.
 
     Returns:
         The exit code: 0, or that of the trainer if the training fails.
@@ -161,7 +168,10 @@ def run_page_demo(
         ) from None
     store, incident_log, feedback_log = IncidentStore(), MemoryIncidentLog(), MemoryFeedbackLog()
     progress = DemoProgress(store)
-    listener = bind("127.0.0.1", port)
+    try:
+        listener = bind("127.0.0.1", port)
+    except ConfigError:  # in use
+        listener = bind("127.0.0.1", 0)
     options = PageOptions(topic="demo pumps", port=listener.getsockname()[1], operator="you", model=model)
     page = Page(options, store, feedback_log, get_notice=progress.get_notice)
     page.followers = follow_logs(store, incident_log, feedback_log)
@@ -183,11 +193,9 @@ def run_page_demo(
             end()
         if exit_code:
             return exit_code
-        if not stop.is_set():
-            console.print(
-                f"\n3  Live: incidents appear below and at {server.url} (Ctrl-C ends the demo)", soft_wrap=True
-            )
-            _run_pipeline(console, model, seed, stop, progress, incident_log)
+        stop = stop_on_signals()
+        console.print(f"\n3  Live: incidents appear below and at {server.url} (Ctrl-C ends the demo)", soft_wrap=True)
+        _run_pipeline(console, model, seed, stop, progress, incident_log)
         return 0
     finally:
         server.stop()

@@ -31,7 +31,7 @@ from deformer_stream.incident_store import (
     read_incident_calibration,
 )
 from deformer_stream.incidents.events import Incident
-from deformer_stream.model_manifest import read_manifest
+from deformer_stream.model_manifest import count_calibration_records, read_manifest
 from deformer_stream.page.store import IncidentFilter, IncidentStore, LabelCounts
 from deformer_stream.page.texts import DAY, Clock
 
@@ -87,8 +87,7 @@ class RealisedRate:
         num_false: Number of incidents that are labelled false.
         num_unlabelled: Number of incidents without a label.
         num_devices: Number of devices that are assumed to have been observed.
-        span: Time for which they were observed, in microseconds.
-        is_measured: Whether the observed time was measured, and not estimated from the incidents.
+        span: Time for which they are assumed to have been observed, in microseconds.
     """
 
     budget: str
@@ -101,7 +100,6 @@ class RealisedRate:
     num_unlabelled: int
     num_devices: int
     span: int
-    is_measured: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +127,7 @@ class ProcessState:
         alert_share_bound: The share that is possible by chance at this alpha, None if unknown.
         num_events: Number of events accepted since the start, None if unknown.
         open_records: Number of records that are open, None if unknown.
-        device_seconds: Sum of the observed times of all devices in seconds, None if unknown.
+        num_records: Number of closed records that `incidents` has read since its start, None if unknown.
         receivers: The receivers.
     """
 
@@ -144,7 +142,7 @@ class ProcessState:
     alert_share_bound: float | None = None
     num_events: int | None = None
     open_records: int | None = None
-    device_seconds: float | None = None
+    num_records: int | None = None
     receivers: tuple[ReceiverState, ...] = ()
 
 
@@ -178,7 +176,7 @@ class SystemState:
             "plan_lines": describe_incident_calibration(model, latest, clock),
             "latest": latest,
             "processes": processes,
-            "rate": None if latest is None else self._compute_rate(latest, clock, processes),
+            "rate": None if latest is None else self._compute_rate(latest, clock),
             "num_incidents": self._store.num_incidents,
             "num_open": self._store.num_open,
             "drift_warning": DRIFT_WARNING,
@@ -196,7 +194,7 @@ class SystemState:
                 self._summary_by_change = {changed_at: _read_model(self._model)}
             return self._summary_by_change[changed_at]
 
-    def _compute_rate(self, latest: Incident, clock: Clock, processes: tuple[ProcessState, ...]) -> RealisedRate | None:
+    def _compute_rate(self, latest: Incident, clock: Clock) -> RealisedRate | None:
         """Return the realised rate of false incidents against the budget of the latest incident."""
         try:
             budget = parse_budget(latest.budget)
@@ -205,9 +203,7 @@ class SystemState:
         counts = self._store.count_labels(clock.now - MAX_SPAN_DAYS * DAY)
         if counts.first_opened is None:
             return None
-        measured = sum(process.device_seconds or 0.0 for process in processes) * 1e6
-        span = max(clock.now - counts.first_opened, 1)
-        return make_rate(budget, counts, span, measured if 0 < measured <= MAX_SPAN_DAYS * DAY * 1e6 else None)
+        return make_rate(budget, counts, max(clock.now - counts.first_opened, 1))
 
     def _get_processes(self) -> tuple[ProcessState, ...]:
         """Return the states of the processes, read again only if they are older than `METRICS_SECONDS`."""
@@ -219,21 +215,19 @@ class SystemState:
             return self._processes
 
 
-def make_rate(budget: IncidentBudget, counts: LabelCounts, span: int, measured: float | None) -> RealisedRate:
+def make_rate(budget: IncidentBudget, counts: LabelCounts, span: int) -> RealisedRate:
     """Return the realised rate of false incidents.
 
     The lower end counts the incidents that are labelled false. The upper end counts those without a label, too, because
-    each of them may be false.
+    each of them may be false. Devices without an incident do not count as observed, because they are not known here.
 
     Args:
         budget: The budget.
         counts: The incidents by label.
         span: Time since the first of these incidents, in microseconds. Time before it is not counted, because it is not
             known whether the devices were observed; so the rate is rather too high than too low.
-        measured: Sum of the observed times of all devices in microseconds, None if it is not known.
     """
-    device_time = measured if measured is not None else float(span * max(counts.num_devices, 1))
-    periods = device_time / budget.period
+    periods = span * max(counts.num_devices, 1) / budget.period
     low, _ = _bound_rate(counts.num_false, periods)
     _, high = _bound_rate(counts.num_false + counts.num_unlabelled, periods)
     verdict: Verdict = "above" if low > budget.count else "within" if high <= budget.count else "open"
@@ -247,8 +241,7 @@ def make_rate(budget: IncidentBudget, counts: LabelCounts, span: int, measured: 
         num_false=counts.num_false,
         num_unlabelled=counts.num_unlabelled,
         num_devices=counts.num_devices,
-        span=span if measured is None else round(measured),
-        is_measured=measured is not None,
+        span=span,
     )
 
 
@@ -262,7 +255,7 @@ def _read_model(directory: Path) -> ModelSummary:
     """Return the summary of a model directory."""
     try:
         manifest = read_manifest(directory)
-        num_records = int(manifest["training"]["records_used"]["calibration"])
+        num_records = count_calibration_records(manifest)[0]
         fingerprint, num_features = str(manifest["fingerprint"]), len(manifest["features"])
     except DeformerError as error:
         return ModelSummary(str(directory), error=str(error))
@@ -388,6 +381,7 @@ def summarize_process(url: str, values: MetricValues) -> ProcessState:
         return total if math.isfinite(total) else None
 
     lag, events, records = add_up("consumer_lag"), add_up("events_total"), add_up("records_open")
+    records_read = add_up("evidence_records_total")
     drift_labels, drift = _find_largest(values, "drift_log10_martingale")
     share_labels, alert_share = _find_largest(values, "alert_share")
     bounds = [value for labels, value in values.get("alert_share_bound", []) if labels == share_labels]
@@ -409,7 +403,7 @@ def summarize_process(url: str, values: MetricValues) -> ProcessState:
         alert_share_bound=bounds[0] if bounds else None,
         num_events=None if events is None else round(events),
         open_records=None if records is None else round(records),
-        device_seconds=add_up("incident_device_seconds_total"),
+        num_records=None if records_read is None else round(records_read),
         receivers=receivers,
     )
 

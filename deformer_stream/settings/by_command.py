@@ -12,13 +12,14 @@ from deformer_stream.settings.commands import (
     ReplaySettings,
     SampleSettings,
 )
-from deformer_stream.settings.incident_commands import IncidentsSettings
+from deformer_stream.settings.incident_commands import IncidentsSettings, ServeSettings
 
 SETTINGS_BY_COMMAND: dict[str, type[Settings]] = {
     "consume": ConsumeSettings,
     "replay": ReplaySettings,
     "calibrate": CalibrateSettings,
     "incidents": IncidentsSettings,
+    "serve": ServeSettings,
     "produce": ProduceSettings,
     "impute": ImputeSettings,
     "sample": SampleSettings,

@@ -584,6 +584,10 @@ class DemoSettings(Settings):
     output: Path = Field(Path("demo-output"), description="Folder for the tables, the model and the report.")
     seed: int = Field(0, ge=0, description="Seed of the simulated pumps and of the training.")
     train_time: Timeout = text_default("60s", "Time limit of the training.")
+    page: bool = Field(
+        False,
+        description="Show incidents of the simulated pumps on the operator's page in a browser, live, until Ctrl-C.",
+    )
 
 
 class InitSettings(WindowedTableSettings, KafkaSettings):

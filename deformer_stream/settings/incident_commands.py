@@ -18,6 +18,7 @@ from deformer_stream.settings.option_groups import (
     SERVE_GROUPS,
     OptionGroups,
 )
+from deformer_stream.settings.tables import check_timezone
 
 
 class DeliverySettings(Settings):
@@ -138,6 +139,9 @@ class ServeSettings(KafkaSettings):
     )
     external_url: str | None = Field(
         None, description="Address under which people reach the page, if a proxy is in front of it."
+    )
+    timezone: Annotated[str, AfterValidator(check_timezone)] | None = Field(
+        None, description="Time zone of the page, such as Europe/Berlin. Default: that of this machine."
     )
 
 

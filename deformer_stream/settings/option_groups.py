@@ -60,7 +60,7 @@ PRODUCE_GROUPS: OptionGroups = {
 TABLE_GROUPS: OptionGroups = {
     "Model": ("model", "device"),
     "Input": _TABLES,
-    "Output": ("output", "count", "interval", "estimate", "quantiles", "draws", "train_time"),
+    "Output": ("output", "page", "count", "interval", "estimate", "quantiles", "draws", "train_time"),
 }
 """The grouping of the commands that write tables: `impute`, `sample` and `demo`."""
 
@@ -109,7 +109,7 @@ INCIDENT_GROUPS: OptionGroups = {
 
 SERVE_GROUPS: OptionGroups = {
     "Input": ("topic", "model", "metrics"),
-    "Page": ("http", "external_url", "token_file", "users_file"),
+    "Page": ("http", "external_url", "timezone", "token_file", "users_file"),
     "Kafka": ("bootstrap_servers", *_INCIDENT_TOPICS),
     "Kafka security": _SECURITY,
 }

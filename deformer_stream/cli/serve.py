@@ -1,0 +1,170 @@
+"""The command `serve`, which shows incidents in a browser.
+
+Heavy packages are imported inside the command, so that `--help` is printed without delay. PyTorch is not needed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
+from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, stop_on_signals
+
+if TYPE_CHECKING:
+    from deformer_stream.page.app import Page
+    from deformer_stream.settings.incident_commands import ServeSettings
+
+PAGE_PACKAGES = ("itsdangerous", "sse_starlette", "starlette", "uvicorn")
+"""The packages of the extra `page`."""
+
+
+def build_serve() -> click.Command:
+    """Return the command `serve`, which shows incidents in a browser."""
+    from deformer_stream.settings import add_options, load_settings
+    from deformer_stream.settings.incident_commands import ServeSettings
+
+    @click.command("serve", cls=HelpCommand, examples=EXAMPLES_BY_COMMAND["serve"], context_settings=HELP)
+    @click.option(
+        "--hash", "only_hash", is_flag=True, help="Ask for a password, print its hash for --users-file, and exit."
+    )
+    @add_options(ServeSettings)
+    @add_debug_option
+    def serve(config: Path | None, only_hash: bool, **flags: Any) -> None:
+        """Show incidents in a browser, live, with buttons for labels.
+
+        The page reads TOPIC-incidents, and writes labels to TOPIC-feedback. It listens on this machine only, unless
+        --token-file or --users-file states who may log in. SIGINT and SIGTERM end it.
+        """
+        check_page_packages()
+        if only_hash:
+            print_hash()
+            return
+        stop = stop_on_signals()
+        settings = load_settings(ServeSettings, flags, config, "serve")
+        from deformer_stream import log
+        from deformer_stream.page.followers import follow_logs
+        from deformer_stream.page.server import PageServer, bind
+
+        log.configure(is_debugging())
+        host, port, page_options = _make_options(settings)
+        with ExitStack() as cleanup:
+            listener = bind(host, port)
+            cleanup.callback(listener.close)
+            page, incident_log = _connect(settings, page_options, cleanup)
+            page.followers = follow_logs(page.store, incident_log, page.feedback_log)
+            for follower in page.followers:
+                cleanup.callback(follower.stop)
+            server = PageServer(page, listener)
+            server.start()
+            cleanup.callback(server.stop)
+            log.get_logger("page").info("ready", url=server.url, topic=settings.topic)
+            while not stop.wait(1.0) and server.is_running():
+                pass
+        log.get_logger("page").info("stopped")
+
+    return serve
+
+
+def check_page_packages() -> None:
+    """Raise `ConfigError` if the packages of the page are not installed."""
+    from deformer_stream.errors import ConfigError
+
+    missing = [name for name in PAGE_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"the operator's page needs packages that are not installed ({', '.join(missing)}): "
+            "pip install 'deformer-stream[page]'"
+        )
+
+
+def print_hash() -> None:
+    """Read a password from the terminal or from standard input, and print its hash.
+
+    Raises:
+        ConfigError: The password is empty.
+    """
+    from deformer_stream.errors import ConfigError
+    from deformer_stream.page.security import hash_password
+
+    if sys.stdin.isatty():
+        password = click.prompt("Password", hide_input=True, confirmation_prompt=True, err=True)
+    else:
+        password = sys.stdin.readline().rstrip("\r\n")
+    if not password:
+        raise ConfigError("the password is empty: enter one, or send it as a line to standard input")
+    click.echo(hash_password(password))
+
+
+def _make_options(settings: ServeSettings) -> tuple[str, int, dict[str, Any]]:
+    """Return the host, the port and the other options of the page.
+
+    Raises:
+        ConfigError: The address can be reached by other machines, and nobody has to log in; or a file is not usable.
+    """
+    import getpass
+    from urllib.parse import urlsplit
+    from zoneinfo import ZoneInfo
+
+    from deformer_stream.errors import ConfigError
+    from deformer_stream.page.security import check_address, parse_address, read_credentials
+
+    host, port = parse_address(settings.http)
+    credentials = read_credentials(settings.token_file, settings.users_file)
+    check_address(host, credentials)
+    external = urlsplit(settings.external_url or "http://localhost")
+    if external.scheme not in ("http", "https") or not external.hostname:
+        raise ConfigError(
+            f"--external-url {settings.external_url!r} is not an address: write one such as https://plant.example"
+        )
+    try:
+        operator = getpass.getuser()
+    except (KeyError, OSError):  # a container without a name for its user
+        operator = ""
+    return (
+        host,
+        port,
+        {
+            "topic": settings.topic,
+            "host": host,
+            "port": port,
+            "credentials": credentials,
+            "external_url": settings.external_url,
+            "operator": operator,
+            "zone": ZoneInfo(settings.timezone) if settings.timezone else None,
+            "model": settings.model,
+            "metrics_urls": settings.metrics,
+        },
+    )
+
+
+def _connect(settings: ServeSettings, options: dict[str, Any], cleanup: ExitStack) -> tuple[Page, Any]:
+    """Return the page and the log of incidents, connected to their topics.
+
+    Args:
+        settings: Options of the command.
+        options: Options of the page.
+        cleanup: An exit stack, to which the functions that close the connections are added.
+
+    Raises:
+        ConfigError: This user may not read a topic.
+        Unavailable: No broker responds.
+    """
+    from connectors.kafka import KafkaFeedbackLog, KafkaIncidentLog, describe_incident_topics, ensure_topics
+    from deformer_stream.page.app import Page, PageOptions
+    from deformer_stream.page.store import IncidentStore
+
+    servers, security = settings.bootstrap_servers, settings.make_security_arguments()
+    incidents_topic = settings.incidents_topic or f"{settings.topic}-incidents"
+    feedback_topic = settings.feedback_topic or f"{settings.topic}-feedback"
+    ensure_topics(servers, describe_incident_topics(incidents_topic, feedback_topic), security, True)
+    incident_log = KafkaIncidentLog(servers, incidents_topic, security)
+    cleanup.callback(incident_log.close)
+    feedback_log = KafkaFeedbackLog(servers, feedback_topic, security)
+    cleanup.callback(feedback_log.close)
+    return Page(PageOptions(**options), IncidentStore(), feedback_log), incident_log
