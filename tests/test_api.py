@@ -51,6 +51,29 @@ def linear(tmp_path_factory: pytest.TempPathFactory) -> Detector:
     return deformer_stream.load(str(directory))
 
 
+def test_a_scorer_ranks_the_next_readings_of_suspicious_records(linear: Detector) -> None:
+    """If x is far out, y = 2x + 1 tells most; a usual record is not suspicious, and nothing changes."""
+    scorer = linear.scorer(alpha=0.02)
+    odd, usual = scorer.update("odd", "x", 2.9), scorer.update("usual", "x", 0.1)
+    assert odd.alert is None
+    assert odd.p_value <= 0.2 < usual.p_value
+    found = scorer.next_readings()
+    assert list(found) == ["odd"]
+    first = found["odd"][0]
+    assert isinstance(first, deformer_stream.NextReading)
+    assert (first.feature, len(found["odd"])) == ("y", 2)
+    assert first.alert_probability > first.false_alarm_probability
+    assert first.score_rise > found["odd"][1].score_rise
+    assert scorer.next_readings() == found
+    assert list(scorer.next_readings("usual", draws=8)) == ["usual"]
+    assert scorer.next_readings("not open") == {}
+    assert scorer.update("odd", "y", 6.8).p_value == odd.p_value
+    with pytest.raises(ValueError, match="suspicious is 2"):
+        scorer.next_readings(suspicious=2)
+    with pytest.raises(ValueError, match="at least 1"):
+        scorer.next_readings(draws=0)
+
+
 def test_public_names_exist() -> None:
     assert set(deformer_stream.__all__) <= set(dir(deformer_stream)) | set(deformer_stream.__all__)
     for name in deformer_stream.__all__:

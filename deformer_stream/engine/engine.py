@@ -21,6 +21,7 @@ from deformer_stream.calibration.drift import DriftMonitor, RecordReadings
 from deformer_stream.calibration.drift_state import DriftNotice, DriftState
 from deformer_stream.engine.alerts import AlertBuilder, compute_alert_id
 from deformer_stream.engine.events import (
+    NO_ALERT,
     Alert,
     ClosedRecords,
     CloseReason,
@@ -33,8 +34,17 @@ from deformer_stream.engine.events import (
 from deformer_stream.engine.explain import ExplanationEffort
 from deformer_stream.engine.irregular_ingest import ingest_irregular
 from deformer_stream.engine.last_context import find_last_context
+from deformer_stream.engine.next_reading import (
+    DEFAULT_NUM_DRAWS,
+    DEFAULT_SUSPICIOUS,
+    NextReading,
+    collect_open_records,
+    list_next_readings,
+    rank_features,
+)
 from deformer_stream.engine.records import MAX_CLOSED_IDS, AcceptedReadings, RecordTable
 from deformer_stream.engine.scoring import NO_ALPHAS, Cache, ModelVersion
+from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.engine.slot_ingest import ingest_slots, release_slots
 from deformer_stream.engine.snapshot import Snapshot, Vocabulary, export_state, import_state
 from deformer_stream.engine.ties import decide_tie_groups
@@ -533,6 +543,45 @@ class Engine:
         not monitored.
         """
         return {} if self._drift_monitor is None else self._drift_monitor.compute_log10_wealth()
+
+    def rank_next_readings(
+        self,
+        record_ids: Collection[str] | None = None,
+        suspicious: float = DEFAULT_SUSPICIOUS,
+        num_draws: int = DEFAULT_NUM_DRAWS,
+    ) -> dict[str, list[NextReading]]:
+        """Rank the features that open records do not have yet by what their readings would show (`next_reading`).
+
+        The state of the engine does not change. Choosing readings by the ranking changes the distribution of the order
+        of arrival, so the false-alarm rate is only guaranteed with a calibration that was made with the same choice.
+
+        Args:
+            record_ids: Ids of open records; others are ignored. None for all records whose p-value is at most
+                `suspicious`, and that have not alerted.
+            suspicious: Largest p-value of a suspicious record.
+            num_draws: Number of values that stand for the distribution of a continuous feature.
+
+        Returns:
+            By record id, the features that the record may still get, the most informative one first.
+
+        Raises:
+            ConfigError: The readings of the model are irregular.
+        """
+        check_single_readings(self.schema, "choose the next reading of")
+        records, chosen = self.records, np.array(self.records.indices_of_partitions(), np.int64)
+        if record_ids is None:
+            is_silent = records.alert_alpha[chosen] == NO_ALERT
+            chosen = chosen[is_silent & (records.running["p_value"][chosen] <= suspicious)]
+        else:
+            wanted = set(record_ids)
+            chosen = chosen[[records.record_ids[index] in wanted for index in chosen.tolist()]]
+        readings: dict[str, list[NextReading]] = {}
+        for version, members in self._group_by_version(chosen):
+            open_records = collect_open_records(records, chosen[members])
+            alpha = float(self.alphas[0])
+            ranked = rank_features(version.model, version.calibration, open_records, alpha, num_draws)
+            readings |= list_next_readings(version.model, ranked, open_records.record_ids)
+        return readings
 
     def finish(self) -> Effects:
         """Score the readings that still wait, and close all open records.

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state
 from deformer_stream.engine.imputation import iterate_conditionals
+from deformer_stream.engine.records import RecordTable
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.model.deformer import DEformer, to_tensor
 from deformer_stream.model.distributions import Conditional
@@ -93,6 +94,30 @@ class OpenRecords:
     state: PrefixState
 
 
+def collect_open_records(records: RecordTable, record_indices: Ints) -> OpenRecords:
+    """Return what the ranking needs of R open records.
+
+    Readings that wait for others with the same event time are not scored yet. They are left out, and so are their
+    features.
+
+    Args:
+        records: The table of open records, whose readings are not irregular.
+        record_indices: (R,) rows of the records.
+    """
+    num_records, num_features = len(record_indices), len(records.schema)
+    values = np.full((num_records, num_features), np.nan)
+    for row, record_index in enumerate(record_indices.tolist()):
+        codes, raw_values = records.readings_of(record_index)
+        num_scored = len(codes) - int(records.num_pending[record_index])
+        values[row, codes[:num_scored]] = raw_values[:num_scored]
+    # The bits of the features that have a reading or were declared missing.
+    mask = records.observed_mask[record_indices]
+    is_decided = np.unpackbits(mask, axis=1, count=num_features, bitorder="little").astype(np.bool_)
+    running = records.running[record_indices]
+    state = PrefixState(*(running[name].copy() for name in ("scored", "total", "least", "peak")))
+    return OpenRecords([records.record_ids[index] for index in record_indices.tolist()], values, ~is_decided, state)
+
+
 @dataclass(frozen=True, slots=True)
 class RankedFeatures:
     """The expected effect of a reading of each of F features on R records; NaN for features that are no candidates.
@@ -113,6 +138,25 @@ class RankedFeatures:
         keys = (codes, -self.score_rise[row, codes], -self.alert_probability[row, codes])
         order: list[int] = codes[np.lexsort(keys)].tolist()
         return order
+
+
+def list_next_readings(
+    model: DEformer, ranked: RankedFeatures, record_ids: Sequence[str]
+) -> dict[str, list[NextReading]]:
+    """Return the candidates of each record as objects, the most informative feature first, by record id."""
+    names = model.schema.names
+    return {
+        record: [
+            NextReading(
+                names[code],
+                float(ranked.alert_probability[row, code]),
+                float(ranked.false_alarm_probability[row, code]),
+                float(ranked.score_rise[row, code]),
+            )
+            for code in ranked.order(row)
+        ]
+        for row, record in enumerate(record_ids)
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import numpy as np
 from deformer_stream.calibration.conformal import TiePolicy
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Alert, EventBatch, Rejection
+from deformer_stream.engine.next_reading import DEFAULT_NUM_DRAWS, DEFAULT_SUSPICIOUS, NextReading
 from deformer_stream.library.records import NOT_CONVERTED, Value, encode_json, make_codec, make_messages, to_json_type
 from deformer_stream.model.schema import Schema
 from deformer_stream.runtime.timing import WallClock
@@ -215,6 +216,36 @@ class Scorer:
         if NOT_CONVERTED in document.values():  # at least one value needs the JSON parser of the codec
             return self._codec.decode(make_messages([encode_json(event)]))
         return self._codec.decode_document(document)
+
+    def next_readings(
+        self, record: str | None = None, suspicious: float = DEFAULT_SUSPICIOUS, draws: int = DEFAULT_NUM_DRAWS
+    ) -> dict[str, list[NextReading]]:
+        """Return which reading to take next of open records that are suspicious but have not raised an alert.
+
+        The features that a record does not have yet are ranked by what their readings would show if one of the
+        suspicious readings is wrong (module `deformer_stream.engine.next_reading`). The record does not change.
+
+        If readings are chosen by this ranking, their order of arrival depends on their values. The false-alarm rate is
+        then only guaranteed with a calibration that was made with the same choice: `deformer-stream calibrate --order
+        next`.
+
+        Args:
+            record: Id of an open record; None for all records whose p-value is at most `suspicious`, and that have not
+                raised an alert.
+            suspicious: Largest p-value of a suspicious record, from 0 to 1.
+            draws: Number of values that stand for the distribution of a continuous feature; more are more exact.
+
+        Returns:
+            By record id, the features that the record may still get, the most informative one first. A record that is
+            not open has no entry.
+
+        Raises:
+            ConfigError: If the readings of the model are irregular.
+            ValueError: If a number is out of range.
+        """
+        if not 0 <= suspicious <= 1:
+            raise ValueError(f"suspicious is {suspicious}, but it must be a p-value from 0 to 1")
+        return self._engine.rank_next_readings(None if record is None else [record], suspicious, draws)
 
     def finish(self) -> tuple[Alert, ...]:
         """Close all open records, and return the alerts that this raises.

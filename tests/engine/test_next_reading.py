@@ -11,10 +11,13 @@ from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state
 from deformer_stream.calibration.torch_scoring import compute_max_statistics
+from deformer_stream.engine.engine import Engine
+from deformer_stream.engine.events import EventBatch
 from deformer_stream.engine.next_reading import (
     OpenRecords,
     RankedFeatures,
     arrange_by_next_reading,
+    collect_open_records,
     compute_own_log_p_values,
     rank_features,
 )
@@ -235,3 +238,53 @@ def test_false_alarms_with_a_chosen_order_need_a_calibration_with_the_same_choic
     share = (new.compute_pooled_p_values(score_chosen(old, 2_000, 3)) <= alpha).mean()
     assert share < alpha + 0.03
     assert share > alpha - 0.04
+
+
+def make_events(
+    model: DEformer, record: str, codes: list[int], raw_values: list[float], times: list[int] | None = None
+) -> EventBatch:
+    """Return the readings of a record as a batch of events; NaN declares that the feature will not be observed."""
+    zeros = np.zeros(len(codes), np.int32)
+    moments = np.array(times if times is not None else range(1, len(codes) + 1), np.int64)
+    return EventBatch([record] * len(codes), np.array(codes, np.int32), np.array(raw_values), moments, zeros, zeros)
+
+
+def test_an_engine_ranks_suspicious_silent_records_and_does_not_change(model: DEformer) -> None:
+    """The ranking is that of the readings and statistics of the open record, whatever computes the scores."""
+    calibration = make_calibration(model)
+    engine, untouched = (Engine(model, calibration, "f", 0.01) for _ in range(2))
+    codes, raw_values = [2, 5, 0], [8.0, 60.0, 9.0]
+    for other in (engine, untouched):
+        other.handle(make_events(model, "odd", [*codes, 3], [*raw_values, np.nan]), 1)
+        other.handle(make_events(model, "plain", [0, 1], [20.0, 1.0]), 2)
+    found = engine.rank_next_readings(suspicious=1.0)
+    assert set(found) == {"odd", "plain"}
+    assert {reading.feature for reading in found["odd"]} == {"pressure", "valve"}, "state was declared missing"
+    expected = open_record(model, codes, raw_values)
+    ranked = rank_features(model, calibration, expected, 0.01)
+    for reading in found["odd"]:
+        code = model.schema.code_by_name[reading.feature]
+        assert reading.alert_probability == pytest.approx(ranked.alert_probability[0, code], abs=0.035)
+        assert reading.score_rise == pytest.approx(ranked.score_rise[0, code], abs=1e-3)
+    p_value = float(engine.records.running["p_value"][0])
+    assert "odd" not in engine.rank_next_readings(suspicious=p_value / 2)
+    assert set(engine.rank_next_readings(["plain", "unknown"])) == {"plain"}
+    further = make_events(model, "odd", [1], [1.5], [9])
+    assert engine.handle(further, 3).scored.score.tolist() == untouched.handle(further, 3).scored.score.tolist()
+
+
+def test_records_that_have_alerted_are_not_suspicious_any_more(model: DEformer) -> None:
+    engine = Engine(model, make_calibration(model), "f", 0.9)
+    effects = engine.handle(make_events(model, "odd", [2, 0], [9.0, 35.0]), 1)
+    assert effects.alerts
+    assert engine.rank_next_readings(suspicious=1.0) == {}
+    assert set(engine.rank_next_readings(["odd"])) == {"odd"}
+
+
+def test_readings_that_wait_for_their_tie_group_are_left_out(model: DEformer) -> None:
+    engine = Engine(model, make_calibration(model), "f", 0.01, ties="hold")
+    engine.handle(make_events(model, "r", [2, 0, 3], [8.0, 9.0, 1.0], [1, 2, 2]), 1)
+    records = collect_open_records(engine.records, np.array([0]))
+    assert np.flatnonzero(~np.isnan(records.values[0])).tolist() == [2]
+    assert np.flatnonzero(records.is_candidate[0]).tolist() == [1, 4, 5]
+    assert {reading.feature for reading in engine.rank_next_readings(["r"])["r"]} == {"pressure", "valve"}
