@@ -128,6 +128,7 @@ class Page:
         self.limiter = LoginLimiter()
         self._password_checks = asyncio.Semaphore(MAX_PASSWORD_CHECKS)
         self.notifier = ChangeNotifier(self.store)
+        self.open_rows = views.OpenRows(self.store)
         self.system_state = SystemState(self.options.model, self.options.metrics_urls, self.store)
         # Without a login everybody who can connect has the same rights, so all have the same session.
         self._shared_session = Session("shared", self.options.operator)
@@ -181,7 +182,7 @@ class Page:
             "session": session,
             "has_login": self.options.credentials.is_required,
             "form_token": "" if session is None else self.signer.make_form_token(session),
-            "num_to_see": views.count_to_see(self.store) if session is not None else 0,
+            "num_to_see": len(self.open_rows.get()[0]) if session is not None else 0,
             "notice": self.get_notice() if session is not None else None,
             "logs": [follower.status for follower in self.followers] if session is not None else [],
             "last_change": self.store.last_change,
@@ -207,7 +208,10 @@ class Page:
         session = self.get_session(request)
         token = self.notifier.make_token()  # before the store is read, so that no change is missed
         return self.respond(
-            request, "open.html", {**views.make_open_context(self.store), "token": token}, session=session
+            request,
+            "open.html",
+            {**views.make_open_context(self.store, self.open_rows), "token": token},
+            session=session,
         )
 
     def show_incident(self, request: Request) -> Response:

@@ -16,8 +16,10 @@ from deformer_stream.report.pages import format_number
 
 PATH_SIZE = 1000
 """Width and height of the coordinates of paths."""
-MAX_TICKS = 4
-"""Maximum number of ticks of an axis, so that their texts fit on a phone."""
+MAX_TICKS, MAX_TICKS_OF_READINGS = 4, 3
+"""Maximum number of intervals between ticks, so that their texts fit on a phone. Charts of readings are narrower."""
+MIN_TICK_DISTANCE = 22.0
+"""Smallest distance of the texts of two ticks of time, in per cent of the width."""
 
 _TIME_STEPS = (
     *(n * SECOND for n in (1, 2, 5, 10, 15, 30)),
@@ -156,7 +158,13 @@ def draw_sparkline(timeline: Timeline, threshold: float) -> tuple[str, float] | 
     return line, scale.place_from_top(threshold)
 
 
-def draw_readings(feature: str, readings: SuspectReadings, unit: str | None, clock: Clock) -> ReadingsChart | None:
+def draw_readings(
+    feature: str,
+    readings: SuspectReadings,
+    unit: str | None,
+    clock: Clock,
+    span: Sequence[int] = (),
+) -> ReadingsChart | None:
     """Return the chart of the readings of a suspect; None if no reading has a number.
 
     Args:
@@ -164,6 +172,7 @@ def draw_readings(feature: str, readings: SuspectReadings, unit: str | None, clo
         readings: Its readings.
         unit: Unit of its values, None if they have none.
         clock: The time zone of the texts.
+        span: Times that the chart includes, so that the charts of an incident have the same axis of time.
     """
     rows = [
         (time, value, low, high)
@@ -174,7 +183,7 @@ def draw_readings(feature: str, readings: SuspectReadings, unit: str | None, clo
     scale = _make_scale(shown)
     if scale is None:
         return None
-    times = _make_time_scale([time for time, *_ in rows])
+    times = _make_time_scale([*(time for time, *_ in rows), *span])
     marks = []
     num_outside = 0
     for time, value, low, high in rows:
@@ -190,7 +199,7 @@ def draw_readings(feature: str, readings: SuspectReadings, unit: str | None, clo
         marks.append(ReadingMark(times.place(time), scale.place_from_top(value), band, is_outside, text))
     return ReadingsChart(
         marks=tuple(marks),
-        time_ticks=_choose_time_ticks(times, clock),
+        time_ticks=_choose_time_ticks(times, clock, MAX_TICKS_OF_READINGS),
         ticks=tuple(Tick(scale.place_from_top(value), format_number(value)) for value in _choose_ticks(scale)),
         description=f"{feature} from {clock.format_time(rows[0][0])} to {clock.format_time(rows[-1][0])}: "
         f"{num_outside} of {len(rows)} readings outside the expected range.",
@@ -244,18 +253,21 @@ def _choose_ticks(scale: _Scale) -> list[float]:
     return [number * step for number in range(first, min(last, first + 2 * MAX_TICKS) + 1)]
 
 
-def _choose_time_ticks(scale: _Scale, clock: Clock) -> tuple[Tick, ...]:
-    """Return ticks at round times of the clock's time zone, at most `MAX_TICKS`."""
+def _choose_time_ticks(scale: _Scale, clock: Clock, max_ticks: int = MAX_TICKS) -> tuple[Tick, ...]:
+    """Return ticks at round times of the clock's time zone, with at most this many intervals between them."""
     span = scale.high - scale.low
-    step = next((step for step in _TIME_STEPS if span / step <= MAX_TICKS), _TIME_STEPS[-1])
+    step = next((step for step in _TIME_STEPS if span / step <= max_ticks), _TIME_STEPS[-1])
     moment = clock.to_datetime(int(scale.low))
     offset = moment.utcoffset() if moment is not None else None
     shift = 0 if offset is None else round(offset.total_seconds()) * SECOND  # so that days begin at midnight
     first = -(-(int(scale.low) + shift) // step)
-    times = [
-        number * step - shift for number in range(first, first + MAX_TICKS + 1) if number * step - shift <= scale.high
-    ]
-    return tuple(Tick(scale.place(time), _format_tick(time, step, clock)) for time in times)
+    times = [number * step - shift for number in range(first, first + max_ticks + 1)]
+    ticks: list[Tick] = []
+    for time in times:
+        position = scale.place(time)
+        if time <= scale.high and (not ticks or position - ticks[-1].position >= MIN_TICK_DISTANCE):
+            ticks.append(Tick(position, _format_tick(time, step, clock)))
+    return tuple(ticks)
 
 
 def _format_tick(time: int, step: int, clock: Clock) -> str:

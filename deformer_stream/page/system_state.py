@@ -45,7 +45,10 @@ CONFIDENCE = 0.99
 DRIFT_WARNING = 2.0
 """log10 of the odds from which drift is shown as a warning; `consume` sends a notice at 100 to 1."""
 
-Verdict = Literal["within", "above", "open"]
+Verdict = Literal["within", "above", "open", "early"]
+
+EARLY_FACTOR = 20
+"""As long as the upper end of the interval is more than this many times the budget, it is too early to judge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,7 @@ class RealisedRate:
         allowed: Number of false incidents of one device in this time that the budget allows.
         low: Lower end of the interval of the realised number, from the incidents that are labelled false.
         high: Upper end, from these and those without a label.
-        verdict: Whether the interval lies within the budget, above it, or includes it.
+        verdict: Whether the interval lies within the budget, above it, or includes it, or is much too wide so far.
         num_false: Number of incidents that are labelled false.
         num_unlabelled: Number of incidents without a label.
         num_devices: Number of devices that are assumed to have been observed.
@@ -231,6 +234,8 @@ def make_rate(budget: IncidentBudget, counts: LabelCounts, span: int) -> Realise
     low, _ = _bound_rate(counts.num_false, periods)
     _, high = _bound_rate(counts.num_false + counts.num_unlabelled, periods)
     verdict: Verdict = "above" if low > budget.count else "within" if high <= budget.count else "open"
+    if verdict == "open" and high > EARLY_FACTOR * budget.count:
+        verdict = "early"
     return RealisedRate(
         budget=str(budget),
         period=format_length(budget.period),

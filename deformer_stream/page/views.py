@@ -154,14 +154,30 @@ def arrange_open(open_incidents: list[ShownIncident]) -> tuple[list[Row], list[R
     )
 
 
-def count_to_see(store: IncidentStore) -> int:
-    """Return the number of open incidents that are not silenced; the members of a fleet incident count as one."""
-    return len(arrange_open(store.list_open())[0])
+class OpenRows:
+    """The open incidents in the order of `arrange_open`, which is computed once for each state of the store.
+
+    Args:
+        store: The store.
+    """
+
+    def __init__(self, store: IncidentStore) -> None:
+        self._store = store
+        self._arranged: tuple[int, list[Row], list[Row]] = (-1, [], [])
+
+    def get(self) -> tuple[list[Row], list[Row]]:
+        """Return the incidents to look at, and the silenced ones."""
+        version = self._store.version
+        arranged = self._arranged
+        if arranged[0] != version:
+            arranged = (version, *arrange_open(self._store.list_open()))
+            self._arranged = arranged
+        return arranged[1], arranged[2]
 
 
-def make_open_context(store: IncidentStore) -> dict[str, Any]:
+def make_open_context(store: IncidentStore, open_rows: OpenRows) -> dict[str, Any]:
     """Return the content of the page of open incidents."""
-    rows, silenced = arrange_open(store.list_open())
+    rows, silenced = open_rows.get()
     return {
         "rows": rows[:PAGE_SIZE],
         "num_rows": len(rows),
@@ -210,7 +226,10 @@ def _make_suspects(incident: Incident, clock: Clock) -> tuple[list[SuspectView],
     views = []
     for suspect in main:
         readings = incident.readings.get(suspect.feature)
-        chart = None if readings is None else charts.draw_readings(suspect.feature, readings, suspect.unit, clock)
+        chart = None
+        if readings is not None:
+            span = incident.timeline.times[:1] + incident.timeline.times[-1:]
+            chart = charts.draw_readings(suspect.feature, readings, suspect.unit, clock, span)
         views.append(SuspectView(suspect, chart, texts.count_outside(readings)))
     return views, incident.suspects[len(main) :]
 

@@ -504,6 +504,7 @@ def test_ten_thousand_incidents(visit: Any, capsys: pytest.CaptureFixture[str]) 
         timings = {}
         for path in ("", "history", "history?page=200", "history?device=pump-06&state=resolved&label=none"):
             tab.goto(page.server.url + path)
+            tab.wait_for_function("() => performance.getEntriesByName('first-paint').length > 0")
             timings[path] = tab.evaluate(
                 "() => { const e = performance.getEntriesByType('navigation')[0];"
                 " return [e.responseEnd - e.requestStart, performance.getEntriesByName('first-paint')[0].startTime]; }"

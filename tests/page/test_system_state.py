@@ -68,6 +68,7 @@ def test_the_rate_is_within_above_or_around_the_budget() -> None:
     unlabelled = make_rate(budget, make_counts(num_false=1, num_unlabelled=8), 30 * DAY)
     assert unlabelled.verdict == "open"
     assert unlabelled.low < 1 < 8 < unlabelled.high
+    assert make_rate(budget, make_counts(num_unlabelled=1), DAY).verdict == "early"
 
 
 def test_the_rate_counts_only_the_labels_of_incidents_of_devices() -> None:
@@ -81,7 +82,7 @@ def test_the_rate_counts_only_the_labels_of_incidents_of_devices() -> None:
     page = site.get("/health").text
     assert "1 labelled false, 4 without a label" in page
     assert "the 6 d since the first one" in page
-    assert "Not decided yet" in page
+    assert "Too early to judge" in page
 
 
 def test_without_incidents_there_is_no_rate() -> None:
