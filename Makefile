@@ -10,11 +10,11 @@ SHELL := /bin/bash
 # The tests of a file run in one process. Each process starts its own broker, so the number of processes is limited.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help docs demo test first-hours lint check format bench bench-quality chaos fuzz kafka kafka-jars clean
+.PHONY: help docs demo test first-hours lint check format bench bench-quality chaos chaos-incidents fuzz kafka kafka-jars clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
@@ -96,6 +96,9 @@ fuzz: $(VENV)/.fuzz ## fuzz the decoders for FUZZ_SECONDS per target (Linux), th
 
 chaos: $(VENV)/.dev kafka-jars ## kill, move and cut off consumers; fail if anything is lost or doubled (CHAOS=small: two minutes)
 	$(BIN)/python -m tests.chaos --size $(CHAOS)
+
+chaos-incidents: $(VENV)/.dev kafka-jars ## kill the process that makes incidents twenty times; fail if any incident differs
+	$(BIN)/python -m tests.chaos.incidents --kills 20
 
 kafka-jars: $(VENV)/.made ## fetch Apache Kafka with Maven (once)
 	@if [ -z "$$DEFORMER_TEST_BOOTSTRAP" ]; then $(BIN)/python tests/kafka/broker.py ensure; fi

@@ -19,6 +19,7 @@ from connectors.kafka.sink import KafkaSink
 from connectors.kafka.transactions import Transactions
 from deformer_stream.cli import main
 from deformer_stream.engine.engine import Engine
+from deformer_stream.runtime.incident_pipeline import IncidentPipeline
 from deformer_stream.runtime.recovery import Recovery
 
 STEPS: dict[str, tuple[type, str, bool]] = {
@@ -37,6 +38,13 @@ STEPS: dict[str, tuple[type, str, bool]] = {
 """By name of the step, the class and the method that execute it, and whether the process dies after the call instead
 of before it.
 """
+
+INCIDENT_STEPS: dict[str, tuple[type, str, bool]] = {
+    "handled": (IncidentPipeline, "_handle", True),
+    "saved": (IncidentPipeline, "_collect_states", True),
+    "recorded": (IncidentPipeline, "_mark_saved", False),
+}
+"""The same for `deformer-stream incidents`, which has the steps of transactions, too."""
 
 TRANSACTIONS = {step for step, (kind, _, _) in STEPS.items() if kind is Transactions}
 """Steps that exist only with transactions."""
@@ -72,6 +80,6 @@ def make_fatal(kind: type, name: str, is_after: bool, num_calls: int) -> None:
 
 if __name__ == "__main__":
     step, num_calls, *rest = sys.argv[1:]
-    make_fatal(*STEPS[step], int(num_calls))
+    make_fatal(*(STEPS | INCIDENT_STEPS)[step], int(num_calls))
     sys.argv = ["deformer-stream", *rest]
     main.main()

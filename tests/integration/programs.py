@@ -91,14 +91,16 @@ def wait_until(
 
 
 class RunningConsumer:
-    """`deformer-stream consume` as a background process, which is killed at the end of the `with` block if it is
-    running.
+    """`deformer-stream consume`, or another command with an HTTP server, as a background process.
+
+    It is killed at the end of the `with` block if it is running.
 
     Args:
         log: The file for its standard error.
         *options: The options of the command.
         variables: Further environment variables.
         module: The Python module that runs the command, with arguments that come before it.
+        command: The command.
 
     Attributes:
         port: The port of its HTTP server.
@@ -111,10 +113,11 @@ class RunningConsumer:
         *options: object,
         variables: Mapping[str, str] | None = None,
         module: Sequence[object] = (PROGRAMS["deformer-stream"],),
+        command: str = "consume",
     ) -> None:
         self.port = find_free_port()
         self._log = log
-        program = [sys.executable, "-m", *module, "consume", "--http", f"127.0.0.1:{self.port}", *options]
+        program = [sys.executable, "-m", *module, command, "--http", f"127.0.0.1:{self.port}", *options]
         with log.open("w") as standard_error:
             self.process = subprocess.Popen(
                 [str(word) for word in program],

@@ -1,0 +1,164 @@
+"""Kill `deformer-stream incidents` with SIGKILL while evidence arrives, and compare its topic with an undisturbed run.
+
+    python -m tests.chaos.incidents --kills 20
+
+The last line of the output has the figures as JSON. The exit code is 0 if the values of each key of the topic of
+incidents equal those of a run without kills and those of `replay --incidents`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from connectors.kafka import describe_evidence_topic, ensure_topics, produce
+from deformer_stream import model_store
+from deformer_stream.codec.encode_evidence import encode_evidence
+from tests.chaos.self_killing import INCIDENT_STEPS, TRANSACTIONS
+from tests.conftest import load_broker_script
+from tests.incidents.evidence_logs import make_log
+from tests.integration.programs import Cluster, RunningConsumer, make_command, make_environment
+from tests.models import write_model
+
+KILLED_EXIT_CODE = -9
+STEPS = sorted({*TRANSACTIONS, *INCIDENT_STEPS})
+"""Steps at which processes kill themselves; see `self_killing`."""
+
+NUM_DEVICES, RECORDS_PER_BATCH, MAX_RECORDS = 12, 2, 200_000
+RATE = 12.0
+"""Messages of evidence per second. Faults begin and end all the time."""
+
+RULE = ("--records-per-day", "8640", "--fleet", "3 within 10m")
+
+
+def run_kills(bootstrap: str, model: Path, folder: Path, num_kills: int, seconds_per_kill: float, seed: int) -> Any:
+    """Kill a process repeatedly, and return the figures.
+
+    Args:
+        bootstrap: The broker.
+        model: A model directory.
+        folder: Folder for logs and files.
+        num_kills: Number of kills. Every second one is at a certain step, the others are after a random time.
+        seconds_per_kill: Mean number of seconds after the start of a process until it is killed.
+        seed: Seed of the random numbers.
+    """
+    rng = np.random.default_rng(seed)
+    topic = f"events-{uuid.uuid4().hex[:8]}"
+    ensure_topics(bootstrap, describe_evidence_topic(f"{topic}-evidence"))
+    faults = {
+        device: [
+            (begin, begin + int(rng.integers(3, 40)))
+            for begin in range(int(rng.integers(5, 60)), MAX_RECORDS, int(rng.integers(80, 160)))
+        ]
+        for device in range(NUM_DEVICES)
+    }
+    fingerprint = str(model_store.read_manifest(model)["fingerprint"])
+    log = make_log(fingerprint, NUM_DEVICES, MAX_RECORDS, faults=faults, records_per_batch=RECORDS_PER_BATCH, seed=seed)
+    payloads: list[bytes] = []
+    has_ended = threading.Event()
+
+    def iterate_messages() -> Iterator[tuple[bytes, bytes, None]]:
+        """Yield evidence until the last process was killed."""
+        for batch in log:
+            if has_ended.is_set():
+                return
+            payloads.append(encode_evidence(batch))
+            yield b"", payloads[-1], None
+
+    sender = threading.Thread(target=produce, args=(bootstrap, f"{topic}-evidence", iterate_messages(), RATE))
+    cluster = Cluster(bootstrap)
+
+    def make_options(group: str) -> list[object]:
+        return [
+            *("--topic", topic, "--model", model, "--bootstrap-servers", bootstrap, "--group", group),
+            *("--incidents-topic", f"{topic}-{group}", "--instance", group, "--session-timeout", "20s"),
+            *("--snapshot-interval", "3s", "--commit-interval", "200ms", *RULE),
+        ]
+
+    sender.start()
+    num_killed = 0
+    for number in range(num_kills):
+        is_at_step = number % 2 == 1
+        words = ("tests.chaos.self_killing", STEPS[number % len(STEPS)], int(rng.integers(2, 12)))
+        module = words if is_at_step else ("deformer_stream.cli.main",)
+        path = folder / f"killed-{number}.log"
+        with RunningConsumer(path, *make_options("killed"), module=module, command="incidents") as process:
+            if is_at_step:
+                process.process.wait(120.0)
+                assert process.process.returncode == KILLED_EXIT_CODE, process.read_log()
+            else:
+                process.wait_until_ready()
+                time.sleep(float(rng.uniform(0.0, 2 * seconds_per_kill)))
+                process.process.kill()
+                process.process.wait()
+        num_killed += 1
+    has_ended.set()
+    sender.join()
+    figures: dict[str, Any] = {"kills": num_killed, "evidence_messages": len(payloads)}
+    values = {}
+    for group in ("killed", "whole"):
+        committed = f"{group}-{topic}-incidents"
+        with RunningConsumer(folder / f"{group}.log", *make_options(group), command="incidents") as process:
+            process.wait_for(cluster.is_consumed(f"{topic}-evidence", committed), "the rest of the evidence")
+            process.stop()
+        values[group] = _group_by_key(cluster.read_topic(f"{topic}-{group}"))
+    (folder / "evidence.jsonl").write_bytes(b"\n".join(payloads) + b"\n")
+    values["replay"] = _replay(folder, model)
+    cluster.close()
+    figures["incidents"] = len(values["whole"])
+    figures["messages"] = sum(map(len, values["whole"].values()))
+    for name in ("killed", "replay"):
+        figures[f"{name}_differs"] = sum(
+            values[name].get(key) != values["whole"].get(key) for key in values[name].keys() | values["whole"].keys()
+        )
+    figures["ok"] = figures["killed_differs"] == figures["replay_differs"] == 0 and figures["incidents"] > 0
+    return figures
+
+
+def _group_by_key(messages: list[Any]) -> dict[str, list[bytes]]:
+    """Return the values of each key, in order."""
+    values: dict[str, list[bytes]] = {}
+    for message in messages:
+        values.setdefault(message.key.decode(), []).append(message.value)
+    return values
+
+
+def _replay(folder: Path, model: Path) -> dict[str, list[bytes]]:
+    """Return the messages of each incident that `replay --incidents` makes of the evidence."""
+    words = ("replay", folder / "evidence.jsonl", "--model", model, "--incidents", folder / "incidents.jsonl", *RULE)
+    subprocess.run(make_command("deformer-stream", *words), env=make_environment(), check=True, capture_output=True)
+    values: dict[str, list[bytes]] = {}
+    for line in (folder / "incidents.jsonl").read_bytes().splitlines():
+        values.setdefault(json.loads(line)["id"], []).append(line)
+    return values
+
+
+def main() -> int:
+    """Run the kills with a broker of their own, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.incidents", description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=20, help="number of kills")
+    parser.add_argument("--seconds", type=float, default=3.0, help="mean seconds from start to kill")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="seed of the random numbers")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="deformer-chaos-"))
+    print(f"chaos: seed {args.seed}, logs in {folder}", file=sys.stderr, flush=True)
+    model = write_model(folder / "model")
+    with load_broker_script().start() as broker:
+        figures = run_kills(broker.bootstrap, model, folder, args.kills, args.seconds, args.seed)
+    print(json.dumps(figures))
+    return 0 if figures["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Tests of incidents with the real programs and a real broker: from events to incidents, and kills on the way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from connectors.kafka import KafkaIncidentLog, describe_evidence_topic, ensure_topics, produce
+from deformer_stream import model_store
+from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence
+from deformer_stream.codec.encode_incidents import decode_incident
+from deformer_stream.incidents.events import Incident
+from tests.chaos.incidents import run_kills
+from tests.incidents.evidence_logs import make_log
+from tests.integration.programs import Cluster, RunningConsumer, run, run_successfully
+from tests.models import SCHEMA, draw_rows
+
+pytestmark = pytest.mark.kafka
+
+NUM_RECORDS = 400
+RULE = ("--incident-budget", "20 per d", "--records-per-day", "100", "--fleet", "off")
+
+
+def make_events() -> list[tuple[bytes, bytes, None]]:
+    """Return the events of complete records of three devices. The readings of a device's records do not interleave."""
+    rows = draw_rows(SCHEMA, NUM_RECORDS, 4)
+    messages: list[tuple[bytes, bytes, None]] = []
+    for number, row in enumerate(rows):
+        record = f"pump-{number % 3}/{number}"
+        values = {name: row.get(name) for name in SCHEMA.names}
+        document = {"record": record, "time": 1_583_750_073 + number, "values": values}
+        messages.append((record.encode(), json.dumps(document).encode(), None))
+    return messages
+
+
+def group_by_id(incidents: list[Incident]) -> dict[str, list[Incident]]:
+    messages: dict[str, list[Incident]] = {}
+    for incident in incidents:
+        messages.setdefault(incident.id, []).append(incident)
+    return messages
+
+
+def test_events_become_the_incidents_of_a_replay(
+    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path
+) -> None:
+    """Live, from the log of evidence and from the events themselves, the incidents are the same."""
+    name, events = topic(1), make_events()
+    options = ["--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap, "--model", model_dir]
+    produce(cluster.bootstrap, name, events)
+    with RunningConsumer(tmp_path / "consume.log", *options, "--evidence", "on", "--alpha", "0.3") as consumer:
+        consumer.wait_for(cluster.is_consumed(name, name), "all events")
+        consumer.stop()
+    evidence = cluster.read_topic(f"{name}-evidence")
+    headers = {key: value.decode() for key, value in evidence[0].headers}
+    assert headers["ce_type"] == "io.deformer.evidence.v1"
+    assert headers["ce_source"] == f"/{name}/0"
+    records = [record for message in evidence for record in decode_evidence(message.value).closed.record_ids]
+    assert sorted(records) == sorted(key.decode() for key, _, _ in events)
+    with RunningConsumer(tmp_path / "incidents.log", *options, *RULE, command="incidents") as process:
+        process.wait_for(cluster.is_consumed(f"{name}-evidence", f"{name}-{name}-incidents"), "all evidence")
+        process.stop()
+    messages = cluster.read_topic(f"{name}-incidents")
+    live = group_by_id([decode_incident(message.value) for message in messages])
+    assert [message.key.decode() for message in messages] == [decode_incident(m.value).id for m in messages]
+    assert {dict(message.headers)["ce_type"] for message in messages} == {b"io.deformer.incident.v1"}
+    assert len(live) >= 3
+    (tmp_path / "evidence.jsonl").write_bytes(b"".join(message.value + b"\n" for message in evidence))
+    (tmp_path / "events.jsonl").write_bytes(b"".join(value + b"\n" for _, value, _ in events))
+    for log, alpha in (("evidence.jsonl", ()), ("events.jsonl", ("--alpha", "0.3"))):
+        found = tmp_path / f"incidents-of-{log}"
+        run_successfully(
+            "deformer-stream", "replay", tmp_path / log, "--model", model_dir, "--incidents", found, *RULE, *alpha
+        )
+        offline = group_by_id([decode_incident(line) for line in found.read_bytes().splitlines()])
+        # The records that wait for earlier ones at the end are handled offline only.
+        assert {key: messages[: len(live[key])] for key, messages in offline.items() if key in live} == live, log
+
+
+def test_killed_processes_change_no_incident(kafka: SimpleNamespace, model_dir: Path, tmp_path: Path) -> None:
+    """`make chaos-incidents` kills twenty times."""
+    figures = run_kills(kafka.bootstrap, model_dir, tmp_path, num_kills=3, seconds_per_kill=1.0, seed=11)
+    assert figures["ok"], figures
+    assert figures["incidents"] > 10
+
+
+def test_second_process_takes_over(kafka: SimpleNamespace, cluster: Cluster, model_dir: Path, tmp_path: Path) -> None:
+    name = f"events-{uuid.uuid4().hex[:8]}"
+    ensure_topics(kafka.bootstrap, describe_evidence_topic(f"{name}-evidence"))
+    fingerprint = str(model_store.read_manifest(model_dir)["fingerprint"])
+    log = [encode_evidence(b) for b in make_log(fingerprint, faults={0: [(30, 60)], 1: [(140, 160)]})]
+    half = len(log) // 2
+    options = [
+        *("--topic", name, "--group", name, "--bootstrap-servers", kafka.bootstrap, "--model", model_dir),
+        *("--records-per-day", "8640", "--fleet", "off", "--session-timeout", "6s"),
+    ]
+    group = f"{name}-{name}-incidents"
+    with RunningConsumer(tmp_path / "first.log", *options, command="incidents") as first:
+        first.wait_until_ready()
+        with RunningConsumer(tmp_path / "second.log", *options, command="incidents") as second:
+            produce(kafka.bootstrap, f"{name}-evidence", [(b"", value, None) for value in log[:half]])
+            first.wait_for(cluster.is_consumed(f"{name}-evidence", group), "half of the evidence")
+            standby = first if not second.list_log_events("partition_restored") else second
+            active = second if standby is first else first
+            active.process.kill()
+            active.process.wait()
+            produce(kafka.bootstrap, f"{name}-evidence", [(b"", value, None) for value in log[half:]])
+            standby.wait_for(cluster.is_consumed(f"{name}-evidence", group), "the rest of the evidence")
+            standby.stop()
+    reader = KafkaIncidentLog(kafka.bootstrap, f"{name}-incidents")
+    incidents: list[Incident] = []
+    while not reader.is_caught_up:
+        incidents += reader.poll(0.1)
+    reader.close()
+    states = {key: [message.state for message in messages] for key, messages in group_by_id(incidents).items()}
+    assert len(states) == 2
+    for found in states.values():
+        assert (found[0], found[-1]) == ("open", "resolved")
+        assert found.count("open") == found.count("resolved") == 1
+
+
+def test_missing_evidence_names_the_flag_of_consume(kafka: SimpleNamespace, model_dir: Path) -> None:
+    options = ["--topic", f"none-{uuid.uuid4().hex[:8]}", "--model", model_dir, "--records-per-day", "100"]
+    result = run("deformer-stream", "incidents", *options, "--bootstrap-servers", kafka.bootstrap)
+    assert result.returncode == 4
+    assert "consume --evidence on" in result.stderr
+
+
+def test_incidents_need_no_torch(model_dir: Path) -> None:
+    """The process starts without torch, which would take most of its memory and of the time of its start."""
+    modules = (
+        *("connectors.kafka", "connectors.receivers", "deformer_stream.runtime.incident_pipeline"),
+        *("deformer_stream.cli.incidents", "deformer_stream.cli.incident_delivery"),
+    )
+    code = (
+        f"import sys, {', '.join(modules)}\n"
+        "from pathlib import Path\n"
+        "from deformer_stream.runtime.incident_plan import load_detection_plan\n"
+        "from deformer_stream.settings.incident_rule import IncidentRuleSettings\n"
+        f"load_detection_plan(Path({str(model_dir)!r}), IncidentRuleSettings(records_per_day=100))\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
