@@ -20,8 +20,10 @@ falls. All values are natural logarithms, because products over thousands of rec
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
+from math import exp, log, log1p
 from typing import Literal
 
 import numpy as np
@@ -142,21 +144,28 @@ def advance_detector(
         kind: How e-values accumulate.
         log_normalisers: ln of the number by which each e-value is divided (`conditional_e_values`), None for 1.
     """
-    log_p = max(math.log(p_value), -_MAX_NEG_LOG_P)
-    advanced = []
-    for index in range(NUM_EXPONENTS):
-        log_m = log_state[index]
-        if kind == "cusum":
-            log_m = max(log_m, 0.0)
-        elif log_m > 0.0:
-            log_m += math.log1p(math.exp(-log_m))
-        else:
-            log_m = math.log1p(math.exp(log_m))
-        log_e_value = _LOG_EXPONENTS[index] + (EXPONENTS[index] - 1.0) * log_p
-        if log_normalisers is not None:
-            log_e_value -= log_normalisers[index]
-        advanced.append(log_m + log_e_value)
-    return tuple(advanced)
+    log_e_values = _compute_log_e_values(p_value, log_normalisers)
+    if kind == "cusum":
+        return tuple([max(log_m, 0.0) + log_e for log_m, log_e in zip(log_state, log_e_values, strict=True)])
+    return tuple(
+        [
+            (log_m + log1p(exp(-log_m)) if log_m > 0.0 else log1p(exp(log_m))) + log_e
+            for log_m, log_e in zip(log_state, log_e_values, strict=True)
+        ]
+    )
+
+
+@functools.lru_cache(maxsize=65_536)
+def _compute_log_e_values(p_value: float, log_normalisers: LogState | None) -> LogState:
+    """Return ln L_κ of a p-value for each exponent. Most p-values of a stream are ranks, so they repeat."""
+    log_p = max(log(p_value), -_MAX_NEG_LOG_P)
+    log_e_values = [
+        log_exponent + (exponent - 1.0) * log_p
+        for log_exponent, exponent in zip(_LOG_EXPONENTS, EXPONENTS, strict=True)
+    ]
+    if log_normalisers is None:
+        return tuple(log_e_values)
+    return tuple([log_e - divisor for log_e, divisor in zip(log_e_values, log_normalisers, strict=True)])
 
 
 def compute_log_statistic(log_state: LogState) -> float:
@@ -164,4 +173,4 @@ def compute_log_statistic(log_state: LogState) -> float:
     largest = max(log_state)
     if largest == -math.inf:
         return largest
-    return largest + math.log(sum([math.exp(log_m - largest) for log_m in log_state])) + _LOG_WEIGHT
+    return largest + log(sum([exp(log_m - largest) for log_m in log_state])) + _LOG_WEIGHT
