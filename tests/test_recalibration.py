@@ -19,6 +19,7 @@ import deformer_stream
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.report.pages import render_page, render_paragraph
+from deformer_stream.runtime.next_order import score_in_chosen_order
 from deformer_stream.runtime.reload import ModelReloader
 from tests.models import SCHEMA, draw_rows, write_model
 
@@ -67,6 +68,32 @@ def test_new_calibration_has_the_largest_scores_of_a_replay(cli: Run, model_dir:
     note = after.manifest["training"].pop("recalibrated")
     assert (note["from"], note["records"]) == (before.fingerprint, 150)
     assert after.manifest["training"] == before.manifest["training"]
+
+
+def test_order_next_scores_records_in_the_chosen_order(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    """Suspicious records take the reading next that is ranked first; the others keep their order of arrival."""
+    rows = make_normal_records(150, 21)
+    lines, arrival, chosen = write_lines(tmp_path / "new.jsonl", rows), tmp_path / "arrival", tmp_path / "chosen"
+    assert cli("calibrate", lines, "--model", model_dir, "--out", arrival, "--alpha", "5%").code == 0
+    result = cli("calibrate", lines, "--model", model_dir, "--out", chosen, "--alpha", "5%", "--order", "next")
+    assert (result.code, "in next order" in result.err) == (0, True), result.err
+    old = model_store.read(model_dir)
+    after = model_store.read(chosen).calibration
+    assert after.arrival_order == "next"
+    values = np.full((150, len(SCHEMA)), np.nan)
+    orders = np.full((150, len(SCHEMA)), -1)
+    for index, row in enumerate(rows.values()):
+        for position, (name, value) in enumerate(row.items()):
+            code = SCHEMA.code_by_name[name]
+            labels = SCHEMA.features[code].labels
+            known = labels.index(value) if value in labels else len(labels)
+            values[index, code] = known if labels else value
+            orders[index, position] = code
+    expected = score_in_chosen_order(old.model, old.calibration, list(rows), values, orders, 0.05)
+    np.testing.assert_allclose(after.scores, np.sort(expected), rtol=1e-5)
+    differs = ~np.isclose(after.scores, model_store.read(arrival).calibration.scores, rtol=1e-4)
+    assert 0 < differs.sum() < 100
+    assert cli("calibrate", lines, "--model", model_dir, "--out", tmp_path / "x", "--order", "last").code == 2
 
 
 def test_output_and_report_compare_both_calibrations(cli: Run, model_dir: Path, tmp_path: Path) -> None:

@@ -486,6 +486,7 @@ def build_calibrate() -> click.Command:
         from deformer_stream.counts import format_count
         from deformer_stream.incident_store import read_incident_calibration, write_incident_calibration
         from deformer_stream.runtime.calibration_sink import MaxStatisticSink
+        from deformer_stream.runtime.next_order import RecordReadingsSink, score_in_chosen_order
 
         log.configure(is_debugging())
         target = settings.out or settings.model
@@ -495,9 +496,12 @@ def build_calibrate() -> click.Command:
         seen_records = model_store.read_seen_records(loaded.directory, loaded.manifest)
         engine = factory.make_engine(loaded, settings, alphas=(), record_timeout=settings.record_timeout)
         incidents_before = read_incident_calibration(loaded.directory)
-        codec, source = factory.open_inputs(inputs, loaded, settings)
-        sink = MaxStatisticSink(loaded.schema)
-        totals = _run_on_files("calibrate", source, codec, engine, [sink], stop)
+        has_choice = settings.order == "next"
+        # Without a choice, the readings of a record arrive in the order in which the model was calibrated.
+        given = settings.model_copy(update={"order": None}) if has_choice else settings
+        codec, source = factory.open_inputs(inputs, loaded, given)
+        sink, readings = MaxStatisticSink(loaded.schema), RecordReadingsSink(loaded.schema)
+        totals = _run_on_files("calibrate", source, codec, engine, [sink, *([readings] if has_choice else [])], stop)
         source.close()
         if stop.is_set():
             click.echo("the calibration was interrupted, so no model was written", err=True)
@@ -505,12 +509,21 @@ def build_calibrate() -> click.Command:
         data_fingerprint = loaded.manifest["training"].get("fingerprint", "unknown")
         is_used, note = select_new_records(seen_records, sink.fingerprints, settings.seen_records, data_fingerprint)
         record_ids = list(compress(sink.record_ids, is_used))
+        max_statistics = sink.max_statistics
+        if has_choice:
+            values, orders = readings.get_matrices(sink.record_ids)
+            alpha = max(settings.alpha)
+            max_statistics = score_in_chosen_order(
+                loaded.model, loaded.calibration, sink.record_ids, values, orders, alpha
+            )
         statistics = CalibrationStatistics(
-            max_statistics=sink.max_statistics[is_used],
+            max_statistics=max_statistics[is_used],
             record_ids=record_ids,
             mean_neg_log_p_by_feature=sink.average_neg_log_p_by_feature(loaded.model, record_ids)
             or loaded.calibration.mean_neg_log_p_by_feature,  # of all records with kept readings, none is used
-            arrival_order=sink.find_arrival_order(factory.choose_order_of_rows(loaded, settings), settings.order),
+            arrival_order="next"
+            if has_choice
+            else sink.find_arrival_order(factory.choose_order_of_rows(loaded, given), given.order),
             tie_policy=settings.ties or loaded.calibration.tie_policy,
         )
         recalibration = recalibrate(

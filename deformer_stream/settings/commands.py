@@ -440,6 +440,13 @@ class ReplaySettings(InputSettings, _AlertSettings, IncidentRuleSettings):
 class CalibrateSettings(InputSettings):
     """The options of `deformer-stream calibrate`."""
 
+    # This command has one more value than the others.
+    order: Literal["arrival", "random", "schema", "next"] | None = Field(  # type: ignore[assignment]
+        None,
+        description="Order of the readings within a record. Default: the order of arrival. Rows of wide tables have "
+        "no order of arrival and use the order in which the model was calibrated. next is for streams in which "
+        "suspicious records take the reading next that Scorer.next_readings ranks first.",
+    )
     out: Path | None = Field(
         None, description="Directory for the model with its new calibration. Default: the old model is replaced."
     )
