@@ -82,7 +82,7 @@ def test_the_rate_counts_only_the_labels_of_incidents_of_devices() -> None:
     page = site.get("/health").text
     assert "1 labelled false, 4 without a label" in page
     assert "the 6 d since the first one" in page
-    assert "Too early to judge" in page
+    assert "Not decided yet" in page
 
 
 def test_without_incidents_there_is_no_rate() -> None:
