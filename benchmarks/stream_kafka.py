@@ -421,6 +421,36 @@ def _measure_latency(options: argparse.Namespace, folder: Path) -> dict[str, Any
         }
 
 
+def evidence(options: argparse.Namespace, folder: Path) -> Rows:
+    """Measure throughput and latency with and without evidence for incidents, in turn, `--rounds` times.
+
+    The last row has the ratio of the medians.
+    """
+    rows: dict[str, list[dict[str, Any]]] = {"off": [], "on": []}
+    for number in range(options.rounds):
+        for setting in ("off", "on") if number % 2 == 0 else ("on", "off"):
+            changed = {"set": [*options.set, f"evidence={setting}"], "payloads": "json", "rate": options.evidence_rate}
+            arguments = argparse.Namespace(**{**vars(options), **changed})
+            (throughput_row,) = throughput(arguments, folder)
+            latency_row = _measure_latency(arguments, folder)
+            row = {
+                "evidence": setting,
+                "preset": options.preset,
+                "features": options.features,
+                "throughput_/s": throughput_row["events_/s"],
+                "cores_used": throughput_row["cores_used"],
+                "rate_/s": latency_row["events_/s"],
+                **{name: latency_row[name] for name in ("alerts", "median_ms", "p90_ms", "p99_ms", "commit_ms")},
+            }
+            rows[setting].append(row)
+            yield row
+    ratios = {
+        name: round(median(row[name] for row in rows["on"]) / median(row[name] for row in rows["off"]), 3)
+        for name in ("throughput_/s", "cores_used", "rate_/s", "alerts", "median_ms", "p90_ms", "p99_ms", "commit_ms")
+    }
+    yield {"evidence": "on / off", "preset": options.preset, "features": options.features, **ratios}
+
+
 def _compute_means(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """Return mean size and durations of batches and commits between two readings of the metrics."""
 
