@@ -82,7 +82,7 @@ def build_incidents() -> click.Command:
         """
         stop = stop_on_signals()
         settings = load_settings(IncidentsSettings, flags, config, "incidents")
-        factory.check_paths([], settings.model)
+        model = _find_model(settings)
         from deformer_stream import log
         from deformer_stream.runtime.detection_metrics import DetectionMetrics
         from deformer_stream.runtime.http_server import start_http_server
@@ -91,7 +91,7 @@ def build_incidents() -> click.Command:
         topics, metrics = IncidentTopics.from_settings(settings), DetectionMetrics()
         receivers = incident_delivery.create_receivers(settings)
         with ExitStack() as cleanup:
-            pipeline = None if settings.deliver_only else _connect(settings, topics, metrics, cleanup)
+            pipeline = None if model is None else _connect(settings, model, topics, metrics, cleanup)
             notifier = incident_delivery.create_notifier(
                 settings, receivers, topics.incidents, topics.feedback, metrics.registry
             )
@@ -111,13 +111,31 @@ def build_incidents() -> click.Command:
     return incidents
 
 
+def _find_model(settings: IncidentsSettings) -> Path | None:
+    """Return the model directory, None if incidents are only delivered.
+
+    Raises:
+        ConfigError: It is not given.
+        ArtifactError: It does not exist or is not one.
+    """
+    from deformer_stream.errors import ConfigError
+
+    if settings.deliver_only:
+        return None
+    if settings.model is None:
+        raise ConfigError("--model is missing: give the directory that deformer-train wrote, or --deliver-only")
+    factory.check_paths([], settings.model)
+    return settings.model
+
+
 def _connect(
-    settings: IncidentsSettings, topics: IncidentTopics, metrics: DetectionMetrics, cleanup: ExitStack
+    settings: IncidentsSettings, model: Path, topics: IncidentTopics, metrics: DetectionMetrics, cleanup: ExitStack
 ) -> IncidentPipeline:
     """Return the loop that makes incidents, connected to its topics, and log how the budget is kept.
 
     Args:
         settings: Options of the command.
+        model: The model directory.
         topics: The topics.
         metrics: Receives counts and timings.
         cleanup: An exit stack, to which the functions that close the connections are added.
@@ -150,7 +168,7 @@ def _connect(
 
     def load_plan() -> DetectionPlan:
         """Read the model directory, and return what determines the incidents."""
-        return load_detection_plan(settings.model, settings, can_repeat=not is_transactional)
+        return load_detection_plan(model, settings, can_repeat=not is_transactional)
 
     log.get_logger("incidents").info("budget", kept=describe_plan(load_plan().plan))
     try:

@@ -317,8 +317,12 @@ class WorkerThread:
         self._stop_requested.set()
 
     def join(self, timeout: float) -> bool:
-        """Wait for the end of the thread, for at most `timeout` seconds, and return whether it has ended."""
-        self._thread.join(timeout)
+        """Wait for the end of the thread, for at most `timeout` seconds, and return whether it has ended.
+
+        A thread that was not started counts as ended.
+        """
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

@@ -58,7 +58,9 @@ class IncidentsSettings(IncidentRuleSettings, DeliverySettings, KafkaSettings):
     option_groups: ClassVar[OptionGroups] = INCIDENT_GROUPS
 
     topic: str = Field(description="Kafka topic with the events. Its evidence is read from TOPIC-evidence.")
-    model: Path = Field(description="Model directory that deformer-train wrote.")
+    model: Path | None = Field(
+        None, description="Model directory that deformer-train wrote. Required, unless --deliver-only is given."
+    )
     evidence_topic: str | None = Field(None, description="Topic with the evidence. Default: TOPIC-evidence.")
     incidents_topic: str | None = Field(None, description="Compacted topic for incidents. Default: TOPIC-incidents.")
     feedback_topic: str | None = Field(None, description="Topic with labels of operators. Default: TOPIC-feedback.")

@@ -598,7 +598,7 @@ def test_a_worker_that_cannot_be_created_ends_the_start() -> None:
     running = WorkerThread(
         "running", lambda: OpenIncidentCounter(MemoryIncidentLog(), None, OpenIncidentMetrics(CollectorRegistry()))
     )
-    notifier = Notifier([running, WorkerThread("broken", create)])
+    notifier = Notifier([running, WorkerThread("broken", create), WorkerThread("not started", create)])
     with pytest.raises(Unavailable):
         notifier.start()
     assert running.join(WAIT_SECONDS)
