@@ -154,9 +154,8 @@ def measure_replay(arguments: argparse.Namespace, folder: Path) -> dict[str, Any
             time.sleep(0.05)
     seconds = time.perf_counter() - start
     assert process.returncode == 0
-    num_opened = sum(
-        (document := json.loads(line))["state"] == "open" and document["kind"] == "device" for line in found.open("rb")
-    )
+    documents = [json.loads(line) for line in found.read_bytes().splitlines()]
+    num_opened = sum(document["state"] == "open" and document["kind"] == "device" for document in documents)
     return {
         "records": num_rows,
         "records_/s": round(num_rows / seconds),

@@ -23,6 +23,8 @@ MAX_SUSPECTS = 5
 P_VALUE_DIGITS, SCORE_DIGITS, SHARE_DECIMALS = 6, 5, 4
 """Significant digits of p-values and of scores, and decimals of the shares of suspects."""
 
+_DIGITS = np.array([[P_VALUE_DIGITS], [SCORE_DIGITS]])
+
 MAX_LABEL_CHARACTERS = 200
 """Length at which labels are cut off. A label that the model does not have can be any text of the input."""
 
@@ -41,10 +43,13 @@ def make_evidence(effects: Effects) -> tuple[list[EvidenceBatch], list[str]]:
         that were left out because none of their readings has a time.
     """
     closed = effects.closed
-    is_final = np.array([reason is not CloseReason.REVOKED for reason in closed.reasons], np.bool_)
-    is_scored = is_final & (closed.num_readings > 0)
+    if not len(closed) and not effects.alerts:  # most polls of a live stream
+        return [], []
+    is_scored = closed.num_readings > 0
+    if CloseReason.REVOKED in closed.reasons:
+        is_scored &= np.array([reason is not CloseReason.REVOKED for reason in closed.reasons], np.bool_)
     is_timed = closed.latest_time != NO_TIME
-    rows = np.flatnonzero(is_scored & is_timed)
+    rows = (is_scored & is_timed).nonzero()[0]
     alerts_by_partition: dict[int, list[AlertRow]] = {}
     for alert in effects.alerts:
         alerts_by_partition.setdefault(alert.partition, []).append(_make_alert_row(alert))
@@ -56,9 +61,9 @@ def make_evidence(effects: Effects) -> tuple[list[EvidenceBatch], list[str]]:
             _select_rows(closed, rows[partitions == partition]),
             tuple(alerts_by_partition.get(partition, ())),
         )
-        for partition in sorted({*np.unique(partitions).tolist(), *alerts_by_partition})
+        for partition in sorted({*partitions.tolist(), *alerts_by_partition})
     ]
-    return batches, [closed.record_ids[row] for row in np.flatnonzero(is_scored & ~is_timed).tolist()]
+    return batches, [closed.record_ids[row] for row in (is_scored & ~is_timed).nonzero()[0].tolist()]
 
 
 def _select_rows(closed: ClosedRecords, rows: NDArray[np.int64]) -> ClosedRows:
@@ -68,29 +73,31 @@ def _select_rows(closed: ClosedRecords, rows: NDArray[np.int64]) -> ClosedRows:
         closed: Closed records.
         rows: Indexes of the records that are selected.
     """
+    numbers = np.stack([closed.p_value[rows], np.nan_to_num(closed.score[rows])])
+    p_values, scores = round_significant(numbers, _DIGITS)
     return ClosedRows(
         [closed.record_ids[row] for row in rows.tolist()],
         closed.latest_time[rows],
-        round_significant(closed.p_value[rows], P_VALUE_DIGITS),
-        round_significant(np.nan_to_num(closed.score[rows]), SCORE_DIGITS),
+        p_values,
+        scores,
         closed.num_readings[rows],
         closed.alert_seq[rows] >= 0,
     )
 
 
-def round_significant(numbers: Floats, digits: int) -> Floats:
+def round_significant(numbers: Floats, digits: int | NDArray[np.int64]) -> Floats:
     """Return numbers rounded to significant digits, of the same shape.
 
     The results are the floating-point numbers that are nearest to these decimal numbers, so their texts are short.
 
     Args:
         numbers: Finite numbers.
-        digits: Number of significant digits.
+        digits: Number of significant digits, or an array of numbers that can be broadcast to the shape of `numbers`.
     """
     magnitudes = np.floor(np.log10(np.abs(numbers), where=numbers != 0, out=np.zeros_like(numbers)))
-    decimals = digits - 1 - magnitudes
+    decimals = (digits - 1) - magnitudes
     # Powers of ten up to the 22nd are exact. A negative power would not be, so its inverse is used.
-    factors, divisors = 10.0 ** np.clip(decimals, 0, 22), 10.0 ** np.clip(-decimals, 0, None)
+    factors, divisors = 10.0 ** np.minimum(np.maximum(decimals, 0), 22), 10.0 ** np.maximum(-decimals, 0)
     rounded: Floats = np.round(numbers * factors / divisors) / factors * divisors
     return rounded
 

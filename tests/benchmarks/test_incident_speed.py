@@ -1,4 +1,4 @@
-"""Tests of the benchmark of incidents: its evidence has faults that are found, and its table has a row for each part."""
+"""Tests of the benchmark of incidents: faults in its evidence are found, and its table has a row for each part."""
 
 from __future__ import annotations
 
