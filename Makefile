@@ -63,7 +63,7 @@ lint: $(VENV)/.dev ## check format, lint rules, types and import rules
 	$(BIN)/lint-imports
 
 check: lint ## run lint and the fast tests
-	$(PYTEST) -q -m "not kafka and not slow and not data"
+	$(PYTEST) -q -m "not kafka and not slow and not data and not browser"
 
 format: $(VENV)/.dev ## format the code
 	$(BIN)/ruff format .
