@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from deformer_stream.calibration.incident_budget import BudgetPlan, parse_budget
 from deformer_stream.calibration.incident_evidence import ScoreTail
+from deformer_stream.calibration.incident_segments import SegmentCollector
 from deformer_stream.codec.encode_incidents import encode_incident
 from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, Incident, Suspect
 from deformer_stream.incidents.fleet import FleetRule
@@ -208,3 +209,34 @@ def test_messages_and_state_are_bounded_for_hostile_suspects(num_rows: int, num_
         messages = tracker.handle(EvidenceBatch("m", 0, rows, alerts[part]))
         assert all(len(encode_incident(message)) <= 128 * 1024 for message in messages)
     assert len(msgspec.json.encode(tracker.export_state())) < 600_000
+
+
+@given(make_log(), st.sampled_from(OPTIONS[:2]))
+def test_an_incident_opens_in_a_segment_only_if_its_largest_statistic_is_above_the_threshold(
+    rows: list[tuple[str, int, float, str]], options: TrackerOptions
+) -> None:
+    # What the guarantee needs: the tracker opens incidents in the segments that the calibration would count.
+    plan = PLANS[1]
+    assert plan.segment is not None
+    in_order = sorted(rows, key=lambda row: row[1])
+    collectors: dict[tuple[str, int], SegmentCollector] = {}
+    for device, second, p_value, _ in in_order:
+        time = START + second * SECOND
+        collector = collectors.setdefault((device, time // plan.segment), SegmentCollector(plan.segment, plan.tail))
+        collector.add(device, time, p_value, -math.log(p_value))
+    is_above = {
+        key: collector.calibrate().log_statistics[0] > plan.log_threshold for key, collector in collectors.items()
+    }
+    tracker = IncidentTracker(plan, options)
+    opened: set[tuple[str, int]] = set()
+    num_reopened: dict[str, int] = {}
+    devices_with_incidents: set[str] = set()
+    for message in tracker.handle(make_batches(in_order, [])[0]):
+        if message.kind == "device":
+            if message.num_reopened != num_reopened.get(message.id):
+                num_reopened[message.id] = message.num_reopened
+                opened.add((message.device, message.last // plan.segment))
+            devices_with_incidents.add(message.device)
+    assert all(is_above[key] for key in opened)
+    # A device that never had an incident has no segment above the threshold.
+    assert not any(is_above[key] for key in is_above if key[0] not in devices_with_incidents)
