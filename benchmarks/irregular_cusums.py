@@ -1,8 +1,8 @@
 """The deformer's cumulative sums (`deformer_stream.calibration.cusum`) on the p-values of other densities.
 
 So that a comparison shows what the density contributes and what the sums do, each density is also measured with them.
-They get the sums "improbable" and "repeated" of each sensor, and that of the record. The sum "offset" needs predictions
-from other sensors, which only the deformer's process gives.
+They get all evidence but the sums "offset", which need predictions from other sensors, and only the deformer's process
+gives these.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from deformer_stream.calibration.cusum import (
     create_states,
     fit_scale,
 )
+from deformer_stream.calibration.marginals import Marginals
 from deformer_stream.ragged import ragged_indices
 
 MAX_SCALE_RECORDS = 1000
@@ -37,10 +38,12 @@ class CusumContender:
 
     def __init__(self, density: Contender, train: Readings) -> None:
         self.density, self.name = density, f"{density.name}, cumulative sums"
-        self.log_resolutions = compute_log_resolutions(fit_units(train))
+        self.units = fit_units(train)
+        self.log_resolutions = compute_log_resolutions(self.units)
         records = np.random.default_rng(0).permutation(len(train.records))[:MAX_SCALE_RECORDS]
         sample = train.select(records)
         num_sensors = len(sample.sensors)
+        self.marginals = Marginals.fit(self.units, sample.codes, self.units.normalise(sample.codes, sample.values))
         sensor_sums, record_sums = self._compute_sums(sample, density.score(sample))
         largest = np.zeros((len(KINDS), len(sample.records), num_sensors))
         has_readings = np.zeros((len(sample.records), num_sensors), bool)
@@ -49,7 +52,7 @@ class CusumContender:
             np.maximum.at(largest[kind], (sample.record_index, sample.codes), sensor_sums[kind])
         largest_record_sums = np.zeros(len(sample.records))
         np.maximum.at(largest_record_sums, sample.record_index, record_sums)
-        self.scale: CusumScale = fit_scale(largest, largest_record_sums, has_readings)
+        self.scale: CusumScale = fit_scale(largest, largest_record_sums, has_readings, self.marginals)
 
     def fit(self, train: Readings) -> None:
         """Do nothing: the density is fitted already."""
@@ -67,6 +70,9 @@ class CusumContender:
         if scores.log_p_values is None or scores.log_likelihoods is None:
             raise ValueError(f"{self.density.name} has no density, but cumulative sums need p-values")
         log_masses = np.nan_to_num(scores.log_likelihoods) + self.log_resolutions[readings.codes]
+        log_p_level = self.marginals.compute_log_p(
+            readings.codes, self.units.normalise(readings.codes, readings.values)
+        )
         sensor_sums, record_sums = np.zeros((len(KINDS), len(readings))), np.zeros(len(readings))
         for start in range(0, len(readings.records), RECORDS_PER_BATCH):
             bounds = readings.offsets[start : start + RECORDS_PER_BATCH + 1]
@@ -74,11 +80,12 @@ class CusumContender:
             row, place = ragged_indices(lengths)
             span, shape = slice(int(bounds[0]), int(bounds[-1])), (len(lengths), int(lengths.max()))
             codes, values = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
-            log_p, masses, is_counted = np.zeros(shape), np.zeros(shape), np.zeros(shape, bool)
+            (log_p, masses, level), is_counted = np.zeros((3, *shape)), np.zeros(shape, bool)
             codes[row, place], values[row, place] = readings.codes[span], readings.values[span]
             log_p[row, place], masses[row, place] = scores.log_p_values[span], log_masses[span]
+            level[row, place] = log_p_level[span]
             is_counted[row, place] = True
             states = create_states(len(lengths), len(readings.sensors))
-            own = advance_sums(states, CusumReadings(codes, values, log_p, None, masses, is_counted))
+            own = advance_sums(states, CusumReadings(codes, values, log_p, None, masses, is_counted, level))
             sensor_sums[:, span], record_sums[span] = own[0][:, row, place], own[1][row, place]
         return sensor_sums, record_sums

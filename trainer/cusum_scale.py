@@ -21,10 +21,12 @@ from deformer_stream.calibration.cusum import (
     create_states,
     fit_scale,
 )
+from deformer_stream.calibration.marginals import Marginals
 from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch, attached_kernels
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.ragged import ragged_indices
 from trainer.examples import BlockBatch, BlockExamples, Ints
+from trainer.irregular_table import IrregularTable
 from trainer.sampling import move_to_device
 
 Floats = NDArray[np.float64]
@@ -61,9 +63,10 @@ def fit_cusum_scale(
     largest_sums: list[Floats] = [np.empty((len(KINDS), 0, num_sensors))]
     largest_record_sums: list[Floats] = [np.empty(0)]
     has_readings: list[NDArray[np.bool_]] = [np.empty((0, num_sensors), bool)]
+    marginals = fit_marginals(examples.table, rows)
     start = 0
     while start < len(rows) and should_continue(start):
-        readings = score_records(model, examples, rows[start : start + RECORDS_PER_PASS], batch_size)
+        readings = score_records(model, examples, rows[start : start + RECORDS_PER_PASS], batch_size, marginals)
         num_records = len(readings.codes)
         sensor_sums, record_sums = advance_sums(create_states(num_records, num_sensors), readings)
         record, place = np.nonzero(readings.is_counted)
@@ -77,10 +80,21 @@ def fit_cusum_scale(
         largest_record_sums.append(np.where(readings.is_counted, record_sums, 0.0).max(1, initial=0.0))
         has_readings.append(is_present)
         start += num_records
-    return fit_scale(np.concatenate(largest_sums, 1), np.concatenate(largest_record_sums), np.concatenate(has_readings))
+    return fit_scale(
+        np.concatenate(largest_sums, 1), np.concatenate(largest_record_sums), np.concatenate(has_readings), marginals
+    )
 
 
-def score_records(model: DEformer, examples: BlockExamples, rows: Ints, batch_size: int) -> CusumReadings:
+def fit_marginals(table: IrregularTable, rows: Ints) -> Marginals:
+    """Return the distributions of the readings of some records, sensor by sensor."""
+    record, place = ragged_indices(table.num_readings[rows])
+    readings = table.offsets[rows[record]] + place
+    return Marginals.fit(table.schema, table.codes[readings], table.values[readings])
+
+
+def score_records(
+    model: DEformer, examples: BlockExamples, rows: Ints, batch_size: int, marginals: Marginals
+) -> CusumReadings:
     """Return what the cumulative sums need of all readings of some records.
 
     Values have no noise, as in a stream.
@@ -90,6 +104,7 @@ def score_records(model: DEformer, examples: BlockExamples, rows: Ints, batch_si
         examples: The blocks of the records.
         rows: (N,) row numbers of the records.
         batch_size: Number of blocks that are scored together.
+        marginals: The distributions of the readings of each sensor.
     """
     table = examples.table
     num_readings = table.num_readings[rows]
@@ -119,6 +134,7 @@ def score_records(model: DEformer, examples: BlockExamples, rows: Ints, batch_si
         log_p=log_p,
         log_p_others=None if model.process is None else log_p_others,
         log_masses=log_prob + compute_log_resolutions(model.schema)[codes],
+        log_p_level=marginals.compute_log_p(codes, values),
         is_counted=is_valid & ~model.schema.is_context[codes] & np.isfinite(log_p) & np.isfinite(log_prob),
     )
 

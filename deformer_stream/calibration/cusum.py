@@ -2,21 +2,25 @@
 
 Fisher's combination of all p-values of a record (`conformal`) hardly rises after hundreds of normal readings, however
 wrong the next ones are. Cumulative sums (CUSUM; Page, "Continuous inspection schemes", 1954) forget: they fall while
-readings are as predicted, never below 0. There are sums of three kinds for each sensor s, and one for the record:
+readings are as predicted, never below 0. There are sums of four kinds for each sensor s, and one for the record:
 
     improbable   S_s ← max(0, S_s + ln κ + (1 − κ) min(−ln p, c))    readings that the model finds improbable
     offset       O_s ← max(0, O_s + ln λ + (1 − λ) min(−ln p', c))   readings that differ from what other sensors imply
     repeated     R_s ← R_s + min(−ln P, d) if the sensor repeats its last value, else 0
+    level        L_s ← max(0, L_s + ln κ + (1 − κ) min(−ln p″, c))   readings that are unusual, whatever came before
     record       T   ← max(0, T + ln λ + (1 − λ) min(−ln p, c))      improbable readings of any sensors
 
-A fourth kind of evidence of each sensor is the reading itself, which a sum would count as one reading of many:
+A fifth kind of evidence of each sensor is the reading itself, which a sum would count as one reading of many:
 
     extreme      E   = min(−ln p, e)                                 a single reading that is very improbable
 
 p is the highest-density p-value of the reading (the probability of a value that is at most as likely), p' that given
-the readings of the other sensors only, and P the probability of its value at the resolution of the sensor. A sum is
-updated with each reading of its sensor. A sensor that is shifted soon becomes predictable from its own readings, which
-the sum "offset" does not use. A sensor that is stuck makes all of its readings likely, which only "repeated" sees.
+the readings of the other sensors only, and P the probability of its value at the resolution of the sensor. p″ is its
+p-value in the distribution of all normal readings of the sensor (`marginals`). A sum is updated with each reading of
+its sensor. A sensor that is shifted soon becomes predictable from its own readings, which
+the sum "offset" does not use. A sensor that is stuck makes all of its readings likely, which only "repeated" sees. If
+several sensors are shifted from the beginning of the record, all readings are as the others imply, which only "level"
+sees.
 
 An increment ln κ + (1 − κ)(−ln p) is the logarithm of κ p^(κ − 1), whose mean is 1 if p is uniform (Vovk and Wang,
 "E-values: calibration, combination and applications", 2021). The increment of "repeated" is the logarithm of a
@@ -47,6 +51,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.calibration.marginals import Marginals
 from deformer_stream.model.schema import Schema
 
 Floats = NDArray[np.float64]
@@ -56,9 +61,9 @@ Codes = NDArray[np.int8]
 Bools = NDArray[np.bool_]
 
 SUM_KINDS = ("improbable", "offset", "repeated")
-"""The kinds of sums that each sensor has, in the order of the state."""
+"""The kinds of sums of each sensor that all scales have, in the order of the state."""
 
-KINDS = (*SUM_KINDS, "extreme")
+KINDS = (*SUM_KINDS, "extreme", "level")
 """The kinds of evidence of each sensor, in the order of `CusumScale.slopes`."""
 
 EVIDENCE_KINDS = (*KINDS, "record")
@@ -72,7 +77,7 @@ TIE_TOLERANCE = 1e-4
 which kind is the evidence. The sum of the record and a sum "offset" are often equal after the first readings."""
 
 SENSOR_KAPPA = 0.2
-"""κ of the sums "improbable". A sum rises at p-values below κ^(1/(1 − κ)), here 13%."""
+"""κ of the sums "improbable" and "level". A sum rises at p-values below κ^(1/(1 − κ)), here 13%."""
 
 OFFSET_KAPPA = RECORD_KAPPA = 0.1
 """λ of the sums "offset" and of the sum of the record, which rise at p-values below 8%."""
@@ -113,10 +118,11 @@ class CusumScale:
     With the tail a e^(−(x − u)/b), the slope is 1/b, and the intercept −u/b − ln a, plus the constant of the kind.
 
     Attributes:
-        slopes: (4, F) slopes of the evidence of each sensor, a row for each of `KINDS`.
-        intercepts: (4, F) their intercepts.
+        slopes: (5, F) slopes of the evidence of each sensor, a row for each of `KINDS`.
+        intercepts: (5, F) their intercepts.
         record_slope: The slope of the sum of the record.
         record_intercept: Its intercept.
+        marginals: The distributions of the sensors' readings, for the sums "level", which stay 0 without them.
 
     Raises:
         ValueError: The arrays have other shapes, or a number is not finite.
@@ -126,6 +132,7 @@ class CusumScale:
     intercepts: Floats
     record_slope: float
     record_intercept: float
+    marginals: Marginals | None = None
 
     def __post_init__(self) -> None:
         if self.slopes.ndim != 2 or len(self.slopes) != len(KINDS) or self.slopes.shape != self.intercepts.shape:
@@ -136,6 +143,8 @@ class CusumScale:
         numbers = [*self.slopes.ravel(), *self.intercepts.ravel(), self.record_slope, self.record_intercept]
         if not np.isfinite(numbers).all():
             raise ValueError("slopes and intercepts of cumulative sums must be finite numbers")
+        if self.marginals is not None and len(self.marginals.edges) != self.slopes.shape[1]:
+            raise ValueError("the distributions of readings must be those of all sensors")
 
     @property
     def num_sensors(self) -> int:
@@ -158,13 +167,15 @@ class CusumScale:
             for row, kind in enumerate(KINDS)
             if kind in SUM_KINDS or (self.intercepts[row] > NEVER).any()
         }
+        if self.marginals is not None:
+            lines["marginals"] = self.marginals.to_json()
         return lines | {"record": {"slope": self.record_slope, "intercept": self.record_intercept}}
 
     @staticmethod
     def from_json(document: dict[str, Any]) -> CusumScale:
         """Return the scale that an object from `to_json` describes.
 
-        Scales of early models do not have the kind "extreme". Its statistic is then never the largest.
+        Scales of early models do not have the kinds "extreme" and "level". Their statistics are then never the largest.
 
         Raises:
             KeyError: A key is missing.
@@ -172,10 +183,11 @@ class CusumScale:
         """
         num_sensors = len(document[KINDS[0]]["slopes"])
         absent = {"slopes": [0.0] * num_sensors, "intercepts": [NEVER] * num_sensors}
-        lines = [document[kind] for kind in SUM_KINDS] + [document.get("extreme", absent)]
+        lines = [document[kind] if kind in SUM_KINDS else document.get(kind, absent) for kind in KINDS]
         slopes, intercepts = (np.array([line[name] for line in lines], np.float64) for name in ("slopes", "intercepts"))
         record = document["record"]
-        return CusumScale(slopes, intercepts, float(record["slope"]), float(record["intercept"]))
+        marginals = Marginals.from_json(document["marginals"]) if "marginals" in document else None
+        return CusumScale(slopes, intercepts, float(record["slope"]), float(record["intercept"]), marginals)
 
 
 def compute_log_resolutions(schema: Schema) -> Floats:
@@ -194,18 +206,18 @@ def compute_log_resolutions(schema: Schema) -> Floats:
 
 
 def state_width(num_sensors: int) -> int:
-    """Return the number W of numbers in the state of a record with F sensors: 4F + 1.
+    """Return the number W of numbers in the state of a record with F sensors: 5F + 1.
 
     They are the sums of each kind (F for each of `SUM_KINDS`), the last value of each sensor (infinite before its first
-    reading), and the sum of the record.
+    reading), the sum of the record, and the sums "level" (F).
     """
-    return (len(SUM_KINDS) + 1) * num_sensors + 1
+    return (len(SUM_KINDS) + 2) * num_sensors + 1
 
 
 def create_states(num_records: int, num_sensors: int) -> Floats32:
     """Return the states of records without readings, (R, W) float32."""
     states = np.zeros((num_records, state_width(num_sensors)), np.float32)
-    states[:, len(SUM_KINDS) * num_sensors : -1] = np.inf
+    states[:, len(SUM_KINDS) * num_sensors : (len(SUM_KINDS) + 1) * num_sensors] = np.inf
     return states
 
 
@@ -221,6 +233,7 @@ class CusumReadings:
         log_p_others: (R, L) the same given the readings of other sensors only; None if it is not computed.
         log_masses: (R, L) ln of the probability of the value at the resolution of the sensor; −inf if that is unknown.
         is_counted: (R, L) false for padding and for readings that are not scored.
+        log_p_level: (R, L) ln of the p-value among all normal readings of the sensor; None without `marginals`.
     """
 
     codes: Ints
@@ -229,6 +242,7 @@ class CusumReadings:
     log_p_others: Floats | None
     log_masses: Floats
     is_counted: Bools
+    log_p_level: Floats | None = None
 
 
 def advance_sums(states: Floats32, readings: CusumReadings) -> tuple[Floats, Floats]:
@@ -242,17 +256,20 @@ def advance_sums(states: Floats32, readings: CusumReadings) -> tuple[Floats, Flo
         readings: The readings.
 
     Returns:
-        First (4, R, L): the evidence of the reading's sensor after each reading, a row for each of `KINDS`. Second
+        First (5, R, L): the evidence of the reading's sensor after each reading, a row for each of `KINDS`. Second
         (R, L): the sum of the record. Both are undefined for readings that are not counted.
     """
     num_records, num_readings = readings.codes.shape
-    num_sensors = (states.shape[1] - 1) // (len(SUM_KINDS) + 1)
+    num_sensors = (states.shape[1] - 1) // (len(SUM_KINDS) + 2)
+    record_place, level_place = (len(SUM_KINDS) + 1) * num_sensors, (len(SUM_KINDS) + 1) * num_sensors + 1
     sensor_sums = np.zeros((len(KINDS), num_records, num_readings))
     record_sums = np.zeros((num_records, num_readings))
     sensor_bets = compute_increments(readings.log_p, SENSOR_KAPPA)
     record_bets = compute_increments(readings.log_p, RECORD_KAPPA)
     log_p_others = np.zeros_like(readings.log_p) if readings.log_p_others is None else readings.log_p_others
     offset_bets = compute_increments(log_p_others, OFFSET_KAPPA)
+    log_p_level = np.zeros_like(readings.log_p) if readings.log_p_level is None else readings.log_p_level
+    level_bets = compute_increments(log_p_level, SENSOR_KAPPA)
     repetitions = np.clip(-readings.log_masses, 0.0, MAX_REPETITION)
     sensor_sums[KINDS.index("extreme")] = np.clip(-readings.log_p, 0.0, MAX_EXTREME)
     for column in range(num_readings):
@@ -264,12 +281,15 @@ def advance_sums(states: Floats32, readings: CusumReadings) -> tuple[Floats, Flo
         is_repeated = states[rows, len(SUM_KINDS) * num_sensors + code] == value
         repeated = states[rows, 2 * num_sensors + code] + repetitions[rows, column]
         repeated = np.where(is_repeated, repeated, 0.0).astype(np.float32)
-        record = np.maximum(states[rows, -1] + record_bets[rows, column], 0.0).astype(np.float32)
+        level = np.maximum(states[rows, level_place + code] + level_bets[rows, column], 0.0).astype(np.float32)
+        record = np.maximum(states[rows, record_place] + record_bets[rows, column], 0.0).astype(np.float32)
         for kind, sums in enumerate((improbable, offset, repeated)):
             states[rows, kind * num_sensors + code] = sums
             sensor_sums[kind, rows, column] = sums
+        states[rows, level_place + code] = level
+        sensor_sums[KINDS.index("level"), rows, column] = level
         states[rows, len(SUM_KINDS) * num_sensors + code] = value
-        states[rows, -1] = record
+        states[rows, record_place] = record
         record_sums[rows, column] = record
     return sensor_sums, record_sums
 
@@ -286,14 +306,14 @@ def compute_statistics(scale: CusumScale, codes: Ints, sensor_sums: Floats, reco
     Args:
         scale: The lines that turn sums into statistics.
         codes: (R, L) sensor codes.
-        sensor_sums: (4, R, L) the evidence of each reading's sensor after the reading (`advance_sums`).
+        sensor_sums: (5, R, L) the evidence of each reading's sensor after the reading (`advance_sums`).
         record_sums: (R, L) the sums of the records after each reading.
     """
     return np.asarray(compute_statistics_by_kind(scale, codes, sensor_sums, record_sums).max(0))
 
 
 def compute_statistics_by_kind(scale: CusumScale, codes: Ints, sensor_sums: Floats, record_sums: Floats) -> Floats:
-    """Return the statistic of each kind of evidence, (5, R, L), a row for each of `EVIDENCE_KINDS`.
+    """Return the statistic of each kind of evidence, (6, R, L), a row for each of `EVIDENCE_KINDS`.
 
     The arguments are those of `compute_statistics`.
     """
@@ -306,22 +326,25 @@ def find_largest_kinds(statistics_by_kind: Floats) -> Codes:
     """Return the code of the kind with the largest statistic, (R, L); the first one of those that count as equal.
 
     Args:
-        statistics_by_kind: (5, R, L) the statistics of each reading (`compute_statistics_by_kind`).
+        statistics_by_kind: (6, R, L) the statistics of each reading (`compute_statistics_by_kind`).
     """
     is_largest = statistics_by_kind >= statistics_by_kind.max(0) - TIE_TOLERANCE
     return np.asarray(is_largest.argmax(0), np.int8)
 
 
-def fit_scale(largest_sums: Floats, largest_record_sums: Floats, has_readings: Bools) -> CusumScale:
+def fit_scale(
+    largest_sums: Floats, largest_record_sums: Floats, has_readings: Bools, marginals: Marginals | None = None
+) -> CusumScale:
     """Fit the tails of the largest evidence in N normal records, and balance the kinds.
 
     A sensor with readings in fewer than `MIN_FITTED_RECORDS` of them gets the tail of all sensors. If there are fewer
     records, the kinds are not balanced.
 
     Args:
-        largest_sums: (4, N, F) the largest evidence of each kind over the readings of a record.
+        largest_sums: (5, N, F) the largest evidence of each kind over the readings of a record.
         largest_record_sums: (N,) the largest value of the sum of the record.
         has_readings: (N, F) whether the sensor has readings in the record.
+        marginals: The distributions from which the sums "level" were computed.
     """
     num_sensors = has_readings.shape[1]
     scale = CusumScale.neutral(num_sensors)
@@ -335,7 +358,7 @@ def fit_scale(largest_sums: Floats, largest_record_sums: Floats, has_readings: B
         intercepts[kind] += _compute_balance(statistics.max(1), bool(largest_sums[kind].any()))
     slope, intercept = _fit_line(largest_record_sums, (1.0, 0.0))
     intercept += _compute_balance(intercept + slope * largest_record_sums, bool(largest_record_sums.any()))
-    return CusumScale(slopes, intercepts, slope, intercept)
+    return CusumScale(slopes, intercepts, slope, intercept, marginals)
 
 
 def _compute_balance(largest_statistics: Floats, has_evidence: bool) -> float:

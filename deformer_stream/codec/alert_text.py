@@ -36,6 +36,7 @@ EVIDENCE_TEXTS = {
     "offset": "{sensor} differs from what other sensors imply",
     "repeated": "{sensor} repeats its last value",
     "extreme": "{sensor} has a very improbable reading",
+    "level": "{sensor} has unusual values",
     "record": "improbable readings of several sensors",
 }
 """What a line says about the evidence of an alert, by its kind."""

@@ -11,6 +11,7 @@ decoded value is returned.
 
 Format versions: the lowest version that holds the state is written, because earlier releases can read it.
 
+- Version 9 is written if sums "level" of irregular readings have begun to rise (`calibration.cusum`).
 - Version 8 is written if the latest event time of each record is saved, which `consume --evidence on` needs.
 - Version 7 is written if readings are irregular: a sensor reports any number of times in a record. It states how many
   older readings of a record were dropped. Since this version, the columns of a part that the state does not have are
@@ -56,7 +57,7 @@ from deformer_stream.errors import StateError
 from deformer_stream.model.windows import PerSlot
 from deformer_stream.ragged import ragged_indices
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 SNAPSHOT, DECISIONS = b"S", b"D"
 """The byte `kind` of the header, for the two kinds of saved state."""
 MIN_COMPRESSED_BYTES = 16_384
@@ -155,6 +156,9 @@ _DROPPED_COLUMNS = {"dropped": pa.int64()}
 """How many readings of each record were dropped (`EventTimes.num_dropped`). Version 6 does not have this column."""
 _CUSUM_COLUMNS = {"cusums": pa.float32()}
 """The states of the cumulative sums (`Snapshot.cusums`), record after record. Version 6 does not have this column."""
+_LEVEL_COLUMNS = {"levels": pa.float32()}
+"""The last F numbers in the state of the sums of each record, which are those of the kind "level". Missing if all are
+0."""
 _LATEST_COLUMNS = {"latest_event_time": pa.int64()}
 """The latest event time of each record (`Snapshot.latest_event_time`)."""
 _COLUMNS_ADDED_IN_VERSION = {
@@ -165,12 +169,14 @@ _COLUMNS_ADDED_IN_VERSION = {
     6: {*_TIME_COLUMNS},
     7: {*_DROPPED_COLUMNS, *_CUSUM_COLUMNS},
     8: {*_LATEST_COLUMNS},
+    9: {*_LEVEL_COLUMNS},
 }
 _PARTS = (
     _TIE_COLUMNS,
     _SLOT_COLUMNS | _COMPLETE_COLUMNS,
     _CIRCULAR_COLUMNS,
     _TIME_COLUMNS | _DROPPED_COLUMNS | _CUSUM_COLUMNS,
+    _LEVEL_COLUMNS,
     _LATEST_COLUMNS,
 )
 """Columns of the parts that not every state has. Since version 7, those of a missing part are missing."""
@@ -185,6 +191,7 @@ _SNAPSHOT_TYPES = (
     | _TIME_COLUMNS
     | _DROPPED_COLUMNS
     | _CUSUM_COLUMNS
+    | _LEVEL_COLUMNS
     | _LATEST_COLUMNS
 )
 """The type of each column of a snapshot in the newest format version."""
@@ -222,10 +229,11 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
         event_times = snapshot.event_times
         steps = np.diff(event_times.times, prepend=0)
         columns |= {"times": steps, "origins": event_times.origins, "dropped": event_times.num_dropped}
-        if snapshot.cusums is not None:
-            columns["cusums"] = snapshot.cusums.ravel()
-        else:
-            columns["cusums"] = create_states(len(snapshot), len(vocabulary)).ravel()
+        cusums = snapshot.cusums if snapshot.cusums is not None else create_states(len(snapshot), len(vocabulary))
+        num_without_levels = state_width(len(vocabulary)) - len(vocabulary)
+        columns["cusums"] = cusums[:, :num_without_levels].ravel()
+        if cusums[:, num_without_levels:].any():
+            columns["levels"] = cusums[:, num_without_levels:].ravel()
     if snapshot.latest_event_time is not None:
         columns["latest_event_time"] = snapshot.latest_event_time
     return _encode(SNAPSHOT, columns, _SNAPSHOT_TYPES)
@@ -340,10 +348,14 @@ def _decode_snapshot(data: bytes) -> Snapshot:
     event_times = _pop_event_times(columns) if "times" in columns else None  # earlier versions do not have this part
     cusums = columns.pop("cusums", None)
     if cusums is not None:
-        shape = len(columns["ids"]), state_width(len(vocabulary))
-        has_length = len(cusums) == shape[0] * shape[1]
+        num_records, num_sensors = len(columns["ids"]), len(vocabulary)
+        levels = columns.pop("levels", np.zeros(num_records * num_sensors, np.float32))
+        has_length = len(cusums) + len(levels) == num_records * state_width(num_sensors)
+        has_length &= len(levels) == num_records * num_sensors
         _require(has_length, "the cumulative sums do not have the length that the records need")
-        cusums = cusums.reshape(shape)
+        num_others = state_width(num_sensors) - num_sensors
+        parts = cusums.reshape(num_records, num_others), levels.reshape(num_records, num_sensors)
+        cusums = np.concatenate(parts, 1)
     columns["closed"] = StringColumn.from_strings(columns["closed"])
     latest_event_time = columns.pop("latest_event_time", None)
     models = tuple(columns.pop("models"))
@@ -646,6 +658,12 @@ def _decode(kind: bytes, data: bytes, types: Mapping[str, pa.DataType]) -> dict[
     try:
         table = pa.ipc.open_stream(pa.py_buffer(body)).read_all()
         table.validate(full=True)
+        # The version is not part of the checksum. Since version 3, it is the lowest one that has all of the columns.
+        present = {
+            added_in for added_in, names in _COLUMNS_ADDED_IN_VERSION.items() if names & set(table.schema.names)
+        }
+        is_lowest = version < 3 or version == max(present, default=1)
+        _require(is_lowest, "its format version is not that of its columns")
         # Since version 4, the columns of tie groups are missing if there are no tie groups. Since version 7, this holds
         # for the columns of all parts.
         for part in _PARTS[: 0 if version < 4 else 1 if version < 7 else None]:

@@ -45,6 +45,7 @@ from deformer_stream.calibration.cusum import (
     compute_statistics_by_kind,
     find_largest_kinds,
 )
+from deformer_stream.calibration.marginals import find_log_p
 from deformer_stream.engine.events import AlertState
 from deformer_stream.engine.record_contexts import ContextWalk, find_places
 from deformer_stream.engine.records import RecordTable
@@ -175,6 +176,8 @@ class ModelVersion:
         self.model, self.calibration, self.fingerprint = model.eval(), calibration, fingerprint
         self.schema = model.schema
         self._log_resolutions = compute_log_resolutions(model.schema)
+        marginals = None if calibration.cusum_scale is None else calibration.cusum_scale.marginals
+        self._level_log_p = None if marginals is None else marginals.compute_log_p_by_cell()
         # With cumulative sums, there is a fourth score term: ln of the p-value given the readings of other sensors.
         self._has_others = calibration.cusum_scale is not None and model.process is not None
         self._num_terms = 4 if self._has_others else 3
@@ -675,6 +678,8 @@ class ModelVersion:
             log_resolutions=self._log_resolutions,
             slopes=scale.slopes,
             intercepts=scale.intercepts,
+            level_edges=None if scale.marginals is None else scale.marginals.edges,
+            level_log_p=self._level_log_p,
             largest_kinds=kinds,
             record_slope=scale.record_slope,
             record_intercept=scale.record_intercept,
@@ -776,14 +781,18 @@ def _compute_cusum_statistics(
     Returns:
         The statistic of each reading, (R, L), and the kind of the sum from which it was computed, (R, L).
     """
-    codes = cusums.codes[reading]
+    codes, values = cusums.codes[reading], cusums.values[reading]
+    log_p_level = None
+    if cusums.level_edges is not None and cusums.level_log_p is not None:
+        log_p_level = find_log_p(cusums.level_edges, cusums.level_log_p, codes, values)
     readings = CusumReadings(
         codes=codes,
-        values=cusums.values[reading],
+        values=values,
         log_p=terms[1, reading],
         log_p_others=None if cusums.log_p_others is None else cusums.log_p_others[reading],
         log_masses=terms[0, reading] + cusums.log_resolutions[codes],
         is_counted=is_counted,
+        log_p_level=log_p_level,
     )
     states = cusums.cusum_states[record_index]
     sums = advance_sums(states, readings)

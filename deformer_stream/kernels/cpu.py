@@ -422,10 +422,10 @@ def _pack_times(times: ReadingTimes) -> abi.TimeScales:
 
 CUSUM_ARRAYS = (
     *("cusum_states", "codes", "values", "log_p_others"),
-    *("log_resolutions", "slopes", "intercepts", "largest_kinds"),
+    *("log_resolutions", "slopes", "intercepts", "level_edges", "level_log_p", "largest_kinds"),
 )
 CUSUM_NUMBERS = (
-    *("num_sensors", "record_slope", "record_intercept"),
+    *("num_sensors", "num_cells", "record_slope", "record_intercept"),
     *("sensor_kappa", "offset_kappa", "record_kappa"),
     *("max_surprise", "max_repetition", "max_extreme", "tie_tolerance"),
 )
@@ -439,13 +439,15 @@ class CusumArguments:
     The numbers are those of `deformer_stream.calibration.cusum`.
 
     Attributes:
-        cusum_states: (records, 4F + 1) the states of all open records, which are updated.
+        cusum_states: (records, 5F + 1) the states of all open records, which are updated.
         codes: (M,) the sensors of the readings.
         values: (M,) their normalised values, as the network reads them.
         log_p_others: (M,) ln of the p-values given the readings of other sensors only; None if they are not computed.
         log_resolutions: (F,) ln of the width of each sensor's values, −inf if it is unknown.
-        slopes: (4, F) slopes of the lines that turn the evidence of a sensor into statistics.
-        intercepts: (4, F) their intercepts.
+        slopes: (5, F) slopes of the lines that turn the evidence of a sensor into statistics.
+        intercepts: (5, F) their intercepts.
+        level_edges: (F, K + 1) edges of the cells of each sensor's values, None without them.
+        level_log_p: (F, K + 2) ln of the p-values below the cells, in each of them, and above them; None without them.
         largest_kinds: (M,) int8 output. It receives the code of the kind whose statistic has raised the anomaly score
             of the record with this reading (`find_largest_kinds`); −1 if the anomaly score has not risen.
         record_slope: Slope of the line of the record's sum.
@@ -466,6 +468,8 @@ class CusumArguments:
     log_resolutions: Doubles
     slopes: Doubles
     intercepts: Doubles
+    level_edges: Doubles | None
+    level_log_p: Doubles | None
     largest_kinds: NDArray[np.int8]
     record_slope: float
     record_intercept: float
@@ -481,6 +485,11 @@ class CusumArguments:
     def num_sensors(self) -> int:
         """The number F of sensors."""
         return len(self.log_resolutions)
+
+    @property
+    def num_cells(self) -> int:
+        """The number K of cells of each sensor, 0 without cells."""
+        return 0 if self.level_edges is None else self.level_edges.shape[1] - 1
 
 
 class CpuKernels:

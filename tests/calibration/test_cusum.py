@@ -28,6 +28,7 @@ from deformer_stream.calibration.cusum import (
     fit_scale,
     state_width,
 )
+from deformer_stream.calibration.marginals import Marginals
 from deformer_stream.model.schema import Feature, Schema
 
 NUM_SENSORS = 3
@@ -44,12 +45,14 @@ def make_readings(num_records: int, num_readings: int, seed: int, p_exponent: fl
         log_p_others=np.log(rng.random(shape)),
         log_masses=np.log(rng.random(shape)),
         is_counted=rng.random(shape) < 0.9,
+        log_p_level=p_exponent * np.log(rng.random(shape)),
     )
 
 
 def take(readings: CusumReadings, columns: slice) -> CusumReadings:
     """Return the readings of some columns."""
     assert readings.log_p_others is not None
+    assert readings.log_p_level is not None
     return CusumReadings(
         readings.codes[:, columns],
         readings.values[:, columns],
@@ -57,31 +60,35 @@ def take(readings: CusumReadings, columns: slice) -> CusumReadings:
         readings.log_p_others[:, columns],
         readings.log_masses[:, columns],
         readings.is_counted[:, columns],
+        readings.log_p_level[:, columns],
     )
 
 
 def advance_by_definition(readings: CusumReadings) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return what `advance_sums` should, reading by reading with the formulas of its module."""
     assert readings.log_p_others is not None
+    assert readings.log_p_level is not None
     num_records, num_readings = readings.codes.shape
-    sums, records = np.zeros((4, num_records, num_readings)), np.zeros((num_records, num_readings))
+    sums, records = np.zeros((5, num_records, num_readings)), np.zeros((num_records, num_readings))
     for r in range(num_records):
-        improbable, offset, repeated = ([0.0] * NUM_SENSORS for _ in range(3))
+        improbable, offset, repeated, level = ([0.0] * NUM_SENSORS for _ in range(4))
         last: list[float | None] = [None] * NUM_SENSORS
         total = 0.0
         for k in np.flatnonzero(readings.is_counted[r]).tolist():
             s, value = int(readings.codes[r, k]), float(readings.values[r, k])
-            surprise, other = (
-                min(-float(log_p[r, k]), MAX_SURPRISE) for log_p in (readings.log_p, readings.log_p_others)
+            surprise, other, unusual = (
+                min(-float(log_p[r, k]), MAX_SURPRISE)
+                for log_p in (readings.log_p, readings.log_p_others, readings.log_p_level)
             )
             improbable[s] = max(0.0, improbable[s] + math.log(SENSOR_KAPPA) + (1 - SENSOR_KAPPA) * surprise)
+            level[s] = max(0.0, level[s] + math.log(SENSOR_KAPPA) + (1 - SENSOR_KAPPA) * unusual)
             offset[s] = max(0.0, offset[s] + math.log(OFFSET_KAPPA) + (1 - OFFSET_KAPPA) * other)
             rise = min(-float(readings.log_masses[r, k]), MAX_REPETITION)
             repeated[s] = repeated[s] + rise if last[s] == value else 0.0
             last[s] = value
             total = max(0.0, total + math.log(RECORD_KAPPA) + (1 - RECORD_KAPPA) * surprise)
             extreme = min(-float(readings.log_p[r, k]), MAX_EXTREME)
-            sums[:, r, k], records[r, k] = (improbable[s], offset[s], repeated[s], extreme), total
+            sums[:, r, k], records[r, k] = (improbable[s], offset[s], repeated[s], extreme, level[s]), total
     return sums, records
 
 
@@ -194,7 +201,7 @@ def test_kinds_of_evidence_raise_equally_many_false_alarms() -> None:
     has_readings = rng.random((num_records, num_sensors)) < 0.8
     scale = fit_scale(largest, record, has_readings)
     statistics = np.where(has_readings, scale.intercepts[:, None] + scale.slopes[:, None] * largest, -np.inf).max(2)
-    for kind in (0, 1, 3):
+    for kind in (0, 1, 3, 4):
         assert (statistics[kind] > -math.log(BALANCED_SHARE)).mean() == pytest.approx(BALANCED_SHARE, abs=1e-3)
     is_alarm = scale.record_intercept + scale.record_slope * record > -math.log(BALANCED_SHARE)
     assert is_alarm.mean() == pytest.approx(BALANCED_SHARE, abs=1e-3)
@@ -202,13 +209,13 @@ def test_kinds_of_evidence_raise_equally_many_false_alarms() -> None:
 
 
 def test_scale_without_single_readings_is_read_and_never_uses_them() -> None:
-    """Models from before the kind "extreme" keep their statistics."""
-    scale = CusumScale(np.full((4, 2), 0.5), np.zeros((4, 2)), 0.25, 4.0)
+    """Models from before the kinds "extreme" and "level" keep their statistics."""
+    scale = CusumScale(np.full((5, 2), 0.5), np.zeros((5, 2)), 0.25, 4.0)
     document = scale.to_json()
-    del document["extreme"]
+    del document["extreme"], document["level"]
     old = CusumScale.from_json(document)
-    sums = np.full((4, 1, 1), 3.0)
-    sums[3] = MAX_EXTREME
+    sums = np.full((5, 1, 1), 3.0)
+    sums[3:] = MAX_EXTREME
     assert compute_statistics(old, np.zeros((1, 1), np.int64), sums, np.zeros((1, 1))) == 4.0
     assert compute_statistics(scale, np.zeros((1, 1), np.int64), sums, np.zeros((1, 1))) == 0.5 * MAX_EXTREME
     assert old.to_json() == document
@@ -217,20 +224,26 @@ def test_scale_without_single_readings_is_read_and_never_uses_them() -> None:
 def test_statistic_is_the_largest_over_the_sums_of_the_sensor_and_the_record() -> None:
     scale = replace(CusumScale.neutral(2), record_slope=0.5, record_intercept=1.0)
     scale.slopes[1, 1], scale.intercepts[2, 0] = 3.0, -1.0
-    sums = np.array([[[2.0, 0.0]], [[0.0, 1.5]], [[9.0, 0.0]], [[3.0, 4.0]]])
+    sums = np.array([[[2.0, 0.0]], [[0.0, 1.5]], [[9.0, 0.0]], [[3.0, 4.0]], [[0.0, 1.0]]])
     statistics = compute_statistics(scale, np.array([[0, 1]]), sums, np.array([[0.0, 0.0]]))
     np.testing.assert_allclose(statistics, [[8.0, 4.5]])
     np.testing.assert_allclose(compute_statistics(scale, np.array([[0, 1]]), sums, np.array([[40.0, 40.0]])), 21.0)
 
 
 def test_scale_is_stored_as_json_and_checked() -> None:
-    scale = CusumScale(np.full((4, 2), 0.5), np.arange(8.0).reshape(4, 2), 0.25, 4.0)
+    marginals = Marginals(np.arange(6.0).reshape(2, 3), np.array([100, 0]))
+    scale = CusumScale(np.full((5, 2), 0.5), np.arange(10.0).reshape(5, 2), 0.25, 4.0, marginals)
     copy = CusumScale.from_json(scale.to_json())
+    assert copy.marginals is not None
+    np.testing.assert_array_equal(copy.marginals.edges, marginals.edges)
+    np.testing.assert_array_equal(copy.marginals.num_readings, marginals.num_readings)
     np.testing.assert_array_equal(copy.slopes, scale.slopes)
     np.testing.assert_array_equal(copy.intercepts, scale.intercepts)
     assert (copy.record_slope, copy.record_intercept) == (0.25, 4.0)
-    with pytest.raises(ValueError, match="4 rows"):
+    with pytest.raises(ValueError, match="5 rows"):
         CusumScale(np.ones((2, 2)), np.ones((2, 2)), 1.0, 0.0)
     with pytest.raises(ValueError, match="finite"):
-        CusumScale(np.full((4, 2), np.nan), np.ones((4, 2)), 1.0, 0.0)
-    assert state_width(2) == create_states(1, 2).shape[1] == 9
+        CusumScale(np.full((5, 2), np.nan), np.ones((5, 2)), 1.0, 0.0)
+    with pytest.raises(ValueError, match="of all sensors"):
+        CusumScale(np.ones((5, 3)), np.ones((5, 3)), 1.0, 0.0, marginals)
+    assert state_width(2) == create_states(1, 2).shape[1] == 11

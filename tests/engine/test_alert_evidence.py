@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.calibration.cusum import TIE_TOLERANCE, CusumScale, find_largest_kinds
+from deformer_stream.calibration.cusum import KINDS, NEVER, TIE_TOLERANCE, CusumScale, find_largest_kinds
+from deformer_stream.calibration.marginals import Marginals
 from deformer_stream.codec.alert_text import format_alert_line
 from deformer_stream.codec.state import decode_snapshot, encode_snapshot
 from deformer_stream.engine import explain
@@ -48,10 +50,13 @@ def make_quantized_model(is_compiled: bool) -> DEformer:
 
 
 def make_engine(
-    is_compiled: bool = True, effort: ExplanationEffort = "full", alphas: tuple[float, ...] = (0.05,)
+    is_compiled: bool = True,
+    effort: ExplanationEffort = "full",
+    alphas: tuple[float, ...] = (0.05,),
+    scale: CusumScale | None = None,
 ) -> Engine:
     """Return an engine that raises alerts at statistics above about 15 nats."""
-    scale = CusumScale.neutral(NUM_SENSORS)
+    scale = scale or CusumScale.neutral(NUM_SENSORS)
     calibration = Calibration.from_statistics(np.linspace(0.0, 15.5, 200), "arrival", cusum_scale=scale)
     return Engine(make_quantized_model(is_compiled), calibration, "process", alphas, effort=effort)
 
@@ -162,6 +167,27 @@ def test_an_alert_names_the_kind_of_evidence_and_the_sensor(kind: str, is_compil
             assert len(own) == len(suspects) or own[-len(suspects) - 1].value != own[-1].value
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_sensor_whose_level_is_unusual_raises_an_alert(is_compiled: bool) -> None:
+    """A scale that counts nothing else: the sensor has values that no normal record has, from the beginning."""
+    intercepts = np.full((5, NUM_SENSORS), NEVER)
+    intercepts[KINDS.index("level")] = 0.0
+    edges = np.tile(np.linspace(-8.0, 8.0, 41), (NUM_SENSORS, 1))
+    marginals = Marginals(edges, np.full(NUM_SENSORS, 10_000))
+    scale = CusumScale(np.ones((5, NUM_SENSORS)), intercepts, 0.0, NEVER, marginals)
+    codes, values, ages = simulate(np.random.default_rng(3), 120)
+    normal = make_process_batch([(codes, values.round(2), ages)])
+    assert not make_engine(is_compiled, scale=scale).handle(normal, 0).alerts
+    values[codes == FAULTY] = 30.0 + 0.01 * np.arange((codes == FAULTY).sum())
+    (alert,) = (
+        make_engine(is_compiled, scale=scale).handle(make_process_batch([(codes, values.round(2), ages)]), 0).alerts
+    )
+    assert alert.evidence == AlertCause("level", f"sensor{FAULTY}")
+    assert f"evidence: sensor{FAULTY} has unusual values (" in format_alert_line(alert)
+    # Four readings, each with ln κ + (1 − κ) ln 10,001 nats, are more than 15.
+    assert alert.score == pytest.approx(3 * (math.log(0.2) + 0.8 * math.log(10_001)), rel=0.4)
+
+
 def test_the_division_into_batches_does_not_change_the_evidence() -> None:
     for kind in FAULTS:
         batch = make_records(kind, 2)
@@ -179,6 +205,15 @@ def test_fast_explanations_mark_readings_of_the_sensor_of_the_evidence() -> None
             assert {part.feature for part in suspects} == {alert.evidence.sensor}
             assert alert.time in {part.time for part in suspects}
             assert (len(suspects) > 1) == (alert.evidence.kind == "repeated")
+
+
+def test_a_snapshot_without_open_records_is_restored() -> None:
+    engine = make_engine()
+    handle_in_parts(engine, make_records("repeated", 1), 200)
+    engine.finish()
+    snapshot = decode_snapshot(encode_snapshot(engine.snapshot(0, 0)))
+    assert len(snapshot) == 0
+    make_engine().restore(0, snapshot, 0)
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])

@@ -37,6 +37,7 @@ from deformer_stream.calibration.cusum import (
     create_states,
     find_largest_kinds,
 )
+from deformer_stream.calibration.marginals import Marginals
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Contribution
 from deformer_stream.engine.explain import explain_records
@@ -243,8 +244,10 @@ def test_running_statistics_follow_their_definition(seed: int, max_readings: int
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**16), has_others=st.booleans(), is_masked=st.booleans())
-def test_cumulative_sums_equal_those_of_the_reference(seed: int, has_others: bool, is_masked: bool) -> None:
+@given(seed=st.integers(0, 2**16), has_others=st.booleans(), is_masked=st.booleans(), has_level=st.booleans())
+def test_cumulative_sums_equal_those_of_the_reference(
+    seed: int, has_others: bool, is_masked: bool, has_level: bool
+) -> None:
     """Statistics and states of records at any index, with readings from likely to extreme."""
     kernels = kernels_of(make_model(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
     rng, num_sensors = np.random.default_rng(seed), 4
@@ -253,7 +256,11 @@ def test_cumulative_sums_equal_those_of_the_reference(seed: int, has_others: boo
     M = int(offsets[-1])
     terms = -(rng.exponential(size=(3, M)) * 10.0 ** rng.choice([-1, 0, 0, 0, 1, 3], (3, M)))
     is_scored = rng.random(M) < 0.8 if is_masked else None
-    scale = CusumScale(rng.random((4, num_sensors)), rng.normal(size=(4, num_sensors)), 0.3, -0.5)
+    marginals = Marginals(
+        np.sort(rng.integers(-3, 5, (num_sensors, 9)), 1).astype(np.float64), np.array([0, 9, 200, 7])
+    )
+    slopes, intercepts = rng.random((5, num_sensors)), rng.normal(size=(5, num_sensors))
+    scale = CusumScale(slopes, intercepts, 0.3, -0.5, marginals if has_level else None)
     log_resolutions = np.array([-np.inf, -3.0, 0.0, 0.5])
     states, running = create_states(8, num_sensors), np.full(8, INITIAL_RUNNING)
     arguments = CusumArguments(
@@ -264,6 +271,8 @@ def test_cumulative_sums_equal_those_of_the_reference(seed: int, has_others: boo
         log_resolutions=log_resolutions,
         slopes=scale.slopes,
         intercepts=scale.intercepts,
+        level_edges=marginals.edges if has_level else None,
+        level_log_p=marginals.compute_log_p_by_cell() if has_level else None,
         largest_kinds=np.full(M, 9, np.int8),
         record_slope=scale.record_slope,
         record_intercept=scale.record_intercept,
@@ -289,6 +298,7 @@ def test_cumulative_sums_equal_those_of_the_reference(seed: int, has_others: boo
             None if arguments.log_p_others is None else arguments.log_p_others[own],
             terms[0, own] + log_resolutions[codes],
             counted,
+            marginals.compute_log_p(codes, arguments.values[own]) if has_level else None,
         )
         state = expected_states[[index]]
         sums = advance_sums(state, readings)

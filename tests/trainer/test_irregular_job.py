@@ -201,10 +201,14 @@ def test_scale_of_cumulative_sums_is_fitted_to_the_scores_of_the_engine(
     scale = fit_cusum_scale(model, examples, rows, 7)
     assert scale.num_sensors == 3
     assert (scale.slopes < 1.0).any()  # an untrained model is wrong, so normal records have large sums
-    readings = score_records(model, examples, rows, 7)
+    assert scale.marginals is not None
+    is_linear = table.schema.is_linear
+    assert is_linear.any()
+    assert ((scale.marginals.num_readings >= 100) == is_linear).all()  # labels have no cells
+    readings = score_records(model, examples, rows, 7, scale.marginals)
     with monkeypatch.context() as patch:  # PyTorch computes the same as the compiled kernels
         patch.setattr("trainer.cusum_scale.attached_kernels", lambda model: nullcontext())
-        reference = score_records(model, examples, rows, 7)
+        reference = score_records(model, examples, rows, 7, scale.marginals)
     for name in ("log_p", "log_p_others", "log_masses"):
         np.testing.assert_allclose(getattr(readings, name), getattr(reference, name), rtol=1e-3, atol=1e-3)
     assert not np.array_equal(readings.log_p, reference.log_p)  # rounding errors differ

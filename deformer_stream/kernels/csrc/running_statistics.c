@@ -4,7 +4,7 @@
 #include "gamma_tail.h"
 
 #define TOLERANCE 1e-15   /* relative error of Fisher's statistic */
-#define SENSOR_EVIDENCE 4 /* kinds of evidence of each sensor: three sums, and the reading itself */
+#define SENSOR_EVIDENCE 5 /* kinds of evidence of each sensor: three sums, the reading itself, and the sum "level" */
 
 /* Return Sidak's statistic -ln(1 - (1 - p)^count), where p is the smallest of `count` p-values. min_log_p: ln(p).
  *
@@ -25,6 +25,21 @@ static double bet(double log_p, double kappa, double limit) {
     return log(kappa) + (1 - kappa) * fmin(fmax(-log_p, 0), limit); /* rounding can make a p-value > 1 */
 }
 
+/* Return ln of the p-value of a reading among all normal readings of its sensor, 0 if their distribution is not known.
+ *
+ * It is that of the cell with the value (`Marginals.compute_log_p` of calibration/marginals.py). */
+static double log_p_level(const AdvanceTask *task, int64_t code, double value) {
+    if (!task->level_edges) return 0;
+    const double *edges = task->level_edges + code * (task->num_cells + 1);
+    int64_t low = 0, high = task->num_cells + 1; /* the number of edges that are at most the value */
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (edges[middle] <= value) low = middle + 1;
+        else high = middle;
+    }
+    return task->level_log_p[code * (task->num_cells + 2) + low];
+}
+
 /* Add a reading to the cumulative sums of its record, and return its statistic. `advance_sums`, `compute_statistics` and
  * `find_largest_kinds` of calibration/cusum.py compute the same, and are the reference.
  *
@@ -32,9 +47,9 @@ static double bet(double log_p, double kappa, double limit) {
 static double advance_cusums(const AdvanceTask *task, int64_t record_index, int64_t m, double log_prob, double log_p,
                              int8_t *kind) {
     int64_t F = task->num_sensors, code = task->codes[m];
-    float *state = task->cusum_states + record_index * (4 * F + 1);
+    float *state = task->cusum_states + record_index * (5 * F + 1);
     float *improbable = state + code, *offset = state + F + code, *repeated = state + 2 * F + code;
-    float *last_value = state + 3 * F + code, *record = state + 4 * F;
+    float *last_value = state + 3 * F + code, *record = state + 4 * F, *level = record + 1 + code;
     double log_p_others = task->log_p_others ? task->log_p_others[m] : 0;
     double repetition = fmin(fmax(-(log_prob + task->log_resolutions[code]), 0), task->max_repetition);
     *improbable = (float)fmax(*improbable + bet(log_p, task->sensor_kappa, task->max_surprise), 0);
@@ -43,7 +58,9 @@ static double advance_cusums(const AdvanceTask *task, int64_t record_index, int6
     *last_value = task->values[m];
     *record = (float)fmax(*record + bet(log_p, task->record_kappa, task->max_surprise), 0);
     double extreme = fmin(fmax(-log_p, 0), task->max_extreme);
-    const double evidence[SENSOR_EVIDENCE] = {*improbable, *offset, *repeated, extreme};
+    double unusual = bet(log_p_level(task, code, task->values[m]), task->sensor_kappa, task->max_surprise);
+    *level = (float)fmax(*level + unusual, 0);
+    const double evidence[SENSOR_EVIDENCE] = {*improbable, *offset, *repeated, extreme, *level};
     double statistics[SENSOR_EVIDENCE + 1], largest = task->record_intercept + task->record_slope * *record;
     statistics[SENSOR_EVIDENCE] = largest;
     for (int64_t i = 0; i < SENSOR_EVIDENCE; i++) {
