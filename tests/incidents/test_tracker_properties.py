@@ -216,7 +216,7 @@ def test_an_incident_opens_in_a_segment_only_if_its_largest_statistic_is_above_t
     rows: list[tuple[str, int, float, str]], options: TrackerOptions
 ) -> None:
     # What the guarantee needs: the tracker opens incidents in the segments that the calibration would count.
-    plan = PLANS[1]
+    plan = replace(PLANS[1], log_threshold=math.log(1e8), segment=10 * SECOND)
     assert plan.segment is not None
     in_order = sorted(rows, key=lambda row: row[1])
     collectors: dict[tuple[str, int], SegmentCollector] = {}
