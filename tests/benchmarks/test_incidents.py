@@ -26,6 +26,7 @@ from benchmarks.incidents import (
     cut_segments,
     detect_by_evidence,
     detect_by_run_rule,
+    measure_hindsight_delay,
     measure_incidents,
     rank_among_others,
     score_by_mahalanobis,
@@ -142,3 +143,14 @@ def test_a_small_simulation_shows_the_failure_of_the_e_detector_under_dependence
     assert summarise(lines, "AR(1)", RULES[1])["share"] > 0.2
     assert summarise(lines, "AR(1)", RULES[0])["share"] < 0.15
     assert summarise(lines, "independent", RULES[1])["share"] < 1 / 30
+
+
+def test_a_fault_is_visible_when_most_rows_are_above_the_normal_rows_before_it(case: Case) -> None:
+    values = np.zeros(300)
+    values[20] = 5.0  # a normal row
+    values[60] = 6.0  # one row above is not visible
+    values[90:150] = 6.0
+    scores = CaseScores({}, {name: DeviceScores(values) for name in case.faults})
+    assert measure_hindsight_delay(case, scores) == (40.0, NUM_DEVICES - 1, NUM_DEVICES - 1)
+    quiet = CaseScores({}, {name: DeviceScores(np.zeros(300)) for name in case.faults})
+    assert measure_hindsight_delay(case, quiet) is None
