@@ -30,21 +30,21 @@ import hashlib
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Shares = Mapping[str, float]
 """The share of the attribution by feature. Only the direction of this vector matters for patterns."""
 
-MIN_COSINE = 0.8
-"""Smallest cosine between the suspects of a record or incident and a pattern that it matches."""
+MIN_COSINE = 0.5
+"""Smallest cosine between the suspects of a record or incident and a pattern that it matches.
 
-MIN_COSINE_OF_OWN_SUSPECTS = 0.5
-"""Smallest cosine between the suspects of an alerted record and a pattern that the device's recent alerts match.
-
-The suspects of single records vary, so the recent alerts of the device decide. A record with other suspects, which may
-be the beginning of a fault, must nevertheless not match.
+It is the bound at which `incidents.tracker` speaks of the same suspects. The attribution of single records errs, and it
+differs between devices, so a larger bound would miss many incidents of a kind.
 """
+
+STRICTER_COSINES = (0.65, 0.8)
+"""Bounds that are tried if a pattern would hide a confirmed fault."""
 
 MIN_FALSE_LABELS = 3
 """Smallest number of incidents labelled as false alarms from which a pattern is made."""
@@ -60,8 +60,12 @@ MAX_PATTERNS, MAX_INCIDENTS, MAX_FEATURES, MAX_DEVICES, MAX_TEXT_CHARS = 100, 1_
 """Bounds of what a file may contain: patterns, incidents, features and devices of a pattern, and characters of a name.
 """
 
-_RECENT_WEIGHT = 0.9
-"""Factor of the earlier alerts' suspects in the running sum of a device's recent suspects, for each new alert."""
+_RECENT_WEIGHT = 0.7
+"""Factor of the earlier alerts' suspects in the running sum of a device's recent suspects, for each new alert.
+
+With this factor, one or two alerts with other suspects among several of a pattern still match, because the attribution
+of single records can err. The third one in succession does not; it may be the beginning of a fault.
+"""
 
 
 def compute_cosine(first: Shares, second: Shares) -> float:
@@ -348,10 +352,9 @@ def _matches(pattern: FalseAlarmPattern, own: Shares, recent: Shares) -> bool:
         own: Shares of the record's own suspects.
         recent: Weighted shares of the recent alerts of the device, which include those of the record.
     """
-    own_cosine = compute_cosine(own, pattern.direction) if own else 1.0
-    if own and own_cosine >= pattern.min_cosine:
+    if own and compute_cosine(own, pattern.direction) >= pattern.min_cosine:
         return True
-    return own_cosine >= MIN_COSINE_OF_OWN_SUSPECTS and compute_cosine(recent, pattern.direction) >= pattern.min_cosine
+    return compute_cosine(recent, pattern.direction) >= pattern.min_cosine
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,6 +396,28 @@ class PatternCandidate:
     confirmed: tuple[PastIncident, ...]
     pattern: FalseAlarmPattern | None
     remedy: str = ""
+
+
+def tighten(candidate: PatternCandidate) -> PatternCandidate | None:
+    """Return the same kind with the next stricter bound for matching suspects; None if there is no stricter one."""
+    pattern = candidate.pattern
+    stricter = [cosine for cosine in STRICTER_COSINES if pattern is not None and cosine > pattern.min_cosine]
+    if pattern is None or not stricter:
+        return None
+
+    direction = pattern.direction
+
+    def is_similar(incident: PastIncident) -> bool:
+        return compute_cosine(keep_valid_shares(incident.shares), direction) >= stricter[0]
+
+    unlabelled = tuple(filter(is_similar, candidate.unlabelled))
+    left_out = {incident.id for incident in candidate.unlabelled} - {incident.id for incident in unlabelled}
+    scores = {name: score for name, score in pattern.score_by_incident.items() if name not in left_out}
+    if len(scores) < MIN_INCIDENTS:
+        return None
+    pattern = replace(pattern, score_by_incident=scores, min_cosine=stricter[0])
+    confirmed = tuple(filter(is_similar, candidate.confirmed))
+    return replace(candidate, pattern=pattern, unlabelled=unlabelled, confirmed=confirmed)
 
 
 def make_patterns(

@@ -8,7 +8,8 @@ The log of evidence is read several times from its start:
 4. The incidents of the candidate are computed and compared with those of today.
 
 Patterns are tried as they will act on new incidents: each past incident is compared with the others of its pattern, not
-with itself. A pattern with which a confirmed fault would no longer be found is left out of the candidate.
+with itself. If a confirmed fault would no longer be found with a pattern, suspects must match it more closely. If that
+does not help, the pattern is left out of the candidate.
 
 What people have confirmed as faults, and what was recorded during known maintenance, leaves the calibration. Nothing
 else does (Label-Trim, arXiv 2502.04807): leaving out whatever looks unusual would make too many alerts. The records
@@ -34,6 +35,7 @@ from deformer_stream.calibration.false_alarm_patterns import (
     PatternCandidate,
     compute_cosine,
     make_patterns,
+    tighten,
 )
 from deformer_stream.calibration.incident_budget import MICROS_PER_DAY, bound_realised_rate
 from deformer_stream.calibration.incident_evidence import (
@@ -315,9 +317,15 @@ def propose(
         if not culprits or "patterns" not in options.changes:
             break
         for pattern in culprits:
+            position = patterns.index(pattern)
+            index = next(index for index, entry in enumerate(candidates) if entry.pattern == pattern)
+            stricter = tighten(candidates[index])
+            if stricter is not None and stricter.pattern is not None:
+                candidates[index], patterns[position] = stricter, stricter.pattern
+                continue
             hidden = next(fault for fault in lost if _may_hide(pattern, fault))
             dropped[pattern.id] = f"it would lose the confirmed fault {hidden.incident.id}"
-        patterns = [pattern for pattern in patterns if pattern not in culprits]
+            del patterns[position]
     log = replace(log, num_alerts_removed=alert_changes[0], num_alerts_new=alert_changes[1])
     rates = [
         _describe_rate(detection, log, *counts)

@@ -22,6 +22,7 @@ from deformer_stream.calibration.false_alarm_patterns import (
     compute_cosine,
     make_patterns,
     read_patterns,
+    tighten,
 )
 
 SECOND = 1_000_000
@@ -100,14 +101,42 @@ def test_only_records_with_the_suspects_of_the_pattern_are_adjusted() -> None:
 
 
 def test_recent_alerts_decide_about_a_record_whose_suspects_vary() -> None:
-    similar, other = {"flow": 0.5, "level": 0.65}, {"flow": 0.2, "vibration": 0.8}
+    """Two alerts with other suspects can be an error of the attribution; the third one can be a fault."""
+    similar, other = {"flow": 0.5, "level": 0.65}, {"vibration": 1.0}
+    strict = replace(PATTERN, min_cosine=0.8)
     assert 0.5 < compute_cosine(similar, PATTERN.direction) < 0.8
-    adjuster = PatternAdjuster([PATTERN], GAP)
+    adjuster = PatternAdjuster([strict], GAP)
     assert adjuster.adjust("a", 0, 0.001, 5.0, similar) == 0.001, "without recent alerts of the pattern"
     for _ in range(5):
         adjuster.adjust("b", 0, 0.001, 5.0, CLEANING)
     assert adjuster.adjust("b", SECOND, 0.001, 5.0, similar) == 1.0
-    assert adjuster.adjust("b", SECOND, 0.001, 5.0, other) == 0.001, "other suspects are a new fault"
+    adjuster = PatternAdjuster([PATTERN], GAP)
+    for _ in range(5):
+        adjuster.adjust("c", 0, 0.001, 5.0, CLEANING)
+    found = [adjuster.adjust("c", SECOND, 0.001, 5.0, other) for _ in range(4)]
+    assert found == [1.0, 1.0, 0.001, 0.001]
+    assert adjuster.adjust("c", SECOND, 0.02, 5.0, None) == 0.02
+
+
+def test_a_stricter_bound_keeps_the_labelled_incidents() -> None:
+    """Unlabelled incidents that are no longer similar leave the pattern; after the strictest bound there is none."""
+    incidents = [make_incident(k) for k in range(6)]
+    incidents += [make_incident(k, shares={"flow": 0.6, "vibration": 0.55}, label=None) for k in (6, 7)]
+    incidents += [make_incident(8, shares={"flow": 0.5, "vibration": 0.75}, label="true")]
+    (loose,) = make_patterns(incidents)
+    assert len(loose.unlabelled) == 2
+    assert len(loose.confirmed) == 1
+    middle = tighten(loose)
+    assert middle is not None
+    assert middle.pattern is not None
+    assert (middle.pattern.min_cosine, len(middle.unlabelled), len(middle.confirmed)) == (0.65, 2, 0)
+    strict = tighten(middle)
+    assert strict is not None
+    assert strict.pattern is not None
+    assert strict.unlabelled == ()
+    assert set(strict.pattern.score_by_incident) == {f"incident-{k}" for k in range(6)}
+    assert strict.pattern.labelled == loose.pattern.labelled if loose.pattern else False
+    assert tighten(strict) is None
 
 
 def test_a_pattern_of_some_devices_leaves_the_others() -> None:
