@@ -650,7 +650,7 @@ def run(arguments: argparse.Namespace) -> None:
     if hindsight is not None:
         visibility = (
             " With a threshold of T² that is chosen for each device in hindsight, just above the normal rows before "
-            f"its fault, {hindsight[1]} of {hindsight[2]} faults become visible, after a median of {hindsight[0]:.0f} s."
+            f"its fault, {hindsight[1]} of {hindsight[2]} faults become visible after a median of {hindsight[0]:.0f} s."
         )
     missed = ", ".join(lines[0]["missed"]) or "none"
     text = (
