@@ -20,7 +20,7 @@ EXTREME_VERSION = 7
 
 Version 2 adds separate calibrations of groups of records, version 3 a rule for readings with equal event times, version
 4 the windows of time that are the records, version 5 a rule for several readings in one time slot, version 6
-irregular readings, which keep their own times, and version 7 the evidence of single readings beside cumulative sums. A
+irregular readings, which keep their own times, and version 7 the evidence of single readings and of levels. A
 manifest gets the lowest version that has all of its contents. Older releases can therefore read it, unless they would
 ignore a part of it.
 """
@@ -113,7 +113,7 @@ def determine_version(manifest: dict[str, Any]) -> int:
 
     A manifest gets the lowest version, so that releases that know only this version can still read it:
 
-    - Version 7 is needed if single readings are evidence ("extreme" of the cumulative sums).
+    - Version 7 is needed if single readings and levels are evidence ("extreme" and "level" of the cumulative sums).
     - Version 6 is needed if readings are irregular, that is, if they keep their own times ("reading_times").
     - Version 5 is needed if the readings of a sensor in one time slot are combined ("per_slot" of the window).
     - Version 4 is needed if each record is a window of event time.

@@ -659,9 +659,7 @@ def _decode(kind: bytes, data: bytes, types: Mapping[str, pa.DataType]) -> dict[
         table = pa.ipc.open_stream(pa.py_buffer(body)).read_all()
         table.validate(full=True)
         # The version is not part of the checksum. Since version 3, it is the lowest one that has all of the columns.
-        present = {
-            added_in for added_in, names in _COLUMNS_ADDED_IN_VERSION.items() if names & set(table.schema.names)
-        }
+        present = {added_in for added_in, names in _COLUMNS_ADDED_IN_VERSION.items() if names & set(table.schema.names)}
         is_lowest = version < 3 or version == max(present, default=1)
         _require(is_lowest, "its format version is not that of its columns")
         # Since version 4, the columns of tie groups are missing if there are no tie groups. Since version 7, this holds
