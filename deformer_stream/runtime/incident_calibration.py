@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.incident_budget import (
+    MICROS_PER_DAY,
     IncidentBudget,
     count_required_segments,
     format_length,
@@ -122,7 +123,7 @@ def describe_segments(segments: Sequence[SegmentCalibration], budget: IncidentBu
     ]
     for calibration in segments:
         num_segments = calibration.num_segments
-        smallest = IncidentBudget(1.0, calibration.length * (num_segments + 1)) if num_segments else None
+        num_days = calibration.length * (num_segments + 1) / MICROS_PER_DAY
         num_required = count_required_segments(min(budget.count * calibration.length / budget.period, 1.0))
         missing = num_required - num_segments
         rows.append(
@@ -131,7 +132,7 @@ def describe_segments(segments: Sequence[SegmentCalibration], budget: IncidentBu
                 f"{num_segments:,}",
                 f"{calibration.num_devices:,}",
                 f"{calibration.num_left_out:,}",
-                str(smallest) if smallest is not None else "none",
+                f"1 per {num_days:.4g}d" if num_segments else "none",
                 "in reach" if missing <= 0 else f"{format_count(missing, 'segment')} missing",
             )
         )
