@@ -10,7 +10,7 @@ SHELL := /bin/bash
 # The tests of a file run in one process. Each process starts its own broker, so the number of processes is limited.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help docs demo test first-hours lint check format bench bench-quality chaos chaos-incidents fuzz kafka kafka-jars clean
+.PHONY: help docs demo demo-page test first-hours lint check format bench bench-quality chaos chaos-incidents fuzz kafka kafka-jars test-programs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -28,6 +28,10 @@ $(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.run
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.page: $(VENV)/.run
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[page]'
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.run
@@ -49,7 +53,10 @@ docs: $(VENV)/.docs ## build the documentation site into site/
 demo: $(VENV)/.run ## simulate a fleet, train for a minute, show early alerts and write a report (needs only Python)
 	$(BIN)/deformer-stream demo --output demo-output
 
-test: $(VENV)/.dev kafka-jars ## run all tests, against a real Apache Kafka (WORKERS=0: in one process)
+demo-page: $(VENV)/.page ## show incidents of simulated pumps in a browser, live, until Ctrl-C (needs only Python)
+	$(BIN)/deformer-stream demo --page --output demo-output
+
+test: $(VENV)/.dev kafka-jars test-programs ## run all tests, against a real Apache Kafka (WORKERS=0: in one process)
 	$(PYTEST)
 
 first-hours: $(VENV)/.dev ## run the trials of a new user with unknown tables, those that take minutes too
@@ -102,6 +109,9 @@ chaos-incidents: $(VENV)/.dev kafka-jars ## kill the process that makes incident
 
 kafka-jars: $(VENV)/.made ## fetch Apache Kafka with Maven (once)
 	@if [ -z "$$DEFORMER_TEST_BOOTSTRAP" ]; then $(BIN)/python tests/kafka/broker.py ensure; fi
+
+test-programs: $(VENV)/.made ## install the browser and Alertmanager that tests start (once)
+	@$(BIN)/python tests/programs.py
 
 kafka: $(VENV)/.made ## run a broker on localhost:$(KAFKA_PORT) until Ctrl-C
 	$(BIN)/python tests/kafka/broker.py run --port $(KAFKA_PORT)

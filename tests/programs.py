@@ -1,0 +1,64 @@
+"""Install the programs other than Kafka that tests start: a browser and Alertmanager, from Debian's packages.
+
+    python tests/programs.py
+
+This file needs only the standard library, so that it runs before the project is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+LOG_FILE = Path(__file__).resolve().parents[1] / ".kafka" / "programs.log"
+"""The output of the package manager; the folder is that of the broker for tests, which `make clean` removes."""
+
+PROGRAMS_BY_PACKAGE = {
+    "chromium": ("chromium", "google-chrome"),
+    "prometheus-alertmanager": ("prometheus-alertmanager", "alertmanager"),
+}
+"""By Debian's package, the names that its program may have. One of them must be on the PATH."""
+
+PATH_VARIABLE_BY_PACKAGE = {"chromium": "DEFORMER_TEST_CHROMIUM"}
+"""Environment variables that name the program, by Debian's package."""
+
+
+def find_missing() -> list[str]:
+    """Return Debian's packages whose programs are neither on the PATH nor named by an environment variable."""
+    return [
+        package
+        for package, names in PROGRAMS_BY_PACKAGE.items()
+        if not os.environ.get(PATH_VARIABLE_BY_PACKAGE.get(package, "")) and not any(map(shutil.which, names))
+    ]
+
+
+def main() -> int:
+    """Install the packages that are missing and return the exit status."""
+    missing = find_missing()
+    if not missing:
+        return 0
+    if not (shutil.which("apt-get") and os.geteuid() == 0):
+        print(
+            f"make: tests need {' and '.join(missing)}: install them (Debian, Ubuntu: `sudo apt-get install "
+            f"{' '.join(missing)}`), or leave out their tests with `make check`",
+            file=sys.stderr,
+        )
+        return 4
+    LOG_FILE.parent.mkdir(exist_ok=True)
+    print(f"installing {' and '.join(missing)} (log: {LOG_FILE})", flush=True)
+    install = ("apt-get", "-o", "Dpkg::Use-Pty=0", "install", "-y", "--no-install-recommends", *missing)
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    with LOG_FILE.open("ab") as log:
+        for command in (("apt-get", "update"), install):
+            status = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False).returncode
+            if status != 0:
+                print(f"make: {' '.join(command)} failed with the status {status}: see {LOG_FILE}", file=sys.stderr)
+                return 4
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
