@@ -16,8 +16,12 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 
+from deformer_stream.codec.encode_evidence import decode_evidence
+from deformer_stream.codec.encode_incidents import decode_incident
+from deformer_stream.codec.feedback_messages import decode_label
 from deformer_stream.demo.simulate import simulate
 from deformer_stream.engine.events import RejectionReason
+from deformer_stream.runtime.detection_metrics import DetectionMetrics
 from deformer_stream.runtime.metrics import Metrics
 from tests.conftest import ROOT
 from tests.first_hours.plant_data import write_historian_csv
@@ -112,16 +116,21 @@ def test_reasons_are_explained() -> None:
 
 def test_metrics_are_explained() -> None:
     page = (DOCS / "reference" / "metrics.md").read_text()
-    for metric in Metrics().registry.collect():
-        name = metric.name.removeprefix("deformer_")
-        assert re.search(rf"`{name}(_total)?[`{{]", page), name
+    for registry in (Metrics().registry, DetectionMetrics().registry):
+        for metric in registry.collect():
+            name = metric.name.removeprefix("deformer_")
+            assert re.search(rf"`{name}(_total)?[`{{]", page), name
 
 
 def test_examples_of_formats_are_json() -> None:
-    events, alert = blocks(DOCS / "reference" / "formats.md", "json")
+    events, alert, evidence, incident, labels = blocks(DOCS / "reference" / "formats.md", "json")
     for line in events.splitlines():
         assert {"record", "device"} & json.loads(line).keys()
     assert json.loads(alert).keys() >= LONG_ALERT
+    assert len(decode_evidence(evidence.encode()).closed) == 1
+    assert decode_incident(incident.encode()).device == "pump-7"
+    for label in re.split(r"(?<=})\n", labels.strip()):
+        decode_label(label.encode())
 
 
 @pytest.fixture(scope="module")
