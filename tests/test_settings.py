@@ -35,6 +35,8 @@ REQUIRED: dict[str, dict[str, str]] = {
     "replay": {"model": "m"},
     "calibrate": {"model": "m"},
     "incidents": {"model": "m", "topic": "t"},
+    "serve": {"topic": "t"},
+    "feedback": {"topic": "t"},
     "produce": {"topic": "t"},
     "impute": {"model": "m", "output": "o.parquet"},
     "sample": {"model": "m", "output": "o.parquet"},

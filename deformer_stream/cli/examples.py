@@ -74,6 +74,21 @@ EXAMPLES_BY_COMMAND: dict[str, tuple[tuple[str, str], ...]] = {
             "--webhook https://example.org/hook --webhook-secret-file secret",
         ),
     ),
+    "feedback": (
+        (
+            "Say that an incident is a real fault, and which one:",
+            'deformer-stream feedback 5ed3c4ff true --topic sensors --name "blocked discharge"',
+        ),
+        (
+            "Silence an incident that is a false alarm:",
+            "deformer-stream feedback 5ed3c4ff false-alarm --topic sensors",
+        ),
+        (
+            "Silence the incidents of a device during its maintenance:",
+            "deformer-stream feedback --topic sensors --maintenance pump-7 --from 2026-11-23T22:00:00Z "
+            "--to 2026-11-24T04:00:00Z",
+        ),
+    ),
     "propose": (
         (
             "Learn from the labels of operators, and show what would change on kept evidence:",

@@ -9,7 +9,9 @@ import click
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option
 
-COMMANDS_WITH_SETTINGS = ["consume", "replay", "calibrate", "incidents", "serve", "produce", "impute", "sample", "demo"]
+COMMANDS_WITH_SETTINGS = [
+    *("consume", "replay", "calibrate", "incidents", "serve", "feedback", "produce", "impute", "sample", "demo"),
+]
 """Names of the commands that have settings. They are repeated from `settings.SETTINGS_BY_COMMAND`, because importing
 the settings would delay `--help`."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from deformer_stream.cli import completion, incidents, inspection, propose, serve, stream, tables
+from deformer_stream.cli import completion, feedback, incidents, inspection, propose, serve, stream, tables
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli.init import command as init
 from deformer_stream.cli_utils import HELP, HelpCommand, LazyGroup, add_debug_option, is_debugging, run, stop_on_signals
@@ -24,6 +24,7 @@ SUMMARY_BY_COMMAND = {
     "calibrate": "Calibrate a model again on normal records, without training.",
     "incidents": "Make one incident of each fault, and notify receivers.",
     "serve": "Show incidents in a browser, with buttons for labels.",
+    "feedback": "Say whether an incident is a real fault or a false alarm.",
     "propose": "Make a candidate calibration of incidents from labels, and show what it would change.",
     "produce": "Send a table as an asynchronous stream of readings.",
     "impute": "Fill the missing values of a table, with intervals.",
@@ -69,6 +70,7 @@ BUILDER_BY_COMMAND = {
     "calibrate": stream.build_calibrate,
     "incidents": incidents.build_incidents,
     "serve": serve.build_serve,
+    "feedback": feedback.build_feedback,
     "propose": propose.build_propose,
     "produce": tables.build_produce,
     "impute": tables.build_impute,

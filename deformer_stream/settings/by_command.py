@@ -12,7 +12,7 @@ from deformer_stream.settings.commands import (
     ReplaySettings,
     SampleSettings,
 )
-from deformer_stream.settings.incident_commands import IncidentsSettings, ServeSettings
+from deformer_stream.settings.incident_commands import FeedbackSettings, IncidentsSettings, ServeSettings
 
 SETTINGS_BY_COMMAND: dict[str, type[Settings]] = {
     "consume": ConsumeSettings,
@@ -20,6 +20,7 @@ SETTINGS_BY_COMMAND: dict[str, type[Settings]] = {
     "calibrate": CalibrateSettings,
     "incidents": IncidentsSettings,
     "serve": ServeSettings,
+    "feedback": FeedbackSettings,
     "produce": ProduceSettings,
     "impute": ImputeSettings,
     "sample": SampleSettings,

@@ -160,7 +160,7 @@ class FeedbackSettings(KafkaSettings):
     by: str = Field("", max_length=200, description="Who gives the label. Default: the user of this machine.")
     maintenance: str | None = Field(None, description="Device of a maintenance window, with --from and --to.")
     from_: str | None = Field(
-        None, validation_alias="DEFORMER_FEEDBACK_FROM", description="Beginning of the maintenance window, RFC 3339."
+        None, validation_alias="DEFORMER_FROM", description="Beginning of the maintenance window, RFC 3339."
     )
     to: str | None = Field(None, description="End of the maintenance window, RFC 3339.")
 

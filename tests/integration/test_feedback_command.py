@@ -1,0 +1,109 @@
+"""The command `feedback` with a real broker."""
+
+from __future__ import annotations
+
+import uuid
+from types import SimpleNamespace
+
+import pytest
+
+from connectors.kafka import KafkaFeedbackLog, describe_incident_topics, ensure_topics, produce
+from deformer_stream.cli.feedback import find_incident
+from deformer_stream.codec.encode_incidents import encode_incident
+from deformer_stream.errors import InputError
+from deformer_stream.incidents.events import FeedbackLabel
+from deformer_stream.incidents.overlay import Overlay
+from deformer_stream.runtime.incident_memory import MemoryIncidentLog
+from tests.incidents.examples import make_incident, make_incidents
+from tests.integration.programs import run, wait_until
+
+INCIDENT = make_incident(0, device="pump-7")
+
+
+def test_incident_by_its_first_characters() -> None:
+    incidents = make_incidents(30)
+    log = MemoryIncidentLog(incidents)
+    assert find_incident(log, incidents[3].id) == incidents[3]
+    assert find_incident(MemoryIncidentLog(incidents), incidents[3].id[:6]) == incidents[3]
+    for prefix in ("", incidents[3].id[:5], "0" * 32, incidents[3].id + "0"):
+        with pytest.raises(InputError, match="there is no incident"):
+            find_incident(MemoryIncidentLog(incidents), prefix)
+    twins = [make_incident(0), make_incident(1)]
+    object.__setattr__(twins[1], "id", twins[0].id[:-1] + "x")
+    with pytest.raises(InputError, match="2 incidents begin with"):
+        find_incident(MemoryIncidentLog(twins), twins[0].id[:8])
+
+
+@pytest.fixture(scope="module")
+def topic(kafka: SimpleNamespace) -> str:
+    """The name of the topic of events, whose topic of incidents has an incident."""
+    name = f"sensors-{uuid.uuid4().hex[:8]}"
+    ensure_topics(kafka.bootstrap, describe_incident_topics(f"{name}-incidents", f"{name}-feedback"))
+    produce(kafka.bootstrap, f"{name}-incidents", [(INCIDENT.id.encode(), encode_incident(INCIDENT), None)])
+    return name
+
+
+def read_labels(kafka: SimpleNamespace, topic: str) -> list[FeedbackLabel]:
+    """Return all labels of the topic."""
+    log, labels = KafkaFeedbackLog(kafka.bootstrap, f"{topic}-feedback"), list[FeedbackLabel]()
+
+    def read() -> bool:
+        labels.extend(log.poll(0.1))
+        return log.is_caught_up
+
+    wait_until(read, "the labels")
+    log.close()
+    return labels
+
+
+@pytest.mark.kafka
+def test_labels_are_stored(kafka: SimpleNamespace, topic: str) -> None:
+    options = ["--topic", topic, "--bootstrap-servers", kafka.bootstrap]
+    words = ["--name", "leak", "--note", "seal", "--by", "ada"]
+    result = run("deformer-stream", "feedback", INCIDENT.id[:8], "true", *options, *words)
+    assert (result.returncode, result.stdout) == (
+        0,
+        f"{INCIDENT.id} pump-7: the readings are improbable: true\n",
+    ), result.stderr
+    (label,) = read_labels(kafka, topic)
+    assert (label.incident, label.label, label.name, label.note, label.by) == (
+        INCIDENT.id,
+        "true",
+        "leak",
+        "seal",
+        "ada",
+    )
+    window = ["--maintenance", "pump-7", "--from", "2020-03-09T10:00:00Z", "--to", "2020-03-09T13:00:00+01:00"]
+    result = run("deformer-stream", "feedback", *options, *window)
+    assert result.stdout == "pump-7: maintenance from 2020-03-09T10:00:00Z to 2020-03-09T12:00:00Z\n", result.stderr
+    overlay = Overlay(read_labels(kafka, topic))
+    assert overlay.is_in_maintenance(INCIDENT)
+    assert run("deformer-stream", "feedback", "cleared", *options, *window).returncode == 0
+    assert not Overlay(read_labels(kafka, topic)).is_in_maintenance(INCIDENT)
+
+
+@pytest.mark.kafka
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["f" * 32, "true"], 3, "there is no incident"),
+        ([], 2, "give an incident and one of"),
+        ([INCIDENT.id], 2, "give an incident and one of"),
+        ([INCIDENT.id, "perhaps"], 2, "is not one of"),
+        ([INCIDENT.id, "true", "--from", "2020-03-09T10:00:00Z"], 2, "give --maintenance DEVICE"),
+        ([INCIDENT.id, "true", "--name", "x" * 201], 2, "--name"),
+        (["--maintenance", "pump-7"], 2, "needs --from and --to"),
+        ([INCIDENT.id, "--maintenance", "pump-7"], 2, "leave the incident out"),
+        (["--maintenance", "pump-7", "--from", "now", "--to", "2020-03-09T10:00:00Z"], 2, "--from: the time 'now'"),
+        (
+            ["--maintenance", "p", "--from", "2020-03-09T10:00:00Z", "--to", "2020-03-09T10:00:00Z"],
+            2,
+            "a later end",
+        ),
+        ([INCIDENT.id, "true", "--incidents-topic", "missing"], 4, "does not exist"),
+    ],
+)
+def test_mistakes(kafka: SimpleNamespace, topic: str, words: list[str], code: int, message: str) -> None:
+    result = run("deformer-stream", "feedback", "--topic", topic, "--bootstrap-servers", kafka.bootstrap, *words)
+    assert (result.returncode, message in result.stderr) == (code, True), result.stderr
+    assert len(result.stderr.splitlines()) == 1
