@@ -85,9 +85,12 @@ def summarize_cause(alert: Alert) -> dict[str, str | float]:
     """Return the device of an alert and its most suspicious reading, by the names of keys of a log line.
 
     The keys are `device`, `feature`, `value`, `unit`, and `expected_low` and `expected_high`, or `expected` for a
-    label. A key is left out if its value is not known. Without an explanation there is only the device.
+    label. For records of irregular readings, `evidence` and `evidence_sensor` name what has raised the alert. A key is
+    left out if its value is not known.
     """
     fields: dict[str, str | float | None] = {"device": extract_device(alert.record) or None}
+    if alert.evidence is not None:
+        fields |= {"evidence": alert.evidence.kind, "evidence_sensor": alert.evidence.sensor}
     for contribution in alert.contributions[:1]:
         expected = contribution.expected
         fields |= {

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.cusum import KINDS, NEVER, TIE_TOLERANCE, CusumScale, find_largest_kinds
 from deformer_stream.calibration.marginals import Marginals
-from deformer_stream.codec.alert_text import format_alert_line
+from deformer_stream.codec.alert_text import format_alert_line, summarize_cause
 from deformer_stream.codec.state import decode_snapshot, encode_snapshot
 from deformer_stream.engine import explain
 from deformer_stream.engine.engine import Engine
@@ -152,6 +152,8 @@ def test_an_alert_names_the_kind_of_evidence_and_the_sensor(kind: str, is_compil
         assert evidence is not None
         assert (evidence.sensor is None) == (evidence.kind == "record")
         assert TEXTS[evidence.kind].format(sensor=evidence.sensor) in format_alert_line(alert)
+        summary = summarize_cause(alert)
+        assert (summary["evidence"], summary.get("evidence_sensor")) == (evidence.kind, evidence.sensor)
         if evidence.sensor is None:
             continue
         # The suspects are the last readings of the sensor.
@@ -231,6 +233,7 @@ def test_an_alert_without_a_rise_of_the_score_has_no_evidence(is_compiled: bool)
     (alert,) = resumed.handle(normal, 0).alerts
     assert alert.evidence is None
     assert "evidence" not in format_alert_line(alert)
+    assert "evidence" not in summarize_cause(alert)
 
 
 @pytest.mark.parametrize("max_candidates", [4, 256])
