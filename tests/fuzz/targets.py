@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import shutil
 import tempfile
@@ -13,10 +14,24 @@ from pathlib import Path
 import numpy as np
 
 from deformer_stream import model_store
+from deformer_stream.calibration.incident_budget import parse_budget, plan_budget
 from deformer_stream.codec import state
+from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence
+from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
+from deformer_stream.codec.incident_state import (
+    FORMAT_VERSION,
+    INCIDENT_STATE,
+    decode_incident_state,
+    encode_incident_state,
+)
 from deformer_stream.codec.payloads import LongRows, Messages, WideRows
+from deformer_stream.codec.state_header import HEADER, MAGIC
+from deformer_stream.errors import InputError, StateError
+from deformer_stream.incidents.fleet import FleetRule
+from deformer_stream.incidents.tracker import IncidentTracker, TrackerOptions
 from tests.codec.test_state import DECIDED, EXAMPLE
 from tests.fuzz import forgery, hostile, invariants
+from tests.incidents.evidence_logs import SECOND, make_log
 from tests.models import SCHEMA, write_model
 
 Target = Callable[[bytes], None]
@@ -95,7 +110,69 @@ def saved_states(data: bytes) -> None:
     invariants.check_saved_state(forgery.damage_state(r, good))
 
 
+@cache
+def _make_evidence() -> tuple[list[bytes], bytes]:
+    """Return messages of evidence, and the state of a tracker that has handled them."""
+    batches = list(make_log("m", 3, 40, faults={0: [(8, 20)], 1: [(9, 20)], 2: [(10, 39)]}, records_per_batch=8))
+    tracker = _make_tracker()
+    for batch in batches:
+        tracker.handle(batch)
+    return [encode_evidence(batch) for batch in batches], encode_incident_state(tracker.export_state())
+
+
+def _make_tracker() -> IncidentTracker:
+    """Return a tracker that opens incidents soon."""
+    plan = plan_budget(parse_budget("1 per d"), records_per_day=100)
+    return IncidentTracker(plan, TrackerOptions(reorder=5 * SECOND, fleet=FleetRule(2, 600 * SECOND)))
+
+
+def evidence(data: bytes) -> None:
+    """Use the bytes as the random numbers that choose damaged evidence, which is refused or handled."""
+    r = hostile.FedRandom(data)
+    payloads, _ = _make_evidence()
+    tracker, latest = _make_tracker(), list[bytes]()
+    for payload in payloads:
+        damaged = payload
+        if r.random() < 0.5:
+            changed = hostile.alter_document(r, json.loads(payload))
+            damaged = hostile.mutate(r, payload) if r.random() < 0.3 else json.dumps(changed).encode()
+        try:
+            batch = decode_evidence(damaged)
+        except InputError as error:
+            _check_message(error)
+            continue
+        again = encode_evidence(batch)
+        assert encode_evidence(decode_evidence(again)) == again
+        latest += [encode_incident(message) for message in tracker.handle(batch)]
+    latest += [encode_incident(message) for message in tracker.finish()]
+    for encoded in latest:
+        assert encode_incident(decode_incident(encoded)) == encoded
+    state = tracker.export_state()
+    assert decode_incident_state(encode_incident_state(state)) == state
+
+
+def incident_states(data: bytes) -> None:
+    """Use the bytes as the random numbers that choose a damaged state of a tracker, with a checksum that fits."""
+    r = hostile.FedRandom(data)
+    _, valid = _make_evidence()
+    body = hostile.mutate(r, valid[HEADER.size :])
+    header = HEADER.pack(MAGIC, INCIDENT_STATE, FORMAT_VERSION, hashlib.sha256(body).digest())
+    damaged = header + body if r.random() < 0.8 else hostile.mutate(r, valid)
+    try:
+        decode_incident_state(damaged)
+    except StateError as error:
+        _check_message(error)
+
+
+def _check_message(error: Exception) -> None:
+    """Check that an error has one line."""
+    assert "\n" not in str(error)
+
+
 TARGETS: dict[str, Target] = {
     target.__name__: target
-    for target in (one_message, messages, arrow_messages, long_tables, wide_tables, model_directories, saved_states)
+    for target in (
+        *(one_message, messages, arrow_messages, long_tables, wide_tables, model_directories, saved_states),
+        *(evidence, incident_states),
+    )
 }
