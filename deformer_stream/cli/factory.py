@@ -173,11 +173,18 @@ def make_engine(
     Raises:
         ConfigError: The memory of the cache (`--cache-memory`) cannot be allocated.
     """
+    from deformer_stream import log
     from deformer_stream.engine.engine import Engine, Limits
     from deformer_stream.errors import ConfigError
 
     # The longest time that readings wait for further readings of the same event time. `calibrate` lacks this option.
     tie_wait = getattr(settings, "tie_wait", None)
+    if "tie_wait" in settings.model_fields_set and loaded.schema.reading_times is not None:
+        log.get_logger("model").warning(
+            "option_without_effect",
+            option="--tie-wait",
+            message="--tie-wait has no effect, because irregular readings are scored one after the other; leave it out",
+        )
     limits = Limits(
         record_timeout=None if record_timeout is None else _to_micros(record_timeout),
         max_open_records=settings.max_open_records,

@@ -9,28 +9,33 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 import deformer_stream
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.false_alarms import bound_false_alarms
+from deformer_stream.cli.factory import make_engine
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, EventBatch
 from deformer_stream.errors import ConfigError
+from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.ports import RestoredPartition
 from deformer_stream.runtime.recovery import Recovery
+from deformer_stream.settings import ConsumeSettings, load_settings
 from tests.engine.random_models import make_model
 from tests.engine.restarts import assert_same_snapshot
+from tests.engine.test_irregular_explanations import make_exact_model
 from tests.models import CONFIG, SCHEMA, draw_rows, make_small_model
 from tests.runtime.test_recovery import PARTITIONS, Cluster, SavedPartition, run_member
 from trainer.calibrate import calibrate, choose_order
@@ -279,3 +284,17 @@ def test_false_alarm_rate_stays_within_alpha(tmp_path: Path) -> None:
     )
     num_alerts = sum(len(effects.alerts) for effects in run(engine, lambda i: i >= num_calibration))
     assert 0 < num_alerts <= bound_false_alarms(alpha, num_calibration, num_records, 0.999)
+
+
+@pytest.mark.parametrize("options", [{}, {"tie_wait": "2s"}])
+def test_tie_wait_of_a_model_of_irregular_readings_is_reported(options: dict[str, str]) -> None:
+    settings = load_settings(ConsumeSettings, {"topic": "t", "model": "m", **options}, None, "consume")
+    model = make_exact_model()
+    loaded = SimpleNamespace(
+        model=model, schema=model.schema, calibration=Calibration(np.arange(99.0), "arrival"), fingerprint="f"
+    )
+    with capture_logs() as lines:
+        make_engine(cast(Artifact, loaded), settings, [0.05], 60.0)
+    assert [line["option"] for line in lines if line["event"] == "option_without_effect"] == [
+        "--tie-wait" for _ in options
+    ]
