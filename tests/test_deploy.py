@@ -11,12 +11,17 @@ import click
 import pytest
 import yaml
 
+from deformer_stream.cli.incidents import build_incidents
+from deformer_stream.cli.serve import build_serve
 from deformer_stream.cli.stream import build_consume
+from deformer_stream.runtime.detection_metrics import DetectionMetrics
+from deformer_stream.runtime.incident_metrics import DeliveryMetrics, OpenIncidentMetrics
 from deformer_stream.runtime.metrics import Metrics
 from tests.conftest import ROOT
 
 DEPLOY = ROOT / "deploy"
 PORT = 9464
+INCIDENT_PORT, PAGE_PORT = 9465, 8080
 
 
 def load_documents(name: str) -> list[Any]:
@@ -33,9 +38,13 @@ def get_container() -> dict[str, Any]:
 
 def list_metrics() -> set[str]:
     """Return the names of all metrics as Prometheus shows them, with the ending of counters."""
+    incidents = DetectionMetrics()
+    DeliveryMetrics(incidents.registry)
+    OpenIncidentMetrics(incidents.registry)
     return {
         family.name + "_total" * (family.type == "counter")
-        for family in Metrics().registry.collect()
+        for registry in (Metrics().registry, incidents.registry)
+        for family in registry.collect()
         if family.name.startswith("deformer_")
     }
 
@@ -59,6 +68,54 @@ def test_the_consumer_is_started_with_options_that_it_has(words: str) -> None:
     assert rest == []
     assert values["http"] == f"0.0.0.0:{PORT}"
     assert {"topic", "model", "bootstrap_servers"} <= values.keys()
+
+
+def get_incident_pods() -> dict[str, Any]:
+    """Return the pods of incidents and of the page in Kubernetes, by their commands."""
+    documents = load_documents("kubernetes-incidents.yaml")
+    pods = [one["spec"]["template"]["spec"] for one in documents if one["kind"] in ("StatefulSet", "Deployment")]
+    return {pod["containers"][0]["args"][0]: pod for pod in pods}
+
+
+@pytest.mark.parametrize(("name", "port"), [("incidents", INCIDENT_PORT), ("serve", PAGE_PORT)])
+def test_incidents_and_the_page_are_started_with_options_that_they_have(name: str, port: int) -> None:
+    command = {"incidents": build_incidents, "serve": build_serve}[name]()
+    (compose,) = load_documents("compose.yaml")
+    service = compose["services"][{"serve": "page"}.get(name, name)]
+    container = get_incident_pods()[name]["containers"][0]
+    commented = re.findall(r"# - (--[\w-]+=\S+)", (DEPLOY / "kubernetes-incidents.yaml").read_text())
+    more_options = commented if name == "incidents" else []
+    assert len(commented) == 3
+    for words in (shlex.split(service["command"]), container["args"], [name, *more_options]):
+        assert words[0] == name
+        values, rest, _ = command.make_parser(click.Context(command)).parse_args(list(words[1:]))
+        assert rest == []
+        if words[1:] != more_options:
+            assert values["http"] == f"0.0.0.0:{port}"
+            assert {"topic", "model", "bootstrap_servers"} <= values.keys()
+            assert name == "incidents" or "token_file" in values, "other machines can reach the page"
+    assert service["ports"] == [f"127.0.0.1:{port}:{port}"]
+    assert [given["containerPort"] for given in container["ports"]] == [port]
+
+
+def test_variables_of_the_containers_are_options() -> None:
+    (compose,) = load_documents("compose.yaml")
+    for service, build in (("consumer", build_consume), ("incidents", build_incidents)):
+        options = {parameter.name for parameter in build().params}
+        variables = compose["services"][service]["environment"]
+        assert {name.removeprefix("DEFORMER_").lower() for name in variables} <= options
+
+
+@pytest.mark.parametrize("name", ["incidents", "serve"])
+def test_pods_of_incidents_and_of_the_page_are_confined(name: str) -> None:
+    pod, consumer = get_incident_pods()[name], get_container()
+    (container,) = pod["containers"]
+    assert container["securityContext"] == consumer["securityContext"]
+    assert f"--uid {pod['securityContext']['runAsUser']} " in (DEPLOY / "Dockerfile").read_text()
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert container["image"] == consumer["image"]
+    probes = {kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness")}
+    assert set(probes.values()) == {"/healthz"}
 
 
 def test_the_pod_ends_gracefully_and_is_asked_how_it_is() -> None:
