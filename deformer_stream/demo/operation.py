@@ -44,17 +44,17 @@ class FaultPeriod:
 
 
 FAULT_PERIODS = (
-    FaultPeriod(4, "bearing wear", -560, -450),
-    FaultPeriod(1, "swapped sensors", -300, -220),
-    FaultPeriod(6, "blocked discharge", 0, 150),
-    FaultPeriod(2, "phase imbalance", 20, 400),
+    FaultPeriod(4, "bearing wear", -880, -790),
+    FaultPeriod(1, "blocked discharge", -760, -690),
+    FaultPeriod(6, "phase imbalance", 0, 150),
+    FaultPeriod(2, "swapped sensors", 20, 400),
     *(FaultPeriod(pump, "cavitation", 55 + 3 * i, 330) for i, pump in enumerate((8, 9, 10, 11))),
 )
 """The faults of the first minutes: two that are over, then a single one, a lasting one, and one of four pumps."""
 
 LATER_FAULTS = ("blocked discharge", "bearing wear", "cavitation", "swapped sensors")
-"""Kinds of the faults after those, one at a time."""
-LATER_START, LATER_PERIOD, LATER_DURATION = 480.0, 240.0, 120.0
+"""Kinds of the faults after those, one at a time, and too rare for a fleet incident."""
+LATER_START, LATER_PERIOD, LATER_DURATION = 720.0, 360.0, 150.0
 
 
 def find_fault(pump: int, seconds: float, periods: Sequence[FaultPeriod] = FAULT_PERIODS) -> str:

@@ -41,7 +41,7 @@ from deformer_stream.runtime.timing import EventClock
 from deformer_stream.settings.incident_rule import IncidentRuleSettings
 
 PREFERRED_PORT = 8080
-HISTORY_SECONDS = 600.0
+HISTORY_SECONDS = 900.0
 """Operation before the start that is scored first, as fast as possible, so that the history has something to show."""
 TRAINING_EXTRA_SECONDS = 12.0
 """Time that the trainer takes beside its time limit: start, reading, calibration, report."""
@@ -52,10 +52,7 @@ RECORDS_PER_DAY = 86_400 / INTERVAL / NUM_PUMPS
 """Number of records of one pump in a day. Successive records are independent in this simulation, as the e-detector
 assumes; calibrating by segments would take 29 days of operation."""
 
-LIVE_TEXT = (
-    "Demo: twelve simulated pumps, live. The faults are simulated; the model and the incidents are not. Labels are "
-    "kept until the demo ends."
-)
+LIVE_TEXT = "Demo: twelve simulated pumps, live. Labels are kept until the demo ends."
 
 
 class DemoProgress:
