@@ -36,6 +36,9 @@ from typing import Any, Literal
 Shares = Mapping[str, float]
 """The share of the attribution by feature. Only the direction of this vector matters for patterns."""
 
+PatternState = dict[str, tuple[int, dict[str, float]]]
+"""The state of a `PatternAdjuster` by device: the time of the last alert, and the weighted shares of recent alerts."""
+
 MIN_COSINE = 0.5
 """Smallest cosine between the suspects of a record or incident and a pattern that it matches.
 
@@ -266,7 +269,7 @@ class PatternAdjuster:
         self._model = model
         self._find_own_incident = find_own_incident
         # Of each device with recent alerts: the time of the last alert, and the weighted sum of the shares.
-        self._recent_by_device: dict[str, tuple[int, dict[str, float]]] = {}
+        self._recent_by_device: PatternState = {}
 
     def applies_to(self, model: str) -> bool:
         """Return whether the scores of a model (its fingerprint) can be compared with those of the patterns."""
@@ -320,28 +323,16 @@ class PatternAdjuster:
         self._recent_by_device[device] = (max(last, time), merged)
         return merged
 
-    def export_state(self) -> dict[str, Any]:
-        """Return the state as JSON values, from which `import_state` continues."""
-        return {device: [last, dict(shares)] for device, (last, shares) in self._recent_by_device.items()}
+    def export_state(self) -> PatternState:
+        """Return the state, from which `import_state` continues. It can be expressed as JSON."""
+        return {device: (last, dict(shares)) for device, (last, shares) in self._recent_by_device.items()}
 
-    def import_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the state from `export_state`. Without patterns, the state is dropped.
-
-        Raises:
-            ValueError: The state is not such a state.
-        """
-        recent_by_device: dict[str, tuple[int, dict[str, float]]] = {}
-        for device, entry in state.items():
-            if not (
-                isinstance(entry, list | tuple)
-                and len(entry) == 2
-                and type(entry[0]) is int
-                and isinstance(entry[1], Mapping)
-            ):
-                raise ValueError("the state of the patterns of false alarms is invalid: start with an empty state")
-            shares = {_check_text(feature): _check_number(share) for feature, share in entry[1].items()}
-            recent_by_device[device] = (entry[0], keep_valid_shares(shares))
-        self._recent_by_device = recent_by_device if self._patterns else {}
+    def import_state(self, state: PatternState) -> None:
+        """Restore the state from `export_state`. Without patterns, the state is dropped."""
+        if self._patterns:
+            self._recent_by_device = {
+                device: (last, keep_valid_shares(shares)) for device, (last, shares) in state.items()
+            }
 
 
 def _matches(pattern: FalseAlarmPattern, own: Shares, recent: Shares) -> bool:

@@ -30,9 +30,8 @@ import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from deformer_stream.calibration.false_alarm_patterns import PatternAdjuster
+from deformer_stream.calibration.false_alarm_patterns import PatternAdjuster, PatternState
 from deformer_stream.calibration.incident_budget import BudgetPlan
 from deformer_stream.calibration.incident_evidence import (
     INITIAL_STATE,
@@ -262,7 +261,7 @@ class TrackerState:
     state_by_group: dict[str, GroupState] = field(default_factory=dict)
     alert_by_record: dict[str, AlertRow] = field(default_factory=dict)
     waiting: list[WaitingRow] = field(default_factory=list)
-    pattern_state: dict[str, Any] = field(default_factory=dict)
+    pattern_state: PatternState = field(default_factory=dict)
     stream_time: int = NO_TIME
     sequence: int = 0
     num_late: int = 0

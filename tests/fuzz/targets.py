@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from deformer_stream import model_store
+from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern, PatternAdjuster
 from deformer_stream.calibration.incident_budget import parse_budget, plan_budget
+from deformer_stream.calibration.incident_segments import SegmentCalibration
 from deformer_stream.codec import state
 from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
@@ -26,7 +28,8 @@ from deformer_stream.codec.incident_state import (
 )
 from deformer_stream.codec.payloads import LongRows, Messages, WideRows
 from deformer_stream.codec.state_header import HEADER, MAGIC
-from deformer_stream.errors import InputError, StateError
+from deformer_stream.errors import ArtifactError, InputError, StateError
+from deformer_stream.incident_store import IncidentCalibration, LogEntry, Replaced, parse_incident_calibration
 from deformer_stream.incidents.fleet import FleetRule
 from deformer_stream.incidents.tracker import IncidentTracker, TrackerOptions
 from tests.codec.test_state import DECIDED, EXAMPLE
@@ -123,7 +126,8 @@ def _make_evidence() -> tuple[list[bytes], bytes]:
 def _make_tracker() -> IncidentTracker:
     """Return a tracker that opens incidents soon."""
     plan = plan_budget(parse_budget("1 per d"), records_per_day=100)
-    return IncidentTracker(plan, TrackerOptions(reorder=5 * SECOND, fleet=FleetRule(2, 600 * SECOND)))
+    adjuster = PatternAdjuster([FalseAlarmPattern({"flow": 1.0}, {"i": 9.0, "j": 12.0}, ("i",))], 60 * SECOND)
+    return IncidentTracker(plan, TrackerOptions(reorder=5 * SECOND, fleet=FleetRule(2, 600 * SECOND)), adjuster)
 
 
 def evidence(data: bytes) -> None:
@@ -164,6 +168,30 @@ def incident_states(data: bytes) -> None:
         _check_message(error)
 
 
+def incident_calibrations(data: bytes) -> None:
+    """Use the bytes as the random numbers that choose a damaged incidents.json, mostly with a checksum that fits."""
+    r = hostile.FedRandom(data)
+    pattern = FalseAlarmPattern({"flow": 0.8, "level": 0.6}, {"i": 9.0, "j": 12.0}, ("i",), ("pump",))
+    segments = (SegmentCalibration(86_400_000_000, (0.5, 2.0), 100.0, 2),)
+    entry = LogEntry(5, "Ada", "approve", "3 removed")
+    replaced = Replaced("m", segments, (pattern,), None, "ab")
+    document = hostile.alter_document(
+        r, IncidentCalibration("m", segments, (pattern,), (replaced,), (entry,)).to_json()
+    )
+    raw = json.dumps(document).encode()
+    if isinstance(document, dict) and r.random() < 0.9:
+        digest = hashlib.sha256(json.dumps(document, indent=1).encode()).hexdigest()
+        raw = json.dumps(document | {"sha256": digest}).encode()
+    try:
+        calibration = parse_incident_calibration(raw, Path("incidents.json"))
+    except ArtifactError as error:
+        _check_message(error)
+        return
+    adjuster = PatternAdjuster(calibration.patterns, SECOND)
+    for score in (-1.0, 10.0, 1e300):
+        assert 0.01 <= adjuster.adjust("pump", 0, 0.01, score, {"flow": 1.0}) <= 1.0
+
+
 def _check_message(error: Exception) -> None:
     """Check that an error has one line."""
     assert "\n" not in str(error)
@@ -173,6 +201,6 @@ TARGETS: dict[str, Target] = {
     target.__name__: target
     for target in (
         *(one_message, messages, arrow_messages, long_tables, wide_tables, model_directories, saved_states),
-        *(evidence, incident_states),
+        *(evidence, incident_states, incident_calibrations),
     )
 }
