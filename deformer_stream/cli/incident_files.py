@@ -203,7 +203,7 @@ def _collect_segments(
         describe_segments,
         fit_tail_of_manifest,
     )
-    from deformer_stream.runtime.incident_plan import REORDER_MICROS
+    from deformer_stream.runtime.incident_plan import REORDER_MICROS, make_get_device
 
     manifest = read_manifest(directory)
     model = str(manifest["fingerprint"])
@@ -213,6 +213,7 @@ def _collect_segments(
         fit_tail_of_manifest(manifest),
         0 if "window" in manifest else REORDER_MICROS,
         compute_p_values,
+        make_get_device(settings.device_by),
     )
     click.echo(align_columns(describe_segments(segments, parse_budget(DEFAULT_BUDGET))))
     known = [calibration for calibration in segments if calibration.num_segments]

@@ -9,13 +9,17 @@ WHOLE_STREAM = ""
 """The device of a record whose id names none. All such records count as records of one device."""
 
 
-def extract_device(record_id: str) -> str:
+def extract_device(record_id: str, separator: str | None = None) -> str:
     """Return the device of a record: its id before the last `@`, else its id before the last `/`, else `WHOLE_STREAM`.
 
     The id of a window is the device and the start of the window, such as `pump-07@2020-03-09T10:34:30Z`.
+
+    Args:
+        record_id: Id of the record.
+        separator: Separator in place of both.
     """
-    for separator in (WINDOW_SEPARATOR, RECORD_SEPARATOR):
-        device = record_id.rpartition(separator)[0]
+    for candidate in (WINDOW_SEPARATOR, RECORD_SEPARATOR) if separator is None else (separator,):
+        device = record_id.rpartition(candidate)[0]
         if device:
             return device
     return WHOLE_STREAM

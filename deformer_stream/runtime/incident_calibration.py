@@ -47,6 +47,7 @@ def calibrate_from_evidence(
     tail: ScoreTail | None,
     reorder: int,
     compute_p_values: Callable[[ClosedRows], Floats] | None = None,
+    get_device: Callable[[str], str] = extract_device,
 ) -> list[SegmentCalibration]:
     """Return a calibration for each of `SEGMENT_LENGTHS`.
 
@@ -57,13 +58,15 @@ def calibrate_from_evidence(
         reorder: How long rows wait for earlier ones, microseconds.
         compute_p_values: Returns the p-values of closed records, if the calibration of the model has changed since.
             None takes those of the evidence.
+        get_device: Returns the device of a record id.
 
     Raises:
         InputError: Another model has scored the records, or there are none.
     """
     collectors = [SegmentCollector(length, tail) for length in SEGMENT_LENGTHS]
     num_records = 0
-    for time, device, p_value, score in order_rows(_iterate_rows(batches, model, compute_p_values), reorder):
+    rows = _iterate_rows(batches, model, compute_p_values, get_device)
+    for time, device, p_value, score in order_rows(rows, reorder):
         num_records += 1
         for collector in collectors:
             collector.add(device, time, p_value, score)
@@ -73,7 +76,10 @@ def calibrate_from_evidence(
 
 
 def _iterate_rows(
-    batches: Iterable[EvidenceBatch], model: str, compute_p_values: Callable[[ClosedRows], Floats] | None
+    batches: Iterable[EvidenceBatch],
+    model: str,
+    compute_p_values: Callable[[ClosedRows], Floats] | None,
+    get_device: Callable[[str], str],
 ) -> Iterator[Row]:
     """Yield the closed records of batches of evidence."""
     for batch in batches:
@@ -86,7 +92,7 @@ def _iterate_rows(
         p_values = closed.p_values if compute_p_values is None else compute_p_values(closed)
         rows = zip(closed.times.tolist(), closed.record_ids, p_values.tolist(), closed.scores.tolist(), strict=True)
         for time, record, p_value, score in rows:
-            yield time, extract_device(record), p_value, score
+            yield time, get_device(record), p_value, score
 
 
 def order_rows(rows: Iterable[OrderedRow], reorder: int) -> Iterator[OrderedRow]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from deformer_stream import log
@@ -57,6 +58,15 @@ class DetectionPlan:
         return replace(self, patterns=tuple(patterns))
 
 
+def make_get_device(separator: str | None) -> Callable[[str], str]:
+    """Return a function that returns the device of a record id.
+
+    Args:
+        separator: The option --device-by, None if it is not set.
+    """
+    return extract_device if separator is None else partial(extract_device, separator=separator)
+
+
 def load_detection_plan(directory: Path, settings: IncidentRuleSettings, can_repeat: bool = False) -> DetectionPlan:
     """Return what determines the incidents of the records that the model of a directory scores.
 
@@ -97,7 +107,6 @@ def plan_detection(
     *,
     reorder: int = 0,
     num_remembered_records: int = 0,
-    get_device: Callable[[str], str] = extract_device,
 ) -> DetectionPlan:
     """Return what determines the incidents of the records that a model scores.
 
@@ -110,7 +119,6 @@ def plan_detection(
         calibration: The incident calibration of the model directory, None if it has none.
         reorder: As in `TrackerOptions`.
         num_remembered_records: As in `TrackerOptions`.
-        get_device: Returns the device of a record id.
 
     Raises:
         ConfigError: An option is no budget or no fleet rule, or the budget cannot be kept as requested.
@@ -131,6 +139,6 @@ def plan_detection(
         reorder=reorder,
         fleet=parse_fleet_rule(settings.fleet),
         num_remembered_records=num_remembered_records,
-        get_device=get_device,
+        get_device=make_get_device(settings.device_by),
     )
     return DetectionPlan(plan, options, calibration.patterns if calibration is not None and is_own else (), model)

@@ -474,6 +474,12 @@ class CalibrateSettings(InputSettings):
         "files that `replay --evidence` wrote. Several, with commas. It is an input here, unlike the option "
         "--incidents of replay.",
     )
+    device_by: str | None = Field(
+        None,
+        min_length=1,
+        description="The device of a record of --incidents is its id up to the last occurrence of this text. Default: "
+        "up to the last @, else up to the last /.",
+    )
 
 
 class ProduceSettings(TableSettings, KafkaSettings):

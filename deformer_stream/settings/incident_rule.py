@@ -40,6 +40,12 @@ class IncidentRuleSettings(Settings):
         description="A fleet incident opens if this many devices of a group have incidents with the same suspects "
         "within this time. off opens none.",
     )
+    device_by: str | None = Field(
+        None,
+        min_length=1,
+        description="The device of a record is its id up to the last occurrence of this text. Default: up to the last "
+        "@, else up to the last /.",
+    )
     records_per_day: float | None = Field(
         None,
         gt=0,

@@ -24,7 +24,9 @@ _SECURITY = (
     *("sasl_mechanism", "sasl_username", "sasl_password_file", "sasl_password"),
 )
 
-_INCIDENT_RULE = ("incident_budget", "incident_rule", "segment", "quiet", "gap", "fleet", "records_per_day")
+_INCIDENT_RULE = (
+    *("incident_budget", "incident_rule", "segment", "quiet", "gap", "fleet", "records_per_day", "device_by"),
+)
 """Fields of the options that determine when incidents open and resolve."""
 
 SCORING_GROUPS: OptionGroups = {

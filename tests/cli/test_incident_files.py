@@ -183,3 +183,17 @@ def test_incidents_are_json_lines(cli: RunCommand, model: Path, tmp_path: Path) 
     assert cli("replay", log, "--model", model, "--incidents", incidents, "--records-per-day", "8640").code == 0
     document = read_json_lines(incidents)[0]
     assert (document["state"], document["device"], document["budget"]) == ("open", "pump-0", "1 per 30d")
+
+
+def test_device_is_named_by_another_separator(cli: RunCommand, model: Path, tmp_path: Path) -> None:
+    """Records of `pump-0@17` belong to the device `pump` with --device-by -."""
+    log = write_log(tmp_path / "n.jsonl", list(make_log(get_fingerprint(model), 3, 48, DAY_INTERVAL)))
+    assert cli("calibrate", "--incidents", log, "--model", model, "--device-by", "-").code == 0
+    calibration = read_incident_calibration(model)
+    assert calibration is not None
+    assert {segment.num_devices for segment in calibration.segments} == {1}
+    faulty = list(make_log(get_fingerprint(model), faults={0: [(50, 80)]}))
+    log, incidents = write_log(tmp_path / "e.jsonl", faulty), tmp_path / "i.jsonl"
+    rule = ("--incident-rule", "e-detector", "--records-per-day", "8640", "--device-by", "-")
+    assert cli("replay", log, "--model", model, "--incidents", incidents, *rule).code == 0
+    assert {decode_incident(line).device for line in incidents.read_bytes().splitlines()} == {"pump"}
