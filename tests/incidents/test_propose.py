@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern
 from deformer_stream.calibration.incident_segments import SegmentCalibration
 from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.errors import InputError
@@ -334,6 +335,32 @@ def test_predicted_numbers_include_those_of_a_further_span(mean: float) -> None:
     assert hits / 2_000 > 0.93
     assert predict_count(0)[0] == 0
     assert predict_count(5, ratio=4.0)[1] > predict_count(5)[1]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_patterns_open_no_incident_on_another_device_day(detection: DetectionPlan, seed: int) -> None:
+    """Whatever a pattern is, incidents open only on device-days that have one without it: the budget stays kept."""
+    rng = np.random.default_rng(seed)
+    fleet = make_fleet(seed + 300, extra=[Episode(3, 1_000, 300, 4.0, {"sensor-1": 1.0})])
+    features = ["flow", "level", "vibration", "bearing", "sensor-1", "sensor-2"]
+    patterns = [
+        FalseAlarmPattern(
+            {str(name): float(rng.random()) for name in rng.choice(features, 3, replace=False)},
+            {f"i{k}": float(score) for k, score in enumerate(rng.gamma(4.0, 3.0, int(rng.integers(1, 12))))},
+            (),
+            None if rng.random() < 0.5 else ("pump-1", "pump-3"),
+            float(rng.uniform(0.1, 0.9)),
+        )
+        for _ in range(3)
+    ]
+    without, then = find_incidents(fleet, detection), find_incidents(fleet, detection.with_patterns(patterns))
+    days = {
+        (incident.device, day)
+        for incident in without
+        for day in range(incident.opened // DAY, (incident.resolved or incident.last) // DAY + 1)
+    }
+    assert {(incident.device, incident.opened // DAY) for incident in then} <= days
+    assert len(then) < len(without)
 
 
 def test_no_incident_opens_if_p_values_cannot_be_small_enough(detection: DetectionPlan, fleet: Fleet) -> None:
