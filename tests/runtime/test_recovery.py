@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages, Payload
+from deformer_stream.codec.state import decode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, Effects
 from deformer_stream.errors import StateError
+from deformer_stream.incidents.make_evidence import make_evidence
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime import process
 from deformer_stream.runtime.metrics import Metrics
@@ -70,6 +72,7 @@ class Cluster:
     alerts: list[tuple[str, str, int]] = field(default_factory=list)
     letters: list[tuple[int, int, str]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    evidence: list[tuple[int, str, int, float, bool]] = field(default_factory=list)
 
     @property
     def done(self) -> bool:
@@ -142,7 +145,9 @@ class GroupMember:
         if not rows:
             return None
         partitions, offsets = np.array([r[0] for r in rows], np.int32), np.array([r[1] for r in rows], np.int64)
-        return Messages("t", [None] * len(rows), [r[2] for r in rows], np.full(len(rows), NO_TIME), partitions, offsets)
+        # Later messages can be older, so that the latest time of a record is not that of its last reading.
+        times = 1_583_750_073_000_000 + 1000 * (offsets ^ 7)
+        return Messages("t", [None] * len(rows), [r[2] for r in rows], times, partitions, offsets)
 
     def commit(self, saved: Mapping[int, PartitionState] = NO_STATE) -> None:
         if self._happens(self.crash):
@@ -178,6 +183,11 @@ class GroupMember:
             for alert in effects.alerts:
                 self.world.alerts.append((alert.id, alert.record, alert.raised_at))
             self.world.notices += [notice.id for notice in effects.drift_notices]
+            for batch in make_evidence(effects)[0]:
+                closed = batch.closed
+                columns = (closed.times, closed.p_values, closed.is_alerted)
+                rows = zip(closed.record_ids, *(column.tolist() for column in columns), strict=True)
+                self.world.evidence += [(batch.partition, *row) for row in rows]
             for refusal in effects.rejections:
                 assert isinstance(data, Messages)
                 place = int(data.partitions[refusal.message_index]), int(data.offsets[refusal.message_index])
@@ -274,6 +284,7 @@ def run_member(
         is_finite=False,
         commit_interval=float(np.random.default_rng(seed).choice([0.0, 0.02])),
         snapshot_interval=snapshot_interval,
+        saves_event_times=True,
     )
     try:
         pipeline.run(threading.Event())
@@ -304,6 +315,24 @@ def test_many_runs_commit_the_same_as_one_run(
     assert Counter(interrupted.alerts) == Counter(uninterrupted.alerts)
     assert Counter(interrupted.letters) == Counter(uninterrupted.letters)
     assert Counter(interrupted.notices) == Counter(uninterrupted.notices)
+    assert len(uninterrupted.evidence) > 10
+    assert Counter(interrupted.evidence) == Counter(uninterrupted.evidence)
+
+
+def test_times_of_records_are_saved_only_for_evidence(loaded: Artifact) -> None:
+    """Earlier releases can read snapshots without them."""
+    for saves_event_times in (False, True):
+        world = make_cluster(loaded, 2)
+        member = GroupMember(world, {0}, 0, 0.0, 0.0)
+        engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
+        Pipeline(
+            *(member, Codec(loaded.schema), engine, [member], ManualClock(), Metrics()),
+            is_finite=False,
+            saves_event_times=saves_event_times,
+        ).run(threading.Event())
+        saved = world.kept[0].snapshot
+        assert saved is not None
+        assert (decode_snapshot(saved).latest_event_time is not None) == saves_event_times
 
 
 def test_replay_has_no_effects(loaded: Artifact) -> None:
