@@ -31,6 +31,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -633,6 +635,12 @@ def format_results(lines: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(text)
 
 
+def describe_missed(names: Sequence[str]) -> str:
+    """Return the faults that were missed as text. Runs and folds of a fault are counted."""
+    kinds = Counter(re.sub(r"fold \d+, |, run \d+", "", name) for name in names)
+    return ", ".join(f"{kind} ({count} times)" if count > 1 else kind for kind, count in kinds.items()) or "none"
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Measure one data set and publish the results."""
     if arguments.data not in MAKERS:
@@ -652,7 +660,7 @@ def run(arguments: argparse.Namespace) -> None:
             " With a threshold of T² that is chosen for each device in hindsight, just above the normal rows before "
             f"its fault, {hindsight[1]} of {hindsight[2]} faults become visible after a median of {hindsight[0]:.0f} s."
         )
-    missed = ", ".join(lines[0]["missed"]) or "none"
+    missed = describe_missed(lines[0]["missed"])
     text = (
         f"# Incidents: {case.name}\n\n{conditions}\n\n{format_results(lines)}\n\n"
         f"Faults that {lines[0]['method']} misses: {missed}.{visibility}\n"

@@ -24,6 +24,7 @@ from benchmarks.incidents import (
     calibrate_run_rule,
     compute_run_statistic,
     cut_segments,
+    describe_missed,
     detect_by_evidence,
     detect_by_run_rule,
     measure_hindsight_delay,
@@ -154,3 +155,10 @@ def test_a_fault_is_visible_when_most_rows_are_above_the_normal_rows_before_it(c
     assert measure_hindsight_delay(case, scores) == (40.0, NUM_DEVICES - 1, NUM_DEVICES - 1)
     quiet = CaseScores({}, {name: DeviceScores(np.zeros(300)) for name in case.faults})
     assert measure_hindsight_delay(case, quiet) is None
+
+
+def test_missed_faults_are_counted_by_kind() -> None:
+    assert describe_missed(["fold 0, valve 90, run 0", "fold 1, valve 90, run 2", "other/2"]) == (
+        "valve 90 (2 times), other/2"
+    )
+    assert describe_missed([]) == "none"
