@@ -47,7 +47,11 @@
   document.addEventListener("htmx:sseError", () => setConnection("lost"));
 
   // A label that could not be sent
-  for (const name of ["htmx:sendError", "htmx:timeout"]) {
+  const textByEvent = {
+    "htmx:sendError": "Nothing was stored, because the server cannot be reached. Press the button again.",
+    "htmx:timeout": "The server did not answer in time, so it is not known whether this was stored. Load the page again.",
+  };
+  for (const [name, text] of Object.entries(textByEvent)) {
     document.addEventListener(name, (event) => {
       const form = event.detail.elt && event.detail.elt.closest("form");
       const errors = document.getElementById("errors");
@@ -55,7 +59,7 @@
       const message = document.createElement("p");
       message.className = "error";
       message.setAttribute("role", "alert");
-      message.textContent = "Nothing was stored, because the server cannot be reached. Press the button again.";
+      message.textContent = text;
       errors.replaceChildren(message);
     });
   }
