@@ -18,7 +18,11 @@ If a JSON object has a key twice, the last value counts. The modules are:
     columns, tables  conversion of Arrow columns; decoders for rows of Parquet and CSV tables
     encode_outputs   alerts, drift notices and dead letters as JSON
     encode_events    readings as messages, for `deformer-stream produce`
+    encode_evidence  what closed records and alerts tell about their devices
+    encode_incidents, incident_text, feedback_messages  incidents and labels of operators
+    cloud_events     attributes by which a receiver recognises what a message is
     state            snapshots and decisions as bytes, for recovery
+    incident_state   the state of the process that makes incidents
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ therefore gives the same incidents, live, after a restart and in `replay`. The m
 
     events     the types that pass between processes: evidence, incidents, labels
     device     the device of a record
+    make_evidence  evidence from what the engine returns
     tracker    the state machine that opens, updates and resolves incidents
+    suspects, series, fleet  parts of its state: shares of suspects, bounded series, incidents of several devices
     overlay    what labels and maintenance windows change about what is shown and delivered
 """
