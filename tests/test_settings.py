@@ -37,6 +37,7 @@ REQUIRED: dict[str, dict[str, str]] = {
     "incidents": {"model": "m", "topic": "t"},
     "serve": {"topic": "t"},
     "feedback": {"topic": "t"},
+    "propose": {"model": "m"},
     "produce": {"topic": "t"},
     "impute": {"model": "m", "output": "o.parquet"},
     "sample": {"model": "m", "output": "o.parquet"},

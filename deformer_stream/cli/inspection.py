@@ -10,7 +10,8 @@ from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option
 
 COMMANDS_WITH_SETTINGS = [
-    *("consume", "replay", "calibrate", "incidents", "serve", "feedback", "produce", "impute", "sample", "demo"),
+    *("consume", "replay", "calibrate", "incidents", "serve", "feedback", "propose", "produce", "impute", "sample"),
+    "demo",
 ]
 """Names of the commands that have settings. They are repeated from `settings.SETTINGS_BY_COMMAND`, because importing
 the settings would delay `--help`."""

@@ -47,8 +47,11 @@ def build_propose() -> click.Command:
         """
         settings = load_settings(ProposeSettings, flags, config, "propose")
         from deformer_stream import log
+        from deformer_stream.errors import ConfigError
 
         log.configure(is_debugging())
+        if sum((settings.out is not None, settings.approve is not None, settings.roll_back)) != 1:
+            raise ConfigError("give exactly one of --out, --approve and --roll-back")
         if settings.approve is not None:
             _approve(settings, settings.approve)
         elif settings.roll_back:

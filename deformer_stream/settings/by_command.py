@@ -12,7 +12,12 @@ from deformer_stream.settings.commands import (
     ReplaySettings,
     SampleSettings,
 )
-from deformer_stream.settings.incident_commands import FeedbackSettings, IncidentsSettings, ServeSettings
+from deformer_stream.settings.incident_commands import (
+    FeedbackSettings,
+    IncidentsSettings,
+    ProposeSettings,
+    ServeSettings,
+)
 
 SETTINGS_BY_COMMAND: dict[str, type[Settings]] = {
     "consume": ConsumeSettings,
@@ -21,6 +26,7 @@ SETTINGS_BY_COMMAND: dict[str, type[Settings]] = {
     "incidents": IncidentsSettings,
     "serve": ServeSettings,
     "feedback": FeedbackSettings,
+    "propose": ProposeSettings,
     "produce": ProduceSettings,
     "impute": ImputeSettings,
     "sample": SampleSettings,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import NoDecode
 
 from deformer_stream.settings.base import Duration, Settings, Share, TextList, Timeout, split_at_commas, text_default
@@ -197,10 +197,3 @@ class ProposeSettings(IncidentRuleSettings):
     approve: Path | None = Field(None, description="Candidate that replaces the calibration of --model.")
     roll_back: bool = Field(False, description="Restore the calibration that was in use before the last approval.")
     by: str = Field("", max_length=200, description="Who approves. Default: the user of this machine.")
-
-    @model_validator(mode="after")
-    def _check_task(self) -> Self:
-        """Raise `ValueError` if not exactly one of making, approving and rolling back is asked for."""
-        if sum((self.out is not None, self.approve is not None, self.roll_back)) != 1:
-            raise ValueError("give exactly one of --out, --approve and --roll-back")
-        return self
