@@ -28,6 +28,9 @@ RequestedRule = Literal["auto", "segments", "e-detector"]
 
 MICROS_PER_DAY = 24 * MICROS_PER_HOUR
 
+MAX_NORMALISERS = 8
+"""Largest number of different sizes of calibrations for which e-values are normalised."""
+
 _SECONDS_BY_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _BUDGET_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s+per\s+(\d+(?:\.\d+)?)?\s*([smhdw])\s*", re.ASCII)
 
@@ -283,7 +286,8 @@ def _plan_e_detector(
     records_per_period = max(1.0, records_per_day * budget.period / budget.count / MICROS_PER_DAY)
     log_normalisers = None
     if num_calibration_records:
-        columns = zip(*map(compute_log_normalisers, num_calibration_records), strict=True)
+        numbers = _choose_representatives(num_calibration_records)
+        columns = zip(*map(compute_log_normalisers, numbers), strict=True)
         log_normalisers = tuple(max(column) for column in columns)
     return BudgetPlan(
         budget,
@@ -295,6 +299,19 @@ def _plan_e_detector(
         log_normalisers=log_normalisers,
         assumption="successive records of a device are independent",
     )
+
+
+def _choose_representatives(numbers: Sequence[int]) -> list[int]:
+    """Return at most `MAX_NORMALISERS` of some numbers: the smallest, the largest, and others spread between them.
+
+    A normaliser takes a fraction of a second to compute, and a fleet can have a calibration for each of many devices.
+    Normalisers change by a few percent while the number of records grows tenfold, so few numbers stand for all.
+    """
+    distinct = sorted(set(numbers))
+    if len(distinct) <= MAX_NORMALISERS:
+        return distinct
+    last = len(distinct) - 1
+    return [distinct[round(last * step / (MAX_NORMALISERS - 1))] for step in range(MAX_NORMALISERS)]
 
 
 def _describe_shortage(budget: IncidentBudget, plans: Sequence[BudgetPlan], segment_length: int | None) -> str:

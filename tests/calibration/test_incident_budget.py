@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
+from deformer_stream.calibration.conditional_e_values import compute_log_normalisers
 from deformer_stream.calibration.incident_budget import (
+    MAX_NORMALISERS,
     MICROS_PER_DAY,
     IncidentBudget,
     bound_realised_rate,
@@ -160,3 +162,13 @@ def test_the_interval_of_a_rate_is_that_of_garwood(num_false: int) -> None:
 
 def test_without_observed_time_any_rate_is_possible() -> None:
     assert bound_realised_rate(0, 0.0) == (0.0, math.inf)
+
+
+def test_e_values_are_normalised_for_the_largest_and_the_smallest_calibration_of_a_fleet() -> None:
+    num_misses = compute_log_normalisers.cache_info().misses
+    sizes = [1000, *range(101, 600)]
+    plan = plan_budget(MONTH, num_calibration_records=sizes, records_per_day=1000.0)
+    assert plan.log_normalisers is not None
+    assert compute_log_normalisers.cache_info().misses - num_misses <= MAX_NORMALISERS
+    for size in (101, 1000):
+        assert all(a >= b for a, b in zip(plan.log_normalisers, compute_log_normalisers(size), strict=True))
