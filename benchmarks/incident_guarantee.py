@@ -2,7 +2,7 @@
 
     python -m benchmarks.incident_guarantee --seeds 60
 
-A device gives a record every ten seconds. The score of a record has a standard normal distribution over all records,
+A device gives a record every 30 seconds. The score of a record has a standard normal distribution over all records,
 with one of these kinds of dependence:
 
     independent    records are independent
@@ -198,10 +198,10 @@ def main() -> None:
     """Run the benchmark."""
     options = build_parser(__doc__, "")
     options.add_argument("--seeds", type=int, default=60, help="number of simulated fleets; 60 by default")
-    options.add_argument("--devices", type=int, default=60, help="number of devices that are tested; 60 by default")
-    options.add_argument("--days", type=int, default=5, help="number of days that are tested; 5 by default")
+    options.add_argument("--devices", type=int, default=150, help="number of devices that are tested; 150 by default")
+    options.add_argument("--days", type=int, default=2, help="number of days that are tested; 2 by default")
     options.add_argument(
-        "--records-per-day", type=int, default=8640, help="number of records of a device in a day; 8640 by default"
+        "--records-per-day", type=int, default=2880, help="number of records of a device in a day; 2880 by default"
     )
     options.add_argument(
         "--calibration-records", type=int, default=2000, help="number of calibration records; 2000 by default"
