@@ -103,6 +103,10 @@ MIN_FITTED_RECORDS = 20
 MIN_TAIL_SCALE = 1.0
 """Smallest scale b of a tail, in nats. It is that of a sum if the model is right."""
 
+LEVEL_DISCOUNT = 0.5
+"""Factor of the statistics of "level". Readings of a record have similar levels, so the sums of a few normal records
+are far larger than the tail that is fitted to the others. They would otherwise set the threshold at a small α."""
+
 BALANCED_SHARE = 0.05
 """The share s of the normal records in which the largest statistic of each kind exceeds −ln s. A usual α is best,
 because the kinds then raise equally many false alarms at it."""
@@ -354,6 +358,9 @@ def fit_scale(
         for sensor in range(num_sensors):
             sums = largest_sums[kind, has_readings[:, sensor], sensor]
             slopes[kind, sensor], intercepts[kind, sensor] = _fit_line(sums, line_of_all)
+        if KINDS[kind] == "level":
+            slopes[kind] *= LEVEL_DISCOUNT
+            intercepts[kind] *= LEVEL_DISCOUNT
         statistics = np.where(has_readings, intercepts[kind] + slopes[kind] * largest_sums[kind], -np.inf)
         intercepts[kind] += _compute_balance(statistics.max(1), bool(largest_sums[kind].any()))
     slope, intercept = _fit_line(largest_record_sums, (1.0, 0.0))

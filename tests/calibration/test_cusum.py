@@ -13,6 +13,7 @@ from deformer_stream.calibration import cusum
 from deformer_stream.calibration.cusum import (
     BALANCED_SHARE,
     KINDS,
+    LEVEL_DISCOUNT,
     MAX_EXTREME,
     MAX_REPETITION,
     MAX_SURPRISE,
@@ -169,6 +170,7 @@ def test_fitted_scale_states_the_probability_of_a_sum(monkeypatch: pytest.Monkey
     largest = rng.exponential(tail_scales, (len(KINDS), num_records, NUM_SENSORS))
     scale = fit_scale(largest, rng.exponential(3.0, num_records), np.ones((num_records, NUM_SENSORS), bool))
     statistics = scale.intercepts[:, None] + scale.slopes[:, None] * largest
+    statistics[KINDS.index("level")] /= LEVEL_DISCOUNT
     for x in (3.0, 5.0):
         np.testing.assert_allclose((statistics > x).mean(1), math.exp(-x), rtol=0.35)
     assert scale.record_slope == pytest.approx(1 / 3.0, rel=0.1)
@@ -185,10 +187,10 @@ def test_scale_of_rare_sensors_is_that_of_all_sensors() -> None:
     scale = fit_scale(largest, np.zeros(100), has_readings)
     assert scale.slopes[0, 0] < 0.1  # 10 of 210 sums are 300
     assert scale.slopes[0, 1] == pytest.approx(0.2, rel=0.5)
-    np.testing.assert_array_equal(scale.slopes[:, 2], 1.0)
+    np.testing.assert_array_equal(scale.slopes[:, 2], [1.0, 1.0, 1.0, 1.0, LEVEL_DISCOUNT])
     # Without enough sums of all sensors, the scale is that of a right model.
     few = fit_scale(largest[:, :6], np.zeros(6), has_readings[:6])
-    np.testing.assert_array_equal(few.slopes, 1.0)
+    np.testing.assert_array_equal(few.slopes[:4], 1.0)
     np.testing.assert_array_equal(few.intercepts, 0.0)
 
 
