@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from deformer_stream.settings.incident_commands import IncidentsSettings
 
 
+MAX_POLL_MESSAGES = 256
+"""Largest number of messages of evidence in one poll. Each can have thousands of records, and the loop must not take
+seconds for a poll."""
+
+
 @dataclass(frozen=True, slots=True)
 class IncidentTopics:
     """The topics of the processes around incidents.
@@ -188,6 +193,7 @@ def _connect(
         group,
         settings.from_,
         security,
+        MAX_POLL_MESSAGES,
         session_seconds=settings.session_timeout,
         delivery=delivery,
         state=StateTopic(servers, topics.state, security, limits[topics.state], check_incident_state),
