@@ -43,6 +43,8 @@ def test_the_members_of_a_fleet_incident_are_below_it() -> None:
     assert set(find_rows(page)[1:4]) == {member.id for member in members}
     assert "<h1>2 open incidents</h1>" in page
     assert "3 devices of hall-a" in page
+    site.page.store.add_incidents([replace(make_incident(4, state="open"), parent="f" * 32)])
+    assert "4 devices of hall-a" in site.get("/").text
     assert f"/incidents/{members[0].id}" in site.get(f"/incidents/{fleet.id}").text
     assert f"/incidents/{fleet.id}" in site.get(f"/incidents/{members[0].id}").text
 
