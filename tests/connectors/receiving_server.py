@@ -53,12 +53,14 @@ class ReceivingServer:
     Attributes:
         url: Its address.
         requests: The requests so far.
+        accepted: Those that were answered with a status from 200 to 299.
         script: The answers to the next requests; without an entry, `default` is the answer.
         default: The answer without a script.
     """
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
+        self.accepted: list[Request] = []
         self.script: deque[Answer] = deque()
         self.default = Answer()
         self._changed = threading.Condition()
@@ -106,7 +108,10 @@ class ReceivingServer:
                     self.requests.append(request)
                     self._changed.notify_all()
                 try:
-                    if not self._answer(connection, answer):
+                    is_open = self._answer(connection, answer)
+                    if is_open and 200 <= answer.status < 300:
+                        self.accepted.append(request)
+                    if not is_open:
                         return
                 except OSError:  # the client has given up
                     return
