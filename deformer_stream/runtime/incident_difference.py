@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -90,9 +91,12 @@ class IncidentSpans:
             span = (labelled.start - margin, last + margin, labelled)
             self._spans_by_device.setdefault(labelled.incident.device, []).append(span)
         self._starts_by_device: dict[str, list[int]] = {}
+        # The largest end of all spans up to each one, so that a search ends early.
+        self._largest_ends_by_device: dict[str, list[int]] = {}
         for device, spans in self._spans_by_device.items():
             spans.sort(key=lambda span: (span[0], span[1]))
             self._starts_by_device[device] = [start for start, _, _ in spans]
+            self._largest_ends_by_device[device] = list(itertools.accumulate((end for _, end, _ in spans), max))
 
     def find(self, device: str, time: int) -> LabelledIncident | None:
         """Return the incident of a device that includes a time, the latest one if there are several."""
@@ -100,7 +104,8 @@ class IncidentSpans:
         if spans is None:
             return None
         index = bisect_right(self._starts_by_device[device], time) - 1
-        while index >= 0:
+        largest_ends = self._largest_ends_by_device[device]
+        while index >= 0 and time <= largest_ends[index]:
             _, end, labelled = spans[index]
             if time <= end:
                 return labelled

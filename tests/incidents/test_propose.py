@@ -324,6 +324,23 @@ def test_incidents_are_the_same_if_they_overlap() -> None:
     assert spans.find("b", 1500) is None
 
 
+def test_the_incident_of_a_time_is_found_as_by_a_search_of_all() -> None:
+    rng = np.random.default_rng(0)
+    incidents = []
+    for number in range(60):
+        opened = int(rng.integers(0, 1_000))
+        last = opened + int(rng.choice([0, 5, 400]))
+        empty = replace(make_incident(number).timeline, times=())
+        incidents.append(replace(make_incident(number), device="a", opened=opened, last=last, timeline=empty))
+    labelled = label_incidents(incidents, Overlay())
+    spans = IncidentSpans(labelled, 3)
+    for time in range(-10, 1_500, 7):
+        covering = [entry for entry in labelled if entry.start - 3 <= time <= entry.incident.last + 3]
+        latest = max((entry.start for entry in covering), default=None)
+        found = spans.find("a", time)
+        assert (found.start if found else None) == latest
+
+
 @pytest.mark.parametrize("mean", [0.5, 3.0, 20.0])
 def test_predicted_numbers_include_those_of_a_further_span(mean: float) -> None:
     rng = np.random.default_rng(3)
