@@ -135,7 +135,7 @@ def test_a_missing_file_and_two_files_are_refused(tmp_path: Path) -> None:
 )
 def test_a_request_under_a_foreign_host_name_is_refused(host: str) -> None:
     site = make_site([make_incident(1)])
-    for path in ("/", "/healthz", "/static/x/page.css", "/events"):
+    for path in ("/", "/health", "/static/x/page.css", "/events"):
         answer = site.get(path, headers={"Host": host})
         assert answer.status_code == 421
         assert "incident" not in answer.text
@@ -144,6 +144,15 @@ def test_a_request_under_a_foreign_host_name_is_refused(host: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1:8080", "localhost:8080", "LOCALHOST", "[::1]:8080", "127.0.0.1"])
 def test_a_request_under_a_name_of_this_machine_is_answered(host: str) -> None:
     assert make_site().get("/", headers={"Host": host}).status_code == 200
+
+
+def test_programs_read_health_and_metrics_under_any_host_name_without_a_login() -> None:
+    site, incident = make_site_with_login(external_url="https://plant.example", base_url="https://plant.example")
+    for path in ("/healthz", "/metrics"):
+        answer = site.get(path, headers={"Host": "10.1.2.3:8080"})
+        assert answer.status_code == 200
+        assert incident.device not in answer.text
+    assert site.get("/login", headers={"Host": "10.1.2.3:8080"}).status_code == 421
 
 
 def test_host_names_that_are_allowed() -> None:
