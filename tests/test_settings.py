@@ -533,3 +533,31 @@ def test_a_flag_about_the_header_replaces_the_other_one_in_the_file(tmp_path: Pa
     assert load_settings(ProduceSettings, {"topic": "t"}, config, "produce").no_header
     with pytest.raises(ConfigError, match="--header and --no-header contradict each other"):
         load_settings(ProduceSettings, {"topic": "t", "header": True, "no_header": True}, None, "produce")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "secrets", "shown"),
+    [
+        ("DEFORMER_NOTIFY", "slack://T0ken/B0t", ("T0ken", "B0t"), '# notify = "**********"'),
+        (
+            "DEFORMER_WEBHOOK",
+            "https://u:pa55@hooks.example/services/T0ken,http://plain.example:80",
+            ("pa55", "T0ken"),
+            '# webhook = "https://hooks.example/**********,http://plain.example:80"',
+        ),
+        ("DEFORMER_WEBHOOK", "http://a.example/?key=T0ken", ("T0ken",), '# webhook = "http://a.example/**********"'),
+        ("DEFORMER_ALERTMANAGER", "http://u:pa55@a.example", ("pa55",), 'alertmanager = "http://**********@a.example"'),
+    ],
+)
+def test_config_masks_the_secrets_of_receivers(
+    clean_environment: pytest.MonkeyPatch,
+    cli: Callable[..., SimpleNamespace],
+    variable: str,
+    value: str,
+    secrets: tuple[str, ...],
+    shown: str,
+) -> None:
+    clean_environment.setenv(variable, value)
+    output = cli("config", "incidents").out
+    assert shown in output
+    assert all(secret not in output for secret in secrets)

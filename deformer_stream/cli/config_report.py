@@ -6,9 +6,9 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import SecretStr, TypeAdapter, ValidationError
 
 from deformer_stream.errors import ConfigError
 from deformer_stream.settings import (
@@ -58,10 +58,10 @@ def _format_option(cls: type[Settings], field: str, value: Any, origin: str) -> 
         state = "required" if cls.model_fields[field].is_required() else "not set"
         return f"# {key} =   ({state})"
     _check_value(cls, field, value)
-    if field == "sasl_password":
+    if (masked := _mask_secret(cls, field, value)) is not None:
         # The line is a comment, so that the mask does not become the password if the user saves the output as a
         # configuration file.
-        return f'# {key} = "{MASK}"   (from {origin})'
+        return f"# {key} = {json.dumps(masked, ensure_ascii=False)}   (from {origin})"
     if isinstance(value, bool | int | float):
         text = str(value).lower()  # TOML writes booleans in lower case
     elif isinstance(value, dict):
@@ -74,6 +74,27 @@ def _format_option(cls: type[Settings], field: str, value: Any, origin: str) -> 
         without_login = re.sub("//[^/]*@", f"//{MASK}@", str(value))
         text = json.dumps(without_login, ensure_ascii=False)
     return f"{key} = {text}" + ("" if origin == "default" else f"   # from {origin}")
+
+
+def _mask_secret(cls: type[Settings], field: str, value: Any) -> str | None:
+    """Return what is shown in place of a value that is a secret or contains one, None if it may be shown.
+
+    Logins in addresses are not handled here.
+
+    Args:
+        cls: The settings class.
+        field: Name of the field.
+        value: Value before validation.
+    """
+    annotation: Any = cls.model_fields[field].annotation
+    if SecretStr in (annotation, *get_args(annotation)):
+        return MASK
+    if field == "webhook":
+        # Whoever knows the path of a webhook can often send to it.
+        text = ",".join(value) if isinstance(value, list | tuple) else str(value)
+        masked = re.sub(r"(https?://)(?:[^/,\s]*@)?([^/?#,\s]+)[/?#][^,\s]+", rf"\1\2/{MASK}", text)
+        return masked if masked != text else None
+    return None
 
 
 def _check_value(cls: type[Settings], field: str, value: Any) -> None:
