@@ -381,10 +381,20 @@ class Page:
         )
 
     def send_health(self, request: Request) -> Response:
-        """Answer whether the logs can be read."""
-        failures = [follower.status for follower in self.followers if follower.status.failure is not None]
-        if failures:
-            return PlainTextResponse(f"the log of {failures[0].name} cannot be read\n", 503)
+        """Answer whether the threads that read the logs run.
+
+        A broker that cannot be reached does not count: the page shows what it has, and says since when it is old.
+        """
+        stopped = [follower.status.name for follower in self.followers if not follower.is_running]
+        if stopped:
+            return PlainTextResponse(f"the log of {stopped[0]} is not read any more\n", 503)
+        return PlainTextResponse("ok\n")
+
+    def send_readiness(self, request: Request) -> Response:
+        """Answer whether everything has been read that the logs held at the start."""
+        behind = [follower.status.name for follower in self.followers if not follower.status.is_caught_up]
+        if behind:
+            return PlainTextResponse(f"the log of {behind[0]} is being read\n", 503)
         return PlainTextResponse("ok\n")
 
     def send_metrics(self, request: Request) -> Response:
@@ -461,7 +471,11 @@ class Page:
             Route("/events", self.send_events),
             Route("/static/{digest}/{name:path}", self.send_static),
         ]
-        for_programs: list[Route | Mount] = [Route("/healthz", self.send_health), Route("/metrics", self.send_metrics)]
+        for_programs: list[Route | Mount] = [
+            Route("/healthz", self.send_health),
+            Route("/readyz", self.send_readiness),
+            Route("/metrics", self.send_metrics),
+        ]
         if not self.prefix:
             return [*for_programs, *routes]
         return [*for_programs, Mount(self.prefix, routes=routes), Route("/", self._redirect_to_prefix)]

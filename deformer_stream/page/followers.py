@@ -75,6 +75,11 @@ class LogFollower:
         """Whether the log can be read."""
         return self._status
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()

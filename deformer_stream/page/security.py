@@ -51,7 +51,7 @@ SECURITY_HEADERS = {
     "X-Frame-Options": "DENY",
 }
 
-PATHS_FOR_PROGRAMS = frozenset({"/healthz", "/metrics"})
+PATHS_FOR_PROGRAMS = frozenset({"/healthz", "/readyz", "/metrics"})
 """Paths whose content is numbers only. They need no login, and are served under every host name."""
 
 MAX_BODY_BYTES = 16 * 1024

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import html
 import re
+import threading
 from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
 from deformer_stream.codec.feedback_messages import make_label
+from deformer_stream.errors import Unavailable
 from deformer_stream.incidents.events import Incident
+from deformer_stream.page.followers import LogFollower
 from deformer_stream.page.store import IncidentStore
 from deformer_stream.page.views import PAGE_SIZE, Notice
+from deformer_stream.runtime.incident_memory import MemoryIncidentLog
 from tests.incidents.examples import HOSTILE_NAMES, make_fleet_incident, make_incident, make_incidents
 from tests.page.pages import NOW, BrokenFeedbackLog, find_rows, find_token, make_site
 
@@ -301,6 +305,41 @@ def test_programs_get_health_and_metrics() -> None:
     metrics = site.get("/metrics").text
     assert "deformer_page_incidents 9.0" in metrics
     assert "deformer_page_incidents_open 6.0" in metrics
+
+
+def test_the_page_is_ready_when_the_logs_are_read_and_healthy_while_a_broker_is_down() -> None:
+    store = IncidentStore(now=lambda: NOW)
+    log = UnreadableLog()
+    follower = LogFollower("incidents", log, store.add_incidents, store)
+    site = make_site(store=store, followers=(follower,))
+    assert site.get("/healthz").status_code == 503
+    follower.start()
+    try:
+        assert log.was_polled.wait(60)
+        assert site.get("/healthz").status_code == 200
+        assert site.get("/readyz").status_code == 503
+        while follower.status.failure is None:
+            assert follower.is_running
+        page = site.get("/").text
+        assert "The log of incidents cannot be read since" in page
+        assert "start &lt;it&gt;" in page
+        assert 'deformer_page_log_readable{log="incidents"} 0.0' in site.get("/metrics").text
+        assert site.get("/healthz").status_code == 200
+    finally:
+        follower.stop()
+
+
+class UnreadableLog(MemoryIncidentLog):
+    """A log that cannot be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_polled = threading.Event()
+
+    def poll(self, timeout: float) -> list[Incident]:
+        """Raise `Unavailable`."""
+        self.was_polled.set()
+        raise Unavailable("the broker does not answer: start <it>")
 
 
 def test_below_a_path_of_a_proxy_all_addresses_have_its_prefix() -> None:
