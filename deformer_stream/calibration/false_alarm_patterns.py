@@ -36,8 +36,13 @@ from typing import Any, Literal
 Shares = Mapping[str, float]
 """The share of the attribution by feature. Only the direction of this vector matters for patterns."""
 
-PatternState = dict[str, tuple[int, dict[str, float]]]
-"""The state of a `PatternAdjuster` by device: the time of the last alert, and the weighted shares of recent alerts."""
+PatternState = dict[str, tuple[int, int, dict[str, float]]]
+"""The state of a `PatternAdjuster` by device: the time of the last alert, the number of records since, and the weighted
+shares of recent alerts."""
+
+MAX_RECORDS_SINCE_ALERT = 10
+"""A run of alerts goes on for this many records without an alert, however long they take. It is the number of quiet
+records that `incidents.tracker` needs to resolve an incident."""
 
 MIN_COSINE = 0.5
 """Smallest cosine between the suspects of a record or incident and a pattern that it matches.
@@ -242,15 +247,15 @@ class PatternAdjuster:
     """Raises the p-values of records that match a pattern of false alarms, record by record, for any number of devices.
 
     An alerted record matches by its own suspects, or by those of the recent alerts of its device. A record without an
-    alert has no suspects; it matches by the recent alerts of its device. The recent alerts are those of a run of alerts
-    in which each follows the one before within `gap`; later ones count more.
+    alert has no suspects; it matches by the recent alerts of its device. The recent alerts are those of a run in which
+    each alert follows the one before within `gap`, or within `MAX_RECORDS_SINCE_ALERT` records; later ones count more.
 
     The result depends on the records before, so the order of the calls matters. Without patterns, p-values are returned
     unchanged and no state is kept.
 
     Args:
         patterns: The patterns.
-        gap: Longest time between two alerts of one run, and from an alert to a record without alert, in microseconds.
+        gap: Time in microseconds for which a run of alerts goes on without an alert, however many records come.
         model: Fingerprint of the model whose scores the patterns hold; "" if all records come from it.
         find_own_incident: Returns the past incident to which a record of a device at a time belongs, None if there is
             none. It is left out of the comparison, so that past incidents are treated like new ones. None if no record
@@ -306,11 +311,14 @@ class PatternAdjuster:
         return max(p_value, *(pattern.compute_p_value(score, left_out) for pattern in matching))
 
     def _recall(self, device: str, time: int) -> dict[str, float]:
-        """Return the weighted shares of the device's recent alerts; empty if the last one is longer ago than `gap`."""
-        last, shares = self._recent_by_device.get(device, (time, {}))
-        if time - last > self._gap:
+        """Return the weighted shares of the device's recent alerts, and count a record; empty if the run has ended."""
+        if device not in self._recent_by_device:
+            return {}
+        last, num_records, shares = self._recent_by_device[device]
+        if time - last > self._gap and num_records >= MAX_RECORDS_SINCE_ALERT:
             del self._recent_by_device[device]
             return {}
+        self._recent_by_device[device] = (last, num_records + 1, shares)
         return shares
 
     def _remember(self, device: str, time: int, recent: dict[str, float], own: dict[str, float]) -> dict[str, float]:
@@ -320,18 +328,22 @@ class PatternAdjuster:
             merged[feature] = merged.get(feature, 0.0) + share
         merged = keep_valid_shares(merged)
         last = self._recent_by_device[device][0] if device in self._recent_by_device else time
-        self._recent_by_device[device] = (max(last, time), merged)
+        self._recent_by_device[device] = (max(last, time), 0, merged)
         return merged
 
     def export_state(self) -> PatternState:
         """Return the state, from which `import_state` continues. It can be expressed as JSON."""
-        return {device: (last, dict(shares)) for device, (last, shares) in self._recent_by_device.items()}
+        return {
+            device: (last, num_records, dict(shares))
+            for device, (last, num_records, shares) in self._recent_by_device.items()
+        }
 
     def import_state(self, state: PatternState) -> None:
         """Restore the state from `export_state`. Without patterns, the state is dropped."""
         if self._patterns:
             self._recent_by_device = {
-                device: (last, keep_valid_shares(shares)) for device, (last, shares) in state.items()
+                device: (last, num_records, keep_valid_shares(shares))
+                for device, (last, num_records, shares) in state.items()
             }
 
 

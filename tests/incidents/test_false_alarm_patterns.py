@@ -96,8 +96,12 @@ def test_only_records_with_the_suspects_of_the_pattern_are_adjusted() -> None:
     assert adjuster.adjust("b", 0, 0.001, 5.0, CLEANING) == 1.0
     assert adjuster.adjust("b", SECOND, 0.02, 5.0, None) == 1.0, "a record without alert, after one of the pattern"
     assert adjuster.adjust("c", SECOND, 0.02, 5.0, None) == 0.02, "another device"
-    assert adjuster.adjust("b", SECOND + 2 * GAP, 0.02, 5.0, None) == 0.02, "long after the alert"
+    found = [adjuster.adjust("b", SECOND + 2 * GAP + k, 0.02, 5.0, None) for k in range(12)]
+    assert found == [1.0] * 9 + [0.02] * 3, "long after the alert, and after ten records without one"
     assert not adjuster.is_active("b")
+    adjuster.adjust("d", 0, 0.001, 5.0, CLEANING)
+    found = [adjuster.adjust("d", k, 0.02, 5.0, None) for k in range(30)]
+    assert found == [1.0] * 30, "many records soon after the alert"
 
 
 def test_recent_alerts_decide_about_a_record_whose_suspects_vary() -> None:
@@ -149,7 +153,7 @@ def test_without_patterns_no_state_is_kept() -> None:
     adjuster = PatternAdjuster([], GAP)
     assert adjuster.adjust("a", 0, 0.001, 5.0, CLEANING) == 0.001
     assert adjuster.export_state() == {}
-    adjuster.import_state({"a": (0, CLEANING)})
+    adjuster.import_state({"a": (0, 0, CLEANING)})
     assert adjuster.export_state() == {}
 
 
