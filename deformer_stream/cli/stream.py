@@ -166,12 +166,18 @@ def _connect(
         ConfigError: The options contradict each other.
     """
     from connectors.files import AlertLines, TerminalAlerts, open_source
+    from deformer_stream.errors import ConfigError
     from deformer_stream.tables.discovery import check_no_overwrite
 
     source: EventSource
     sinks: list[Sink] = []
     servers, topic = _find_kafka_topic(settings)
     if topic is None:  # `--source` names a file or standard input
+        if settings.evidence == "on":
+            raise ConfigError(
+                "--evidence on writes to a Kafka topic, but --source is a file: use deformer-stream replay --evidence "
+                "FILE"
+            )
         check_no_overwrite([str(settings.source)], {"--alerts": settings.alerts})
         source = open_source(
             [str(settings.source)],

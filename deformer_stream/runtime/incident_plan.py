@@ -9,7 +9,7 @@ from pathlib import Path
 
 from deformer_stream import log
 from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern, PatternAdjuster
-from deformer_stream.calibration.incident_budget import BudgetPlan, parse_budget, plan_budget
+from deformer_stream.calibration.incident_budget import MICROS_PER_DAY, BudgetPlan, parse_budget, plan_budget
 from deformer_stream.incident_store import IncidentCalibration, read_incident_calibration
 from deformer_stream.incidents.device import extract_device
 from deformer_stream.incidents.fleet import parse_fleet_rule
@@ -96,6 +96,7 @@ def load_detection_plan(directory: Path, settings: IncidentRuleSettings, can_rep
         calibration,
         reorder=0 if "window" in manifest else REORDER_MICROS,
         num_remembered_records=NUM_REMEMBERED_RECORDS if can_repeat else 0,
+        window=manifest["window"]["width"] if "window" in manifest else None,
     )
 
 
@@ -107,6 +108,7 @@ def plan_detection(
     *,
     reorder: int = 0,
     num_remembered_records: int = 0,
+    window: int | None = None,
 ) -> DetectionPlan:
     """Return what determines the incidents of the records that a model scores.
 
@@ -119,16 +121,22 @@ def plan_detection(
         calibration: The incident calibration of the model directory, None if it has none.
         reorder: As in `TrackerOptions`.
         num_remembered_records: As in `TrackerOptions`.
+        window: Width of the windows that are the records, microseconds; None if records are no windows. A device then
+            has at most so many records in a day as there are windows.
 
     Raises:
         ConfigError: An option is no budget or no fleet rule, or the budget cannot be kept as requested.
     """
     is_own = calibration is not None and calibration.model == model
+    segments = calibration.segments if calibration is not None and is_own else ()
+    records_per_day = settings.records_per_day
+    if records_per_day is None and window is not None and not segments:
+        records_per_day = MICROS_PER_DAY / window
     plan = plan_budget(
         parse_budget(settings.incident_budget),
-        calibration.segments if calibration is not None and is_own else (),
+        segments,
         num_calibration_records,
-        settings.records_per_day,
+        records_per_day,
         settings.incident_rule,
         None if settings.segment is None else round(settings.segment * MICROS_PER_SECOND),
         model=model,

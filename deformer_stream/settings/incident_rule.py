@@ -50,5 +50,5 @@ class IncidentRuleSettings(Settings):
         None,
         gt=0,
         description="Number of records of one device in a day, for --incident-rule e-detector. Default: as in the "
-        "segments of the model.",
+        "segments of the model, else one record per window.",
     )

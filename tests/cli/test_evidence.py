@@ -57,3 +57,9 @@ def test_value_of_consume_is_no_file(cli: RunCommand, model_dir: Path, wide: Pat
     assert_command_failed(result, 2, "--evidence on", "[consume]")
     config.write_text('[consume]\nevidence = "on"\n')
     assert cli("replay", wide, "--model", model_dir, "--config", config).code == 0
+
+
+def test_consumer_of_a_file_writes_no_evidence(cli: RunCommand, model_dir: Path, lines: Path) -> None:
+    result = cli("consume", "--source", lines, "--model", model_dir, "--evidence", "on")
+    assert result.code == 2
+    assert "replay --evidence" in result.lines[-1]
