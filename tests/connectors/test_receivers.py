@@ -41,6 +41,7 @@ from deformer_stream.runtime.incident_ports import (
 )
 from deformer_stream.runtime.notification import Notifier, ReceiverWorker, WorkerThread
 from deformer_stream.settings.incident_commands import DeliverySettings
+from tests.conftest import ROOT
 from tests.connectors.receiving_server import LIMIT_SECONDS, Answer, ReceivingServer
 from tests.incidents.delivery import ManualClock, ScriptedReceiver, Topic, TopicReader
 from tests.incidents.examples import HOSTILE_NAMES, make_fleet_incident, make_incident, make_incidents
@@ -176,6 +177,21 @@ def test_signature_of_the_specification() -> None:
     key = base64.b64decode("MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
     signature = sign(key, "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}')
     assert signature == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
+
+
+def test_example_of_the_documentation_verifies_signatures() -> None:
+    page = (ROOT / "docs/how-to/notify.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.split("```python\n")[1].split("```")[0], names)  # noqa: S102 - our own documentation
+    headers = {
+        "webhook-id": "id",
+        "webhook-timestamp": "5",
+        "webhook-signature": f"v1,other {sign(KEY, 'id', 5, b'x')}",
+    }
+    secret = "whsec_" + base64.b64encode(KEY).decode()
+    assert names["is_genuine"](headers, b"x", secret)
+    assert not names["is_genuine"](headers, b"y", secret)
+    assert not names["is_genuine"](headers | {"webhook-timestamp": "6"}, b"x", secret)
 
 
 def test_webhook(server: ReceivingServer) -> None:
