@@ -4,13 +4,15 @@
                                                                             │
                             TOPIC-feedback ◄── labels of operators ◄────────┘
 
-The tracker is a pure function of the log of evidence: no clock and no label of an operator enters it. The same log
+The tracker is a pure function of the log of evidence: it reads no clock and no label of an operator. The same log
 therefore gives the same incidents, live, after a restart and in `replay`. The modules are:
 
-    events     the types that pass between processes: evidence, incidents, labels
-    device     the device of a record
-    make_evidence  evidence from what the engine returns
-    tracker    the state machine that opens, updates and resolves incidents
-    suspects, series, fleet  parts of its state: shares of suspects, bounded series, incidents of several devices
-    overlay    what labels and maintenance windows change about what is shown and delivered
+    events         the types that pass between processes: evidence, incidents, labels
+    device         the device of a record
+    make_evidence  conversion of the results of the engine to evidence
+    tracker        the state machine that opens, updates and resolves incidents
+    suspects       the features to which the alerts of an incident are attributed
+    series         series of bounded length
+    fleet          fleet incidents: one incident for several devices
+    overlay        how labels and maintenance windows change what is shown and delivered
 """

@@ -1,12 +1,13 @@
-"""The device of a record, as its id names it."""
+"""The device of a record, which is a part of the record's id."""
 
 from __future__ import annotations
 
 WINDOW_SEPARATOR, RECORD_SEPARATOR = "@", "/"
-"""The separators between a device and the rest of a record id: of a window (an interval of time), and of any other."""
+"""The separators between the device and the rest of a record id: the first one if the record is a window (an interval
+of time), the second one for other records."""
 
 WHOLE_STREAM = ""
-"""The device of a record whose id names none. All such records count as records of one device."""
+"""The device of a record whose id contains no device. All such records count as records of one device."""
 
 
 def extract_device(record_id: str, separator: str | None = None) -> str:
@@ -16,7 +17,7 @@ def extract_device(record_id: str, separator: str | None = None) -> str:
 
     Args:
         record_id: Id of the record.
-        separator: Separator in place of both.
+        separator: The only separator that is used; None for `@`, else `/`.
     """
     for candidate in (WINDOW_SEPARATOR, RECORD_SEPARATOR) if separator is None else (separator,):
         device = record_id.rpartition(candidate)[0]

@@ -25,7 +25,7 @@ class Suspect:
 
     Attributes:
         feature: Name of the feature.
-        value: The value that came: a number, a label, or None if it is unknown.
+        value: The observed value: a number, a label, or None if it is unknown.
         low: Lower end of the expected range, None for labels.
         high: Upper end of the expected range, None for labels.
         share: Share of the attribution of the alert, from 0 to 1. The shares of an alert's suspects sum to at most 1.
@@ -42,7 +42,7 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class AlertRow:
-    """The part of a record's alert that incidents need.
+    """The part of an alert that the detection of incidents uses.
 
     Attributes:
         id: Id of the alert, by which readers find it in the topic of alerts.
@@ -50,7 +50,8 @@ class AlertRow:
         time: Event time of the reading that raised the alert, `engine.events.NO_TIME` if it has none.
         p_value: p-value of the record at the alert.
         severity: 1 for the largest of the configured alphas, 2 for the next smaller one, and so on.
-        suspects: The features to which the alert is attributed, the largest share first; at most `MAX_SUSPECTS`.
+        suspects: The features to which the alert is attributed, the largest share first; at most
+            `make_evidence.MAX_SUSPECTS`.
         silenced_by: The smallest known set of features whose expected values would prevent the alert, or None.
     """
 
@@ -65,7 +66,7 @@ class AlertRow:
 
 @dataclass(frozen=True, slots=True)
 class ClosedRows:
-    """R closed records: what incidents need of them.
+    """The fields of R closed records that the detection of incidents uses.
 
     Attributes:
         record_ids: R record ids.
@@ -90,9 +91,10 @@ class ClosedRows:
 
 @dataclass(frozen=True, slots=True)
 class EvidenceBatch:
-    """What one poll of one partition gave: closed records and alerts. It is one message of `TOPIC-evidence`.
+    """The closed records and the alerts of one poll of one partition.
 
-    The alert of a record comes in the same batch as the record or in an earlier one.
+    A batch is one message of `TOPIC-evidence`, or several if it is large. The alert of a record is in the same batch as
+    the record or in an earlier one.
 
     Attributes:
         model: Fingerprint of the model and its calibration.
@@ -116,8 +118,8 @@ class IncidentSuspect:
         share: Mean share of the attribution over the alerts of the incident, from 0 to 1.
         low: Median of the lower ends of the expected ranges, None if the feature has labels.
         high: Median of the upper ends of the expected ranges, None if the feature has labels.
-        came_low: Smallest value that came in an alert, None if the feature has labels.
-        came_high: Largest value that came in an alert, None if the feature has labels.
+        came_low: Smallest observed value in an alert, None if the feature has labels.
+        came_high: Largest observed value in an alert, None if the feature has labels.
         unit: Unit of the values, None if they have none.
     """
 
@@ -168,7 +170,7 @@ NO_READINGS: Mapping[str, SuspectReadings] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """The state of an incident. `TOPIC-incidents` holds one message for each change; the last one counts.
+    """The state of an incident. `TOPIC-incidents` has a message for each reported change; the last one is valid.
 
     Attributes:
         id: Hash of the device, the model and the first record (of a fleet incident, see `tracker`).
@@ -179,10 +181,10 @@ class Incident:
         last: Time of the last record that the incident includes.
         resolved: Time of the record that resolved the incident, None before.
         num_records: Number of records from the first one to the last one.
-        num_alerted: Number of those that have raised an alert.
+        num_alerted: Number of these records that have raised an alert.
         evidence: log10 of the largest value of the detector's statistic so far.
         rule: The rule that keeps the budget.
-        budget: The budget as the user has written it, such as "1 per 30d".
+        budget: The budget of false incidents as text, such as "1 per 30d".
         severity: 1 when it opens, 2 if at least half of the last records have alerted, 3 for a fleet incident. It never
             falls.
         suspects: The suspects, the largest share first.
@@ -194,15 +196,17 @@ class Incident:
         parent: Id of the fleet incident that includes this incident, or None.
         revision: Number of earlier messages of this incident.
         num_reopened: How often the incident was reopened.
-        resolution: Why the incident was resolved: "quiet", or None.
+        resolution: Why the incident was resolved: "quiet", or "model-changed" if another model scores the records now;
+            None if it is open.
         threshold: log10 of the statistic at which incidents open.
-        record_ids: Ids of records of the incident that have alerted, the first and the latest ones, bounded.
+        record_ids: Ids of records of the incident that have alerted: the first and the latest ones, at most
+            `tracker.MAX_EXAMPLES`.
         alert_ids: Ids of the alerts of these records.
         silenced_by: The set of features whose expected values would most often prevent the alerts, and the share of the
             alerts for which this holds; None if no set is known.
         timeline: The evidence over time.
         readings: The readings of the suspects in the alerts, by feature.
-        fault: Names of known faults with their probabilities, if the model has learnt any.
+        fault: Names of known faults with their probabilities; empty, because no model recognises faults so far.
     """
 
     id: str
@@ -238,15 +242,15 @@ class Incident:
 
 @dataclass(frozen=True, slots=True)
 class FeedbackLabel:
-    """What a person has said about an incident, a device or a record, as in the messages of `TOPIC-feedback`.
+    """A label that a person has given to an incident, a device or a record: a message of `TOPIC-feedback`.
 
-    The latest label of an incident, or of a record, counts.
+    If an incident or a record has several labels, the latest one is valid.
 
     Attributes:
         id: Hash of the other fields, so that a label that is sent twice counts once.
         label: "true" for a real fault, "false-alarm", "maintenance", or "cleared" to take an earlier label back.
-        time: When the person has said so.
-        by: Who has said so; "" if unknown.
+        time: When the label was given.
+        by: Who has given it; "" if unknown.
         incident: Id of the incident, None for a maintenance window of a device and for a label of one record.
         name: Name of the fault, None if there is none.
         note: Free text.

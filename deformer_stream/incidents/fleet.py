@@ -15,13 +15,14 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.incidents.suspects import average_directions, compute_cosine
 
 MAX_MEMBERS = 500
-"""Largest number of members that a fleet incident lists. Further devices are counted in its records only."""
+"""Largest number of members that a fleet incident lists. Further incidents have it as their parent, but are neither
+listed nor counted in its records."""
 
 MAX_CANDIDATES = 1000
-"""Largest number of recent incidents of a group among which those with the same suspects are sought."""
+"""Largest number of recent incidents of a group that are compared with a new one."""
 
 MAX_FLEETS = 16
-"""Largest number of fleet incidents of a group that are remembered; the oldest resolved ones are dropped first."""
+"""Largest number of fleet incidents of a group that are kept; the oldest resolved ones are dropped first."""
 
 _SECONDS_BY_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _RULE_PATTERN = re.compile(r"\s*(\d{1,6})\s+within\s+(\d+(?:\.\d+)?)\s*([smhd])\s*", re.ASCII)
@@ -29,11 +30,11 @@ _RULE_PATTERN = re.compile(r"\s*(\d{1,6})\s+within\s+(\d+(?:\.\d+)?)\s*([smhd])\
 
 @dataclass(frozen=True, slots=True)
 class FleetRule:
-    """When a fleet incident opens.
+    """The condition under which a fleet incident opens.
 
     Attributes:
-        num_devices: Number of devices with similar incidents that is needed, at least 2.
-        within: Time in microseconds within which their incidents open.
+        num_devices: Smallest number of devices with similar incidents, at least 2.
+        within: Largest time between the openings of these incidents, in microseconds.
     """
 
     num_devices: int = 3
@@ -81,7 +82,7 @@ class FleetMember:
     Attributes:
         device: The device.
         num_records: Number of records of the member so far.
-        num_alerted: Number of those that have raised an alert.
+        num_alerted: Number of these records that have raised an alert.
         evidence: log10 of the largest statistic of the member.
         is_open: Whether the member is not resolved.
     """
@@ -154,13 +155,13 @@ def find_fleet(group: GroupState, incident: RecentIncident, min_cosine: float) -
 def find_quorum(
     group: GroupState, incident: RecentIncident, rule: FleetRule, min_cosine: float
 ) -> list[RecentIncident]:
-    """Return the incidents that make a fleet incident together with a new one, which is the last of them.
+    """Return the incidents that form a fleet incident. The new incident is the last of them.
 
-    Incidents whose suspects differ too much from the mean are dropped, the most different one first, but never the new
-    one. Of each device only the latest incident counts.
+    Only the latest incident of each device is considered. Incidents whose suspects differ too much from the mean are
+    dropped, the most different one first, but never the new one.
 
     Args:
-        group: The recent incidents. Those that are too old are removed.
+        group: The state of the group. Recent incidents that are too old are removed from it.
         incident: The new incident. It is added to the recent ones.
         rule: When a fleet incident opens.
         min_cosine: Smallest cosine of each member's shares and their mean.
@@ -197,7 +198,7 @@ def open_fleet(
         group: The state of the group.
         name: Name of the group.
         model: Fingerprint of the model.
-        members: The incidents that make it, the last one being that which completes the quorum.
+        members: The incidents that form it, in order of opening.
         first_record: Id of the record that has opened the last one.
         threshold: log10 of the statistic at which incidents of devices open.
     """

@@ -1,7 +1,7 @@
-"""Evidence from the effects of the engine: what incidents need of the records that were closed and the alerts.
+"""Conversion of the effects of the engine to evidence: the fields of closed records and alerts that incidents need.
 
-Live processes and `replay` call the same function. Its numbers are rounded as the messages state them, so incidents do
-not depend on whether the evidence was written and read in between.
+Live processes and `replay` call the same function. It rounds numbers to the digits that the messages of evidence have.
+Incidents therefore do not depend on whether the evidence was written and read in between.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MAX_LABEL_CHARACTERS = 200
 def make_evidence(effects: Effects) -> tuple[list[EvidenceBatch], list[str]]:
     """Return the evidence of the effects of one call of the engine.
 
-    Left out are records without readings, and records that are continued by another process, to which their partition
-    was assigned. Incidents need event times, so records without any are left out, too, but they are returned.
+    Records without readings are left out. So are records that another process continues, because their partition was
+    assigned to it. Incidents need event times, so records without a time are left out, too; their ids are returned.
 
     Args:
         effects: The closed records and the alerts.
@@ -67,7 +67,7 @@ def make_evidence(effects: Effects) -> tuple[list[EvidenceBatch], list[str]]:
 
 
 def _select_rows(closed: ClosedRecords, rows: NDArray[np.int64]) -> ClosedRows:
-    """Return what incidents need of some closed records.
+    """Return the fields of evidence of some closed records.
 
     Args:
         closed: Closed records.
@@ -103,7 +103,7 @@ def round_significant(numbers: Floats, digits: int | NDArray[np.int64]) -> Float
 
 
 def _make_alert_row(alert: Alert) -> AlertRow:
-    """Return what incidents need of an alert. The names of features become those of their sensors."""
+    """Return the fields of evidence of an alert. The name of a feature becomes that of its sensor."""
     sensor_by_feature = {
         contribution.feature: contribution.sensor
         for contribution in alert.contributions
@@ -126,10 +126,10 @@ def _make_alert_row(alert: Alert) -> AlertRow:
 def _find_suspects(contributions: Sequence[Contribution]) -> tuple[Suspect, ...]:
     """Return the suspects of an alert, the largest share first.
 
-    They are the sensors of the readings to which the alert is attributed. If the explanation attributes it to none, as
-    with `--explanations fast`, it is the most suspicious reading. Without explanation there is none. The share of a
-    sensor is its share of the weights of all suspects: the relief of its readings or, where it is not computed, their
-    attribution or surprise.
+    The suspects are the sensors of the readings to which the alert is attributed. If the explanation attributes it to
+    no reading, as with `--explanations fast`, the sensor of the most suspicious reading is the only suspect. Without an
+    explanation there are no suspects. A sensor's share is its part of the sum of the weights of all readings. The
+    weight of a reading is its relief; if that is not computed, its attribution; else its surprise.
 
     Args:
         contributions: The contributions of the readings, the most suspicious first.

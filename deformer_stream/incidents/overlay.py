@@ -1,4 +1,4 @@
-"""What labels and maintenance windows change about an incident that is shown and delivered.
+"""How labels and maintenance windows change the presentation and the delivery of incidents.
 
 Labels never enter the detection: the log of incidents stays a function of the log of evidence. A label therefore
 changes only how an incident is presented, and can be taken back.
@@ -20,9 +20,9 @@ class Presentation:
     """How an incident is presented to people.
 
     Attributes:
-        label: The label that counts, None if the incident has none.
-        name: Name of the fault that the label states, None if it states none.
-        silenced: Why receivers get no message about the incident, None if they get messages.
+        label: The valid label, None if the incident has none.
+        name: Name of the fault in the label, None if it has none.
+        silenced: Why receivers are not notified of the incident, None if they are.
         cause: Id of the label that has last changed whether the incident is silenced, "" if none has.
     """
 
@@ -37,10 +37,10 @@ _SILENCE_BY_LABEL: dict[Label, SilenceReason] = {"false-alarm": "false-alarm", "
 
 
 class Overlay:
-    """The labels of incidents and the maintenance windows of devices so far.
+    """The labels of incidents and the maintenance windows of devices.
 
     Args:
-        labels: Labels that are added at once.
+        labels: The first labels; `add` adds further ones.
     """
 
     def __init__(self, labels: Iterable[FeedbackLabel] = ()) -> None:
@@ -50,7 +50,7 @@ class Overlay:
             self.add(label)
 
     def add(self, label: FeedbackLabel) -> None:
-        """Add a label. The label of an incident that was given last counts, in whatever order they are added."""
+        """Add a label, in any order: of the labels of an incident, the one with the latest time is valid."""
         if label.incident is not None:
             self._labels_by_incident.setdefault(label.incident, {})[label.id] = label
         elif label.device is not None:
@@ -76,7 +76,7 @@ class Overlay:
     def is_in_maintenance(self, incident: Incident) -> bool:
         """Return whether a maintenance window of its device includes the time at which the incident opened.
 
-        If several labels of the device include this time, the latest one counts, so that "cleared" takes a window back.
+        If several labels of the device include this time, the latest one is valid. So "cleared" takes a window back.
         """
         return self._find_window(incident.device, incident.opened) is not None
 

@@ -1,7 +1,7 @@
-"""Series of an incident that stay bounded however long the incident lasts.
+"""Series of an incident with a bounded number of points, however long the incident lasts.
 
-Points are thinned deterministically: if a series is full, neighbouring points are merged, and from then on a point has
-twice as many values. The values are lists of numbers, so that the state can be stored as JSON.
+Points are thinned deterministically: if a series is full, neighbouring points are merged, and from then on each point
+stands for twice as many records. The fields are lists of numbers, so that the state can be stored.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from statistics import median
 from deformer_stream.incidents.events import SuspectReadings, Timeline
 
 MAX_TIMELINE_POINTS = 240
+"""Largest number of points of the evidence of an incident over time."""
+
 MAX_READINGS = 120
 """Largest number of readings of a suspect in an incident."""
 
@@ -21,7 +23,7 @@ MAX_RESOLVED_POINTS = 60
 
 @dataclass(slots=True)
 class TimelineSeries:
-    """The evidence over time. A point has the largest evidence and the smallest p-value of the records it stands for.
+    """The evidence over time. A point has the largest evidence and the smallest p-value of its records.
 
     Attributes:
         times: Event time of the last record of each point.
@@ -74,14 +76,14 @@ class TimelineSeries:
 
 @dataclass(slots=True)
 class ReadingSeries:
-    """The readings of a suspect in alerts. Of `stride` successive readings, the first one is kept.
+    """The readings of a suspect in alerts. Of each `stride` successive readings, the first one is kept.
 
     Attributes:
         times: Event time of each alert.
         values: Value of each reading, None for labels.
         lows: Lower end of each expected range, None for labels.
         highs: Upper end of each expected range, None for labels.
-        stride: Number of readings of which one is kept.
+        stride: Number of successive readings of which one is kept.
         num_skipped: Number of readings since the last one that was kept.
     """
 

@@ -10,16 +10,19 @@ from deformer_stream.incidents.events import AlertRow, IncidentSuspect, SuspectR
 from deformer_stream.incidents.series import ReadingSeries
 
 MAX_TRACKED = 16
-"""Largest number of features whose shares an incident sums."""
+"""Largest number of features whose shares are summed for an incident."""
 
 MAX_SHOWN = 8
-"""Largest number of suspects of an incident's message."""
+"""Largest number of suspects in a message about an incident."""
 
 MAX_WITH_READINGS = 5
-"""Largest number of suspects whose readings are in an incident's message."""
+"""Largest number of suspects whose readings are in a message about an incident."""
 
 MAX_SILENCING_SETS = 16
-"""Largest number of different sets of features that would prevent an alert, of which an incident counts the alerts."""
+"""Largest number of different silencing sets that are counted for an incident; further ones are ignored.
+
+A silencing set of an alert is a set of features whose expected values would prevent the alert.
+"""
 
 _SET_SEPARATOR = "\x00"
 
@@ -31,8 +34,8 @@ class SuspectTotal:
     Attributes:
         share: Sum of the shares of the attribution.
         unit: Unit of the values, None if they have none.
-        came_low: Smallest value that came, None for labels.
-        came_high: Largest value that came, None for labels.
+        came_low: Smallest observed value, None for labels.
+        came_high: Largest observed value, None for labels.
         readings: The readings in the alerts.
     """
 
@@ -50,9 +53,9 @@ class SuspectTotals:
     Attributes:
         num_alerts: Number of alerts with suspects.
         total_by_feature: The sums, at most `MAX_TRACKED`.
-        num_silenceable: Number of alerts with a known set of features that would prevent them.
-        count_by_silencing_set: Number of alerts that a set of features would prevent. The key has the names of the
-            features, joined by a zero byte.
+        num_silenceable: Number of alerts with a known silencing set.
+        count_by_silencing_set: Number of alerts by silencing set. The key has the names of the features, joined by a
+            zero byte.
     """
 
     num_alerts: int = 0
@@ -122,7 +125,10 @@ class SuspectTotals:
         return {name: self.total_by_feature[name].readings.to_readings() for name in names}
 
     def find_silencing_set(self) -> tuple[tuple[str, ...], float] | None:
-        """Return the set of features that would prevent most alerts, and the share of the alerts that it would."""
+        """Return the most frequent silencing set, and its share of the alerts with a known silencing set.
+
+        None if no alert has a known silencing set.
+        """
         if not self.count_by_silencing_set:
             return None
         key = min(self.count_by_silencing_set, key=lambda key: (-self.count_by_silencing_set[key], key))

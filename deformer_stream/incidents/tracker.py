@@ -5,7 +5,7 @@
                                                            resolve after a quiet time below the threshold
 
 `IncidentTracker` is a pure function of the log of evidence. The messages depend only on the order of the rows in the
-log, not on how they are divided into batches. So a restart, a replay and a live run give the same bytes.
+log, not on how the rows are divided into batches. So a restart, a replay and a live run give the same bytes.
 
 - Order. Rows wait until a row has come whose time is later by `reorder`, and are then handled in order of time. A row
   that comes later still is handled at once, and counted (`num_late`).
@@ -15,10 +15,10 @@ log, not on how they are divided into batches. So a restart, a replay and a live
   (`calibration.false_alarm_patterns`), so patterns can only prevent incidents.
 - Opening. An incident opens at the record at which the statistic passes the threshold of the plan. If the device's last
   incident has the same suspects (`min_cosine`), and was resolved less than `gap` ago or began in the same segment, it
-  is reopened instead. So a device has one false incident at most in a segment, unless the suspects change.
+  is reopened instead. So a device has at most one false incident in a segment, unless the suspects change.
 - Resolving. An incident is resolved if the statistic was below the threshold for `quiet` and for `min_quiet_records`
-  records. Meanwhile the statistic is bounded to e³ times the threshold, so that the end of a fault shows soon. A device
-  that sends nothing resolves nothing.
+  records. While an incident is open, the statistic is at most e³ times the threshold, so that it falls soon after the
+  end of a fault. An incident is never resolved while its device sends no records.
 - Messages. An incident is sent when it opens, at 1, 2, 4, 8, … records, when its severity or its first suspect changes,
   about once a minute of event time, and when it is resolved.
 """
@@ -31,7 +31,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from deformer_stream.calibration.false_alarm_patterns import PatternAdjuster, PatternState
+from deformer_stream.calibration.false_alarm_patterns import MIN_COSINE, PatternAdjuster, PatternState
 from deformer_stream.calibration.incident_budget import BudgetPlan
 from deformer_stream.calibration.incident_evidence import (
     INITIAL_STATE,
@@ -42,7 +42,14 @@ from deformer_stream.calibration.incident_evidence import (
 )
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.incidents.device import extract_device
-from deformer_stream.incidents.events import AlertRow, EvidenceBatch, Incident, IncidentState, IncidentSuspect
+from deformer_stream.incidents.events import (
+    AlertRow,
+    EvidenceBatch,
+    Incident,
+    IncidentRule,
+    IncidentState,
+    IncidentSuspect,
+)
 from deformer_stream.incidents.fleet import (
     MAX_MEMBERS,
     FleetMember,
@@ -61,7 +68,7 @@ from deformer_stream.incidents.suspects import MAX_SHOWN, SuspectTotals, compute
 MICROS_PER_MINUTE = 60_000_000
 
 MAX_OPEN_LOG_EXCESS = 3.0
-"""While an incident is open, ln M_κ is at most this much above ln of the threshold."""
+"""Largest difference between ln M_κ and ln of the threshold while an incident is open."""
 
 MAX_PENDING_ALERTS = 16_384
 """Largest number of alerts whose records have not closed yet; the oldest ones are dropped first."""
@@ -70,7 +77,7 @@ MAX_EXCURSION_RECORDS = 32
 """Largest number of records before the opening whose evidence an incident shows."""
 
 MAX_EXCURSION_ALERTS = 16
-"""Largest number of alerts before the opening that count among those of an incident."""
+"""Largest number of alerts before the opening that are added to those of an incident."""
 
 MAX_EXAMPLES = 20
 """Largest number of record ids and of alert ids of an incident: the first half of them, and the latest ones."""
@@ -79,7 +86,7 @@ NUM_SEVERITY_RECORDS = 10
 """Number of the latest records of which at least half must have alerted for severity 2."""
 
 _EXCURSION_LOG_STATISTIC = LN_10
-"""ln of the statistic from which on records belong to the beginning of a possible incident."""
+"""Smallest ln of the statistic at which a record belongs to the excursion: the records before a possible incident."""
 
 _SEVERITY_MASK = (1 << NUM_SEVERITY_RECORDS) - 1
 _SUSPECT_MARGIN = 1.1
@@ -95,10 +102,10 @@ class TrackerOptions:
         min_quiet_records: Number of records of the device below the threshold that are needed as well.
         gap: Time after its resolution within which an incident with the same suspects is reopened.
         reorder: Time for which rows wait for earlier ones; 0 handles rows in the order of the log.
-        min_cosine: Smallest cosine of the shares of suspects of which one speaks of the same suspects.
+        min_cosine: Two incidents have the same suspects if the cosine of their shares is at least this large.
         fleet: When a fleet incident opens, None for never.
-        num_remembered_records: Number of the latest record ids of each device that are ignored if they come again. Use
-            it if the log can have duplicates; 0 for none.
+        num_remembered_records: Number of the latest record ids of each device that are stored, so that duplicates of
+            these records are ignored. 0 if the log has no duplicates.
         get_device: Returns the device of a record id.
         get_group: Returns the device group of a device.
     """
@@ -107,7 +114,7 @@ class TrackerOptions:
     min_quiet_records: int = 10
     gap: int = 10 * MICROS_PER_MINUTE
     reorder: int = 0
-    min_cosine: float = 0.5
+    min_cosine: float = MIN_COSINE
     fleet: FleetRule | None = None
     num_remembered_records: int = 0
     get_device: Callable[[str], str] = extract_device
@@ -116,7 +123,7 @@ class TrackerOptions:
 
 @dataclass(slots=True)
 class WaitingRow:
-    """A closed record that waits for its turn, and its alert.
+    """A closed record that waits to be handled in order of time, with its alert.
 
     Attributes:
         time: Latest event time of the record.
@@ -154,10 +161,10 @@ class TrackedIncident:
         last: Time of the last record that the incident includes.
         resolved: Time at which it was resolved, None if it is open.
         num_records: Number of records up to `last`.
-        num_alerted: Number of those that have alerted.
-        num_pending: Number of records since `last`, all below the threshold.
-        num_pending_alerted: Number of those that have alerted.
-        below_since: Time of the first record below the threshold since `last`, None if there is none.
+        num_alerted: Number of these records that have alerted.
+        num_pending: Number of records since `last`, at all of which the statistic was below the threshold.
+        num_pending_alerted: Number of these records that have alerted.
+        below_since: Time of the first of these records, None if there is none.
         log_evidence: ln M_κ without the bound that holds while an incident is open.
         max_log_evidence: Largest ln of the statistic without this bound.
         severity: The severity.
@@ -177,7 +184,7 @@ class TrackedIncident:
 
     id: str
     model: str
-    rule: str
+    rule: IncidentRule
     log_threshold: float
     opened: int
     first_record: str
@@ -216,13 +223,14 @@ class DeviceState:
         segment: Number of the segment of its last record, None without segments.
         last_time: Time of its last record.
         alerted_bits: Which of the latest `NUM_SEVERITY_RECORDS` records have alerted, the latest in the lowest bit.
-        excursion_times: Times of the latest records, since the statistic was small.
+        excursion_times: Times of the excursion: the latest records, in sequence, at which the statistic was large but
+            did not reach the threshold. They become the beginning of an incident.
         excursion_evidence: log10 of the statistic after these records.
         excursion_p_values: p-values of these records.
         excursion_alerts: The latest alerts of these records.
         excursion_alert_times: Times of the records of these alerts.
         incident: The open incident, or the last resolved one, None if there was none.
-        remembered_records: The latest record ids, if the options demand it.
+        remembered_records: The latest record ids; see `TrackerOptions.num_remembered_records`.
     """
 
     model: str
@@ -247,14 +255,14 @@ class TrackerState:
         state_by_device: The devices.
         state_by_group: The device groups with recent or fleet incidents.
         alert_by_record: The alerts whose records have not closed yet, in order of arrival.
-        waiting: Rows that wait for their turn.
+        waiting: Rows that wait to be handled in order of time.
         pattern_state: The state of the adjuster of p-values by patterns of false alarms.
         stream_time: Largest time of a row so far.
         sequence: Number of rows so far.
         num_late: Number of rows that came too late to be handled in order of time.
         num_untimed: Number of rows that were dropped because they have no time.
-        num_repeated: Number of rows that were dropped because their record ids came again.
-        num_other_model: Number of rows of a model to which the plan does not belong.
+        num_repeated: Number of rows that were dropped because they are duplicates.
+        num_other_model: Number of rows that another model has scored than that of the plan.
     """
 
     state_by_device: dict[str, DeviceState] = field(default_factory=dict)
@@ -431,7 +439,7 @@ class IncidentTracker:
             self._open_incident(name, device, plan, log_state, log_statistic, time, record, is_alerted)
 
     def _is_repeated(self, device: DeviceState, record: str) -> bool:
-        """Return whether a record id is among the latest ones of a device. If not, remember it."""
+        """Return whether a record id is among the latest ones of a device. If not, store it."""
         if record in device.remembered_records:
             return True
         device.remembered_records.append(record)
@@ -440,7 +448,7 @@ class IncidentTracker:
         return False
 
     def _change_model(self, name: str, device: DeviceState, model: str, time: int) -> None:
-        """Start the detector of a device anew, because its records are scored by another model from now on."""
+        """Reset the detector of a device and resolve its incident, because another model scores its records now."""
         device.model = model
         self._reset_detector(device)
         if device.incident is not None and device.incident.resolved is None:
@@ -452,7 +460,7 @@ class IncidentTracker:
         self._clear_excursion(device)
 
     def _clear_excursion(self, device: DeviceState) -> None:
-        """Drop the records of a possible incident."""
+        """Drop the records of the excursion."""
         device.excursion_times.clear()
         device.excursion_evidence.clear()
         device.excursion_p_values.clear()
@@ -462,7 +470,7 @@ class IncidentTracker:
     def _extend_excursion(
         self, device: DeviceState, time: int, log_statistic: float, p_value: float, alert: AlertRow | None
     ) -> None:
-        """Add a record to those of a possible incident."""
+        """Add a record to the excursion."""
         device.excursion_times.append(time)
         device.excursion_evidence.append(_to_log10(log_statistic))
         device.excursion_p_values.append(p_value)
@@ -523,12 +531,12 @@ class IncidentTracker:
     def _is_same_fault(
         self, last: TrackedIncident, device: DeviceState, id_: str, time: int, shares: dict[str, float]
     ) -> bool:
-        """Return whether evidence belongs to the last incident of its device: near in time, with the same suspects.
+        """Return whether the last incident of a device is reopened: it is near in time, and has the same suspects.
 
         Args:
             last: The last incident of the device, which is resolved.
             device: The state of the device.
-            id_: The id that a new incident would have. If it is that of the last one, the record has come again.
+            id_: The id that a new incident would have. If the last incident has this id, the record is a duplicate.
             time: Time of the record at which the statistic has passed the threshold.
             shares: Mean shares of the suspects of the latest alerts.
         """
@@ -596,9 +604,7 @@ class IncidentTracker:
             return True
         if incident.severity != incident.sent_severity:
             return True
-        # Once a minute, and less often the longer the incident lasts.
-        interval = max(MICROS_PER_MINUTE, (time - incident.opened) // 100)
-        if time - incident.last_message >= interval:
+        if time - incident.last_message >= _compute_message_interval(time - incident.opened):
             return True
         if incident.first_suspect is None:
             return bool(incident.totals.total_by_feature)
@@ -611,7 +617,7 @@ class IncidentTracker:
         )
 
     def _resolve(self, name: str, device: DeviceState, incident: TrackedIncident, time: int, resolution: str) -> None:
-        """Resolve the open incident of a device, and start its detector anew."""
+        """Resolve the open incident of a device, and reset its detector."""
         incident.resolved = time
         incident.resolution = resolution
         incident.log_evidence = ()
@@ -640,7 +646,7 @@ class IncidentTracker:
                 incident.num_records,
                 incident.num_alerted,
                 _to_log10(incident.max_log_evidence),
-                "segments" if incident.rule == "segments" else "e-detector",
+                incident.rule,
                 self._budget,
                 incident.severity,
                 suspects,
@@ -725,7 +731,7 @@ class IncidentTracker:
             fleet.resolved = None
             fleet.num_reopened += 1
             self._send_fleet(fleet, "updated", time)
-        elif time - fleet.last_message >= max(MICROS_PER_MINUTE, (time - fleet.opened) // 100):
+        elif time - fleet.last_message >= _compute_message_interval(time - fleet.opened):
             self._send_fleet(fleet, "updated", time)
 
     def _send_fleet(self, fleet: FleetState, state: IncidentState, time: int) -> None:
@@ -761,6 +767,15 @@ class IncidentTracker:
             )
         )
         fleet.revision += 1
+
+
+def _compute_message_interval(age: int) -> int:
+    """Return the time between two messages about an open incident: a minute, and more if it is open for long.
+
+    Args:
+        age: Time since the opening, in microseconds.
+    """
+    return max(MICROS_PER_MINUTE, age // 100)
 
 
 def _to_log10(log_value: float) -> float:
