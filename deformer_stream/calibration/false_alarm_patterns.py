@@ -280,10 +280,6 @@ class PatternAdjuster:
         """Return whether the scores of a model (its fingerprint) can be compared with those of the patterns."""
         return self._model in ("", model)
 
-    def is_active(self, device: str) -> bool:
-        """Return whether the p-value of a record of this device could change although the record has not alerted."""
-        return device in self._recent_by_device
-
     def adjust(self, device: str, time: int, p_value: float, score: float, shares: Shares | None) -> float:
         """Return the p-value p' of a closed record, which is at least `p_value`.
 
