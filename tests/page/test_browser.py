@@ -198,7 +198,7 @@ def test_an_incident_is_updated_while_a_person_writes_a_note(visit: Any) -> None
         tab.get_by_text("How to read this").click()
         tab.get_by_label("Note").fill("the valve is")
         page.incident_log.append(replace(incident, state="updated", num_records=4321, revision=1))
-        expect(tab.locator("#live .figures")).to_contain_text("4,321", timeout=LONG_WAIT)
+        expect(tab.locator("#summary .figures")).to_contain_text("4,321", timeout=LONG_WAIT)
         assert tab.get_by_label("Note").input_value() == "the valve is"
         assert tab.locator("#help-evidence").get_attribute("open") is not None
         # An incident elsewhere changes the number in the head of this page only.
