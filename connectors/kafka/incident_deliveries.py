@@ -133,8 +133,10 @@ class KafkaDeliveryLog:
         try:
             with translate_errors(bootstrap_servers, f"looking for topic {topic!r}", ValueError, TypeError):
                 self._consumer.subscribe([topic], listener=_Listener(self))
-                num_partitions = len(self._consumer.partitions_for_topic(topic) or ())
-            if not num_partitions:
+                partitions = [TopicPartition(topic, p) for p in self._consumer.partitions_for_topic(topic) or ()]
+                ends = self._consumer.end_offsets(partitions) if partitions else {}
+            self._first_positions = {tp.partition: int(end) for tp, end in ends.items()}
+            if not partitions:
                 raise Unavailable(f"topic {topic!r} does not exist on {bootstrap_servers}: create it or check --topic")
         except DeformerError:
             self.close()
@@ -149,6 +151,11 @@ class KafkaDeliveryLog:
     def generation(self) -> int:
         """A number that changes if other partitions are assigned."""
         return self._generation
+
+    @property
+    def first_positions(self) -> Mapping[int, int]:
+        """Offset after the last message that each partition held when the log was opened."""
+        return self._first_positions
 
     @property
     def positions(self) -> Mapping[int, int]:

@@ -69,8 +69,9 @@ class Backlog:
 
     Args:
         wants_updates: Whether the receiver gets updates, not only openings and resolutions.
-        progress: Progress by partition, as it was stored. A partition that is missing has its first start: incidents
-            that were resolved before are not sent.
+        progress: Progress by partition, as it was stored. A partition that is missing has its first start.
+        first_positions: Offset after the last message that each partition held when the log was opened. At the first
+            start, incidents that were resolved before it are not sent.
         overlay: The labels so far. `add_label` adds to it.
         url: Address of the operator's page, None without links.
     """
@@ -79,6 +80,7 @@ class Backlog:
         self,
         wants_updates: bool,
         progress: Mapping[int, DeliveryProgress],
+        first_positions: Mapping[int, int],
         overlay: Overlay,
         url: str | None = None,
     ) -> None:
@@ -86,7 +88,8 @@ class Backlog:
         self._entry_by_id: dict[str, Entry] = {}
         self._owed: dict[str, Entry] = {}
         self._finished: dict[str, None] = {}  # ids of resolved incidents, the latest ones
-        self._first_positions = {partition: known.first_position for partition, known in progress.items()}
+        stored = {partition: known.first_position for partition, known in progress.items()}
+        self._first_positions = {**first_positions, **stored}
         self._has_started = False
 
     def add_label(self, label: FeedbackLabel, now: float) -> None:
@@ -114,7 +117,7 @@ class Backlog:
         if not is_resolved:
             entry.is_finished = False
         if not self._has_started and progress is None:
-            entry.is_finished = is_resolved
+            entry.is_finished = is_resolved and offset < self._first_positions.get(message.partition, 0)
         elif progress is not None and offset < progress.position:
             # The receiver knows the state of an incident that is not noted.
             noted = progress.knowledge_by_id.get(incident.id)
@@ -130,17 +133,9 @@ class Backlog:
             entry.due = now  # a refused notification is tried again if the incident has changed
             self._refresh(entry, now)
 
-    def start(self, positions: Mapping[int, int], now: float) -> None:
-        """Determine what the receiver has to be notified of, after the messages at the start were added.
-
-        Args:
-            positions: Offset after the last message of each partition.
-            now: Monotonic seconds.
-        """
+    def start(self, now: float) -> None:
+        """Determine what the receiver has to be notified of, after the messages at the start were added."""
         self._has_started = True
-        self._first_positions = {
-            partition: self._first_positions.get(partition, position) for partition, position in positions.items()
-        }
         for entry in list(self._entry_by_id.values()):
             self._refresh(entry, now)
 

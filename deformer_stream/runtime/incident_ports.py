@@ -80,8 +80,8 @@ class DeliveryProgress:
         position: Offset of the first message of which the receiver may not have been notified.
         knowledge_by_id: What the receiver knows of the incidents whose last message is before `position`, and of which
             it was not notified yet or which are silenced; by id.
-        first_position: Offset of the first message after the first start. The receiver is not notified of an incident
-            that was resolved before.
+        first_position: Offset of the first message after the log was opened for the first time. The receiver is not
+            notified of an incident that was resolved before.
     """
 
     position: int
@@ -110,6 +110,10 @@ class DeliveryLog(Protocol):
     @property
     def generation(self) -> int:
         """A number that changes if other partitions are assigned: what was read before does not count any more."""
+
+    @property
+    def first_positions(self) -> Mapping[int, int]:
+        """Offset after the last message that each partition held when the log was opened."""
 
     @property
     def positions(self) -> Mapping[int, int]:

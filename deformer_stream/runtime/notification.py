@@ -114,7 +114,10 @@ class ReceiverWorker:
             self._backlog, self._has_started = None, False
         if self._backlog is None:
             self._stored = dict(self._incidents.load_progress())
-            self._backlog = Backlog(self._receiver.wants_updates, self._stored, self._overlay, self._url)
+            self._backlog = Backlog(
+                self._receiver.wants_updates, self._stored, self._incidents.first_positions, self._overlay, self._url
+            )
+            self._store_first_positions()
         for message in messages:
             self._backlog.add(message, self._now())
         for label in () if self._labels is None else self._labels.poll(0.0):
@@ -124,7 +127,7 @@ class ReceiverWorker:
             if not self._incidents.is_caught_up or not (self._labels is None or self._labels.is_caught_up):
                 return
             self._has_started = True
-            self._backlog.start(self._incidents.positions, self._now())
+            self._backlog.start(self._now())
             self._store_progress(self._backlog)
         for _ in range(MAX_SENT_IN_SEQUENCE):
             if not self._send_next(self._backlog):
@@ -222,6 +225,17 @@ class ReceiverWorker:
             problem=problem,
             retry_seconds=round(pause, 1),
         )
+
+    def _store_first_positions(self) -> None:
+        """Store at the first start which messages are older than the receiver, so that a kill changes nothing."""
+        first_positions = self._incidents.first_positions
+        missing = {
+            partition: DeliveryProgress(0, {}, first_positions.get(partition, 0))
+            for partition in self._incidents.positions
+            if partition not in self._stored
+        }
+        if missing:
+            self._incidents.store_progress(missing)
 
     def _store_progress(self, backlog: Backlog) -> None:
         """Store the progress if it has changed."""

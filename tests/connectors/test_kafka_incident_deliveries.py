@@ -118,7 +118,7 @@ def test_every_start_reads_from_the_beginning_and_finds_its_progress(
     messages = read(deliveries, 2)
     assert [message.incident for message in messages] == [first, second]
     assert [message.offset for message in messages] == [0, 1]
-    assert deliveries.positions == {0: 2}
+    assert deliveries.positions == deliveries.first_positions == {0: 2}
     assert deliveries.load_progress() == {}
     progress = {0: DeliveryProgress(2, {first.id: "opening"}, 1)}
     deliveries.store_progress(progress)

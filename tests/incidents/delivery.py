@@ -64,6 +64,7 @@ class TopicReader:
     def __init__(self, topic: Topic) -> None:
         self._topic = topic
         self._end = len(topic.messages)
+        self.first_positions = {0: self._end}
         self._position = 0
         self.generation = 0
         self.num_stored = 0

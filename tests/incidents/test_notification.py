@@ -134,6 +134,22 @@ def test_first_start_sends_open_incidents_and_not_the_history() -> None:
     assert set(delivery.receiver.list_actions()) == {"open"}
 
 
+def test_incidents_that_are_over_before_the_log_is_read_are_sent() -> None:
+    """The process writes incidents while the worker of a new receiver still waits for its partitions."""
+    delivery = Delivery()
+    for state in make_states():
+        delivery.topic.append(state)
+    delivery.run()
+    assert delivery.receiver.list_actions() == ["open", "resolve"]
+    killed = Delivery()
+    killed.worker.run_once()  # nothing but the first position is stored
+    for state in make_states():
+        killed.topic.append(state)
+    killed.start()
+    killed.run()
+    assert killed.receiver.list_actions() == ["open", "resolve"]
+
+
 def test_a_receiver_that_is_down_gets_everything_later() -> None:
     delivery = Delivery()
     delivery.run()
@@ -400,7 +416,7 @@ def test_progress_is_stored_only_if_it_has_changed() -> None:
     delivery = Delivery()
     delivery.topic.append(make_states()[0])
     delivery.run(100.0)
-    assert delivery.reader.num_stored <= 4
+    assert delivery.reader.num_stored <= 5
 
 
 def test_new_assignment_continues_from_the_stored_progress() -> None:
@@ -514,11 +530,11 @@ def test_whatever_happens_the_receiver_shows_what_is_open_in_the_end(steps: list
 
 def test_backlog_reads_history_without_sending() -> None:
     """Before the start nothing is owed, so that a later message in the log can change it."""
-    backlog = Backlog(False, {}, Overlay())
+    backlog = Backlog(False, {}, {0: 3}, Overlay())
     for offset, state in enumerate(make_states()):
         backlog.add(LoggedIncident(state, 0, offset), 0.0)
     assert backlog.find_due(0.0) is None
-    backlog.start({0: 3}, 0.0)
+    backlog.start(0.0)
     assert backlog.find_due(0.0) is None
 
 

@@ -12,13 +12,17 @@ from types import SimpleNamespace
 import orjson
 import pytest
 
-from connectors.kafka import describe_incident_topics, ensure_topics, produce
+from connectors.kafka import describe_evidence_topic, describe_incident_topics, ensure_topics, produce
+from deformer_stream import model_store
+from deformer_stream.codec.encode_evidence import encode_evidence
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
 from deformer_stream.incidents.events import Incident
 from tests.connectors.alertmanager import run_alertmanager
 from tests.connectors.receiving_server import Answer, ReceivingServer
+from tests.incidents.evidence_logs import make_log
 from tests.incidents.examples import make_incident, make_incidents
-from tests.integration.programs import RunningConsumer, run
+from tests.integration.programs import Cluster, RunningConsumer, run
+from tests.models import write_model
 
 pytestmark = pytest.mark.kafka
 
@@ -58,11 +62,11 @@ def list_statuses(server: ReceivingServer) -> dict[str, list[str]]:
 
 
 def list_new_actions(server: ReceivingServer) -> dict[str, list[str]]:
-    """Return the actions of which a webhook was notified, by incident, without those that were repeated."""
+    """Return the openings and resolutions that a webhook has accepted, by incident, without repeated ones."""
     actions: dict[str, list[str]] = {}
     seen = set()
     for request in list(server.accepted):
-        if request.headers["webhook-id"] not in seen:
+        if request.headers["webhook-id"] not in seen and request.headers["ce-action"] != "update":
             actions.setdefault(decode_incident(request.body).id, []).append(request.headers["ce-action"])
         seen.add(request.headers["webhook-id"])
     return actions
@@ -145,6 +149,45 @@ def test_first_start_sends_what_is_open(
         servers.hanging.wait_until(lambda requests: len(requests) > 0)
         program.stop()
     assert [decode_incident(request.body).id for request in servers.notified.requests] == expected
+
+
+def test_a_receiver_that_hangs_changes_no_incident(
+    kafka: SimpleNamespace, servers: SimpleNamespace, tmp_path: Path
+) -> None:
+    """While it hangs, all evidence is processed, and the topic equals that of a process without receivers."""
+    topic, model = f"sensors-{uuid.uuid4().hex[:8]}", tmp_path / "model"
+    write_model(model)
+    fingerprint = str(model_store.read_manifest(model)["fingerprint"])
+    ensure_topics(kafka.bootstrap, describe_evidence_topic(f"{topic}-evidence"))
+    faults = {device: [(20 + 60 * number, 50 + 60 * number) for number in range(3)] for device in range(3)}
+    log = make_log(fingerprint, 3, 400, faults=faults)
+    produce(kafka.bootstrap, f"{topic}-evidence", [(b"", encode_evidence(batch), None) for batch in log])
+    cluster = Cluster(kafka.bootstrap)
+    values = {}
+    for group in ("hanging", "none"):
+        options = [
+            *("--topic", topic, "--model", model, "--bootstrap-servers", kafka.bootstrap, "--group", group),
+            *("--incidents-topic", f"{topic}-{group}", "--records-per-day", "8640", "--receiver-timeout", "1s"),
+            *(("--webhook", servers.hanging.url) if group == "hanging" else ()),
+        ]
+        with RunningConsumer(tmp_path / f"{group}.log", *options, command="incidents") as program:
+            program.wait_for(cluster.is_consumed(f"{topic}-evidence", f"{group}-{topic}-incidents"), "the evidence")
+            messages = cluster.read_topic(f"{topic}-{group}")
+            values[group] = [(message.key, message.value) for message in messages]
+            last = {message.key.decode(): decode_incident(message.value) for message in messages}
+            if group == "hanging":
+                servers.hanging.wait_until(lambda requests: len(requests) > 0)
+                assert servers.hanging.accepted == []
+                servers.hanging.default = Answer()
+                expected = {key: ["open", *["resolve"][: one.state == "resolved"]] for key, one in last.items()}
+                program.wait_for(
+                    lambda expected=expected: list_new_actions(servers.hanging) == expected,
+                    "the receiver that answers now",
+                )
+            program.stop()
+    cluster.close()
+    assert values["hanging"] == values["none"]
+    assert len(values["none"]) > 6
 
 
 def test_mistakes(kafka: SimpleNamespace, topic: str) -> None:
