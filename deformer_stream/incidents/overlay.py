@@ -73,19 +73,15 @@ class Overlay:
             )
         return presentation
 
-    def is_in_maintenance(self, incident: Incident) -> bool:
-        """Return whether a maintenance window of its device includes the time at which the incident opened.
-
-        If several labels of the device include this time, the latest one is valid. So "cleared" takes a window back.
-        """
-        return self._find_window(incident.device, incident.opened) is not None
-
     def is_under_maintenance(self, device: str, time: int) -> bool:
         """Return whether a maintenance window of a device includes a time, microseconds since 1970."""
         return self._find_window(device, time) is not None
 
     def _find_window(self, device: str, time: int) -> FeedbackLabel | None:
-        """Return the maintenance window of a device that includes a time, None if there is none."""
+        """Return the maintenance window of a device that includes a time, None if there is none.
+
+        If several labels of the device include this time, the latest one is valid. So "cleared" takes a window back.
+        """
         covering = [
             label
             for label in self._windows_by_device.get(device, {}).values()

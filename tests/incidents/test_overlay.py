@@ -58,9 +58,9 @@ def test_the_latest_label_counts_in_any_order() -> None:
 def test_maintenance_window_silences_what_opens_in_it() -> None:
     for window, is_silenced in (((-1, 1), True), ((0, 1), True), ((-1, 0), False), ((1, 2), False)):
         overlay = Overlay([make_window(*window)])
-        assert overlay.is_in_maintenance(INCIDENT) is is_silenced
+        assert overlay.is_under_maintenance(INCIDENT.device, INCIDENT.opened) is is_silenced
         assert overlay.present(INCIDENT).silenced == ("maintenance" if is_silenced else None)
-        assert not overlay.is_in_maintenance(replace(INCIDENT, device="another"))
+        assert not overlay.is_under_maintenance("another", INCIDENT.opened)
 
 
 def test_a_label_of_the_incident_counts_before_a_window() -> None:
@@ -85,6 +85,6 @@ def test_cleared_takes_a_window_back() -> None:
     window, back = make_window(-5, 5, time=1), make_window(-1, 1, time=2, label="cleared")
     for order in ((window, back), (back, window)):
         overlay = Overlay(order)
-        assert not overlay.is_in_maintenance(INCIDENT)
-        assert overlay.is_in_maintenance(replace(INCIDENT, opened=INCIDENT.opened + 2 * MINUTE))
-    assert Overlay([window, back, make_window(0, 1, time=3)]).is_in_maintenance(INCIDENT)
+        assert not overlay.is_under_maintenance(INCIDENT.device, INCIDENT.opened)
+        assert overlay.is_under_maintenance(INCIDENT.device, INCIDENT.opened + 2 * MINUTE)
+    assert Overlay([window, back, make_window(0, 1, time=3)]).is_under_maintenance(INCIDENT.device, INCIDENT.opened)

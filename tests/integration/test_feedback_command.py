@@ -77,9 +77,9 @@ def test_labels_are_stored(kafka: SimpleNamespace, topic: str) -> None:
     result = run("deformer-stream", "feedback", *options, *window)
     assert result.stdout == "pump-7: maintenance from 2020-03-09T10:00:00Z to 2020-03-09T12:00:00Z\n", result.stderr
     overlay = Overlay(read_labels(kafka, topic))
-    assert overlay.is_in_maintenance(INCIDENT)
+    assert overlay.is_under_maintenance(INCIDENT.device, INCIDENT.opened)
     assert run("deformer-stream", "feedback", "cleared", *options, *window).returncode == 0
-    assert not Overlay(read_labels(kafka, topic)).is_in_maintenance(INCIDENT)
+    assert not Overlay(read_labels(kafka, topic)).is_under_maintenance(INCIDENT.device, INCIDENT.opened)
 
 
 @pytest.mark.kafka
