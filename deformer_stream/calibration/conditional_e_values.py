@@ -1,7 +1,7 @@
-"""E-values that hold given the calibration records, which all records of a stream share.
+"""E-values that are valid given the calibration records, with which all records of a stream are compared.
 
-A conformal p-value is uniform on average over the calibration records. A stream compares all its records with the same
-n calibration records. Given them, the p-value r/(n + 1) has the probability D_r, and for continuous scores
+A conformal p-value is uniform on average over the calibration records. All records of a stream are compared with the
+same n calibration records. Given these, the p-value r/(n + 1) has the probability D_r, and for continuous scores
 
     (D_1, …, D_{n+1}) ~ Dirichlet(1, …, 1)
 
@@ -39,7 +39,7 @@ DEFAULT_DELTA = 0.01
 """Probability over the calibration records that a normalised e-value has a mean above 1."""
 
 NUM_DRAWS = 20_000
-"""Number of draws of calibration sets."""
+"""Number of random calibration sets."""
 
 _NUM_SINGLE_RANKS = 100
 _BLOCK_GROWTH = 1.01
@@ -77,7 +77,8 @@ def draw_conditional_means(num_calibration_records: int, num_draws: int, seed: i
     means = np.empty((num_draws, NUM_EXPONENTS))
     for start in range(0, num_draws, _DRAWS_AT_ONCE):
         count = min(_DRAWS_AT_ONCE, num_draws - start)
-        # The sum of the spacings of a block is a gamma variable with the block's size as its shape, divided by the sum.
+        # The spacings of a block sum to a gamma variable with the block's size as its shape, divided by the sum of
+        # the gamma variables of all blocks.
         gammas = generator.standard_gamma(sizes, (count, len(sizes)))
         means[start : start + count] = (gammas @ e_values) / gammas.sum(1, keepdims=True)
     return means

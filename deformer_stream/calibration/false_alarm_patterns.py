@@ -1,4 +1,4 @@
-"""Patterns of false alarms: kinds of false incidents that people have labelled, and the p-values relative to them.
+"""Patterns of false alarms: kinds of false incidents that people have labelled, and p-values relative to them.
 
 A pattern describes false incidents with the same suspects, such as those of every cleaning of a tank. A new record that
 matches the pattern is compared with the past incidents of the pattern, in addition to the calibration records:
@@ -6,22 +6,21 @@ matches the pattern is compared with the past incidents of the pattern, in addit
     p' = max(p, (1 + #{i : S_i ≥ s}) / (n + 1))
 
 where s is the score of the record and S_i the largest score of past incident i of the pattern, i = 1 … n. This is a
-Mondrian conformal p-value (Vovk, Gammerman and Shafer, 2005), whose category is the pattern. Its unit is an incident
-and not a record, because the records of one incident resemble each other.
+Mondrian conformal p-value (Vovk, Gammerman and Shafer, 2005), whose category is the pattern. The pattern
+has one score for each incident and not for each record, because the records of one incident resemble each other.
 
 - p' ≥ p for every record. A detector whose statistic falls if a p-value rises therefore raises no incident that it
   would not raise without patterns: patterns cannot break a budget of false incidents.
 - If a new false incident of the pattern is exchangeable with the n past ones, the smallest second term over all its
   records is at most α with probability at most α, whatever the dependence among its records.
-- A fault with the same suspects is still found if its scores are larger than those of the past incidents, but later:
-  each record contributes at least the p-value 1/(n + 1) then. A fault whose scores are as large as those of the
-  pattern is not found. Patterns are therefore tried on kept evidence with confirmed faults before they are used
+- A fault with the same suspects is still found if its scores are larger than those of the past incidents, but later,
+  because no record then has a p-value below 1/(n + 1). A fault whose scores are as large as those of the pattern is
+  not found. Patterns are therefore tried on kept evidence with confirmed faults before they are used
   (`runtime.propose`).
 
-The past incidents of a pattern are all that match it, except those that a person has confirmed as faults. Incidents
-without a label stay among them: a person labels what looks suspicious, and leaving the others out would bias the
-comparison (Label-Trim, arXiv 2502.04807). The module needs neither NumPy nor torch, because the process that detects
-incidents starts without them.
+The past incidents of a pattern are all incidents that match it, except those that a person has confirmed as faults.
+They include incidents without a label: people label what looks suspicious, so leaving the others out would bias the
+comparison (Label-Trim, arXiv 2502.04807).
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ Shares = Mapping[str, float]
 """The share of the attribution by feature. Only the direction of this vector matters for patterns."""
 
 PatternState = dict[str, tuple[int, int, dict[str, float]]]
-"""The state of a `PatternAdjuster` by device: the time of the last alert, the number of records since, and the weighted
-shares of recent alerts."""
+"""The state of a `PatternAdjuster` for each device: the time of the last alert, the number of records since then, and
+the weighted sum of the shares of recent alerts."""
 
 MAX_RECORDS_SINCE_ALERT = 10
 """A run of alerts goes on for this many records without an alert, however long they take. It is the number of quiet
@@ -47,8 +46,8 @@ records that `incidents.tracker` needs to resolve an incident."""
 MIN_COSINE = 0.5
 """Smallest cosine between the suspects of a record or incident and a pattern that it matches.
 
-It is the bound at which `incidents.tracker` speaks of the same suspects. The attribution of single records errs, and it
-differs between devices, so a larger bound would miss many incidents of a kind.
+Two incidents of a device have the same suspects for `incidents.tracker` at the same bound. The attribution of single
+records errs, and it differs between devices, so a larger bound would miss many incidents of a kind.
 """
 
 STRICTER_COSINES = (0.65, 0.8)
@@ -62,7 +61,8 @@ MIN_INCIDENTS = 5
 mean of the e-values of the p-value 1/(n + 1) would be near 1 or below."""
 
 MIN_DEVICES_FOR_ALL = 3
-"""A pattern holds for all devices if incidents of at least this many were labelled, else for the labelled ones."""
+"""A pattern holds for all devices if incidents of at least this many devices were labelled as false alarms; otherwise
+only for these devices."""
 
 MAX_PATTERNS, MAX_INCIDENTS, MAX_FEATURES, MAX_DEVICES, MAX_TEXT_CHARS = 100, 1_000, 32, 10_000, 1_024
 """Bounds of what a file may contain: patterns, incidents, features and devices of a pattern, and characters of a name.
@@ -71,13 +71,16 @@ MAX_PATTERNS, MAX_INCIDENTS, MAX_FEATURES, MAX_DEVICES, MAX_TEXT_CHARS = 100, 1_
 _RECENT_WEIGHT = 0.7
 """Factor of the earlier alerts' suspects in the running sum of a device's recent suspects, for each new alert.
 
-With this factor, one or two alerts with other suspects among several of a pattern still match, because the attribution
-of single records can err. The third one in succession does not; it may be the beginning of a fault.
+After several alerts of a pattern, one or two alerts with other suspects still match, because the attribution of single
+records can err. A third one in succession does not match; it may be the beginning of a fault.
 """
 
 
 def compute_cosine(first: Shares, second: Shares) -> float:
-    """Return the cosine of the angle between two vectors of shares, from 0 to 1; 0 if one of them is empty."""
+    """Return the cosine of the angle between two vectors of shares, from 0 to 1; 0 if one of them is empty.
+
+    An incident without suspects matches no pattern. `incidents.suspects.compute_cosine` is 1 for an empty vector.
+    """
     norms = math.hypot(*first.values()) * math.hypot(*second.values())
     if not norms > 0:
         return 0.0
@@ -102,7 +105,7 @@ class FalseAlarmPattern:
         direction: Mean share of the attribution by feature, with the Euclidean norm 1.
         score_by_incident: The largest score of the records of each past incident of the pattern, by the incident's id.
         labelled: Ids of those past incidents that people have labelled as false alarms.
-        devices: The devices for which the pattern holds; None for all.
+        devices: The devices to which the pattern applies; None for all.
         min_cosine: Smallest cosine between the suspects of a record and `direction` with which the record matches.
     """
 
@@ -149,7 +152,7 @@ class FalseAlarmPattern:
         return 1.0 / (len(self._scores) + 1)
 
     def includes_device(self, device: str) -> bool:
-        """Return whether the pattern holds for a device."""
+        """Return whether the pattern applies to a device."""
         return self.devices is None or device in self.devices
 
     def compute_p_value(self, score: float, left_out: str | None = None) -> float:
@@ -157,7 +160,7 @@ class FalseAlarmPattern:
 
         Args:
             score: The score of the record; larger is more anomalous.
-            left_out: Id of a past incident that does not count, because the record belongs to it.
+            left_out: Id of the past incident to which the record belongs, which is left out; None if there is none.
         """
         num_past = len(self._scores)
         num_at_least = num_past - bisect_left(self._scores, score)
@@ -247,19 +250,20 @@ class PatternAdjuster:
     """Raises the p-values of records that match a pattern of false alarms, record by record, for any number of devices.
 
     An alerted record matches by its own suspects, or by those of the recent alerts of its device. A record without an
-    alert has no suspects; it matches by the recent alerts of its device. The recent alerts are those of a run in which
-    each alert follows the one before within `gap`, or within `MAX_RECORDS_SINCE_ALERT` records; later ones count more.
+    alert has no suspects; it matches by the recent alerts of its device. The recent alerts are those of the last run: a
+    series in which each alert follows the one before within `gap`, or within `MAX_RECORDS_SINCE_ALERT` records. Later
+    alerts have more weight.
 
-    The result depends on the records before, so the order of the calls matters. Without patterns, p-values are returned
-    unchanged and no state is kept.
+    The result depends on the earlier records, so the order of the calls matters. Without patterns, p-values are
+    returned unchanged and no state is kept.
 
     Args:
         patterns: The patterns.
-        gap: Time in microseconds for which a run of alerts goes on without an alert, however many records come.
+        gap: Largest time between two alerts of a run in microseconds, however many records lie between them.
         model: Fingerprint of the model whose scores the patterns hold; "" if all records come from it.
         find_own_incident: Returns the past incident to which a record of a device at a time belongs, None if there is
-            none. It is left out of the comparison, so that past incidents are treated like new ones. None if no record
-            belongs to a past incident, as in a live stream.
+            none. This incident is left out of the comparison, so that past incidents are treated like new ones. None if
+            no record belongs to a past incident, as in a live stream.
     """
 
     def __init__(
@@ -273,7 +277,6 @@ class PatternAdjuster:
         self._gap = gap
         self._model = model
         self._find_own_incident = find_own_incident
-        # Of each device with recent alerts: the time of the last alert, and the weighted sum of the shares.
         self._recent_by_device: PatternState = {}
 
     def applies_to(self, model: str) -> bool:
@@ -293,9 +296,9 @@ class PatternAdjuster:
         if not self._patterns or math.isnan(score):
             return p_value
         own = keep_valid_shares(shares) if shares else {}
-        recent = self._recall(device, time)
+        recent = self._get_recent(device, time)
         if own:
-            recent = self._remember(device, time, recent, own)
+            recent = self._add_alert(device, time, recent, own)
         if not recent:
             return p_value
         matching = [
@@ -306,7 +309,7 @@ class PatternAdjuster:
         left_out = None if self._find_own_incident is None else self._find_own_incident(device, time)
         return max(p_value, *(pattern.compute_p_value(score, left_out) for pattern in matching))
 
-    def _recall(self, device: str, time: int) -> dict[str, float]:
+    def _get_recent(self, device: str, time: int) -> dict[str, float]:
         """Return the weighted shares of the device's recent alerts, and count a record; empty if the run has ended."""
         if device not in self._recent_by_device:
             return {}
@@ -317,7 +320,7 @@ class PatternAdjuster:
         self._recent_by_device[device] = (last, num_records + 1, shares)
         return shares
 
-    def _remember(self, device: str, time: int, recent: dict[str, float], own: dict[str, float]) -> dict[str, float]:
+    def _add_alert(self, device: str, time: int, recent: dict[str, float], own: dict[str, float]) -> dict[str, float]:
         """Add an alert to the recent ones of a device, and return their weighted shares."""
         merged = {feature: _RECENT_WEIGHT * share for feature, share in recent.items()}
         for feature, share in own.items():
@@ -365,7 +368,7 @@ class PastIncident:
         device: Its device.
         shares: Mean share of the attribution by feature over the alerts of the incident.
         score: The largest score of the records of the incident.
-        label: What a person has said about it, None if nobody has said anything.
+        label: The label that a person has given to it, None if it has none.
     """
 
     id: str
@@ -377,7 +380,7 @@ class PastIncident:
 
 @dataclass(frozen=True, slots=True)
 class PatternCandidate:
-    """The false incidents with the same suspects that people have labelled, and the pattern that was made from them.
+    """A kind of false incidents: labelled false alarms with the same suspects, and the pattern that is made from them.
 
     Attributes:
         direction: Mean share of the attribution by feature.
@@ -398,7 +401,11 @@ class PatternCandidate:
 
 
 def tighten(candidate: PatternCandidate) -> PatternCandidate | None:
-    """Return the same kind with the next stricter bound for matching suspects; None if there is no stricter one."""
+    """Return a candidate whose suspects must match more closely, by the next of `STRICTER_COSINES`.
+
+    Returns:
+        The candidate; None if there is no stricter bound, or if too few past incidents match then.
+    """
     pattern = candidate.pattern
     stricter = [cosine for cosine in STRICTER_COSINES if pattern is not None and cosine > pattern.min_cosine]
     if pattern is None or not stricter:
@@ -426,9 +433,9 @@ def make_patterns(
 
     Args:
         incidents: All incidents that the detector raises without patterns, with their labels, in order of time.
-        earlier: Patterns in use. Their incidents that are not among `incidents`, because the evidence is no longer
-            kept, are past incidents of the group with the same suspects. A label that was taken back, or replaced,
-            removes an incident from its pattern.
+        earlier: Patterns in use. If the evidence of their incidents is no longer kept, so that they are not among
+            `incidents`, they become past incidents of the group with the same suspects. A label that was taken back, or
+            replaced, removes an incident from its pattern.
 
     Returns:
         The groups, in the order of their first incidents. Groups of earlier patterns whose incidents are not among
@@ -464,7 +471,7 @@ class _Group:
     Attributes:
         shares: Sum of the unit vectors of the incidents' shares.
         kept_scores: The scores of earlier incidents, whose evidence is no longer kept, by id.
-        kept_labelled: Those of them that were labelled.
+        kept_labelled: Ids of those of them that were labelled.
         kept_devices: The devices of the earlier pattern, None if it held for all devices.
         labelled: The incidents whose evidence is kept.
     """

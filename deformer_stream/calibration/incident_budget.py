@@ -1,6 +1,6 @@
-"""The incident budget: the number of false incidents that a user accepts for one device in a time, and its rule.
+"""The incident budget: the number of false incidents of one device that a user accepts in a period, and its rule.
 
-Two rules keep a budget of N false incidents in a time T:
+Two rules keep a budget of N false incidents in a period T:
 
     segments      a share α = N · (length of a segment) / T of the normal segments of a device opens an incident
                   (`incident_segments`); successive records may depend on each other in any way
@@ -29,7 +29,7 @@ RequestedRule = Literal["auto", "segments", "e-detector"]
 MICROS_PER_DAY = 24 * MICROS_PER_HOUR
 
 MAX_NORMALISERS = 8
-"""Largest number of different sizes of calibrations for which e-values are normalised."""
+"""Largest number of different calibration sizes for which normalisers of e-values are computed."""
 
 _SECONDS_BY_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _BUDGET_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s+per\s+(\d+(?:\.\d+)?)?\s*([smhdw])\s*", re.ASCII)
@@ -37,11 +37,11 @@ _BUDGET_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s+per\s+(\d+(?:\.\d+)?)?\s*([s
 
 @dataclass(frozen=True, slots=True)
 class IncidentBudget:
-    """The largest number of false incidents of one device in a time.
+    """The largest number of false incidents of one device in a period.
 
     Attributes:
         count: The number of incidents, above 0.
-        period: The time in microseconds, above 0.
+        period: The period in microseconds, above 0.
     """
 
     count: float
@@ -60,12 +60,13 @@ class BudgetPlan:
         rule: "segments" or "e-detector".
         log_threshold: Number that ln of the detector's statistic must exceed (rule segments) or reach (e-detector) for
             an incident to open. Infinite if the rule cannot keep the budget, so that no incident opens.
-        is_kept: Whether the budget is in reach of the rule.
+        is_kept: Whether the rule can keep the budget.
         segment: Length of a segment in microseconds, None for the e-detector.
         alpha: Largest share of normal segments in which an incident opens, None for the e-detector.
         num_segments: Number of segments of normal operation that are known.
-        num_required: Number of such segments that the budget takes; 0 for the e-detector.
-        records_per_period: Number of records of one device in which one false incident is accepted, None for segments.
+        num_required: Number of such segments that the budget needs; 0 for the e-detector.
+        records_per_period: Number of records of one device in the period divided by the number of incidents of the
+            budget: one false incident in this many records is accepted. None for segments.
         kind: How the detector accumulates e-values.
         tail: The tail by which p-values are extended; only for segments.
         log_normalisers: ln of the numbers by which e-values are divided; only for the e-detector.
@@ -144,7 +145,7 @@ def plan_budget(
 ) -> BudgetPlan:
     """Return the rule that keeps a budget.
 
-    Of the segment calibrations, the one with the longest segments is taken with which the budget is in reach.
+    The segment rule uses the longest segments with which it can keep the budget.
 
     Args:
         budget: The budget.
@@ -153,8 +154,8 @@ def plan_budget(
             of its own, for the e-detector. Empty if unknown; e-values are then not normalised for the calibration.
         records_per_day: Number of records of one device in a day, for the e-detector. None for the median of the
             segment calibrations.
-        requested: The rule that the user wants; "auto" takes segments if the budget is in reach with them.
-        segment_length: Length of segments in microseconds that the user wants, None for the longest one in reach.
+        requested: The rule that the user wants; "auto" chooses segments if they can keep the budget.
+        segment_length: Length of segments in microseconds that the user wants, None for the longest possible one.
         kind: How the e-detector accumulates e-values.
         model: Fingerprint of the model to which the segments belong; "" if it is not checked.
 
@@ -191,7 +192,7 @@ def plan_budget(
 
 
 def estimate_records_per_day(segments: Sequence[SegmentCalibration]) -> float | None:
-    """Return the number of records of a device in a day by the longest segments, None without segments."""
+    """Return the number of records of a device in a day, estimated from the longest segments; None without segments."""
     known = [calibration for calibration in segments if calibration.records_per_segment > 0]
     if not known:
         return None
@@ -200,7 +201,7 @@ def estimate_records_per_day(segments: Sequence[SegmentCalibration]) -> float | 
 
 
 def describe_plan(plan: BudgetPlan) -> str:
-    """Return in one line how the budget is kept, what this assumes, and what would be better."""
+    """Return one line that says how the budget is kept, what this assumes, and what would need fewer assumptions."""
     if plan.segment is not None:
         segments = f"{plan.num_segments:,} {_name_segments(plan.segment)}, at least {plan.num_required:,} needed"
         return f"{plan.budget} per device, kept by segments: {segments}; assumes that {plan.assumption}"
@@ -252,7 +253,7 @@ def _compute_poisson_cdf(count: int, mean: float) -> float:
 
 
 def _plan_segments(budget: IncidentBudget, calibration: SegmentCalibration, model: str) -> BudgetPlan:
-    """Return the plan for a budget by segments of one length, whether or not it is in reach."""
+    """Return the plan for a budget by segments of one length, whether or not they can keep it."""
     alpha = budget.count * calibration.length / budget.period
     # An alpha of 1 or more would allow an incident in every segment.
     num_required = count_required_segments(alpha) if alpha < 1.0 else 0
@@ -302,7 +303,7 @@ def _plan_e_detector(
 
 
 def _choose_representatives(numbers: Sequence[int]) -> list[int]:
-    """Return at most `MAX_NORMALISERS` of some numbers: the smallest, the largest, and others spread between them.
+    """Return at most `MAX_NORMALISERS` of the given numbers: the smallest, the largest, and some between them.
 
     A normaliser takes a fraction of a second to compute, and a fleet can have a calibration for each of many devices.
     Normalisers change by a few percent while the number of records grows tenfold, so few numbers stand for all.
@@ -315,7 +316,7 @@ def _choose_representatives(numbers: Sequence[int]) -> list[int]:
 
 
 def _describe_shortage(budget: IncidentBudget, plans: Sequence[BudgetPlan], segment_length: int | None) -> str:
-    """Return why the budget is out of reach by segments, and what is missing."""
+    """Return why segments cannot keep the budget, and what is missing."""
     in_question = [
         (plan, plan.segment)
         for plan in plans

@@ -46,7 +46,7 @@ TAIL_QUANTILE = 0.9
 _LOG_EXPONENTS = tuple(math.log(exponent) for exponent in EXPONENTS)
 _LOG_WEIGHT = -math.log(NUM_EXPONENTS)
 _MAX_NEG_LOG_P = 200.0
-"""Largest −ln p of a record that counts, so that sums stay finite. It is far beyond any calibration."""
+"""Bound of −ln p of a record, so that sums stay finite. No calibration gives such a small p-value."""
 
 LogState = tuple[float, ...]
 """ln M_κ for each exponent."""
@@ -59,9 +59,9 @@ INITIAL_STATE: LogState = (-math.inf,) * NUM_EXPONENTS
 class ScoreTail:
     """An exponential tail of the anomaly scores of normal records, beyond the largest score of the calibration.
 
-    A p-value of n calibration records is at least 1/(n + 1), so scores beyond the calibration would all count the same.
-    The tail extends p-values below this bound. It is an assumption about the scores, so only the segment rule uses it:
-    there, any function of the records that rises with the evidence keeps the guarantee.
+    With n calibration records, no p-value is below 1/(n + 1), so all scores beyond the calibration would have the same
+    p-value. The tail extends p-values below this bound. It is an assumption about the scores. Only the segment rule
+    uses it, because its guarantee holds for every statistic of the records, with or without a tail.
 
     Attributes:
         start: The largest score of the calibration records.

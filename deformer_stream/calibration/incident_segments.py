@@ -1,4 +1,4 @@
-"""The segment rule: an incident budget that holds whatever the dependence of the records within a segment.
+"""The segment rule: an incident budget that holds for any dependence between the records within a segment.
 
 A segment is an interval of one device of fixed length, such as a day, aligned to UTC. S_i is the largest value of the
 detector's statistic (`incident_evidence`) within segment i of normal operation, with the detector starting anew at the
@@ -36,16 +36,16 @@ Floats = NDArray[np.float64]
 
 MICROS_PER_HOUR = 3_600_000_000
 SEGMENT_LENGTHS = (24 * MICROS_PER_HOUR, 8 * MICROS_PER_HOUR, MICROS_PER_HOUR)
-"""The lengths of segments in microseconds among which the longest one is chosen with which the budget is in reach.
+"""The possible lengths of segments in microseconds. The longest one that can keep the budget is used.
 
-Longer segments assume less. They need no more data: a month's budget takes 29 device-days, or 719 device-hours.
+Longer segments assume less. They need no more data: a month's budget needs 29 device-days, or 719 device-hours.
 """
 
 MIN_RECORD_SHARE, MIN_EDGE_RECORD_SHARE = 0.5, 0.9
-"""A segment with a smaller share of the median number of records is left out of the calibration; the second number is
-for the first and the last segment of a device, of which the log often has only a part.
+"""A segment is left out of the calibration if its number of records is below this share of the median number.
 
-The maximum of such a segment would be too small, which would lower the threshold.
+The second share is for the first and the last segment of a device, of which the log often has only a part. The maximum
+of a segment with few records would be too small, which would lower the threshold.
 """
 
 
@@ -93,7 +93,7 @@ class SegmentCalibration:
         return len(self.log_statistics)
 
     def compute_log_threshold(self, alpha: float) -> float:
-        """Return the number that ln of the statistic must exceed for an incident, infinite if alpha is out of reach.
+        """Return the number that ln of the statistic must exceed for an incident; infinite with too few segments.
 
         Args:
             alpha: Largest share of normal segments in which an incident opens.
@@ -195,7 +195,7 @@ class SegmentCollector:
     _closed: list[tuple[str, _Segment]] = field(default_factory=list)
 
     def add(self, device: str, time: int, p_value: float, score: float) -> None:
-        """Add a record. A record that is earlier than the device's last segment is ignored.
+        """Add a record. A record of an earlier segment than the last one of its device is ignored.
 
         Args:
             device: The device.
@@ -218,7 +218,7 @@ class SegmentCollector:
         segment.num_records += 1
 
     def calibrate(self, group: str = "") -> SegmentCalibration:
-        """Return the calibration by the segments so far.
+        """Return the calibration that the segments so far give.
 
         Segments with too few records are left out (`MIN_RECORD_SHARE`).
 
