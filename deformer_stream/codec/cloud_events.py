@@ -1,9 +1,9 @@
-"""CloudEvents attributes of messages, by which a receiver recognises what a message is without parsing it.
+"""CloudEvents attributes of messages, by which a receiver recognises the kind of a message without parsing it.
 
 Messages are in binary mode: the value is the event's data, unchanged, and its attributes are headers (CloudEvents 1.0,
 Kafka protocol binding, section 3.2; HTTP protocol binding, section 3.1). The type is `io.deformer.KIND.v1`. The source
 is `/TOPIC/PARTITION` of the events from which the message follows. Source and id together name a message: a message
-that is sent again after a restart has the same.
+that is sent again after a restart has the same source and id.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ SPEC_VERSION = "1.0"
 JSON_CONTENT_TYPE = "application/json"
 
 EventKind = Literal["alert", "drift", "dead-letter", "evidence", "incident", "feedback"]
-"""What a message is."""
+"""The kind of a message."""
 
 
 def make_attributes(kind: EventKind, event_id: str, source: str, time: int | None = None) -> dict[str, str]:
     """Return the CloudEvents attributes of a message, without the type of its content.
 
     Args:
-        kind: What the message is.
+        kind: Kind of the message.
         event_id: Id of the message, unique among those of its source.
         source: The source as `make_source` returns it.
         time: Event time in microseconds since 1970. The attribute is left out if it is None or outside of the years 1
@@ -46,7 +46,7 @@ def make_headers(
     """Return the headers of a Kafka message.
 
     Args:
-        kind: What the message is.
+        kind: Kind of the message.
         event_id: Id of the message, unique among those of its source.
         source: The source as `make_source` returns it.
         time: Event time in microseconds since 1970, None if there is none.

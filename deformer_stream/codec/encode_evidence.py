@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import orjson
 
-from deformer_stream.codec.timestamps import MAX_MICROS, MIN_MICROS
+from deformer_stream.codec.json_types import Micros
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, Suspect
@@ -27,10 +27,6 @@ MAX_EVIDENCE_BYTES = 2**19
 
 MAX_SHOWN_CHARACTERS = 200
 """Longest part of a parser's message that an error repeats."""
-
-
-Micros = Annotated[int, msgspec.Meta(ge=MIN_MICROS, le=MAX_MICROS)]
-"""A time in the years 1 to 9999, microseconds since 1970."""
 
 
 class _ClosedColumns(msgspec.Struct):
@@ -110,8 +106,8 @@ def encode_evidence(batch: EvidenceBatch) -> bytes:
 def encode_evidence_parts(batch: EvidenceBatch, max_bytes: int = MAX_EVIDENCE_BYTES) -> list[bytes]:
     """Return a batch of evidence as messages of a bounded size, in order. A batch without rows gives no message.
 
-    What a reader computes does not depend on how rows are divided into messages. The alerts precede the closed records,
-    because the alert of a record must not come after it.
+    The division of rows into messages does not change the result of a reader. The alerts precede the closed records,
+    because the alert of a record must not come after the record.
 
     Args:
         batch: The batch.
@@ -177,8 +173,8 @@ def decode_evidence(payload: bytes) -> EvidenceBatch:
         payload: The JSON object.
 
     Raises:
-        InputError: It is no message of evidence, or one of a later version. The message has one line, without the
-            position of the payload, which the caller adds.
+        InputError: The payload is not a message of evidence, or has another version. The text of the error is one line
+            without the position of the payload, which the caller adds.
     """
     try:
         version = _decode_version(payload).v

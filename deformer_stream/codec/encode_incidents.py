@@ -1,7 +1,7 @@
 """Encoding of incidents as JSON: the messages of `TOPIC-incidents` and the lines of `replay --incidents`.
 
-Times of an incident are RFC 3339 text. The times of its series are microseconds since 1970, as in the messages of
-evidence, because an incident has hundreds of them.
+The times of an incident are RFC 3339 text. The times of its series are integers, microseconds since 1970, because an
+incident has hundreds of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import msgspec
 import orjson
 
-from deformer_stream.codec.timestamps import MAX_MICROS, MIN_MICROS, format_rfc3339, parse_rfc3339
+from deformer_stream.codec.json_types import MessageId, Micros
+from deformer_stream.codec.timestamps import format_rfc3339, parse_rfc3339
 from deformer_stream.codec.validation import RejectionError, quote
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import (
@@ -32,16 +33,14 @@ MAX_INCIDENT_BYTES = 2**17
 MAX_MESSAGE_BYTES = 2**20
 """Maximum size of a message that is decoded. It exceeds what this program writes, for messages of later releases."""
 
-_Id = Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z_-]{1,64}\Z")]
-_Micros = Annotated[int, msgspec.Meta(ge=MIN_MICROS, le=MAX_MICROS)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 def encode_incident(incident: Incident) -> bytes:
     """Return an incident as a JSON object, with its keys in the order of the public format.
 
-    If it would exceed `MAX_INCIDENT_BYTES`, points of its series are left out, then entries of its lists: every second
-    point, and the second half of each list, until it fits.
+    If the object would exceed `MAX_INCIDENT_BYTES`, every second point of its series is left out, then the second half
+    of each of its lists, until it fits.
     """
     document = _to_document(incident)
     encoded = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -133,8 +132,8 @@ def _suspect_to_json(suspect: IncidentSuspect) -> dict[str, Any]:
 def _shrink(document: dict[str, Any]) -> bool:
     """Make the JSON object of an incident smaller, and return whether that was possible.
 
-    The parts are taken in the order in which a person misses them least. A part is reduced to nothing before the next
-    one is touched, except for the series, which are thinned together.
+    First all series are thinned together. Then the other parts are shortened one after the other, those that people
+    need least first; each is empty before the next one is shortened.
     """
     series = [document["timeline"], *document["readings"].values()]
     if any(len(columns["time"]) > 1 for columns in series):
@@ -189,7 +188,7 @@ class _SilencedJson(msgspec.Struct, frozen=True):
 class _TimelineJson(msgspec.Struct, frozen=True):
     """The evidence of an incident over time."""
 
-    time: tuple[_Micros, ...] = ()
+    time: tuple[Micros, ...] = ()
     evidence: tuple[float, ...] = ()
     p_value: tuple[float, ...] = ()
 
@@ -197,7 +196,7 @@ class _TimelineJson(msgspec.Struct, frozen=True):
 class _ReadingsJson(msgspec.Struct, frozen=True):
     """The readings of one suspect."""
 
-    time: tuple[_Micros, ...] = ()
+    time: tuple[Micros, ...] = ()
     value: tuple[float | None, ...] = ()
     low: tuple[float | None, ...] = ()
     high: tuple[float | None, ...] = ()
@@ -206,7 +205,7 @@ class _ReadingsJson(msgspec.Struct, frozen=True):
 class _IncidentJson(msgspec.Struct, frozen=True):
     """An incident as JSON. The keys without a default are those of the first version of the format."""
 
-    id: _Id
+    id: MessageId
     device: str
     state: IncidentState
     opened: str
@@ -224,8 +223,8 @@ class _IncidentJson(msgspec.Struct, frozen=True):
     threshold: float = 0.0
     kind: IncidentKind = "device"
     group: str = ""
-    parent: _Id | None = None
-    members: tuple[_Id, ...] = ()
+    parent: MessageId | None = None
+    members: tuple[MessageId, ...] = ()
     revision: _Count = 0
     reopened: _Count = 0
     resolution: str | None = None

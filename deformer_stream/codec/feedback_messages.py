@@ -8,20 +8,20 @@ from typing import Annotated, Any
 import msgspec
 import orjson
 
+from deformer_stream.codec.json_types import MessageId
 from deformer_stream.codec.timestamps import format_rfc3339, parse_rfc3339
 from deformer_stream.codec.validation import MAX_TEXT_CHARS, RejectionError, is_unicode, quote
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import FeedbackLabel, Label
 
 MAX_NAME_CHARS, MAX_NOTE_CHARS = 200, 2000
-"""Maximum length of the name of a fault, and of a person, and of a note, in characters."""
+"""Maximum number of characters of the name of a fault or a person, and of a note."""
 
 MAX_LABEL_BYTES = 2**16
 """Maximum size of a message that is decoded."""
 
 _ID_LENGTH = 32
 
-_Id = Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z_-]{1,64}\Z")]
 _Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 _Note = Annotated[str, msgspec.Meta(max_length=MAX_NOTE_CHARS)]
 _Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
@@ -43,10 +43,10 @@ def make_label(
     """Return a label with its id. It is about an incident, a maintenance window of a device, or a record.
 
     Args:
-        label: What is said. A maintenance window has "maintenance", or "cleared" to take back the time from `start` to
+        label: The label. A maintenance window has "maintenance", or "cleared" to take back the time from `start` to
             `end`.
-        time: When it is said, microseconds since 1970.
-        by: Who says so.
+        time: When the label is given, microseconds since 1970.
+        by: Name of the person who gives it; "" if unknown.
         incident: Id of the incident.
         name: Name of the fault; "" counts as None.
         note: Free text.
@@ -56,8 +56,8 @@ def make_label(
         record: Id of the record.
 
     Raises:
-        InputError: A text is too long or is not Unicode, a time is outside the years 1 to 9999, or it is not clear what
-            the label is about.
+        InputError: A text is too long or is not Unicode, a time is outside the years 1 to 9999, or the label is not
+            about exactly one of an incident, a device and a record.
     """
     draft = FeedbackLabel(
         id="0",
@@ -115,11 +115,11 @@ def get_label_key(label: FeedbackLabel) -> bytes:
 class _LabelJson(msgspec.Struct, frozen=True):
     """A label as JSON."""
 
-    id: _Id
+    id: MessageId
     label: Label
     time: str
     by: _Name = ""
-    incident: _Id | None = None
+    incident: MessageId | None = None
     name: _Name | None = None
     note: _Note = ""
     device: _Text | None = None
@@ -158,21 +158,22 @@ def _parse(payload: bytes) -> _LabelJson:
     try:
         return _DECODER.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"the label is not valid: {quote(str(error), 200)}") from None
+        raise InputError(f"a field of the label is not valid ({quote(str(error), 200)}): correct it") from None
 
 
 def _from_message(message: _LabelJson) -> FeedbackLabel:
     """Return the label of a parsed message.
 
     Raises:
-        InputError: A time is not RFC 3339, the maintenance window is empty, or it is not clear what the label is about.
+        InputError: A time is not RFC 3339, the maintenance window is empty, or the label is not about exactly one of an
+            incident, a device and a record.
     """
     try:
         time = parse_rfc3339(message.time)
         start = None if message.start is None else parse_rfc3339(message.start)
         end = None if message.end is None else parse_rfc3339(message.end)
     except RejectionError as error:
-        raise InputError(f"the label is not valid: {error.detail}") from None
+        raise InputError(f"a time of the label is not valid ({error.detail}): correct it") from None
     if sum(subject is not None for subject in (message.incident, message.device, message.record)) != 1:
         raise InputError("a label is about exactly one of an incident, a device and a record: name one of them")
     if message.device is not None:

@@ -84,7 +84,7 @@ def check_incident_state(snapshot: bytes, decisions: tuple[bytes, ...]) -> None:
 
     Args:
         snapshot: The encoded state.
-        decisions: Not used: what a tracker computes follows from the log alone.
+        decisions: Not used, because the results of a tracker follow from the log alone.
 
     Raises:
         StateError: It cannot be decoded.
