@@ -16,7 +16,7 @@ from pathlib import Path
 SEEDS = Path(__file__).parent / "corpus"
 TARGETS = (
     *("one_message", "messages", "arrow_messages", "long_tables", "wide_tables"),
-    *("model_directories", "saved_states", "evidence", "incident_states"),
+    *("model_directories", "saved_states", "evidence", "incident_states", "incident_calibrations"),
 )
 MEMORY_MIB, SLOW_SECONDS = 3000, 120
 
