@@ -1,4 +1,4 @@
-"""The sink for evidence: what closed records and alerts tell the process that looks for incidents."""
+"""The sink for evidence: it sends closed records and alerts to the process that detects incidents."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from deformer_stream.incidents.events import EvidenceBatch
 from deformer_stream.incidents.make_evidence import make_evidence
 
 EVIDENCE_PARTITION = 0
-"""The partition to which all evidence is sent. One process reads all of it, so that it sees all devices of a group."""
+"""The partition to which all evidence is sent, so that one process reads the evidence of all devices of a group."""
 
 RETENTION_MS = 30 * 86_400_000
-"""How long evidence is kept in a topic that is created here: 30 days, from which a calibration can be proposed."""
+"""Time for which evidence is kept, if this program creates the topic: 30 days. `propose` needs kept evidence."""
 
 HEADER_BYTES = 4096
 """Bytes of a message that are reserved for its headers."""

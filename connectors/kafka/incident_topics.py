@@ -26,7 +26,7 @@ from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import FeedbackLabel, Incident
 
 INCIDENT_RETENTION_MS = 365 * 86_400_000
-"""How long an incident that does not change any more is kept, in a topic that is created here: a year."""
+"""Time for which an incident that no longer changes is kept, if this program creates the topic: a year."""
 
 Message = TypeVar("Message")
 
@@ -128,7 +128,7 @@ class _TopicReader(Generic[Message]):
         with translate_errors(bootstrap_servers, f"reading topic {topic!r}"):
             self._consumer.assign(partitions)
             self._consumer.seek_to_beginning(*partitions)
-            # The offsets after the messages that the topic holds now, of partitions that were not read so far.
+            # For each partition that was not read to this offset yet: the offset after its last message now.
             self._unread_ends: dict[TopicPartition, int] = dict(self._consumer.end_offsets(partitions))
         self._remove_read_partitions()
 

@@ -1,11 +1,11 @@
 """Receivers of incidents: Alertmanager, PagerDuty, webhooks, and chat or mail by Apprise.
 
-http              requests with one limit for the whole request
+http              HTTP requests with a time limit for the whole request
 alertmanager      Prometheus Alertmanager, API v2
 pagerduty         PagerDuty, Events API v2
-webhook           JSON by HTTP, signed (Standard Webhooks), with the headers of CloudEvents
+webhook           JSON over HTTP, signed as Standard Webhooks says, with the headers of CloudEvents
 apprise_receiver  chat and mail
-factory           the receivers that options name
+factory           creation of the receivers that options name
 """
 
 from connectors.receivers.factory import make_receivers

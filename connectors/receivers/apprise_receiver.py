@@ -1,4 +1,4 @@
-"""Chat and mail by the library Apprise, which knows more than a hundred services. It is the extra `notify`."""
+"""Chat and mail by the library Apprise, which supports more than a hundred services. It is in the extra `notify`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from connectors.receivers.http import make_identity
+from connectors.receivers.http import make_identity, to_printable_line
 from deformer_stream.codec.incident_text import list_facts, summarize_incident
 from deformer_stream.errors import ConfigError
 from deformer_stream.runtime.incident_ports import Notification, TemporaryFailure
@@ -15,9 +15,7 @@ from deformer_stream.runtime.incident_ports import Notification, TemporaryFailur
 INSTALL_HINT = "pip install 'deformer-stream[notify]'"
 APP_NAME = "deformer-stream"
 MIN_HIDDEN_CHARS = 3
-"""Parts of an address with at least this many characters are hidden in messages, because each may be a secret."""
-
-MAX_REPORTED_CHARS = 200
+"""Smallest number of characters of a part of an address that is hidden in messages, because it may be a secret."""
 
 
 class AppriseReceiver:
@@ -85,8 +83,7 @@ class AppriseReceiver:
 
     def _hide_secrets(self, text: str) -> str:
         """Return a text on one line, without any part of the address."""
-        line = self._hidden.sub("…", " ".join(text.split()))
-        return "".join(character if character.isprintable() else "�" for character in line)[:MAX_REPORTED_CHARS]
+        return to_printable_line(self._hidden.sub("…", " ".join(text.split())))
 
 
 def make_title(notification: Notification) -> str:

@@ -1,4 +1,4 @@
-"""HTTP requests of receivers: one limit for the whole request, outcomes as exceptions, and no secrets in messages."""
+"""HTTP requests to receivers: a time limit for the whole request, failures as exceptions, no secrets in messages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MAX_ANSWER_BYTES = 4096
 """Number of bytes of an answer that are read. Only its beginning is reported."""
 
 MAX_REPORTED_CHARS = 200
-"""Length of the part of a refusal that is reported."""
+"""Number of characters of an answer or an error that are reported."""
 
 _TEMPORARY_STATUSES = frozenset((401, 402, 403, 404, 405, 407, 408, 410, 425, 429))
-"""Statuses below 500 of which the notification is not the cause: the receiver is busy, or the address or the login is
-wrong. The others, such as 400 and 413, refuse this notification only."""
+"""Statuses below 500 that the notification has not caused: the receiver is busy, or the address or the login is wrong.
+Other statuses, such as 400 and 413, refuse this notification only."""
 
 # httpx logs the address of each request, which may contain a secret.
 logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -32,8 +32,8 @@ logging.getLogger("httpx").setLevel(logging.WARNING)
 class HttpSender:
     """Sends HTTP requests to one address. Only the thread that has sent the first request may use it.
 
-    The limit is for the whole request: a receiver that answers one byte every few seconds cannot hold it up. This needs
-    requests that can be cancelled, so they run in an event loop of their own.
+    The time limit is for the whole request, so that a receiver that sends one byte every few seconds cannot block the
+    sender. Requests must therefore be cancellable, so they run in an event loop.
 
     Args:
         url: The address.
@@ -85,7 +85,7 @@ class HttpSender:
         """Send a request within the limit.
 
         Returns:
-            The status, the beginning of an answer that is no success, and the seconds that the receiver asks to wait.
+            The status, the beginning of the answer as text, and the seconds that the receiver asks to wait.
         """
         if self._client is None:
             self._client = httpx.AsyncClient(timeout=self._timeout, follow_redirects=False)
@@ -101,7 +101,7 @@ class HttpSender:
 
 
 def check_url(flag: str, url: str) -> str:
-    """Return the name of the host and the port of an address, which identify a receiver without its secrets.
+    """Return the host and the port of an address, which identify a receiver in messages without its secrets.
 
     Args:
         flag: The option with the address, for the error message.
@@ -134,6 +134,12 @@ def make_identity(kind: str, *address: str) -> str:
     return f"{kind}-{digest.hex()}"
 
 
+def to_printable_line(text: str) -> str:
+    """Return the first `MAX_REPORTED_CHARS` characters of a text on one line, without those that cannot be printed."""
+    line = " ".join(text.split())
+    return "".join(character if character.isprintable() else "�" for character in line)[:MAX_REPORTED_CHARS]
+
+
 def _describe_error(error: httpx.HTTPError) -> str:
     """Return what failed, without the address."""
     kinds: tuple[tuple[type[httpx.HTTPError], str], ...] = (
@@ -150,9 +156,8 @@ def _describe_error(error: httpx.HTTPError) -> str:
 
 def _quote_answer(text: str) -> str:
     """Return the beginning of an answer for a message, on one line."""
-    line = " ".join(text.split())
-    printable = "".join(character if character.isprintable() else "�" for character in line)
-    return f": {printable[:MAX_REPORTED_CHARS]}" if printable else ""
+    line = to_printable_line(text)
+    return f": {line}" if line else ""
 
 
 def _parse_retry_after(value: str | None) -> float | None:

@@ -1,4 +1,4 @@
-"""A webhook: each notification as JSON by HTTP, signed as Standard Webhooks says, with the headers of CloudEvents."""
+"""A webhook: each notification as JSON over HTTP, signed as Standard Webhooks says, with the headers of CloudEvents."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def read_key(path: Path) -> bytes:
 
 
 class Webhook:
-    """A receiver that gets each notification as an HTTP request. The content is the incident, as the topic holds it.
+    """A receiver that gets each notification as an HTTP request. The content is the incident as in the topic.
 
     The headers are `webhook-id` (equal if a notification is repeated), `webhook-timestamp` and `webhook-signature` of
     Standard Webhooks, and the attributes of CloudEvents as `ce-…`. `ce-action` is `open`, `update` or `resolve`;
