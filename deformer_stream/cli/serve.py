@@ -64,7 +64,7 @@ def build_serve() -> click.Command:
             server.start()
             cleanup.callback(server.stop)
             log.get_logger("page").info("ready", url=server.url, topic=settings.topic)
-            while not stop.wait(1.0) and server.is_running():
+            while not stop.wait(1.0) and server.is_running:
                 pass
         log.get_logger("page").info("stopped")
 

@@ -1,1 +1,1 @@
-"""The operator's page: incidents in a browser, live, with buttons for labels."""
+"""The operator's page: it shows incidents in a browser, with live updates, and takes labels."""

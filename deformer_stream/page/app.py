@@ -272,7 +272,7 @@ class Page:
         return self.respond(request, "state.html", self.system_state.describe(self.make_clock()), session=session)
 
     def show_status(self, request: Request) -> Response:
-        """Show only what all pages have in common, for pages that do not change themselves."""
+        """Show only the parts that all pages have, for pages that do not update themselves otherwise."""
         return self.respond(request, "status.html", {}, session=self.get_session(request))
 
     # Labels
@@ -381,7 +381,7 @@ class Page:
         )
 
     def send_health(self, request: Request) -> Response:
-        """Answer whether the threads that read the logs run.
+        """Send whether the threads that read the logs run, with status 200 or 503.
 
         A broker that cannot be reached does not count: the page shows what it has, and says since when it is old.
         """
@@ -391,7 +391,7 @@ class Page:
         return PlainTextResponse("ok\n")
 
     def send_readiness(self, request: Request) -> Response:
-        """Answer whether everything has been read that the logs held at the start."""
+        """Send whether everything has been read that the logs held at the start, with status 200 or 503."""
         behind = [follower.status.name for follower in self.followers if not follower.status.is_caught_up]
         if behind:
             return PlainTextResponse(f"the log of {behind[0]} is being read\n", 503)

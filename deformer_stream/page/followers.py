@@ -42,7 +42,7 @@ class LogStatus:
 
 
 class _Log(Protocol):
-    """What a follower needs of a log."""
+    """The methods of a log that a follower uses."""
 
     def poll(self, timeout: float) -> Sequence[Any]:
         """Return new messages."""
@@ -53,7 +53,7 @@ class _Log(Protocol):
 
 
 class LogFollower:
-    """A thread that reads a log until it is stopped. If the log cannot be read, it is tried again.
+    """A thread that reads a log until it is stopped. If the log cannot be read, the thread tries again.
 
     Args:
         name: What the log holds.
@@ -106,7 +106,7 @@ class LogFollower:
                 self._stop.wait(RETRY_SECONDS)
 
     def _set_read(self, num_messages: int) -> None:
-        """Note that a poll has returned."""
+        """Update the status after a poll that has returned."""
         earlier = self._status
         self._status = replace(
             earlier,
@@ -122,7 +122,7 @@ class LogFollower:
             self._store.touch()
 
     def _set_failed(self, failure: str) -> None:
-        """Note that the log could not be read."""
+        """Update the status after a poll that has failed."""
         earlier = self._status
         self._status = replace(earlier, failure=failure, failing_since=earlier.failing_since or self._store.now())
         if failure != earlier.failure:

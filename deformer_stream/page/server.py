@@ -89,8 +89,9 @@ class PageServer:
         self._server.should_exit = True
         self._thread.join()
 
+    @property
     def is_running(self) -> bool:
-        """Return whether the thread runs."""
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     def _run(self) -> None:

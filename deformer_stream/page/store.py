@@ -22,9 +22,9 @@ from deformer_stream.incidents.events import NO_READINGS, FeedbackLabel, Inciden
 from deformer_stream.incidents.overlay import Overlay, Presentation
 
 MAX_INCIDENTS = 50_000
-"""Maximum number of incidents in memory. Beyond it the incident that opened first is dropped, resolved ones first."""
+"""Maximum number of incidents in memory. If there are more, resolved ones are dropped first, the oldest one first."""
 MAX_LABELS_PER_INCIDENT = 100
-"""Maximum number of labels of one incident that are kept for its history. All of them count."""
+"""Maximum number of labels of one incident that are listed on its page. Older ones stay valid."""
 MAX_FAULT_NAMES = 200
 """Maximum number of names of faults that are offered for a label."""
 SPARKLINE_POINTS = 30
@@ -40,7 +40,7 @@ LabelFilter = Literal["all", "none", "true", "false-alarm", "maintenance"]
 
 @dataclass(frozen=True, slots=True)
 class IncidentFilter:
-    """Which incidents a search returns.
+    """A filter of incidents.
 
     Attributes:
         device: Part of the name of the device, in upper or lower case; "" for all devices.
@@ -59,12 +59,12 @@ class IncidentFilter:
 
 @dataclass(frozen=True, slots=True)
 class ShownIncident:
-    """An incident with what labels and maintenance windows change about it.
+    """An incident with its label.
 
     Attributes:
-        incident: The incident. In lists it has a short timeline, of its series only the last reading of each suspect,
-            and no ids of records.
-        presentation: Its label, and whether receivers get messages about it.
+        incident: The incident. In lists, its timeline is short, and it has only the last reading of each suspect and no
+            ids of records and alerts.
+        presentation: Its label, and whether it is silenced.
     """
 
     incident: Incident
@@ -90,14 +90,14 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True)
 class LabelCounts:
-    """Number of incidents of a time by label.
+    """Number of incidents in a span of time by label.
 
     Attributes:
         num_total: Number of incidents.
-        num_true: Number of those that are real faults.
-        num_false: Number of those that are false alarms.
-        num_maintenance: Number of those that are maintenance, by a label or by a maintenance window.
-        num_unlabelled: Number of those without a label.
+        num_true: Number of incidents with the label "true", real faults.
+        num_false: Number of incidents with the label "false-alarm".
+        num_maintenance: Number of incidents that are maintenance, by a label or by a maintenance window.
+        num_unlabelled: Number of incidents without a label.
         first_opened: When the first of them opened, None if there is none.
         num_devices: Number of devices that have incidents.
     """
@@ -113,7 +113,7 @@ class LabelCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A stored incident: what lists show, and all of it as compressed JSON."""
+    """A stored incident: a summary for lists, and the whole incident as compressed JSON."""
 
     summary: Incident
     compressed: bytes
@@ -129,9 +129,10 @@ class IncidentStore:
 
     Args:
         max_incidents: Maximum number of incidents that are kept.
+        now: Returns the present time in microseconds since 1970.
 
     Attributes:
-        now: Returns the present time, microseconds since 1970. Tests replace it.
+        now: The same function, for the parts of the page that need the time.
     """
 
     def __init__(self, max_incidents: int = MAX_INCIDENTS, now: Callable[[], int] = _now_in_micros) -> None:
@@ -189,7 +190,7 @@ class IncidentStore:
             self._notify()
 
     def touch(self) -> None:
-        """Notify listeners that something that is shown outside of the incidents has changed."""
+        """Notify listeners of a change that is not a change of an incident, such as that of the status of a log."""
         with self._lock:
             self._version += 1
         self._notify()
@@ -349,7 +350,7 @@ class IncidentStore:
         return SearchResult(shown, len(found), page, num_pages)
 
     def count_labels(self, since: int) -> LabelCounts:
-        """Return how many incidents that opened at a time or later have which label.
+        """Return the number of incidents by label, of those that opened at a given time or later.
 
         Members of a fleet incident count one by one, and the fleet incident itself does not count, because the budget
         is that of one device.

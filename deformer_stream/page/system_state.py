@@ -1,4 +1,4 @@
-"""What the page about the state of the system shows: the model, the realised rate of false incidents, the processes."""
+"""Content of the page "System": the model, the realised rate of false incidents, and the other processes."""
 
 from __future__ import annotations
 
@@ -40,20 +40,22 @@ METRICS_SECONDS = 5.0
 METRICS_TIMEOUT = 3.0
 MAX_METRICS_BYTES = 4 * 2**20
 MAX_SPAN_DAYS = 90
-"""Longest time of which the realised rate is computed."""
+"""Longest time for which the realised rate is computed."""
 CONFIDENCE = 0.99
 DRIFT_WARNING = 2.0
 """log10 of the odds from which drift is shown as a warning; `consume` sends a notice at 100 to 1."""
 
 Verdict = Literal["within", "above", "open", "early"]
+"""How the interval of the realised rate compares with the budget: it lies within the budget, lies above it, includes
+it, or is so wide that it is too early to judge (`EARLY_FACTOR`)."""
 
 EARLY_FACTOR = 20
-"""As long as the upper end of the interval is more than this many times the budget, it is too early to judge."""
+"""It is too early to judge if the upper end of the interval is more than this many times the budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSummary:
-    """The model directory in a few words.
+    """A summary of the model directory.
 
     Attributes:
         directory: The directory.
@@ -78,7 +80,7 @@ class ModelSummary:
 
 @dataclass(frozen=True, slots=True)
 class RealisedRate:
-    """The rate of false incidents against the budget.
+    """The realised rate of false incidents, compared with the budget.
 
     Attributes:
         budget: The budget as text.
@@ -86,7 +88,7 @@ class RealisedRate:
         allowed: Number of false incidents of one device in this time that the budget allows.
         low: Lower end of the interval of the realised number, from the incidents that are labelled false.
         high: Upper end, from these and those without a label.
-        verdict: Whether the interval lies within the budget, above it, or includes it, or is much too wide so far.
+        verdict: How the interval compares with the budget.
         num_false: Number of incidents that are labelled false.
         num_unlabelled: Number of incidents without a label.
         num_devices: Number of devices that are assumed to have been observed.
@@ -150,7 +152,7 @@ class ProcessState:
 
 
 class SystemState:
-    """Collects the state of the system when a person looks at it.
+    """Collects the state of the system for each request of the page.
 
     Args:
         model: Model directory, None if it is not known.
@@ -322,7 +324,7 @@ def _describe_entry(entry: LogEntry, clock: Clock) -> str:
 
 
 def read_process(url: str) -> ProcessState:
-    """Return the state of a process by its metrics, in at most a few seconds."""
+    """Return the state of a process, read from its metrics within a few seconds."""
     try:
         text = _fetch(url)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:

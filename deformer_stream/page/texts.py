@@ -1,4 +1,4 @@
-"""How the operator's page writes moments, durations, numbers and causes."""
+"""Texts of the operator's page: times, durations, ranges, names and descriptions."""
 
 from __future__ import annotations
 
@@ -129,10 +129,10 @@ def name_incident(incident: Incident, num_listed: int = 0) -> str:
 
 
 def describe_suspect(incident: Incident, suspect: IncidentSuspect) -> str:
-    """Return what came and what was expected, such as "came 31.9 m³/h, expected 119 … 127"; "" if unknown.
+    """Return the observed and the expected values, such as "came 31.9 m³/h, expected 119 … 127"; "" if unknown.
 
-    It is the last reading if it is known, because what is expected depends on the other readings of a record.
-    Otherwise it is the range of all readings and the middle of their expected ranges.
+    They are those of the last reading if it is known, because the expected range depends on the other readings of a
+    record. Otherwise they are the range of all readings and the median ends of their expected ranges.
     """
     last = find_last_reading(incident.readings.get(suspect.feature))
     came_low, came_high, low, high = last or (suspect.came_low, suspect.came_high, suspect.low, suspect.high)
@@ -164,7 +164,7 @@ def count_outside(readings: SuspectReadings | None) -> str:
 
 
 def describe_silencing(incident: Incident) -> str:
-    """Return which features would have to come as expected so that there were no alerts; "" if it is unknown."""
+    """Return a sentence about the features whose expected values would prevent the alerts; "" if they are unknown."""
     if incident.silenced_by is None or not incident.silenced_by[0]:
         return ""
     features, share = incident.silenced_by

@@ -1,4 +1,4 @@
-"""What each page shows: the content of the templates, and the filter of the history."""
+"""The content of the templates of the page, and the filter of the history."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def render(template: str, context: Mapping[str, Any]) -> str:
 
 
 def arrange_open(open_incidents: list[ShownIncident]) -> tuple[list[Row], list[Row]]:
-    """Return the open incidents in the order in which people look at them: those to look at, and the silenced ones.
+    """Return the open incidents in the order of the list: first those that need a decision, then the silenced ones.
 
     Incidents without a label come first, then the real faults; the most severe first, then the one that opened last.
     Members of an open fleet incident are below it.
@@ -245,7 +245,7 @@ class HistoryQuery:
         label: The label.
         state: The state.
         page: Number of the page.
-        errors: What could not be understood.
+        errors: Messages about values that could not be understood.
     """
 
     device: str = ""
