@@ -1,10 +1,18 @@
-"""What a receiver still has to be notified of, as a function of the log of incidents, the labels and its progress.
+"""The notifications that a receiver still has to get, computed from the log of incidents, the labels and its progress.
 
-    incident open, not silenced   the receiver has to show it:  "open", and "update" if it wants updates
-    resolved or silenced          it must not show it:          "resolve"
+The last message of an incident determines what the receiver has to show:
 
-The last message of an incident counts. If an incident was resolved before the receiver was notified of its opening, the
-opening and the resolution are both sent. An incident that was silenced all the time is not sent at all.
+    incident open and not silenced   the receiver must show it:      "open", and "update" if it wants updates
+    resolved or silenced             the receiver must not show it:  "resolve"
+
+If an incident was resolved before the receiver was notified of its opening, the opening and the resolution are both
+sent. An incident that was silenced all the time is not sent at all. The terms of this module are:
+
+    owed        the receiver has not accepted this notification yet
+    shown       the receiver shows the incident as open
+    uncertain   a request was sent, and it is not known whether the receiver has accepted it
+    finished    nothing is owed for this resolved incident
+    noted       the incident is listed in the progress, because its state at the receiver is not that of the log
 """
 
 from __future__ import annotations
@@ -28,18 +36,18 @@ MAX_FINISHED_INCIDENTS = 10_000
 
 @dataclass(slots=True)
 class Entry:
-    """An incident, and what the receiver knows of it.
+    """An incident, and its state at the receiver.
 
     Attributes:
         incident: Its state in the log.
         partition: Number of the partition of the log.
         offset: Offset of the message with this state.
         is_shown: Whether the receiver shows the incident as open.
-        is_uncertain: Whether a request was sent whose outcome is not known. The opposite of `is_shown` may then hold.
-        is_finished: Whether the receiver was notified of the resolution, or need not be.
+        is_uncertain: Whether a request was sent whose outcome is not known. `is_shown` may then be wrong.
+        is_finished: Whether the receiver was notified of the resolution, or need not be notified of the incident.
         sent_revision: Revision of the message of which the receiver was last notified, -1 if it was not.
-        owed: What the receiver has to be notified of, None if nothing.
-        owed_since: Monotonic seconds since when it is owed.
+        owed: The notification that is owed, None if there is none.
+        owed_since: Monotonic seconds at which it was first owed.
         owed_offset: Offset of the first message of which the receiver was not notified.
         num_failures: Number of failed attempts in sequence.
         due: Monotonic seconds before which no attempt is made.
@@ -109,32 +117,38 @@ class Backlog:
             entry = self._entry_by_id[incident.id] = Entry(incident, message.partition, offset)
             entry.is_finished = incident.id in self._finished
             if not self._has_started and progress is not None:
-                # Earlier messages of this incident, of which the receiver was notified, may be compacted.
+                # The receiver may have been notified of earlier messages, which the broker has since removed.
                 noted = progress.knowledge_by_id.get(incident.id)
                 _apply_knowledge(entry, noted or ("opening" if incident.revision > 0 else "hidden"))
         entry.incident, entry.partition, entry.offset = incident, message.partition, offset
-        is_resolved = incident.state == "resolved"
-        if not is_resolved:
+        if incident.state != "resolved":
             entry.is_finished = False
-        if not self._has_started and progress is None:
-            entry.is_finished = is_resolved and offset < self._first_positions.get(message.partition, 0)
-        elif progress is not None and offset < progress.position:
-            # The receiver knows the state of an incident that is not noted.
-            noted = progress.knowledge_by_id.get(incident.id)
-            _apply_knowledge(entry, noted or ("hidden" if is_resolved else "shown"))
-            entry.is_finished = is_resolved and noted is None
-            entry.sent_revision = incident.revision if noted is None else -1
-        elif not self._has_started and progress is not None:
-            # If there were more incidents to note than fit, this one may have been sent.
-            entry.is_uncertain = entry.is_uncertain or len(progress.knowledge_by_id) >= MAX_NOTED_INCIDENTS
-            if is_resolved and not entry.is_shown and offset < progress.first_position:
-                entry.is_finished = True
+        if progress is not None and offset < progress.position:
+            _apply_progress(entry, progress)
+        elif not self._has_started:
+            self._set_state_at_start(entry, progress)
         if self._has_started:
             entry.due = now  # a refused notification is tried again if the incident has changed
             self._refresh(entry, now)
 
+    def _set_state_at_start(self, entry: Entry, progress: DeliveryProgress | None) -> None:
+        """Set the state at the receiver of an incident whose last message is after the position of the progress.
+
+        Args:
+            entry: The incident.
+            progress: The progress of its partition, None at the first start.
+        """
+        is_resolved = entry.incident.state == "resolved"
+        if progress is None:
+            entry.is_finished = is_resolved and entry.offset < self._first_positions.get(entry.partition, 0)
+            return
+        # If more incidents had to be noted than the progress can list, the receiver may have got this one.
+        entry.is_uncertain = entry.is_uncertain or len(progress.knowledge_by_id) >= MAX_NOTED_INCIDENTS
+        if is_resolved and not entry.is_shown and entry.offset < progress.first_position:
+            entry.is_finished = True
+
     def start(self, now: float) -> None:
-        """Determine what the receiver has to be notified of, after the messages at the start were added."""
+        """Determine which notifications are owed, after the messages at the start were added."""
         self._has_started = True
         for entry in list(self._entry_by_id.values()):
             self._refresh(entry, now)
@@ -168,7 +182,7 @@ class Backlog:
         return min(times, default=float("inf"))
 
     def make_notification(self, entry: Entry) -> Notification:
-        """Return the notification of an incident: what is owed, or the present state again."""
+        """Return the notification of an incident: the one that is owed, or else its present state once more."""
         action: Action = entry.owed or "update"
         incident = entry.incident
         presentation = self._overlay.present(incident)
@@ -219,11 +233,11 @@ class Backlog:
 
     @property
     def num_owed(self) -> int:
-        """Number of incidents of which the receiver has to be notified."""
+        """Number of incidents for which a notification is owed."""
         return len(self._owed)
 
     def measure_oldest(self, now: float) -> float:
-        """Return the seconds for which the oldest notification is owed, 0 if there is none."""
+        """Return the seconds for which the oldest notification has been owed, 0 if none is owed."""
         # `list` copies in one step, because another thread reads the metrics.
         return max((now - entry.owed_since for entry in list(self._owed.values())), default=0.0)
 
@@ -242,7 +256,7 @@ class Backlog:
             key=lambda entry: entry.owed_offset,
         )
         if len(owed) > MAX_NOTED_INCIDENTS:
-            # The rest is read again after a restart, with what follows: these notifications have the same keys again.
+            # The other incidents are read again after a restart. Their notifications then have the same keys.
             position = owed[MAX_NOTED_INCIDENTS].owed_offset
         noted = [*owed[:MAX_NOTED_INCIDENTS], *self._list_silenced(partition)][:MAX_NOTED_INCIDENTS]
         return DeliveryProgress(
@@ -252,14 +266,14 @@ class Backlog:
         )
 
     def _list_silenced(self, partition: int) -> Iterator[Entry]:
-        """Yield the incidents of a partition that are open in the log, and that the receiver rightly does not show."""
+        """Yield the incidents of a partition that are open in the log, but silenced, so that nothing is owed."""
         for entry in self._entry_by_id.values():
             is_hidden = entry.owed is None and not entry.is_shown and entry.incident.state != "resolved"
             if is_hidden and entry.partition == partition:
                 yield entry
 
     def _refresh(self, entry: Entry, now: float) -> None:
-        """Determine what the receiver has to be notified of about an incident."""
+        """Determine which notification of an incident is owed."""
         identifier = entry.incident.id
         action = self._choose_action(entry)
         if action is not None and entry.owed is None:
@@ -276,7 +290,7 @@ class Backlog:
                 del self._finished[next(iter(self._finished))]
 
     def _choose_action(self, entry: Entry) -> Action | None:
-        """Return what the receiver has to be notified of about an incident, None if nothing."""
+        """Return the notification of an incident that is owed, None if there is none."""
         is_resolved = entry.incident.state == "resolved"
         is_silenced = self._overlay.present(entry.incident).silenced is not None
         if is_resolved or is_silenced:
@@ -289,14 +303,24 @@ class Backlog:
         return "update" if self._wants_updates and entry.sent_revision != entry.incident.revision else None
 
 
+def _apply_progress(entry: Entry, progress: DeliveryProgress) -> None:
+    """Set the state at the receiver of an incident whose last message is before the position of the progress."""
+    incident = entry.incident
+    noted = progress.knowledge_by_id.get(incident.id)
+    is_resolved = incident.state == "resolved"
+    _apply_knowledge(entry, noted or ("hidden" if is_resolved else "shown"))
+    entry.is_finished = is_resolved and noted is None
+    entry.sent_revision = incident.revision if noted is None else -1
+
+
 def _apply_knowledge(entry: Entry, knowledge: Knowledge) -> None:
-    """Set what the receiver knows of an incident."""
+    """Set the state of an incident at the receiver."""
     entry.is_shown = knowledge in ("shown", "resolving")
     entry.is_uncertain = knowledge in ("opening", "resolving")
 
 
 def _describe_knowledge(entry: Entry) -> Knowledge:
-    """Return what the receiver knows of an incident."""
+    """Return the state of an incident at the receiver."""
     if entry.is_uncertain:
         return "resolving" if entry.is_shown else "opening"
     return "shown" if entry.is_shown else "hidden"

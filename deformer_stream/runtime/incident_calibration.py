@@ -55,9 +55,9 @@ def calibrate_from_evidence(
         batches: The evidence of normal operation, in order.
         model: Fingerprint of the model that must have scored the records.
         tail: The tail by which p-values are extended, None if they are not.
-        reorder: How long rows wait for earlier ones, microseconds.
-        compute_p_values: Returns the p-values of closed records, if the calibration of the model has changed since.
-            None takes those of the evidence.
+        reorder: Time for which rows wait for earlier ones, in microseconds.
+        compute_p_values: Returns the p-values of closed records, for a calibration of the model that is newer than the
+            evidence. None for the p-values of the evidence.
         get_device: Returns the device of a record id.
 
     Raises:
@@ -81,7 +81,11 @@ def _iterate_rows(
     compute_p_values: Callable[[ClosedRows], Floats] | None,
     get_device: Callable[[str], str],
 ) -> Iterator[Row]:
-    """Yield the closed records of batches of evidence."""
+    """Yield the closed records of batches of evidence.
+
+    Raises:
+        InputError: Another model has scored the records.
+    """
     for batch in batches:
         if batch.model != model:
             raise InputError(
@@ -101,7 +105,7 @@ def order_rows(rows: Iterable[OrderedRow], reorder: int) -> Iterator[OrderedRow]
     Args:
         rows: The rows in the order of the log, tuples that begin with their times. Rows of equal times are ordered by
             their other elements.
-        reorder: How long rows wait for earlier ones, microseconds.
+        reorder: Time for which rows wait for earlier ones, in microseconds; 0 keeps the order of the log.
     """
     if not reorder:
         yield from rows

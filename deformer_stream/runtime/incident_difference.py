@@ -1,4 +1,4 @@
-"""The difference between the incidents of two calibrations of the same log of evidence."""
+"""The difference between the incidents of the calibration in use ("today") and of a candidate, on the same evidence."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ PREDICTION_CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class LabelledIncident:
-    """An incident of a device with what people have said about it.
+    """An incident of a device with its label.
 
     Attributes:
         incident: The last state of the incident.
-        label: The label that counts, "maintenance" if the incident opened in a maintenance window; None if nobody has
-            said anything.
+        label: The valid label, "maintenance" if the incident opened in a maintenance window; None without a label.
         name: Name of the fault, None if it is unknown.
         max_score: Largest score of its records, NaN if it was not computed.
     """
@@ -45,14 +44,14 @@ class LabelledIncident:
 
     @property
     def can_be_false(self) -> bool:
-        """Whether the incident counts as false: nobody has confirmed it, and it is no maintenance."""
+        """Whether the incident counts as false: nobody has confirmed it, and it is not maintenance."""
         return self.label in (None, "false-alarm", "cleared")
 
 
 def label_incidents(incidents: Iterable[Incident], overlay: Overlay) -> list[LabelledIncident]:
     """Return the incidents of devices with their labels, in order of opening.
 
-    The label of a fleet incident counts for its members that have no label of their own.
+    Members of a fleet incident that have no label of their own get that of the fleet incident.
 
     Args:
         incidents: The last states of the incidents, in any order.
@@ -124,7 +123,7 @@ class FaultOutcome:
 
     Attributes:
         fault: The incident under today's calibration.
-        later: The first incident of the candidate that overlaps it, None if the candidate has none: the fault is lost.
+        later: The first incident of the candidate that overlaps it, None if there is none. The fault is then lost.
     """
 
     fault: LabelledIncident
@@ -141,11 +140,11 @@ class IncidentDifference:
     """How the incidents of a candidate differ from those of today, over a span of the log.
 
     Attributes:
-        removed: Incidents of today without an incident of the candidate for the same device at the same time.
-        kept: Incidents of today with one.
-        new: Incidents of the candidate without an incident of today.
+        removed: Today's incidents that no incident of the candidate overlaps on the same device.
+        kept: Today's other incidents.
+        new: Incidents of the candidate that no incident of today overlaps on the same device.
         faults: What becomes of each confirmed fault.
-        num_false_today: Number of today's incidents that nobody has confirmed and that are no maintenance.
+        num_false_today: Number of today's incidents that count as false (`LabelledIncident.can_be_false`).
         num_false_candidate: The same number of the candidate.
         num_labelled_today: Number of today's incidents that people have labelled as false alarms.
         num_labelled_candidate: How many of them the candidate keeps.
@@ -187,9 +186,9 @@ def compare_incidents(
 
     Args:
         today: The labelled incidents under today's calibration.
-        candidate: The incidents under the candidate. Their own labels are ignored, unless no incident of today overlaps
-            them: they have the labels of the incidents of today that they overlap.
-        margin: Time by which incidents may miss each other and are the same nevertheless, in microseconds.
+        candidate: The incidents under the candidate. Each has the labels of the incidents of today that it overlaps, or
+            its own label if it overlaps none.
+        margin: Largest time between two incidents that are still considered to overlap, in microseconds.
         since: Incidents that open earlier are left out, microseconds since 1970; None for no bound.
         until: Incidents that open at this time or later are left out; None for no bound.
     """

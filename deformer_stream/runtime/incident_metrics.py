@@ -83,7 +83,7 @@ class DeliveryMetrics:
 
 
 class OpenIncidentMetrics:
-    """The numbers of incidents that are open, and of those that labels or maintenance windows silence.
+    """Metrics of the open incidents: their number by severity, and the number of those that are silenced by reason.
 
     Args:
         registry: The registry that `/metrics` shows.

@@ -1,14 +1,14 @@
 """The loop of `deformer-stream incidents`: it reads evidence, and writes what changes about incidents.
 
     1. poll     source.poll returns messages of evidence, after a bounded wait
-    2. decode   messages that are no evidence are skipped and counted
+    2. decode   messages that are not evidence are skipped and counted
     3. handle   the tracker of their partition returns messages about incidents
     4. write    the writer receives them
     5. commit   offsets, messages and state take effect together, or none of them
 
 A tracker is a pure function of the messages of its partition. Its state is saved from time to time. After a restart the
 messages since then are handled again, and what they cause is not written again if the previous run has committed it.
-So kills change nothing about the topic of incidents.
+So the topic of incidents is the same whether or not the process was killed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Partition:
 
 
 class IncidentPipeline:
-    """The loop. `run` returns when `stop` is set.
+    """The loop of `deformer-stream incidents`. `run` returns when `stop` is set.
 
     Args:
         source: Returns messages of evidence, and commits. Its writer shares its transaction.
@@ -187,7 +187,7 @@ class IncidentPipeline:
         return is_urgent
 
     def _decode(self, topic: str, partition: int, offset: int, payload: bytes | None) -> EvidenceBatch | None:
-        """Return the evidence of a message, None if it is no evidence. The first such message is logged."""
+        """Return the evidence of a message, None if it is not evidence. The first such message is logged."""
         try:
             if payload is None:
                 raise InputError("it has no value")

@@ -1,4 +1,4 @@
-"""Everything beside the log that determines the incidents: the rule, the options and the patterns of false alarms."""
+"""What determines the incidents of a log of evidence: the rule, the options and the patterns of false alarms."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from deformer_stream.settings.incident_rule import IncidentRuleSettings
 MICROS_PER_SECOND = 1_000_000
 
 REORDER_MICROS = 2 * MICROS_PER_SECOND
-"""How long rows wait for earlier ones if records are not windows. The windows of a device close in order of time."""
+"""Time for which rows wait for earlier ones if records are not windows. The windows of a device close in order."""
 
 NUM_REMEMBERED_RECORDS = 256
-"""Number of the latest records of each device that are ignored if they come again, if the log can have duplicates."""
+"""Number of the latest records of each device whose duplicates are ignored, if the log can have duplicates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def load_detection_plan(directory: Path, settings: IncidentRuleSettings, can_rep
 
     Raises:
         ArtifactError: The model directory cannot be read.
-        ConfigError: An option is no budget or no fleet rule, or the budget cannot be kept as requested.
+        ConfigError: An option is not a budget or not a fleet rule, or the budget cannot be kept as requested.
     """
     manifest, calibration = read_manifest(directory), read_incident_calibration(directory)
     model = str(manifest["fingerprint"])
@@ -121,11 +121,11 @@ def plan_detection(
         calibration: The incident calibration of the model directory, None if it has none.
         reorder: As in `TrackerOptions`.
         num_remembered_records: As in `TrackerOptions`.
-        window: Width of the windows that are the records, microseconds; None if records are no windows. A device then
-            has at most so many records in a day as there are windows.
+        window: Width of a window in microseconds if records are windows, else None. It bounds the number of records of
+            a device in a day, for the e-detector.
 
     Raises:
-        ConfigError: An option is no budget or no fleet rule, or the budget cannot be kept as requested.
+        ConfigError: An option is not a budget or not a fleet rule, or the budget cannot be kept as requested.
     """
     is_own = calibration is not None and calibration.model == model
     segments = calibration.segments if calibration is not None and is_own else ()

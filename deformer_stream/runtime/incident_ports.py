@@ -1,4 +1,4 @@
-"""Protocols of the processes around incidents: logs of incidents and of labels, and receivers of notifications."""
+"""Protocols of the delivery of incidents: logs of incidents and of labels, and receivers of notifications."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from deformer_stream.incidents.overlay import Presentation
 class IncidentLog(Protocol):
     """A reader of the log of incidents, for example of the topic `TOPIC-incidents`.
 
-    The first polls return the incidents that the log holds, later ones what is added. Only the last message of an id
-    counts.
+    The first polls return the incidents that the log holds, later polls the messages that were added since. Of the
+    messages with the same id, only the last one is valid.
     """
 
     def poll(self, timeout: float) -> Sequence[Incident]:
@@ -65,21 +65,26 @@ class LoggedIncident:
 
 
 Knowledge = Literal["hidden", "opening", "shown", "resolving"]
-"""What a receiver knows of an incident: it does not show it, was perhaps notified of the opening, shows it as open, or
-was perhaps notified of the resolution. "Perhaps" means that the request was sent, and its outcome is not known."""
+"""The state of an incident at a receiver, as far as the sender knows it.
+
+    hidden      the receiver does not show the incident as open
+    opening     the opening was sent, and it is not known whether the receiver has accepted it
+    shown       the receiver shows the incident as open
+    resolving   the resolution was sent, and it is not known whether the receiver has accepted it
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class DeliveryProgress:
     """How far a receiver was notified of the messages of one partition.
 
-    The receiver knows the state of each incident whose last message is before `position`, unless `knowledge_by_id`
-    says otherwise: an incident that is not resolved is shown there, a resolved one is not.
+    For an incident whose last message is before `position`, the state at the receiver is that in `knowledge_by_id`. An
+    incident that is not in it is shown there if it is open, and hidden if it is resolved.
 
     Attributes:
         position: Offset of the first message of which the receiver may not have been notified.
-        knowledge_by_id: What the receiver knows of the incidents whose last message is before `position`, and of which
-            it was not notified yet or which are silenced; by id.
+        knowledge_by_id: The exceptions: the states at the receiver of the incidents of which it was not notified yet,
+            or which are silenced, by id.
         first_position: Offset of the first message after the log was opened for the first time. The receiver is not
             notified of an incident that was resolved before.
     """
@@ -109,7 +114,7 @@ class DeliveryLog(Protocol):
 
     @property
     def generation(self) -> int:
-        """A number that changes if other partitions are assigned: what was read before does not count any more."""
+        """A number that changes if other partitions are assigned. The caller then drops what was read before."""
 
     @property
     def first_positions(self) -> Mapping[int, int]:
@@ -138,8 +143,8 @@ class DeliveryLog(Protocol):
 
 
 Action = Literal["open", "update", "resolve"]
-"""What a notification says: "open" if the incident has opened, was reopened, or is not silenced any more, "update" if
-it has changed, "resolve" if it is over or was silenced."""
+"""The kind of a notification: "open" if the incident has opened, was reopened, or is not silenced any more, "update" if
+it has changed, "resolve" if it was resolved or silenced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +153,10 @@ class Notification:
 
     Attributes:
         incident: The state of the incident.
-        action: What the message says.
+        action: The kind of the notification.
         key: Idempotency key: a message that is sent again after a restart has the same key.
         presentation: The label of the incident, and whether and why it is silenced.
-        body: The incident as JSON, exactly as the log holds it.
+        body: The incident as JSON, in the format of the log.
         url: Address of the incident on the operator's page, None without `--external-url`.
     """
 
@@ -185,8 +190,8 @@ class Receiver(Protocol):
 
     Attributes:
         name: Name of the receiver in metrics and logs, without secrets.
-        identity: Names the receiver's progress. It is the same as long as the receiver's address is, whatever other
-            receivers there are. Letters, digits and hyphens.
+        identity: Name under which the receiver's progress is stored: letters, digits and hyphens. It depends on the
+            receiver's address, and not on the other receivers.
         wants_updates: Whether it gets updates, not only openings and resolutions.
         resend_seconds: Seconds after which an open incident is sent again, None if it is sent once.
     """

@@ -4,8 +4,9 @@
     TOPIC-feedback  ─► labels ────────►
 
 A worker reads the log with the receiver's own progress. A receiver that hangs, refuses notifications or cannot be
-reached therefore holds up neither the detection of incidents nor other receivers, and nothing is lost: what it was not
-notified of is sent when it answers again, also after a restart. Delivery is at least once, with equal keys.
+reached therefore holds up neither the detection of incidents nor other receivers. Nothing is lost: what the receiver
+has missed is sent when it answers again, also after a restart. Delivery is at least once. A notification that is sent
+again has the same key.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ MAX_SENT_IN_SEQUENCE = 16
 def compute_backoff(num_failures: int, key: str) -> float:
     """Return the seconds to wait after a failed attempt, from half of to all of the exponential time.
 
-    The share is a hash of the key and the number, so that receivers are not asked by all senders at the same moment,
-    and tests need no random numbers.
+    The fraction is a hash of the key and of the number of failures, so that senders do not all try again at the same
+    moment, and tests need no random numbers.
 
     Args:
         num_failures: Number of failed attempts in sequence, at least 1.
@@ -101,15 +102,16 @@ class ReceiverWorker:
         metrics.add_receiver(receiver.name, self._count_pending, self._measure_oldest)
 
     def run_once(self) -> None:
-        """Read the logs, send notifications that are due, and store the progress. Blocks for `POLL_SECONDS` at most,
-        unless the receiver is slow.
+        """Read the logs, send notifications that are due, and store the progress.
+
+        Blocks for at most `POLL_SECONDS`, and as long as the receiver takes to answer.
 
         Raises:
             Unavailable: A log cannot be read or the progress cannot be stored. A later call continues.
         """
         messages = self._incidents.poll(0.0 if self._has_work() else self._find_pause())
         if self._incidents.generation != self._generation:
-            # Other partitions: their progress counts, and the log is read from its beginning.
+            # Other partitions were assigned: load their progress, and read the log from its beginning.
             self._generation = self._incidents.generation
             self._backlog, self._has_started = None, False
         if self._backlog is None:
@@ -151,7 +153,7 @@ class ReceiverWorker:
             self._receiver.close()
 
     def _find_next(self, backlog: Backlog) -> Entry | None:
-        """Return the incident whose notification is sent now, None if there is none or the receiver gets a pause."""
+        """Return the incident whose notification is sent now, None if there is none or the receiver is paused."""
         now = self._now()
         if now < self._paused_until:
             return None
@@ -287,10 +289,10 @@ class OpenIncidentCounter:
 
 
 class Worker(Protocol):
-    """Something that a thread of its own runs again and again, such as a `ReceiverWorker`."""
+    """An object whose `run_once` a thread of its own calls repeatedly, such as a `ReceiverWorker`."""
 
     def run_once(self) -> None:
-        """Do the work that is there."""
+        """Do the work that is due."""
 
     def close(self) -> None:
         """Release the resources."""
@@ -364,7 +366,7 @@ class WorkerThread:
             self._log_error("delivery_not_closed", error)
 
     def _log_error(self, event: str, error: Exception, **fields: float) -> None:
-        """Log an error of the worker. That of a bug has its type, too."""
+        """Log an error of the worker, with its type if it is not one of this program."""
         problem = str(error) if isinstance(error, DeformerError) else repr(error)
         self._log.error(event, worker=self._name, problem=problem, **fields)
 

@@ -1,20 +1,20 @@
-"""A candidate calibration of incidents from labels of people and kept evidence, and proof of what it would change.
+"""A candidate for the calibration of incidents, made from labels and kept evidence, and the difference that it makes.
 
-The log of evidence is read several times from its start:
+"Today" means the calibration in use. The log of evidence is read several times from its start:
 
-1. The incidents without patterns, and those under today's patterns, are computed. Labels name incidents by their ids.
-2. The largest score of each incident, and records for review are collected.
-3. If wanted, calibrations of records and of segments are made from the records that nobody has confirmed as faulty.
+1. The incidents without patterns and those under today's patterns are computed. Labels name incidents by their ids.
+2. The largest score of each incident is computed, and records are selected for review.
+3. If requested, records and segments are calibrated again, without the records that a person has confirmed as faulty.
 4. The incidents of the candidate are computed and compared with those of today.
 
-Patterns are tried as they will act on new incidents: each past incident is compared with the others of its pattern, not
-with itself. If a confirmed fault would no longer be found with a pattern, suspects must match it more closely. If that
-does not help, the pattern is left out of the candidate.
+Each past incident is compared with the others of its pattern and not with itself, because patterns have the same effect
+on new incidents. If a confirmed fault would no longer be found with a pattern, suspects must match the pattern more
+closely. If the fault is then still not found, the pattern is left out of the candidate.
 
-What people have confirmed as faults, and what was recorded during known maintenance, leaves the calibration. Nothing
-else does (Label-Trim, arXiv 2502.04807): leaving out whatever looks unusual would make too many alerts. The records
-with the largest scores that nobody has labelled are offered for review, and so is a random sample of records without
-an alert, because the labels of alerts alone say nothing about faults that were missed.
+A new calibration leaves out the records of confirmed faults and of known maintenance, and no others: without all
+unusual records, it would give too many alerts (Label-Trim, arXiv 2502.04807). The unlabelled records with the largest
+scores are offered for review. So is a random sample of records without an alert, because labels of alerts give no
+information about faults that were missed.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ LogReader = Callable[[], Iterator[EvidenceBatch]]
 """Reads the log of evidence from its start. It is called several times."""
 
 MAX_REPLAYS = 10
-"""Largest number of times that the candidate is replayed, each time without a pattern that would lose a fault."""
+"""Largest number of replays of the candidate. After each, patterns that would lose a fault are changed or left out."""
 
 MAX_COLLECTED_RECORDS = 1_000_000
-"""Largest number of records from which a calibration of records is made; of more, a random choice is taken."""
+"""Largest number of records from which a calibration of records is made. Of more records, a random sample is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class ReviewRecord:
 
 @dataclass(frozen=True, slots=True)
 class Review:
-    """The records at which a person should look, and what the answers so far say.
+    """The records at which a person should look, and a summary of the labels of such records so far.
 
     Attributes:
         largest: The records with the largest scores that nobody has labelled, the largest first.
@@ -119,7 +119,7 @@ class Review:
 
 @dataclass(frozen=True, slots=True)
 class LogSummary:
-    """What the log of evidence contains, in the span that is compared.
+    """A summary of the log of evidence in the span that is compared.
 
     Attributes:
         start: Time of the first record, microseconds since 1970; 0 without records.
@@ -128,7 +128,7 @@ class LogSummary:
         num_devices: Number of devices.
         device_hours: Number of hours in which a device has records, summed over the devices.
         num_alerts_today: Number of records with an alert.
-        num_alerts_removed: Number of them without an alert under the candidate.
+        num_alerts_removed: Number of these records that have no alert under the candidate.
         num_alerts_new: Number of records that have an alert under the candidate only.
         num_other_model: Number of records of other models, which are left out.
     """
@@ -146,12 +146,12 @@ class LogSummary:
 
 @dataclass(frozen=True, slots=True)
 class FalseRate:
-    """A number of false incidents in a span, and what to expect of it.
+    """The number of false incidents in a span, as a rate, and the number to expect in a further span.
 
     Attributes:
-        count: Number of incidents that nobody has confirmed and that are no maintenance.
+        count: Number of incidents that count as false (`LabelledIncident.can_be_false`).
         labelled: How many of them people have labelled as false alarms.
-        per_period: Mean number of one device in the period of the budget.
+        per_period: Mean number of false incidents of one device in the period of the budget.
         low: Lower end of the 99% confidence interval of `per_period`.
         high: Upper end of this interval.
         expected_low: Lower end of the 95% interval of the number in a further span of the same length.
@@ -174,10 +174,10 @@ class PatternOutcome:
     Attributes:
         candidate: The incidents of the kind and their pattern.
         is_used: Whether the pattern is a part of the candidate.
-        remedy: Why it is not; "" if it is.
+        remedy: Why it is not, or what is missing for it; "" if it is.
         num_removed: Number of the kind's incidents, labelled and unlabelled, that the candidate no longer raises.
-        records_to_open: Number of records with scores above all past incidents of the kind after which an incident
-            opens nevertheless; None if none opens.
+        records_to_open: Number of successive records with scores above all past incidents of the kind after which an
+            incident opens nevertheless; None if none opens.
     """
 
     candidate: PatternCandidate
@@ -266,8 +266,10 @@ def propose(
         detection: Today's rule, options and patterns.
         labels: The labels of people, in any order.
         options: What the candidate replaces, and what is compared.
-        recalibrate_records: Returns a calibration from record ids and their scores. Needed if records are replaced.
-        replan: Returns today's rule with other segments. Needed if segments or records are replaced.
+        recalibrate_records: Returns a calibration from record ids and their scores. Required if the calibration of
+            records is replaced.
+        replan: Returns today's rule with other segments. Required if segments or the calibration of records are
+            replaced.
         tail: The tail of the scores of the calibration of records, by which p-values of new segments are extended; None
             if they are not.
 
@@ -357,7 +359,7 @@ def propose(
 
 
 def _find_record_labels(labels: Iterable[FeedbackLabel]) -> dict[str, str]:
-    """Return the label of each record that counts, the latest one, by the id of the record."""
+    """Return the latest label of each record by the id of the record. A label "cleared" removes the record."""
     latest: dict[str, FeedbackLabel] = {}
     for label in sorted(labels, key=lambda label: (label.time, label.id)):
         if label.record is not None:
@@ -432,7 +434,7 @@ def _is_in_span(closed: ClosedRows, options: ProposalOptions) -> np.ndarray[tupl
 
 @dataclass(slots=True)
 class _KeptRecords:
-    """Records from which a calibration of records is made: those with the smallest hashes, if there are too many.
+    """Records from which a calibration of records is made.
 
     Attributes:
         record_ids: Their ids.
@@ -451,7 +453,7 @@ def _collect_scores(
     label_by_record: dict[str, str],
     options: ProposalOptions,
 ) -> tuple[dict[str, float], Review, _KeptRecords]:
-    """Return the largest score of each incident by id, the records for review, and those of a new calibration.
+    """Return the largest score of each incident by id, the records for review, and the records for a new calibration.
 
     Args:
         read_log: Reads the log.
@@ -613,7 +615,7 @@ def _collect_segments(
 def _iterate_rows(
     read_log: LogReader, plan: DetectionPlan, rescorer: _Rescorer | None, has_shares: bool
 ) -> Iterator[tuple[int, str, int, float, float, dict[str, float] | None]]:
-    """Yield of each record its time, id, number in the log, p-value, score, and the shares of its alert's suspects.
+    """Yield the time, id, number in the log, p-value and score of each record, and the shares of its alert's suspects.
 
     Args:
         read_log: Reads the log.
@@ -692,7 +694,7 @@ def _get_shares(incident: Incident) -> dict[str, float]:
 
 
 def _to_past_incident(labelled: LabelledIncident) -> PastIncident:
-    """Return what patterns need of an incident."""
+    """Return an incident in the form from which patterns are made."""
     label = None if labelled.label == "cleared" else labelled.label
     incident = labelled.incident
     return PastIncident(incident.id, incident.device, _get_shares(incident), labelled.max_score, label)
@@ -707,7 +709,7 @@ def _may_hide(pattern: FalseAlarmPattern, fault: LabelledIncident) -> bool:
 
 
 def _describe_rate(detection: DetectionPlan, log: LogSummary, count: int, labelled: int) -> FalseRate:
-    """Return a number of false incidents as a rate of one device in the period of the budget."""
+    """Return a number of false incidents as a rate for one device in the period of the budget."""
     periods = log.device_hours * MICROS_PER_HOUR / detection.plan.budget.period
     low, high = bound_realised_rate(count, periods)
     return FalseRate(count, labelled, count / periods if periods else 0.0, low, high, *predict_count(count))
@@ -737,7 +739,7 @@ def _describe_pattern(
 
 
 def count_records_to_open(plan: DetectionPlan, pattern: FalseAlarmPattern, largest: int = 100_000) -> int | None:
-    """Return after how many records with scores above all past incidents of a pattern an incident opens.
+    """Return how many successive records with scores above all past incidents of a pattern open an incident.
 
     Args:
         plan: The rule.
