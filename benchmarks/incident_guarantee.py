@@ -1,6 +1,6 @@
 """Is the incident budget kept? Simulated fleets in normal operation, with independent and dependent records.
 
-    python -m benchmarks.incident_guarantee --seeds 60
+    python -m benchmarks.incident_guarantee --seeds 150
 
 A device gives a record every 30 seconds. The score of a record has a standard normal distribution over all records,
 with one of these kinds of dependence:
@@ -197,8 +197,8 @@ def run(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Run the benchmark."""
     options = build_parser(__doc__, "")
-    options.add_argument("--seeds", type=int, default=60, help="number of simulated fleets; 60 by default")
-    options.add_argument("--devices", type=int, default=150, help="number of devices that are tested; 150 by default")
+    options.add_argument("--seeds", type=int, default=150, help="number of simulated fleets; 150 by default")
+    options.add_argument("--devices", type=int, default=60, help="number of devices that are tested; 60 by default")
     options.add_argument("--days", type=int, default=2, help="number of days that are tested; 2 by default")
     options.add_argument(
         "--records-per-day", type=int, default=2880, help="number of records of a device in a day; 2880 by default"
