@@ -262,8 +262,8 @@ class ConsumeSettings(_AlertSettings, KafkaSettings):
     )
     evidence: Literal["on", "off"] = Field(
         "off",
-        description="Write what each closed record and each alert says about its device to a topic, from which "
-        "`deformer-stream incidents` makes incidents.",
+        description="Write evidence to a topic: the p-value of each closed record, and the suspects of each alert. "
+        "`deformer-stream incidents` makes incidents from it.",
     )
     evidence_topic: str | None = Field(
         None,
@@ -402,8 +402,8 @@ class ReplaySettings(InputSettings, _AlertSettings, IncidentRuleSettings):
     rejected: Path | None = Field(None, description="File for rejected events with their reasons, as JSON lines.")
     evidence: Path | None = Field(
         None,
-        description="File for what each closed record and each alert says about its device, as JSON lines. Incidents "
-        "can be made of it without scoring again.",
+        description="File for evidence as JSON lines: the p-value of each closed record, and the suspects of each "
+        "alert. Incidents can be made from it without scoring again.",
     )
     incidents: Path | None = Field(
         None,

@@ -137,7 +137,7 @@ class ServeSettings(KafkaSettings):
         None, description="File with users, one in each line as NAME:HASH; deformer-stream serve --hash prints a hash."
     )
     metrics: TextList = text_default(
-        "", description="Addresses of the /metrics of `consume`, for lag and drift. Several, with commas."
+        "", description="Addresses of the /metrics of `consume` and `incidents`. Several, with commas."
     )
     external_url: str | None = Field(
         None, description="Address under which people reach the page, if a proxy is in front of it."
@@ -177,8 +177,7 @@ class ProposeSettings(IncidentRuleSettings):
     model: Path = Field(description="Model directory whose calibration is in use.")
     log: TextList = text_default(
         "",
-        description="Evidence that was kept: files that `replay --evidence` or a dump of "
-        "TOPIC-evidence wrote. Several, with commas.",
+        description="Files with evidence, of `replay --evidence` or copied from TOPIC-evidence. Several, with commas.",
     )
     feedback: Path | None = Field(None, description="File with labels as JSON lines.")
     out: Path | None = Field(None, description="Folder for the candidate, which must not exist yet.")

@@ -14,22 +14,22 @@ class IncidentRuleSettings(Settings):
 
     incident_budget: str = Field(
         "1 per 30d",
-        description='Largest number of false incidents of one device in a time, such as "1 per 30d". Units: s, m, h, d '
-        "and w.",
+        description='Largest number of false incidents of one device in a period, such as "1 per 30d". Units: s, m, h, '
+        "d and w.",
     )
     incident_rule: Literal["auto", "segments", "e-detector"] = Field(
         "auto",
         description="Rule that keeps the budget. segments compares with segments of normal operation, which calibrate "
         "--incidents stores. e-detector needs no such segments, but assumes that successive records are independent. "
-        "auto takes segments if enough of them are stored.",
+        "auto chooses segments if enough of them are stored.",
     )
     segment: Duration | None = Field(
         None,
         description="Length of a segment of normal operation of one device, such as 1d. Default: the longest of 1d, 8h "
-        "and 1h with which the budget is in reach.",
+        "and 1h that can keep the budget.",
     )
     quiet: Duration = text_default(
-        "1m", description="An incident is resolved if there is no new evidence for this time of the device's records."
+        "1m", description="An incident is resolved if its device has sent records for this time without new evidence."
     )
     gap: Duration = text_default(
         "10m",
