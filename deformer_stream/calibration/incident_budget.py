@@ -31,7 +31,9 @@ MICROS_PER_DAY = 24 * MICROS_PER_HOUR
 MAX_NORMALISERS = 8
 """Largest number of different calibration sizes for which normalisers of e-values are computed."""
 
-_SECONDS_BY_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+SECONDS_BY_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+"""Length of the units of time in the texts of options, in seconds."""
+
 _BUDGET_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s+per\s+(\d+(?:\.\d+)?)?\s*([smhdw])\s*", re.ASCII)
 
 
@@ -107,7 +109,7 @@ def parse_budget(text: str) -> IncidentBudget:
     match = _BUDGET_PATTERN.fullmatch(text)
     if match:
         count, number = float(match[1]), float(match[2] or 1)
-        period = round(number * _SECONDS_BY_UNIT[match[3]] * 1_000_000)
+        period = round(number * SECONDS_BY_UNIT[match[3]] * 1_000_000)
         if 0 < count <= 1e9 and 0 < period < 2**62:
             return IncidentBudget(count, period)
     raise ConfigError(
@@ -118,7 +120,7 @@ def parse_budget(text: str) -> IncidentBudget:
 
 def format_length(micros: int) -> str:
     """Return a length of time as text with the largest unit that divides it, such as "30d", "8h" or "1.5s"."""
-    for unit, seconds in reversed(_SECONDS_BY_UNIT.items()):
+    for unit, seconds in reversed(SECONDS_BY_UNIT.items()):
         if unit != "w" and micros % (seconds * 1_000_000) == 0:
             return f"{micros // (seconds * 1_000_000)}{unit}"
     return f"{micros / 1e6:.6f}".rstrip("0") + "s"

@@ -6,8 +6,8 @@ from deformer_stream.codec.alert_text import MAX_LISTED_FEATURES, format_value_a
 from deformer_stream.codec.timestamps import format_rfc3339
 from deformer_stream.incidents.events import Incident, IncidentSuspect
 
-WHOLE_STREAM_NAME = "the stream"
-"""Name of the device of records whose ids name none."""
+WHOLE_STREAM_NAME = "the whole stream"
+"""Name for people of the device `WHOLE_STREAM`, which stands for all records whose ids contain no device."""
 
 
 def summarize_incident(incident: Incident) -> str:
@@ -20,7 +20,7 @@ def summarize_incident(incident: Incident) -> str:
 
 
 def name_device(incident: Incident) -> str:
-    """Return what an incident concerns: its device, or the number of devices of a fleet incident."""
+    """Return the name of the device of an incident, or the number of devices of a fleet incident."""
     if incident.kind == "fleet":
         group = f" of {make_printable(incident.group)}" if incident.group else ""
         return f"{len(incident.members)} devices{group}"
@@ -28,7 +28,7 @@ def name_device(incident: Incident) -> str:
 
 
 def list_facts(incident: Incident) -> dict[str, str]:
-    """Return what a person wants to know of an incident, as texts by name. All values are printable."""
+    """Return the facts about an incident that a person needs, as texts by name. All values are printable."""
     facts = {
         "opened": format_rfc3339(incident.opened),
         "last record": format_rfc3339(incident.last),
@@ -52,7 +52,7 @@ def list_facts(incident: Incident) -> dict[str, str]:
 
 
 def _format_suspect(suspect: IncidentSuspect) -> str:
-    """Return what came and what was expected of a suspect; only its name if it has labels."""
+    """Return the observed and the expected values of a suspect; only its name if it has labels."""
     name = make_printable(suspect.feature)
     low, high, came_low, came_high = suspect.low, suspect.high, suspect.came_low, suspect.came_high
     if low is None or high is None or came_low is None or came_high is None:

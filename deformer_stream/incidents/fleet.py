@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from deformer_stream.calibration.incident_budget import SECONDS_BY_UNIT
 from deformer_stream.errors import ConfigError
 from deformer_stream.incidents.suspects import average_directions, compute_cosine
 
@@ -24,7 +25,6 @@ MAX_CANDIDATES = 1000
 MAX_FLEETS = 16
 """Largest number of fleet incidents of a group that are kept; the oldest resolved ones are dropped first."""
 
-_SECONDS_BY_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _RULE_PATTERN = re.compile(r"\s*(\d{1,6})\s+within\s+(\d+(?:\.\d+)?)\s*([smhd])\s*", re.ASCII)
 
 
@@ -51,7 +51,7 @@ def parse_fleet_rule(text: str) -> FleetRule | None:
         return None
     match = _RULE_PATTERN.fullmatch(text)
     if match and int(match[1]) >= 2:
-        return FleetRule(int(match[1]), round(float(match[2]) * _SECONDS_BY_UNIT[match[3]] * 1_000_000))
+        return FleetRule(int(match[1]), round(float(match[2]) * SECONDS_BY_UNIT[match[3]] * 1_000_000))
     raise ConfigError(
         f"--fleet {text!r}: write off, or a number of devices, at least 2, and a time with the unit s, m, h or d, such "
         'as "3 within 10m"'

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from datetime import datetime, timedelta, tzinfo
 
+from deformer_stream.codec.incident_text import WHOLE_STREAM_NAME
 from deformer_stream.codec.timestamps import EPOCH, format_rfc3339
 from deformer_stream.incidents.device import WHOLE_STREAM
 from deformer_stream.incidents.events import Incident, IncidentSuspect, SuspectReadings
@@ -111,7 +112,7 @@ def format_range(low: float | None, high: float | None, unit: str | None = None)
 
 def format_device(device: str) -> str:
     """Return the name of a device as it is shown."""
-    return "the whole stream" if device == WHOLE_STREAM else device
+    return WHOLE_STREAM_NAME if device == WHOLE_STREAM else device
 
 
 def name_incident(incident: Incident, num_listed: int = 0) -> str:

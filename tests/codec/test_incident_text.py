@@ -14,7 +14,9 @@ def test_title_names_the_device_and_what_came() -> None:
         "pump-7: flow 31.9 to 33.2 m³/h, expected 119 to 127; pressure 5.2 to 5.31, expected 4.1 to 4.9; mode"
     )
     assert summarize_incident(replace(incident, suspects=())) == "pump-7: the readings are improbable"
-    assert summarize_incident(replace(incident, device="", suspects=())) == "the stream: the readings are improbable"
+    assert (
+        summarize_incident(replace(incident, device="", suspects=())) == "the whole stream: the readings are improbable"
+    )
 
 
 def test_title_of_a_fleet_incident() -> None:
