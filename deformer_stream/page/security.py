@@ -35,6 +35,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deformer_stream.codec.feedback_messages import MAX_NAME_CHARS
 from deformer_stream.errors import ConfigError
 
 CONTENT_SECURITY_POLICY = (
@@ -64,7 +65,6 @@ MAX_CLIENTS = 10_000
 """Maximum number of clients whose wrong passwords are counted."""
 MAX_SECRET_BYTES = 1024
 MIN_TOKEN_CHARS = 16
-MAX_NAME_CHARS = 200
 
 _SCRYPT_N, _SCRYPT_R, _SCRYPT_P = 2**15, 8, 1  # OWASP's minimum with p = 3 is 2**15; one login takes about 0.1 s
 _SCRYPT_MEMORY = 128 * _SCRYPT_N * _SCRYPT_R * 2
