@@ -56,7 +56,8 @@ def read_config(path: Path = Path("deformer.toml")) -> dict[str, Any]:
     """Return the configuration file, after checking that every command accepts it."""
     required = {
         "consume": {"topic": "sensors"},
-        "incidents": {"topic": "sensors"},
+        **dict.fromkeys(("incidents", "serve", "feedback"), {"topic": "sensors"}),
+        "propose": {"out": "candidate"},
         "produce": {"topic": "sensors"},
         "impute": {"output": "filled.parquet"},
         "sample": {"output": "samples.parquet"},
