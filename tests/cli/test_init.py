@@ -55,10 +55,8 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def read_config(path: Path = Path("deformer.toml")) -> dict[str, Any]:
     """Return the configuration file, after checking that every command accepts it."""
     required = {
-        "consume": {"topic": "sensors"},
-        **dict.fromkeys(("incidents", "serve", "feedback"), {"topic": "sensors"}),
+        **{command: {"topic": "sensors"} for command in ("consume", "incidents", "serve", "feedback", "produce")},
         "propose": {"out": "candidate"},
-        "produce": {"topic": "sensors"},
         "impute": {"output": "filled.parquet"},
         "sample": {"output": "samples.parquet"},
     }
