@@ -1,4 +1,4 @@
-"""The device of a record, which is a part of the record's id."""
+"""The device of a record and the group of a device, which are parts of their ids."""
 
 from __future__ import annotations
 
@@ -24,3 +24,11 @@ def extract_device(record_id: str, separator: str | None = None) -> str:
         if device:
             return device
     return WHOLE_STREAM
+
+
+def extract_device_group(device: str) -> str:
+    """Return the group of a device: its id before the last `/`, else "", the group of all devices without one.
+
+    The group of `hall-2/pump-07` is `hall-2`. Fleet incidents are those of the devices of one group.
+    """
+    return device.rpartition(RECORD_SEPARATOR)[0]

@@ -41,7 +41,7 @@ from deformer_stream.calibration.incident_evidence import (
     compute_log_statistic,
 )
 from deformer_stream.engine.events import NO_TIME
-from deformer_stream.incidents.device import extract_device
+from deformer_stream.incidents.device import extract_device, extract_device_group
 from deformer_stream.incidents.events import (
     AlertRow,
     EvidenceBatch,
@@ -118,7 +118,7 @@ class TrackerOptions:
     fleet: FleetRule | None = None
     num_remembered_records: int = 0
     get_device: Callable[[str], str] = extract_device
-    get_group: Callable[[str], str] = lambda device: ""
+    get_group: Callable[[str], str] = extract_device_group
 
 
 @dataclass(slots=True)

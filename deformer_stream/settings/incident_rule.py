@@ -38,7 +38,7 @@ class IncidentRuleSettings(Settings):
     fleet: str = Field(
         "3 within 10m",
         description="A fleet incident opens if this many devices of a group have incidents with the same suspects "
-        "within this time. off opens none.",
+        "within this time. The group of hall-2/pump-07 is hall-2; devices without / are one group. off opens none.",
     )
     device_by: str | None = Field(
         None,

@@ -371,6 +371,15 @@ def test_groups_are_separate() -> None:
     assert (fleet.group, len(fleet.members)) == ("a", 3)
 
 
+def test_the_group_of_a_device_is_the_beginning_of_its_id() -> None:
+    messages = open_devices(IncidentTracker(SEGMENTS, FLEET), {"x/1": 0, "x/2": 1, "y/1": 2, "3": 3})
+    assert all(m.kind == "device" for m in messages)
+    assert {m.device: m.group for m in messages} == {"x/1": "x", "x/2": "x", "y/1": "y", "3": ""}
+    messages = open_devices(IncidentTracker(SEGMENTS, FLEET), {"x/1": 0, "x/2": 1, "y/1": 2, "x/3": 3})
+    (fleet,) = (m for m in messages if m.kind == "fleet" and m.state == "open")
+    assert (fleet.group, len(fleet.members)) == ("x", 3)
+
+
 @pytest.mark.parametrize(
     ("text", "rule"), [("off", None), ("3 within 10m", FleetRule()), (" 12 within 1.5h", FleetRule(12, 5_400_000_000))]
 )
