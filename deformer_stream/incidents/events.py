@@ -191,7 +191,7 @@ class Incident:
         model: Fingerprint of the model and its calibration.
         first_record: Id of the first record, at which the statistic reached its threshold.
         kind: "device", or "fleet" for an incident of several devices.
-        group: The device group of a fleet incident or of the device (`device.extract_device_group`); "" if its id has none.
+        group: The device group of a fleet incident or of the device (`device.extract_device_group`); "" without one.
         members: Ids of the incidents that a fleet incident includes.
         parent: Id of the fleet incident that includes this incident, or None.
         revision: Number of earlier messages of this incident.
