@@ -169,7 +169,7 @@ class OffsetOutOfRange(Unavailable):
         self.offset_by_partition = dict(offset_by_partition)
 
 
-class ProducerFenced(ConfigError):
+class ProducerFenced(ConfigError):  # noqa: N818 - named after the condition, like Unavailable
     """Another process uses the same transactional id, so this one may not write any more."""
 
 
