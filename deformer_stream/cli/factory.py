@@ -78,7 +78,7 @@ def load_engine(settings: ConsumeSettings | ReplaySettings, drift_odds: float | 
     _warn_about_alphas(loaded.calibration, settings.alpha)
     _warn_about_ties(loaded.calibration, settings.ties)
     timeout, effort = settings.record_timeout, settings.explanations
-    return loaded, make_engine(loaded, settings, settings.alpha, timeout, drift_odds, effort)
+    return loaded, make_engine(loaded, settings, settings.alpha, timeout, drift_odds, effort, settings.next_reading)
 
 
 def replace_units(loaded: Artifact, settings: ConsumeSettings | ReplaySettings) -> None:
@@ -158,6 +158,7 @@ def make_engine(
     record_timeout: float | None,
     drift_odds: float | None = None,
     effort: ExplanationEffort = "full",
+    max_suggested: int = 0,
 ) -> Engine:
     """Return a new engine, which scores events with a model and raises alerts.
 
@@ -169,9 +170,11 @@ def make_engine(
         drift_odds: Drift (records are more anomalous than the calibration records) is reported when the evidence for it
             reaches these odds. Infinite to track drift without reporting it, None to ignore drift.
         effort: How thoroughly alerts are explained: "full", "fast" or "off".
+        max_suggested: Largest number of alerting records of a poll whose alerts state the reading to take next.
 
     Raises:
-        ConfigError: The memory of the cache (`--cache-memory`) cannot be allocated.
+        ConfigError: The memory of the cache (`--cache-memory`) cannot be allocated, or the reading to take next is
+            requested although readings are irregular.
     """
     from deformer_stream import log
     from deformer_stream.engine.engine import Engine, Limits
@@ -192,9 +195,21 @@ def make_engine(
         cache_bytes=settings.cache_memory,
         tie_wait=None if tie_wait is None else _to_micros(tie_wait),
     )
+    if max_suggested and loaded.schema.reading_times is not None:
+        raise ConfigError(
+            "--next-reading has no meaning for irregular readings, which sensors send at any time; leave the option out"
+        )
     try:
         return Engine(
-            loaded.model, loaded.calibration, loaded.fingerprint, alphas, limits, drift_odds, effort, settings.ties
+            loaded.model,
+            loaded.calibration,
+            loaded.fingerprint,
+            alphas,
+            limits,
+            drift_odds,
+            effort,
+            settings.ties,
+            max_suggested,
         )
     except (RuntimeError, MemoryError):  # PyTorch and NumPy raise these if an allocation fails
         raise ConfigError(

@@ -10,7 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.cusum import EVIDENCE_KINDS, NO_KIND, Codes
-from deformer_stream.engine.events import NO_TIME, Alert, AlertCause, EventBatch, Explanation, ScoredReadings
+from deformer_stream.engine.events import (
+    NO_TIME,
+    Alert,
+    AlertCause,
+    EventBatch,
+    Explanation,
+    ScoredReadings,
+    SuggestedReading,
+)
 from deformer_stream.engine.explain import ExplanationEffort, explain_context, explain_records
 from deformer_stream.engine.last_context import find_last_context
 from deformer_stream.engine.records import AcceptedReadings, RecordTable
@@ -54,12 +62,14 @@ class AlertBuilder:
         group_by_version: A function that groups records by the model version (a network with its calibration) that
             scores them. Its argument is an array (R,) of row numbers in the table. It yields each version with the
             positions of its records in this array.
+        max_suggested: Largest number of alerting records of a batch for which the reading to take next is suggested.
     """
 
     records: RecordTable
     alphas: Floats
     effort: ExplanationEffort
     group_by_version: GroupByVersion
+    max_suggested: int = 0
 
     def build(
         self,
@@ -103,6 +113,7 @@ class AlertBuilder:
         else:
             num_seen = num_readings
             num_expected = self._count_expected_features(batch, readings, arrivals, alerting)
+        suggestions = self._suggest(batch, readings, arrivals, alerting, scored) if self.max_suggested else {}
         alerts = []
         for i, reading in enumerate(alerting.tolist()):
             event = int(readings.event_indices[reading])
@@ -132,9 +143,64 @@ class AlertBuilder:
                     severity=alpha_index + 1,
                     silenced_by=explanation.silenced_by,
                     evidence=evidence[i],
+                    next_reading=suggestions.get(i),
                 )
                 alerts.append(alert)
         return alerts
+
+    def _suggest(
+        self,
+        batch: EventBatch,
+        readings: AcceptedReadings,
+        arrivals: AcceptedReadings,
+        alerting: Ints,
+        scored: ScoredReadings,
+    ) -> dict[int, SuggestedReading]:
+        """Return the reading to take next of alerting records that stay open, by their indexes in `alerting`.
+
+        Only the first `max_suggested` of these records get a suggestion, because each of them delays the alerts of the
+        batch. Later readings of the batch are ignored, so that a suggestion does not depend on how the input is divided
+        into batches. For irregular readings there are no suggestions.
+
+        Args:
+            batch: As for `build`.
+            readings: As for `build`.
+            arrivals: As for `build`.
+            alerting: (A,) indexes into `readings` of the readings that raise alerts.
+            scored: As for `build`.
+        """
+        from deformer_stream.engine.next_reading import collect_alerted_records, suggest_readings
+
+        stays_open = [
+            i
+            for i, index in enumerate(readings.record_indices[alerting].tolist())
+            if index not in readings.close_reasons
+        ]
+        if self.records.is_irregular or not stays_open:
+            return {}
+        chosen = np.array(stays_open[: self.max_suggested])
+        rows = alerting[chosen]
+        record_index, num_readings = readings.record_indices[rows], readings.seq[rows] + 1
+        declared_later = np.zeros((len(chosen), len(self.records.schema)), bool)
+        if len(arrivals.missing_event_indices):
+            raising_event = self._find_raising_events(batch, readings, arrivals, rows)
+            for k, (index, event) in enumerate(zip(record_index.tolist(), raising_event.tolist(), strict=True)):
+                is_later = (arrivals.missing_record_indices == index) & (arrivals.missing_event_indices > event)
+                declared_later[k, batch.features[arrivals.missing_event_indices[is_later]]] = True
+        suggestions: dict[int, SuggestedReading] = {}
+        for version, members in self.group_by_version(record_index):
+            alerted = collect_alerted_records(
+                version.model,
+                self.records,
+                record_index[members],
+                num_readings[members],
+                scored.score[rows[members]],
+                declared_later[members],
+            )
+            p_values = scored.p_value[rows[members]]
+            found = suggest_readings(version.model, version.calibration, alerted, p_values, self.alphas)
+            suggestions |= {int(chosen[k]): one for k, one in zip(members.tolist(), found, strict=True) if one}
+        return suggestions
 
     def _describe_evidence(self, kind: int, feature: int) -> AlertCause | None:
         """Return which cumulative sum has raised an alert, None if it was none.

@@ -159,6 +159,7 @@ class Engine:
         drift: float | None = None,
         effort: ExplanationEffort = "full",
         ties: TiePolicy | None = None,
+        max_suggested: int = 0,
     ) -> None:
         """Create an engine without open records.
 
@@ -179,12 +180,15 @@ class Engine:
                 "hold" for together as a tie group. None for the policy with which the calibration was made; the
                 false-alarm rate is only guaranteed with that policy. Irregular readings are always scored one after the
                 other.
+            max_suggested: Largest number of alerting records of one call of `handle` for which an alert states the
+                reading to take next (`next_reading`). Each of them delays the alerts of the call by some milliseconds.
 
         Raises:
             ConfigError: Readings are irregular, and `ties` is "hold", or the contexts of the model are not bounded.
         """
         self.alphas = np.unique(np.atleast_1d(np.asarray(alpha, np.float64)))[::-1]
         self.limits, self.effort, self._tie_policy = limits or Limits(), effort, ties
+        self._max_suggested = max_suggested
         holds_ties = self._holds_ties(model, calibration)
         self.records = RecordTable(model.schema, self.limits.max_closed_ids, holds_ties)
         self.num_dropped_readings = 0
@@ -767,7 +771,7 @@ class Engine:
             is_alert=num_crossed > 0,
         )
         # To explain an alert, the builder needs the model version that scores the record: the last argument finds it.
-        builder = AlertBuilder(self.records, self.alphas, self.effort, self._group_by_version)
+        builder = AlertBuilder(self.records, self.alphas, self.effort, self._group_by_version, self._max_suggested)
         return scored, builder.build(batch, to_score, accepted, scored, num_crossed, kinds)
 
     def _count_unscorable(self, batch: EventBatch, readings: AcceptedReadings, log_likelihood: Floats) -> None:

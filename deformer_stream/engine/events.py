@@ -340,6 +340,27 @@ class AlertCause:
 
 
 @dataclass(frozen=True, slots=True)
+class SuggestedReading:
+    """The reading of an alerted record to take next: the one that is expected to change its verdict most.
+
+    It is the first one of the ranking of `engine.next_reading`, for the readings that the record had at the alert.
+
+    Attributes:
+        feature: Name of the feature.
+        alpha: The next smaller false-alarm rate at which the record can alert. None if it has alerted at all of them;
+            features are then ranked by `score_rise`.
+        alert_probability: Probability that the record alerts at `alpha` with this reading, if one of its suspicious
+            readings is wrong. None without `alpha`.
+        score_rise: Mean rise of the record's anomaly score, under the same hypothesis.
+    """
+
+    feature: str
+    alpha: float | None
+    alert_probability: float | None
+    score_rise: float
+
+
+@dataclass(frozen=True, slots=True)
 class Alert:
     """An alert, raised when the p-value of a record is at most a false-alarm rate (alpha) for the first time.
 
@@ -372,6 +393,8 @@ class Alert:
             expected given all other features, there would be no alert. None if no set was found or searched for.
         evidence: Which cumulative sum has raised the alert. None if the model has no cumulative sums, or if the anomaly
             score has not risen with this reading. The latter is possible after a change of the model or of the alphas.
+        next_reading: The reading to take next. None unless suggestions were requested, and if the record is closed, has
+            no feature left, or exceeds the number of records of a batch that get one.
     """
 
     id: str
@@ -392,6 +415,7 @@ class Alert:
     severity: int = 1
     silenced_by: tuple[str, ...] | None = None
     evidence: AlertCause | None = None
+    next_reading: SuggestedReading | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,16 @@ equal records give equal rankings, and the error of a probability is at most 1/K
 The order of the readings of a record that is chosen by this ranking depends on their values. The guarantee of the
 false-alarm rate then needs a calibration with the same choice, which `arrange_by_next_reading` makes of complete
 records.
+
+Alerts of open records can state the reading to take next, too (`suggest_readings`). Such a record stays alerted, so the
+ranking is by the probability of an alert at the next smaller alpha.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -35,6 +39,7 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state
+from deformer_stream.engine.events import SuggestedReading
 from deformer_stream.engine.imputation import iterate_conditionals
 from deformer_stream.engine.records import RecordTable
 from deformer_stream.engine.single_readings import check_single_readings
@@ -53,6 +58,9 @@ DEFAULT_NUM_DRAWS = 32
 
 MAX_SUSPECTS = 3
 """Largest number of readings of a record that may be wrong according to the hypothesis, one at a time."""
+
+PROBABILITY_DECIMALS = 4
+"""Decimals of the probabilities and rises of scores that alerts state."""
 
 MAX_VALUES_PER_PASS = 65_536
 """Largest number of values whose p-values are computed at a time, which bounds the memory."""
@@ -118,6 +126,83 @@ def collect_open_records(records: RecordTable, record_indices: Ints) -> OpenReco
     return OpenRecords([records.record_ids[index] for index in record_indices.tolist()], values, ~is_decided, state)
 
 
+def collect_alerted_records(
+    model: DEformer,
+    records: RecordTable,
+    record_indices: Ints,
+    num_readings: Ints,
+    scores: Floats,
+    declared_later: Bools,
+) -> OpenRecords:
+    """Return what the ranking needs of A records as they were when they alerted; their later readings are ignored.
+
+    Args:
+        model: The network, in evaluation mode.
+        records: The table of open records, whose readings are not irregular.
+        record_indices: (A,) rows of the records.
+        num_readings: (A,) number of readings of each record at the alert.
+        scores: (A,) anomaly score of each record at the alert.
+        declared_later: (A, F) which features were declared as "will not be observed" after the alert.
+    """
+    codes, raw_values = records.log.gather_padded(record_indices, num_readings)
+    is_reading = codes >= 0
+    known = np.maximum(codes, 0)
+    values = np.full((len(codes), len(records.schema)), np.nan)
+    rows = np.nonzero(is_reading)[0]
+    values[rows, codes[is_reading]] = raw_values[is_reading]
+    # Readings after the alert count as missing, and features without a reading whose bit is set were declared so.
+    mask = records.observed_mask[record_indices]
+    is_decided = np.unpackbits(mask, axis=1, count=len(records.schema), bitorder="little").astype(np.bool_)
+    is_missing = is_decided & ~declared_later
+    for row, record_index in enumerate(record_indices.tolist()):
+        is_missing[row, records.readings_of(record_index)[0]] = False
+    with torch.inference_mode():
+        inputs = to_tensor(np.where(is_reading, np.nan_to_num(model.schema.normalise(known, raw_values)), 0.0), model)
+        conditional = model.conditionals(torch.from_numpy(codes).to(model.device), inputs)
+        log_p: Floats = conditional.log_p_value(inputs).double().cpu().numpy()
+    is_scored = is_reading & ~model.schema.is_context[known] & np.isfinite(log_p)
+    _, state = advance_prefix_state(PrefixState.initial(len(codes)), np.where(is_scored, log_p, 0.0), is_scored)
+    state = replace(state, max_statistic=scores)  # that of the stream, where tie groups are scored together
+    return OpenRecords([records.record_ids[index] for index in record_indices.tolist()], values, ~is_missing, state)
+
+
+def suggest_readings(
+    model: DEformer, calibration: Calibration, records: OpenRecords, p_values: Floats, alphas: Floats
+) -> list[SuggestedReading | None]:
+    """Return the reading to take next of each of A alerted records, None if it has no candidate.
+
+    An alerted record never loses its alert. What can change is whether it alerts at a smaller alpha, too, so features
+    are ranked by the probability of that.
+
+    Args:
+        model: The network, in evaluation mode.
+        calibration: The scores of normal records, from which p-values are computed.
+        records: The A records.
+        p_values: (A,) their p-values.
+        alphas: The false-alarm rates at which alerts are raised, descending.
+    """
+    num_reached = (p_values[:, None] <= alphas).sum(1)
+    next_alphas = np.append(alphas, np.nan)[num_reached]
+    ranked = rank_features(model, calibration, records, next_alphas)
+    suggestions: list[SuggestedReading | None] = []
+    for row, alpha in enumerate(next_alphas.tolist()):
+        order = ranked.order(row)
+        if not order:
+            suggestions.append(None)
+            continue
+        code = order[0]
+        has_next = not math.isnan(alpha)
+        suggestions.append(
+            SuggestedReading(
+                model.schema.names[code],
+                alpha if has_next else None,
+                round(float(ranked.alert_probability[row, code]), PROBABILITY_DECIMALS) if has_next else None,
+                round(float(ranked.score_rise[row, code]), PROBABILITY_DECIMALS),
+            )
+        )
+    return suggestions
+
+
 @dataclass(frozen=True, slots=True)
 class RankedFeatures:
     """The expected effect of a reading of each of F features on R records; NaN for features that are no candidates.
@@ -178,7 +263,7 @@ def rank_features(
     model: DEformer,
     calibration: Calibration,
     records: OpenRecords,
-    alpha: float,
+    alpha: float | Floats,
     num_draws: int = DEFAULT_NUM_DRAWS,
 ) -> RankedFeatures:
     """Compute the expected effect of a reading of each feature that open records do not have yet.
@@ -187,7 +272,7 @@ def rank_features(
         model: The network, in evaluation mode.
         calibration: The scores of normal records, from which p-values are computed.
         records: The R open records.
-        alpha: The false-alarm rate of the alert.
+        alpha: The false-alarm rate of the alert, one for all records or (R,); NaN for a record that cannot alert.
         num_draws: Number of values that stand for the conditional distribution of a continuous feature.
 
     Raises:
@@ -198,6 +283,7 @@ def rank_features(
     if num_draws < 1:
         raise ValueError(f"the number of draws is {num_draws}, but it must be at least 1")
     shape = records.values.shape
+    alphas = np.broadcast_to(np.asarray(alpha, np.float64), shape[:1])
     is_candidate = records.is_candidate & np.isnan(records.values) & ~model.schema.is_context
     effects = RankedFeatures(*(np.where(is_candidate, 0.0, np.nan) for _ in range(3)))
     given_all = _collect_conditionals(model, records.values, is_candidate)
@@ -220,7 +306,7 @@ def rank_features(
         p_values = calibration.compute_p_values(statistics, partial(list, record_ids))
         weight = weights[drawn_from.rows]
         index = (record, drawn_from.codes)
-        alert_probability = weight * (probabilities * (p_values <= alpha)).sum(1)
+        alert_probability = weight * (probabilities * (p_values <= alphas[record][:, None])).sum(1)
         if is_normal:
             np.add.at(effects.false_alarm_probability, index, alert_probability)
             continue

@@ -114,6 +114,13 @@ class _AlertSettings(ScoringSettings):
         "given all other readings (about 20 ms for 20 features). fast shows the values expected given the earlier "
         "readings only. off explains nothing.",
     )
+    next_reading: int = Field(
+        0,
+        ge=0,
+        description="Name in the alerts of open records the feature to read next, for at most this many records of a "
+        "poll. Each of them delays the alerts of the poll by some milliseconds. The choice must also be made in the "
+        "calibration: calibrate --order next.",
+    )
 
 
 class KafkaSettings(Settings):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state
 from deformer_stream.calibration.torch_scoring import compute_max_statistics
+from deformer_stream.codec.encode_outputs import encode_alert
 from deformer_stream.engine.engine import Engine
-from deformer_stream.engine.events import EventBatch
+from deformer_stream.engine.events import Alert, EventBatch
 from deformer_stream.engine.next_reading import (
     OpenRecords,
     RankedFeatures,
@@ -288,3 +290,74 @@ def test_readings_that_wait_for_their_tie_group_are_left_out(model: DEformer) ->
     assert np.flatnonzero(~np.isnan(records.values[0])).tolist() == [2]
     assert np.flatnonzero(records.is_candidate[0]).tolist() == [1, 4, 5]
     assert {reading.feature for reading in engine.rank_next_readings(["r"])["r"]} == {"pressure", "valve"}
+
+
+def raise_alerts(
+    model: DEformer, codes: list[int], raw_values: list[float], cuts: list[int], **options: object
+) -> list[Alert]:
+    """Return the alerts of one record whose readings come in batches that end at the cuts."""
+    engine = Engine(model, make_calibration(model), "f", [0.9, 0.5, 0.001], max_suggested=3, **options)  # type: ignore[arg-type]
+    edges = [0, *cuts, len(codes)]
+    alerts = []
+    for start, end in pairwise(edges):
+        events = make_events(model, "odd", codes[start:end], raw_values[start:end], list(range(start + 1, end + 1)))
+        alerts += engine.handle(events, 1).alerts
+    return alerts
+
+
+def test_an_alert_of_an_open_record_suggests_the_reading_that_is_ranked_first(model: DEformer) -> None:
+    """The suggestion is that of the record at the alert, however its readings are divided into batches."""
+    codes, raw_values = [2, 5, 0, 4], [8.0, 60.0, 9.0, 1.0]
+    alerts = raise_alerts(model, codes, raw_values, [1, 2, 3])
+    assert alerts
+    calibration = make_calibration(model)
+    for alert in alerts:
+        suggestion = alert.next_reading
+        assert suggestion is not None
+        record = open_record(model, codes[: alert.raised_at], raw_values[: alert.raised_at])
+        next_alpha = min((alpha for alpha in (0.9, 0.5, 0.001) if alpha < alert.p_value), default=None)
+        later = [alpha for alpha in (0.9, 0.5, 0.001) if alpha < alert.p_value]
+        assert suggestion.alpha == (max(later) if later else next_alpha)
+        ranked = rank_features(model, calibration, record, suggestion.alpha if suggestion.alpha else 0.0)
+        assert suggestion.feature == model.schema.names[ranked.order(0)[0]]
+        code = model.schema.code_by_name[suggestion.feature]
+        assert suggestion.score_rise == pytest.approx(ranked.score_rise[0, code], abs=1e-3)
+    together = raise_alerts(model, codes, raw_values, [])
+    assert [alert.next_reading for alert in together] == [alert.next_reading for alert in alerts]
+    assert b'"next_reading":{"feature":"' in encode_alert(alerts[0], None)
+
+
+def test_only_the_first_records_of_a_batch_get_a_suggestion(model: DEformer) -> None:
+    engine = Engine(model, make_calibration(model), "f", 0.9, max_suggested=2)
+    batches = [make_events(model, f"r{number}", [2, 0], [9.0, 35.0]) for number in range(4)]
+    batch = EventBatch(
+        [record for one in batches for record in one.record_ids],
+        *(np.concatenate([getattr(one, name) for one in batches]) for name in ("features", "values", "times")),
+        *(np.zeros(8, np.int32), np.zeros(8, np.int32)),
+    )
+    alerts = engine.handle(batch, 1).alerts
+    assert [alert.next_reading is not None for alert in alerts] == [True, True, False, False]
+    without = Engine(model, make_calibration(model), "f", 0.9).handle(batch, 1).alerts
+    assert [alert.next_reading for alert in without] == [None] * 4
+    assert b"next_reading" not in encode_alert(without[0], None)
+
+
+def test_a_feature_that_will_not_be_observed_is_not_suggested(model: DEformer) -> None:
+    engine = Engine(model, make_calibration(model), "f", 0.9, max_suggested=1)
+    names = set(model.schema.names)
+    found = []
+    for declared in ([], [0, 1, 3, 4]):
+        record = f"r{len(declared)}"
+        missing = make_events(model, record, declared, [np.nan] * len(declared))
+        engine.handle(missing, 1)
+        found += engine.handle(make_events(model, record, [2, 5], [9.0, 60.0]), 2).alerts
+    assert all(alert.next_reading is None or alert.next_reading.feature in names for alert in found)
+    assert [alert.next_reading for alert in found if alert.record == "r4"] in ([None], [])
+
+
+def test_a_closed_record_gets_no_suggestion(model: DEformer) -> None:
+    engine = Engine(model, make_calibration(model), "f", 0.9, max_suggested=1)
+    codes = list(range(len(model.schema)))
+    alerts = engine.handle(make_events(model, "r", codes, [9.0, 1.5, 2.0, 1.0, 1.0, 60.0]), 1).alerts
+    assert alerts
+    assert all(alert.next_reading is None for alert in alerts)
