@@ -31,11 +31,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.cusum import CusumScale
-from deformer_stream.model.distributions import log_gamma_sf
+from deformer_stream.model.gamma import log_gamma_sf
 
 Floats = NDArray[np.float64]
 
@@ -173,10 +172,7 @@ def _compute_fisher_statistic(num_scored: NDArray[np.int64], neg_log_p_sum: Floa
     Returns:
         The scores, of the same shape; larger is more anomalous.
     """
-    gamma_shape = np.maximum(num_scored, 1).astype(np.float64)
-    x = torch.from_numpy(np.ascontiguousarray(neg_log_p_sum))  # torch.from_numpy refuses negative strides
-    max_shape = gamma_shape.max(initial=1.0)  # decides how many terms `log_gamma_sf` computes
-    statistic: Floats = -log_gamma_sf(torch.from_numpy(gamma_shape), x, max_shape).numpy()
+    statistic = -log_gamma_sf(np.maximum(num_scored, 1).astype(np.float64), neg_log_p_sum)
     # Rounding can make the logarithm of a probability positive.
     return np.maximum(statistic, 0.0)
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 import functools
 import math
 
-import torch
+import numpy as np
+
+from deformer_stream.model.gamma import log_gamma
 
 DEFAULT_CONFIDENCE = 0.99
 """Probability that the number of false alarms is at most the bound that reports state."""
@@ -53,16 +55,16 @@ def bound_false_alarms(
     # heavier than those of a gamma distribution with the shape k.
     largest = min(m, math.ceil(m * (k + 10 * math.sqrt(k) + 50) / (n + 1)) + 100)
     step = -(-(largest + 1) // _GRID_POINTS)
-    x = torch.arange(0, largest + 1, step, dtype=torch.float64)
+    x = np.arange(0, largest + 1, step, dtype=np.float64)
     # ln of the probability of x false alarms: ln C(m, x) + ln B(x + k, m − x + b) − ln B(k, b), with the binomial
     # coefficient C(m, x) = Γ(m + 1) / (Γ(x + 1) Γ(m − x + 1)) and the beta function B(u, w) = Γ(u) Γ(w) / Γ(u + w).
     # `constant` has the terms without x.
     constant = math.lgamma(m + 1) + math.lgamma(n + 1) - math.lgamma(k) - math.lgamma(b) - math.lgamma(m + n + 1)
-    log_probabilities = constant - torch.lgamma(x + 1) - torch.lgamma(m - x + 1)
-    log_probabilities += torch.lgamma(x + k) + torch.lgamma(m - x + b)
+    log_probabilities = constant - log_gamma(x + 1) - log_gamma(m - x + 1)
+    log_probabilities += log_gamma(x + k) + log_gamma(m - x + b)
     # Above the mode probabilities fall, so each point bounds those between it and the next one. Entry i of `tail` is
     # the probability of at least x[i] false alarms.
-    tail = (step * log_probabilities.exp()).flip(0).cumsum(0).flip(0)
+    tail = (step * np.exp(log_probabilities))[::-1].cumsum()[::-1]
     is_rare = tail <= 1.0 - confidence
     # The first x such that more false alarms are rare enough. Rounding may make no point rare.
-    return int(x[is_rare][0]) - 1 if bool(is_rare.any()) else largest
+    return int(x[is_rare][0]) - 1 if is_rare.any() else largest
