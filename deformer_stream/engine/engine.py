@@ -101,6 +101,23 @@ class Limits:
     tie_wait: int | None = None
 
 
+@dataclass(slots=True)
+class Rescoring:
+    """A partition whose records the current model must score again before the partition takes further events.
+
+    Attributes:
+        snapshot: The state of the partition before. It stays the partition's snapshot until all records are scored.
+        time: The time to which the idle times of the snapshot refer, in microseconds since 1970.
+        record_index: Rows of the records in the table that must be scored; None until the snapshot is loaded.
+        num_scored: How many of these records are scored already.
+    """
+
+    snapshot: Snapshot
+    time: int
+    record_index: Ints | None = None
+    num_scored: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class UnscorableReadings:
     """A summary of the readings for which the network returned a score that is not finite (NaN or infinite).
@@ -137,6 +154,10 @@ class Engine:
 
     A new partition starts with `handle`. After `revoke` a partition may be restored again. `change_model`, `snapshot`
     and `finish` may be called at any time.
+
+    `change_model` and `restore` may have to score the readings of many records again. With `at_once=False` they leave
+    this to calls of `rescore`, each of which scores a part of them. Until then the partition is one of
+    `partitions_to_rescore`, and must not be replayed or handled.
 
     Attributes:
         alphas: The false-alarm rates at which alerts are raised, descending.
@@ -194,6 +215,8 @@ class Engine:
         self.num_dropped_readings = 0
         self.num_cache_rebuilds = 0
         self._unscorable: UnscorableReadings | None = None
+        # Partitions whose records are not all scored by the current model yet, in the order in which they are scored.
+        self._rescorings: dict[int, Rescoring] = {}
         self._newest_version = 0
         self._models_by_version = {0: ModelVersion(model, calibration, fingerprint)}
         self._set_context_limits()
@@ -227,6 +250,11 @@ class Engine:
         return self.current_version.fingerprint
 
     @property
+    def partitions_to_rescore(self) -> frozenset[int]:
+        """The partitions that must not be replayed or handled until `rescore` has scored all of their records."""
+        return frozenset(self._rescorings)
+
+    @property
     def cache(self) -> Cache:
         """The KV cache of the current model: the network's keys and values of the readings of open records."""
         return self._cache_by_shape[self.current_version.cache_shape]
@@ -243,7 +271,8 @@ class Engine:
             batch: The events, possibly none.
             now: The current time in microseconds since 1970, never earlier than in the call before.
             restoring_partitions: Partitions whose events are still being replayed. Their records are not closed by a
-                timeout or a limit, because the replay may still contain events of them.
+                timeout or a limit, because the replay may still contain events of them. The same holds for
+                `partitions_to_rescore`, which need not be given.
 
         Returns:
             Everything that was decided: scores, alerts, rejections, closed records and notices of drift.
@@ -251,6 +280,8 @@ class Engine:
         Raises:
             InvariantViolated: If the batch has events of a partition that is still being restored.
         """
+        if self._rescorings:
+            restoring_partitions = {*restoring_partitions, *self._rescorings}
         if restoring_partitions:
             is_restoring = np.isin(batch.partitions, list(restoring_partitions))
             if is_restoring.any():
@@ -307,7 +338,8 @@ class Engine:
             now: The current time in microseconds since 1970, never earlier than in the call before.
 
         Raises:
-            InvariantViolated: If `handle` has processed one of the partitions before.
+            InvariantViolated: If `handle` has processed one of the partitions before, or if `rescore` has not finished
+                with one of them.
         """
         partitions = set(np.unique(batch.partitions).tolist())
         live_partitions = partitions & self._live_partitions
@@ -317,6 +349,7 @@ class Engine:
                 f"Engine.replay was called after Engine.handle had processed events for partition {partition}, but the "
                 f"methods must be called in the order {CALL_ORDER}: report this bug"
             )
+        self._check_is_rescored("replay", partitions)
         self._replayed_partitions |= partitions
         # The previous run has reported the rejections already.
         batch, accepted, _, _ = self._ingest(batch, now)
@@ -370,13 +403,14 @@ class Engine:
             decisions: The decisions.
 
         Raises:
-            InvariantViolated: If `handle` has processed the partition before.
+            InvariantViolated: If `handle` has processed the partition before, or if `rescore` has not finished with it.
         """
         if partition in self._live_partitions:
             raise InvariantViolated(
                 f"Engine.apply_decisions was called after Engine.handle had processed events for partition {partition},"
                 f" but the methods must be called in the order {CALL_ORDER}: report this bug"
             )
+        self._check_is_rescored("apply_decisions", {partition})
         index_by_id = self.records.partition(partition).record_index_by_id
         self._tie_timeouts.pop(partition, None)  # the replay before this call has used them
         if self.records.holds_ties and decisions.tie_timeouts:
@@ -406,12 +440,18 @@ class Engine:
         Args:
             partition: Number of the partition.
             now: The current time in microseconds since 1970. The snapshot stores how long each record has been idle.
+
+        Returns:
+            The state. If the records of the partition are not all scored again yet, it is the state before.
         """
+        rescoring = self._rescorings.get(partition)
+        if rescoring is not None:
+            return replace(rescoring.snapshot, age=rescoring.snapshot.age + (now - rescoring.time))
         fingerprint_by_version = {number: version.fingerprint for number, version in self._models_by_version.items()}
         drift_state = None if self._drift_monitor is None else self._drift_monitor.export_state(partition)
         return export_state(self.records, partition, now, fingerprint_by_version, drift_state)
 
-    def restore(self, partition: int, snapshot: Snapshot, now: int) -> None:
+    def restore(self, partition: int, snapshot: Snapshot, now: int, at_once: bool = True) -> None:
         """Load the state of a partition from a snapshot of the previous run.
 
         Records that were scored by a model which this engine does not have are scored again by the current model,
@@ -422,19 +462,28 @@ class Engine:
             partition: Number of the partition, which must not have any state in this engine yet.
             snapshot: The state, from `snapshot`.
             now: The current time in microseconds since 1970. Records count as idle for as long as in the snapshot.
+            at_once: Whether to score these records now. Otherwise `rescore` must be called for them.
 
         Raises:
             InvariantViolated: If the partition has state already.
         """
-        if partition in self.records.partitions:
+        if partition in self.records.partitions or partition in self._rescorings:
             raise InvariantViolated(
                 f"Engine.restore was called after another method had created the state for partition {partition}, but "
                 f"the methods must be called in the order {CALL_ORDER}: report this bug"
             )
-        self._import_snapshot(partition, snapshot, now)
+        self._rescorings[partition] = Rescoring(snapshot, now)
+        self._load_snapshot(partition)
+        if at_once:
+            self._rescore_all()
 
     def change_model(
-        self, model: DEformer, calibration: Calibration, fingerprint: str, open_records: OpenRecordPolicy
+        self,
+        model: DEformer,
+        calibration: Calibration,
+        fingerprint: str,
+        open_records: OpenRecordPolicy,
+        at_once: bool = True,
     ) -> OpenRecordPolicy:
         """Replace the model by another one, which scores all records that are opened from now on.
 
@@ -452,6 +501,7 @@ class Engine:
             fingerprint: A hash that identifies the new model with its calibration.
             open_records: "finish" if records that are open now should be scored to their end by the model that was
                 current when they were opened; "rescore" if the new model should score all their readings again.
+            at_once: Whether to score them now. Otherwise `rescore` must be called.
 
         Returns:
             What happens to the open records. It is "rescore" in spite of `open_records="finish"` if the features,
@@ -469,7 +519,8 @@ class Engine:
         can_finish = open_records == "finish" and has_same_vocabulary and has_same_ties and has_same_slots
         # Records to be scored again are exported to snapshots, and imported into a new table below. The import can
         # translate them to other features and labels. Both use the same time (0), so idle times do not change.
-        snapshots = {} if can_finish else {p: self.snapshot(p, now=0) for p in self.records.partitions}
+        partitions = [*self.records.partitions, *(p for p in self._rescorings if p not in self.records.partitions)]
+        snapshots = {} if can_finish else {p: self.snapshot(p, now=0) for p in partitions}
         self._newest_version += 1
         self._models_by_version[self._newest_version] = ModelVersion(model, calibration, fingerprint)
         self._set_context_limits()
@@ -483,9 +534,37 @@ class Engine:
             self._cache_by_shape.clear()  # the table of records is new, so the rows of the caches have no meaning
         self._drop_unused_models()
         self._allocate_caches()  # the new model may need a cache of another shape
-        for partition, snapshot in snapshots.items():
-            self._import_snapshot(partition, snapshot, now=0)
+        if not can_finish:
+            self._rescorings = {partition: Rescoring(snapshot, time=0) for partition, snapshot in snapshots.items()}
+        if at_once:
+            self._rescore_all()
         return "finish" if can_finish else "rescore"
+
+    def rescore(self, max_readings: int | None = None) -> None:
+        """Score a part of the records that wait for it, without alerts, after a change of the model or a restore.
+
+        The order of the calls and their number change no score. When the last record of a partition is scored, the
+        partition is removed from `partitions_to_rescore`. A call without such partitions does nothing.
+
+        Args:
+            max_readings: About how many readings to score: as many records as have no more readings, but at least one.
+                Loading the snapshot of a partition takes a call of its own. None for all records of one partition.
+        """
+        partition = next(iter(self._rescorings), None)
+        if partition is None:
+            return
+        rescoring = self._rescorings[partition]
+        if rescoring.record_index is None:
+            self._load_snapshot(partition)
+            return
+        waiting = rescoring.record_index[rescoring.num_scored :]
+        if max_readings is not None:
+            num_readings = self.records.count_stored(waiting).cumsum()
+            waiting = waiting[: max(1, int(np.searchsorted(num_readings, max_readings, side="right")))]
+        self._rescore(waiting)
+        self.records.drop_old_readings(waiting)
+        rescoring.num_scored += len(waiting)
+        self._end_rescoring_if_done(partition)
 
     def revoke(self, partitions: Iterable[int]) -> Effects:
         """Drop all state of partitions that were assigned to another consumer, which restores them from a snapshot.
@@ -502,6 +581,7 @@ class Engine:
         self.records.drop_partitions(partitions)
         for partition in partitions:
             self._tie_timeouts.pop(partition, None)
+            self._rescorings.pop(partition, None)
         if self._drift_monitor is not None:
             self._drift_monitor.drop_partitions(partitions)
         for partition_set in (self._translated_partitions, self._replayed_partitions, self._live_partitions):
@@ -597,6 +677,7 @@ class Engine:
             Scores and alerts of the waiting readings, and the closed records, by partition and in the order in which
             they were opened.
         """
+        self._rescore_all()
         open_records = self.records.indices_of_partitions()
         # All records end now, so the current time has no effect.
         batch, accepted = release_slots(self.records, EventBatch.empty(), AcceptedReadings.empty(), open_records, now=0)
@@ -624,17 +705,45 @@ class Engine:
             )
         return holds_ties
 
-    def _import_snapshot(self, partition: int, snapshot: Snapshot, now: int) -> None:
-        """Load a snapshot into a partition without state, and score its records again if necessary.
+    def _check_is_rescored(self, method: str, partitions: Collection[int]) -> None:
+        """Raise `InvariantViolated` if records of one of these partitions still wait to be scored by `rescore`.
+
+        Args:
+            method: Name of the method that was called.
+            partitions: The partitions for which it was called.
+        """
+        for partition in partitions:
+            if partition in self._rescorings:
+                raise InvariantViolated(
+                    f"Engine.{method} was called before Engine.rescore had scored all records of partition {partition}: "
+                    "report this bug"
+                )
+
+    def _rescore_all(self) -> None:
+        """Score all records that wait for `rescore`."""
+        while self._rescorings:
+            self.rescore()
+
+    def _end_rescoring_if_done(self, partition: int) -> None:
+        """Remove a partition from those that wait for `rescore` if all of its records are scored."""
+        rescoring = self._rescorings[partition]
+        if rescoring.record_index is not None and rescoring.num_scored == len(rescoring.record_index):
+            del self._rescorings[partition]
+            # The records may be idle for longer than all others, so the next timeouts are not known any more. The time
+            # 0 lets the next batch search for records that have timed out.
+            self._next_record_timeout = self._next_tie_timeout = 0
+
+    def _load_snapshot(self, partition: int) -> None:
+        """Load the snapshot of a partition in `_rescorings`, and determine which of its records must be scored again.
 
         A record is scored again if this engine does not have the model that scored it, or if the snapshot has other
         features, labels or rules for readings with the same event time.
 
         Args:
-            partition: Number of the partition.
-            snapshot: The state to load.
-            now: The current time in microseconds since 1970. Records count as idle for as long as in the snapshot.
+            partition: Number of the partition, which has no state in the table of records.
         """
+        rescoring = self._rescorings[partition]
+        snapshot = rescoring.snapshot
         vocabulary = Vocabulary.from_schema(self.schema)
         # Models whose scores of records remain valid, with their version numbers.
         version_by_fingerprint = {v.fingerprint: number for number, v in self._models_by_version.items()}
@@ -676,13 +785,11 @@ class Engine:
         version_by_record = np.where(needs_rescoring, self._newest_version, version_by_record)
         if self._drift_monitor is not None:
             self._drift_monitor.import_state(partition, snapshot.drift)
-        record_index = import_state(self.records, partition, snapshot, now, version_by_record)
+        record_index = import_state(self.records, partition, snapshot, rescoring.time, version_by_record)
         self._grow_caches()
-        # The loaded records may be idle for longer than all others, so the next timeouts are not known any more. The
-        # time 0 lets the next batch search for records that have timed out.
-        self._next_record_timeout = self._next_tie_timeout = 0
-        self._rescore(record_index[needs_rescoring])
-        self.records.drop_old_readings(record_index)
+        self.records.drop_old_readings(record_index[~needs_rescoring])
+        rescoring.record_index = record_index[needs_rescoring]
+        self._end_rescoring_if_done(partition)
 
     def _get_timeout_places(self, record_index: int) -> Collection[int]:
         """Return where timeouts of the previous run have ended tie groups of a record.
