@@ -16,11 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.conformal import Calibration, TiePolicy
 from deformer_stream.calibration.false_alarms import bound_false_alarms
 from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine, Limits, OpenRecordPolicy
 from deformer_stream.engine.events import Alert, CloseReason, Effects, EventBatch
+from deformer_stream.errors import InvariantViolated
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
 from tests.engine.random_models import draw_records, make_model, normalise_values
@@ -30,6 +31,7 @@ from tests.engine.restarts import (
     SCHEMA,
     Event,
     Poll,
+    assert_same_effects,
     assert_same_snapshot,
     make_batch,
     make_calibrated_model,
@@ -349,3 +351,90 @@ def test_rescored_records_alert_with_at_most_twice_alpha(policy: OpenRecordPolic
         assert num_alerted <= bound
     else:
         assert bound < num_alerted <= bound_false_alarms(2 * alpha, num_calibration, num_records, 0.999)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=streams(),
+    change_step=st.integers(0, 99),
+    max_readings=st.integers(1, 6),
+    ties=st.sampled_from(["arrival", "hold"]),
+    num_parts_before_restart=st.one_of(st.none(), st.integers(0, 8)),
+    is_changed_twice=st.booleans(),
+)
+def test_scoring_again_in_parts_is_the_same_as_at_once(
+    steps: list[Poll],
+    change_step: int,
+    max_readings: int,
+    ties: TiePolicy,
+    num_parts_before_restart: int | None,
+    is_changed_twice: bool,
+) -> None:
+    """Also if the model changes once more in between, and if another process continues from snapshots of that time."""
+    change_step %= len(steps)
+    engines = [make_engine(ties=ties, drift=1.1) for _ in range(2)]
+    for step in steps[:change_step]:
+        for engine in engines:
+            engine.handle(step.batch(), step.now)
+    at_once, in_parts = engines
+    now = steps[change_step - 1].now if change_step else 0
+    states_before = {partition: at_once.snapshot(partition, now + 1) for partition in at_once.records.partitions}
+    at_once.change_model(*make_calibrated_model(1), "model-1", "rescore")
+    if is_changed_twice:
+        in_parts.change_model(*make_calibrated_model(2), "model-2", "rescore", at_once=False)
+        in_parts.rescore(max_readings)
+        in_parts.rescore(max_readings)
+    in_parts.change_model(*make_calibrated_model(1), "model-1", "rescore", at_once=False)
+    assert in_parts.partitions_to_rescore == states_before.keys()
+    num_parts = 0
+    while in_parts.partitions_to_rescore:
+        for partition in in_parts.partitions_to_rescore:
+            state = in_parts.snapshot(partition, now + 1)
+            assert "model-1" not in state.models
+            if not is_changed_twice:
+                assert_same_snapshot(state, states_before[partition])
+        if num_parts == num_parts_before_restart:
+            waiting = in_parts.partitions_to_rescore
+            states = {partition: in_parts.snapshot(partition, now) for partition in states_before}
+            in_parts = make_engine(seed=1, ties=ties, drift=1.1)
+            for partition, state in states.items():
+                in_parts.restore(partition, state, now, at_once=False)
+            assert in_parts.partitions_to_rescore <= waiting, "the others are scored by this model already"
+        in_parts.rescore(max_readings)
+        num_parts += 1
+    for step in steps[change_step:]:
+        assert_same_effects(in_parts.handle(step.batch(), step.now), at_once.handle(step.batch(), step.now), 1e-9)
+    assert_same_effects(in_parts.finish(), at_once.finish(), 1e-9)
+
+
+def test_partitions_that_are_scored_again_are_not_handled_and_others_are() -> None:
+    engine = make_engine(Limits(record_timeout=10))
+    engine.handle(make_batch([reading("r", 0), reading("s", 0, partition=1)]), 0)
+    engine.change_model(*make_calibrated_model(1), "model-1", "rescore", at_once=False)
+    for _ in range(2):  # the snapshot is loaded, and its only record is scored
+        assert engine.partitions_to_rescore == {0, 1}
+        engine.rescore()
+    assert engine.partitions_to_rescore == {1}
+    effects = engine.handle(make_batch([reading("r", 2)]), 20)
+    assert (effects.scored.seq.tolist(), effects.closed.record_ids) == ([1], []), "s is not closed while it waits"
+    message = "partition 1"
+    with pytest.raises(InvariantViolated, match=message):
+        engine.handle(make_batch([reading("s", 2, partition=1)]), 21)
+    with pytest.raises(InvariantViolated, match=message):
+        engine.replay(make_batch([reading("s", 2, partition=1)]), 21)
+    with pytest.raises(InvariantViolated, match=message):
+        engine.restore(1, engine.snapshot(1, 0), 21)
+    engine.rescore()
+    engine.rescore()
+    assert engine.handle(EventBatch.empty(), 22).closed.record_ids == ["s"]
+
+
+def test_revoked_partitions_are_not_scored_again() -> None:
+    engine = make_engine()
+    engine.handle(make_batch([reading("r", 0), reading("s", 0, partition=1)]), 0)
+    engine.change_model(*make_calibrated_model(1), "model-1", "rescore", at_once=False)
+    engine.rescore()
+    engine.revoke([0, 1])
+    assert not engine.partitions_to_rescore
+    engine.rescore()
+    assert engine.finish().closed.record_ids == []
