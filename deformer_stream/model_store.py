@@ -38,9 +38,10 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.seen_records import RecordSet, SeenRecords
 from deformer_stream.errors import ArtifactError, ConfigError, map_write_errors
 from deformer_stream.incident_store import INCIDENTS_FILE
-from deformer_stream.kernels import build
 from deformer_stream.kernels.cpu import is_supported
-from deformer_stream.model.deformer import DEformer, ModelConfig, count_state_values
+from deformer_stream.kernels.library import load_library
+from deformer_stream.model.deformer import DEformer, ModelConfig
+from deformer_stream.model.parameters import count_state_values
 from deformer_stream.model.schema import Schema
 from deformer_stream.model_manifest import (
     BASE_VERSION,
@@ -435,7 +436,7 @@ def read(directory: Path, device: str = "cpu", compiled: bool = True) -> Artifac
     model = model.to(torch_device).eval()
     if compiled and is_supported(model):
         has_low_precision = model.config.precision == "bfloat16"
-        model.kernel_library = build.load_kernels(has_low_precision)
+        model.kernel_library = load_library(has_low_precision)
     return Artifact(model, calibration, manifest["fingerprint"], manifest, directory)
 
 

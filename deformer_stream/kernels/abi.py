@@ -16,12 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deformer_stream.model.distributions import MAX_LOG_SCALE_CHANGE
-from deformer_stream.model.gaussian_prior import MAX_CONDITIONING_VALUE
-from deformer_stream.model.gaussian_process import MAX_NEIGHBOR_VALUE
-from deformer_stream.model.layers import ACTIVATIONS
+from deformer_stream.model.constants import (
+    ACTIVATION_CODES,
+    MAX_AGE,
+    MAX_CONDITIONING_VALUE,
+    MAX_LOG_SCALE_CHANGE,
+    MAX_NEIGHBOR_VALUE,
+)
 from deformer_stream.model.schema import LINEAR_LIMIT
-from deformer_stream.model.time_inputs import MAX_AGE
 
 ABI_VERSION = 1
 """The version of the interface, the same number as in csrc/abi.h. It is raised if a field gets another meaning."""
@@ -62,7 +64,7 @@ CONSTANTS: dict[str, float] = {
     "MAX_CONDITIONING_VALUE": MAX_CONDITIONING_VALUE,
     "LINEAR_LIMIT": LINEAR_LIMIT,
     "MAX_LOG_SCALE_CHANGE": MAX_LOG_SCALE_CHANGE,
-    **{f"ACTIVATION_{name.upper()}": activation.kernel_code for name, activation in ACTIVATIONS.items()},
+    **{f"ACTIVATION_{name.upper()}": code for name, code in ACTIVATION_CODES.items()},
 }
 """The value of each constant that both Python and C define, by its name in C; `find_differences` compares them."""
 

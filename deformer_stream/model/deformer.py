@@ -39,7 +39,6 @@ import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import cast
 
 import numpy as np
@@ -49,10 +48,19 @@ from torch import Tensor, nn
 
 from deformer_stream.model.attention import attend
 from deformer_stream.model.config import PRESETS, AttentionContext, ModelConfig
+from deformer_stream.model.constants import MAX_CONDITIONING_VALUE
 from deformer_stream.model.distributions import Conditional, Head
-from deformer_stream.model.gaussian_prior import MAX_CONDITIONING_VALUE, GaussianPrior, PriorConditional
-from deformer_stream.model.gaussian_process import NUM_COMPONENTS, GaussianProcessPrior
+from deformer_stream.model.gaussian_prior import GaussianPrior, PriorConditional
+from deformer_stream.model.gaussian_process import GaussianProcessPrior
 from deformer_stream.model.layers import Encoder, TransformerLayer
+from deformer_stream.model.parameters import (
+    ModelParameters,
+    allocate_label_rows,
+    compute_cycle_angles,
+    compute_identity_width,
+    count_cached_tokens,
+    standardise_coordinates,
+)
 from deformer_stream.model.process_conditionals import apply_process
 from deformer_stream.model.ranking import Ranking
 from deformer_stream.model.schema import LINEAR_LIMIT, Schema
@@ -198,11 +206,7 @@ class DEformer(nn.Module):
         self.register_buffer("sensor_indexes", sensor_indexes, persistent=False)
         coordinates = None
         if config.identity != "embedding":
-            coordinates = torch.tensor([f.coordinates for f in schema.features], dtype=torch.float64)
-            # Standardise each coordinate over the features. One that is equal for all features becomes 0.
-            deviation = coordinates.std(0, correction=0)
-            divisor = torch.where(deviation > 0, deviation, torch.ones_like(deviation))
-            coordinates = (coordinates - coordinates.mean(0)) / divisor
+            coordinates = torch.from_numpy(standardise_coordinates(schema))
         self.register_buffer("coordinates", coordinates, persistent=False)
 
     def _init_labels(self) -> None:
@@ -214,12 +218,12 @@ class DEformer(nn.Module):
         label then means the same for each feature, as the colour black does for each pixel.
         """
         counts = torch.tensor(self.schema.label_counts)
-        num_rows, first_rows = _allocate_label_rows(self.schema, is_shared=self.embedding is None)
+        num_rows, first_rows = allocate_label_rows(self.schema, is_shared=self.embedding is None)
         # One row means that no feature is discrete. The network then has no label embedding.
         self.label_width = self.config.embedding if num_rows > 1 else 0
         # With `padding_idx`, row 0 is the zero vector and stays so in training.
         self.label_embedding = nn.Embedding(num_rows, self.label_width, padding_idx=0) if self.label_width else None
-        self.register_buffer("label_offsets", first_rows, persistent=False)
+        self.register_buffer("label_offsets", torch.from_numpy(first_rows), persistent=False)
         self.register_buffer("label_counts", counts, persistent=False)
 
     def _init_cycles(self) -> None:
@@ -231,12 +235,7 @@ class DEformer(nn.Module):
         """
         table = None
         if self.schema.is_cyclic.any():
-            # Normalised value 0 is the raw value `location`; a difference of 1 is the raw difference `scale`.
-            fractions_of_period = [
-                (0.0, 0.0) if f.period is None else (f.location % f.period / f.period, f.scale / f.period)
-                for f in self.schema.features
-            ]
-            table = 2.0 * math.pi * torch.tensor(fractions_of_period, dtype=torch.float64)
+            table = torch.from_numpy(compute_cycle_angles(self.schema))
         self.register_buffer("cycle_angles", table, persistent=False)
 
     def _init_encoders(self) -> None:
@@ -249,7 +248,7 @@ class DEformer(nn.Module):
         previous reading, so the learned vector `start` takes its place.
         """
         hidden, d_model = self.config.hidden, self.config.d_model
-        identity_width = _compute_identity_width(self.schema, self.config)
+        identity_width = compute_identity_width(self.schema, self.config)
         # A reading is represented by the vector that identifies its feature, one number, the sine and cosine of a
         # cyclic value, and the embedding of a label (`_build_reading_inputs`).
         cycle_width = 0 if self.cycle_angles is None else 2
@@ -308,7 +307,7 @@ class DEformer(nn.Module):
         It is 2 if later tokens attend to both tokens of a reading, the query token and the observation token. It is 1
         if they attend to the observation token only, or if a reading has a single token.
         """
-        return 2 if self.attention_context == "all" else 1
+        return count_cached_tokens(self.config)
 
     @property
     def has_cached_readings(self) -> bool:
@@ -329,6 +328,25 @@ class DEformer(nn.Module):
     def device(self) -> torch.device:
         """The device of the parameters."""
         return self.head.project.weight.device
+
+    @property
+    def is_float32_on_cpu(self) -> bool:
+        """Whether the parameters are float32 numbers in the memory of the CPU."""
+        return self.device.type == "cpu" and self.dtype == torch.float32
+
+    @staticmethod
+    def from_parameters(parameters: ModelParameters) -> DEformer:
+        """Return a network in evaluation mode with copies of the given parameters, on the CPU."""
+        network = DEformer(parameters.schema, parameters.config)
+        # torch.from_numpy warns of arrays that it must not write to, as those of a weights file are.
+        network.load_state_dict({name: torch.from_numpy(a.copy()) for name, a in parameters.arrays.items()})
+        network.kernel_library = parameters.kernel_library
+        return network.eval()
+
+    def extract_parameters(self) -> ModelParameters:
+        """Return the parameters as NumPy arrays. On the CPU they share the memory of the network's tensors."""
+        arrays = {name: tensor.detach().cpu().numpy() for name, tensor in self.state_dict().items()}
+        return ModelParameters(self.schema, self.config, arrays, self.kernel_library)
 
     def conditionals(
         self,
@@ -864,103 +882,6 @@ class DEformer(nn.Module):
     def _zeros(self, *shape: int) -> Tensor:
         """Return a tensor of zeros with the given shape, in the model's dtype and on its device."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
-
-
-def _compute_identity_width(schema: Schema, config: ModelConfig) -> int:
-    """Return the width of the vector that identifies a feature: a learned embedding, coordinates or both.
-
-    Coordinates are numbers that the schema gives for each feature, such as the row and column of a pixel. The
-    hyperparameter `identity` says which of the two are used.
-    """
-    embedding_width = config.embedding if config.identity != "coordinates" else 0
-    # All features of a schema have equally many coordinates.
-    num_coordinates = len(schema.features[0].coordinates or ()) if config.identity != "embedding" else 0
-    return embedding_width + num_coordinates
-
-
-def _allocate_label_rows(schema: Schema, is_shared: bool) -> tuple[int, Tensor]:
-    """Return the number of rows of the label embedding, and the row of the first label of each feature.
-
-    Row 0 is reserved for continuous values. The label with code c of a feature has the row of the feature's first label
-    plus c. After its labels, a discrete feature has one more row for all labels that did not occur in training.
-
-    Args:
-        schema: The features.
-        is_shared: Whether all features share one set of rows. Otherwise each sensor has rows of its own. If a sensor
-            has a feature for each time slot of a record, these features share the sensor's rows.
-
-    Returns:
-        The number of rows (1 if no feature is discrete), and a tensor (F,) with the row of the first label of each of
-        the F features, meaningless for continuous ones.
-    """
-    label_counts = torch.tensor(schema.label_counts)
-    sensor_indexes, first_codes = torch.from_numpy(schema.sensor_indexes), torch.from_numpy(schema.first_codes)
-    # A discrete feature needs one row per label, and one for all labels that did not occur in training.
-    num_rows_by_feature = torch.where(label_counts > 0, label_counts + 1, 0)
-    num_rows_by_sensor = num_rows_by_feature[first_codes]  # the features of a sensor have the same labels
-    if is_shared:
-        # The rows suffice for the feature with the most labels, and the first label of every feature has row 1.
-        return 1 + int(num_rows_by_sensor.max()), torch.ones_like(label_counts)
-    # A sensor's rows begin after row 0 and the rows of all sensors before it.
-    first_row_by_sensor = 1 + num_rows_by_sensor.cumsum(0) - num_rows_by_sensor
-    return 1 + int(num_rows_by_sensor.sum()), first_row_by_sensor[sensor_indexes]
-
-
-def count_state_values(schema: Schema, config: ModelConfig) -> int:
-    """Return the total number of elements of all tensors in a model's state dict, without building the model.
-
-    `model_store` compares it with the size of the weights file before it builds the model. Without this check, a forged
-    manifest with huge hyperparameters could cause the allocation of far more memory than the weights file needs.
-
-    Args:
-        schema: The features of the model.
-        config: The hyperparameters of the model.
-    """
-    d, num_prior_components = config.d_model, config.gaussians
-    identity_width = _compute_identity_width(schema, config)
-    num_label_rows, _ = _allocate_label_rows(schema, is_shared=config.identity == "coordinates")
-    label_width = config.embedding if num_label_rows > 1 else 0
-    reading_width = identity_width + 1 + (2 if schema.is_cyclic.any() else 0) + label_width
-
-    def count_linear(num_inputs: int, num_outputs: int) -> int:
-        return (num_inputs + 1) * num_outputs
-
-    def count_encoder(num_inputs: int) -> int:
-        return sum(count_linear(before, after) for before, after in pairwise((num_inputs, *config.hidden, d)))
-
-    def count_layer_norm() -> int:
-        return 2 * d
-
-    count = num_label_rows * label_width
-    if config.identity != "coordinates":
-        count += len(schema.sensor_names) * config.embedding
-    if config.tokens == "single":
-        count += count_encoder(identity_width + reading_width) + reading_width
-    else:
-        count += count_encoder(identity_width) + count_encoder(reading_width)
-    attention = count_linear(d, 3 * d) + count_linear(d, d)
-    feedforward = count_linear(d, config.feedforward) + count_linear(config.feedforward, d)
-    count += config.layers * (attention + feedforward + 2 * count_layer_norm())
-    if config.norm == "pre":
-        count += count_layer_norm()
-    num_components = 0 if schema.is_discrete.all() else config.mixtures
-    count += count_linear(d, 3 * num_components + int(schema.label_counts.max()))
-    num_linear = int(schema.is_linear.sum())
-    if num_prior_components and num_linear:
-        # The weights, means and covariances of the mixture, then the linear maps that use the prior.
-        count += num_prior_components * (1 + num_linear + num_linear**2)
-        count += count_linear(3 * num_prior_components, d) + count_linear(d, 3 * num_prior_components)
-    if config.neighbors and num_linear:
-        # The means, noise and outliers, the covariances of each time scale, then the linear maps that use the prior.
-        per_scale = len(schema) * (config.process_rank + 1) + 1
-        count += 4 * len(schema) + config.process_scales * per_scale
-        count += count_linear(3 * NUM_COMPONENTS, d) + count_linear(d, 3 * NUM_COMPONENTS)
-    if schema.reading_times is not None:
-        count += 2 * count_linear(schema.reading_times.num_inputs, d)
-    if config.exemplars:
-        # The buffers of `Ranking`: `positions` and `known` (exemplars, F), `deviations` (F,) and `typical` (2, 2).
-        count += (2 * config.exemplars + 1) * len(schema) + 4
-    return count
 
 
 def to_tensor(array: NDArray[np.generic], model: DEformer) -> Tensor:

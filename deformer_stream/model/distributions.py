@@ -16,26 +16,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from deformer_stream.model.constants import MAX_LOG_SCALE_CHANGE
 from deformer_stream.model.gaussian_prior import PriorConditional
+from deformer_stream.model.parameters import compute_scale_floors
 from deformer_stream.model.schema import Schema
 
-SCALE_FLOOR = 1e-3
-"""The smallest standard deviation of a mixture component, in normalised units.
-
-Without a floor, the density could grow without bound at a value that occurs repeatedly in training.
-"""
 INITIAL_OWN_LOGIT = -5.0
 """The logit of the network's own mixture components before training, relative to those of the Gaussian prior.
 
 The Gaussian prior is a mixture that was fitted before training. With this logit, training starts from a distribution
 that is almost entirely the prior's.
 """
-MAX_LOG_SCALE_CHANGE = 5.0
-"""The limit of |ln f|, where f is the factor by which the network changes the scale of a component of the prior."""
 MAX_COMPONENT_DENSITIES = 2**20
 """The largest number of component densities (densities of one Gaussian at one point) that are computed at once.
 
@@ -696,10 +690,7 @@ class Head(nn.Module):
         # The names `project` and `adjust` are part of the keys in model.safetensors.
         self.project = nn.Linear(d_model, 3 * self.num_components + self.num_labels)
         self.adjust = nn.Linear(d_model, 3 * num_prior_components) if num_prior_components else None
-        # The smallest scale of a component: half of the sensor's resolution (`quantum`, None if unknown), in normalised
-        # units, but within the limits SCALE_FLOOR and 1.
-        floors = [max(SCALE_FLOOR, (f.quantum or 0.0) / f.scale / 2) for f in schema.features]
-        scale_floor = torch.tensor(np.minimum(floors, 1.0), dtype=torch.float64)
+        scale_floor = torch.from_numpy(compute_scale_floors(schema))
         unseen_mass = torch.tensor([f.unseen for f in schema.features], dtype=torch.float64)
         self.register_buffer("is_discrete", torch.tensor(schema.is_discrete), persistent=False)
         self.register_buffer("scale_floor", scale_floor, persistent=False)

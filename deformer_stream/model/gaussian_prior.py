@@ -25,14 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from deformer_stream.model.constants import MAX_CONDITIONING_VALUE
+from deformer_stream.model.parameters import find_prior_columns
 from deformer_stream.model.schema import Schema
-
-MAX_CONDITIONING_VALUE = 20.0
-"""The limit to which a normalised value is clipped when other readings are conditioned on it.
-
-A reading with an extreme value then cannot distort the conditionals of the readings after it. The score of the reading
-itself uses its unclipped value.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +101,8 @@ class GaussianPrior(nn.Module):
 
     def __init__(self, schema: Schema, num_components: int, num_variants: int = 1) -> None:
         super().__init__()
-        linear_codes = np.flatnonzero(schema.is_linear)
-        column_by_code = np.full(len(schema) + 1, -1)  # the last entry is for the code −1 of padding
-        column_by_code[linear_codes] = np.arange(len(linear_codes))
-        shape, num_linear = (num_variants, num_components), len(linear_codes)
+        column_by_code = find_prior_columns(schema)
+        shape, num_linear = (num_variants, num_components), int(schema.is_linear.sum())
         # Until the mixture is fitted or loaded, its components are equal standard normal distributions.
         uniform_log_weight = -float(np.log(num_components))
         self.register_buffer("column_by_code", torch.from_numpy(column_by_code), persistent=False)

@@ -43,17 +43,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deformer_stream.model.constants import MAX_NEIGHBOR_VALUE, MIN_NOISE_VARIANCE, NUM_PROCESS_COMPONENTS
 from deformer_stream.model.gaussian_prior import PriorConditional
 from deformer_stream.model.schema import Schema
-
-NUM_COMPONENTS = 2
-"""Number of Gaussians in the distribution of a reading: that of the process, and a wider one for outliers."""
-
-MAX_NEIGHBOR_VALUE = 6.0
-"""The limit to which the difference of a neighbor's value from its mean is clipped, in normalised units.
-
-An outlier then cannot distort the distributions of the readings after it.
-"""
 
 MAX_OTHER_NEIGHBORS = 32
 """Largest number of neighbors of other sensors on which the process is conditioned for `compute_log_p_others`.
@@ -61,9 +53,6 @@ MAX_OTHER_NEIGHBORS = 32
 A model whose neighbors are all earlier readings computes its own predictions by one factorisation for each record. The
 neighbors here differ from reading to reading, so that time and memory would grow with the third power of their number.
 """
-
-MIN_NOISE_VARIANCE = 1e-4
-"""Smallest variance of the noise of a reading, in squared normalised units. It keeps covariance matrices regular."""
 
 MIN_P_VALUE = 1e-300
 """Smallest p-value, so that its logarithm is finite."""
@@ -140,7 +129,7 @@ class GaussianProcessPrior(nn.Module):
     @property
     def num_components(self) -> int:
         """The number of Gaussians in the distribution of a reading."""
-        return NUM_COMPONENTS
+        return NUM_PROCESS_COMPONENTS
 
     def compute_covariances(self) -> Tensor:
         """Return for each of the Q time scales the covariance matrix A_q of the S features, (Q, S, S)."""

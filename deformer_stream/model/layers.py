@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from deformer_stream.model.config import ModelConfig
+from deformer_stream.model.constants import ACTIVATION_CODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class Activation:
 
 
 ACTIVATIONS: dict[str, Activation] = {
-    "gelu": Activation(nn.functional.gelu, kernel_code=0),
-    "relu": Activation(nn.functional.relu, kernel_code=1),
+    "gelu": Activation(nn.functional.gelu, ACTIVATION_CODES["gelu"]),
+    "relu": Activation(nn.functional.relu, ACTIVATION_CODES["relu"]),
 }
 """Activation functions by the name that the hyperparameter `activation` uses.
 

@@ -19,8 +19,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from deformer_stream.model.constants import MAX_NEIGHBOR_VALUE
 from deformer_stream.model.gaussian_prior import PriorConditional
-from deformer_stream.model.gaussian_process import MAX_NEIGHBOR_VALUE, GaussianProcessPrior
+from deformer_stream.model.gaussian_process import GaussianProcessPrior
 
 
 def is_exact(process: GaussianProcessPrior, num_readings: int) -> bool:

@@ -15,10 +15,8 @@ import math
 import torch
 from torch import Tensor
 
+from deformer_stream.model.constants import MAX_AGE
 from deformer_stream.model.reading_times import ReadingTimes
-
-MAX_AGE = 4.0
-"""The limit to which an age is clipped as an input of the network, in units of `ReadingTimes.duration`."""
 
 
 def encode_times(scales: ReadingTimes, ages: Tensor, gaps: Tensor) -> Tensor:

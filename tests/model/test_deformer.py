@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deformer_stream.model.deformer import PRESETS, DEformer, KVCacheView, ModelConfig, count_state_values
+from deformer_stream.model.deformer import PRESETS, DEformer, KVCacheView, ModelConfig
 from deformer_stream.model.layers import ACTIVATIONS, get_activation
+from deformer_stream.model.parameters import count_state_values, describe_tensors
 from deformer_stream.model.schema import Feature, Schema
 from tests.engine.random_models import configs, draw_records, make_model, normalise_values, schemas
 
@@ -152,11 +153,11 @@ def test_presets_are_ordered_by_size_and_the_largest_is_that_of_the_paper() -> N
 
 @settings(max_examples=60, deadline=None)
 @given(schema=schemas(max_features=12), config=configs, exemplars=st.sampled_from([0, 5]))
-def test_count_of_state_values_equals_the_size_of_the_state_dict(
-    schema: Schema, config: ModelConfig, exemplars: int
-) -> None:
+def test_description_of_the_tensors_equals_the_state_dict(schema: Schema, config: ModelConfig, exemplars: int) -> None:
     config = ModelConfig(**{**config.to_json(), "exemplars": exemplars})
     state_dict = DEformer(schema, config).state_dict()
+    expected = {name: (tuple(t.shape), t.detach().numpy().dtype) for name, t in state_dict.items()}
+    assert describe_tensors(schema, config) == expected
     assert count_state_values(schema, config) == sum(tensor.numel() for tensor in state_dict.values())
 
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import MultivariateNormal
 
-from deformer_stream.model.gaussian_prior import MAX_CONDITIONING_VALUE, GaussianPrior
+from deformer_stream.model.constants import MAX_CONDITIONING_VALUE
+from deformer_stream.model.gaussian_prior import GaussianPrior
 from deformer_stream.model.schema import Feature, Schema
 
 CONTINUOUS = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(5)))

@@ -12,13 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deformer_stream.model.bounded_context import ContextLimit, select_contexts
-from deformer_stream.model.deformer import DEformer, KVCacheView, ModelConfig, count_state_values
-from deformer_stream.model.gaussian_process import (
-    MAX_OTHER_NEIGHBORS,
-    MIN_NOISE_VARIANCE,
-    GaussianProcessPrior,
-    Neighbors,
-)
+from deformer_stream.model.constants import MIN_NOISE_VARIANCE
+from deformer_stream.model.deformer import DEformer, KVCacheView, ModelConfig
+from deformer_stream.model.gaussian_process import MAX_OTHER_NEIGHBORS, GaussianProcessPrior, Neighbors
+from deformer_stream.model.parameters import count_state_values, describe_tensors
 from deformer_stream.model.reading_times import ReadingTimes
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.time_inputs import compute_gaps, encode_times, find_previous_of_sensor
@@ -337,6 +334,8 @@ def test_damaged_process_is_refused() -> None:
 def test_number_of_state_values_is_computed_without_the_model(neighbors: int) -> None:
     config = make_config(neighbors=neighbors)
     state = DEformer(SCHEMA, config).state_dict()
+    expected = {name: (tuple(t.shape), t.detach().numpy().dtype) for name, t in state.items()}
+    assert describe_tensors(SCHEMA, config) == expected
     assert count_state_values(SCHEMA, config) == sum(tensor.numel() for tensor in state.values())
 
 
