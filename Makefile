@@ -10,7 +10,7 @@ SHELL := /bin/bash
 # The tests of a file run in one process. Each process starts its own broker, so the number of processes is limited.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help docs demo demo-page test first-hours lint check format bench bench-quality chaos chaos-incidents fuzz kafka kafka-jars test-programs clean
+.PHONY: help docs demo demo-page kernels test first-hours lint check format bench bench-quality chaos chaos-incidents fuzz kafka kafka-jars test-programs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -56,7 +56,11 @@ demo: $(VENV)/.run ## simulate a fleet, train for a minute, show early alerts an
 demo-page: $(VENV)/.page ## show incidents of simulated pumps in a browser, live, until Ctrl-C (needs only Python)
 	$(BIN)/deformer-stream demo --page --output demo-output
 
-test: $(VENV)/.dev kafka-jars test-programs ## run all tests, against a real Apache Kafka (WORKERS=0: in one process)
+kernels: $(VENV)/.dev ## compile the C kernels of this checkout again, after their sources have changed
+	@PATH="$(abspath $(BIN)):$$PATH" && cmake -G Ninja -S deformer_stream/kernels/csrc -B build/kernels \
+	  -DIN_SOURCE_TREE=ON > build/kernels.log 2>&1 && cmake --build build/kernels || { cat build/kernels.log; exit 1; }
+
+test: $(VENV)/.dev kernels kafka-jars test-programs ## run all tests, against a real Apache Kafka (WORKERS=0: in one process)
 	$(PYTEST)
 
 first-hours: $(VENV)/.dev ## run the trials of a new user with unknown tables, those that take minutes too
@@ -69,7 +73,7 @@ lint: $(VENV)/.dev ## check format, lint rules, types and import rules
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check: lint ## run lint and the fast tests
+check: lint kernels ## run lint and the fast tests
 	$(PYTEST) -q -m "not kafka and not slow and not data and not browser"
 
 format: $(VENV)/.dev ## format the code
@@ -117,4 +121,4 @@ kafka: $(VENV)/.made ## run a broker on localhost:$(KAFKA_PORT) until Ctrl-C
 	$(BIN)/python tests/kafka/broker.py run --port $(KAFKA_PORT)
 
 clean: ## remove everything that the targets have made
-	rm -rf $(VENV) .kafka .fuzz .cache site demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist deformer_stream/kernels/compiled .kafka .fuzz .cache site demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

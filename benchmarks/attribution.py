@@ -56,8 +56,8 @@ from deformer_stream.engine.engine import Limits
 from deformer_stream.engine.events import NO_TIME, Alert, Contribution, EventBatch
 from deformer_stream.engine.explain import AlertRule, ExplanationEffort, explain_records
 from deformer_stream.errors import InputError
-from deformer_stream.kernels import build
 from deformer_stream.kernels.cpu import CpuKernels
+from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import PRESETS, DEformer
 from deformer_stream.model.schema import Feature, Schema
 
@@ -339,7 +339,7 @@ def measure_cost(num_runs: int = COST_RUNS) -> list[dict[str, Any]]:
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(COST_FEATURES)))
     torch.manual_seed(0)
     model = DEformer(schema, PRESETS["small"]).eval()
-    model.kernel_library = build.load_kernels(False)
+    model.kernel_library = load_library(False)
     kernels = CpuKernels.for_model(model)
     rng = np.random.default_rng(0)
 

@@ -20,8 +20,8 @@ import pyarrow as pa
 import torch
 
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.kernels import build
 from deformer_stream.kernels.cpu import is_supported
+from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import PRESETS, DEformer
 from deformer_stream.model.schema import Feature, Schema
 from tests.connectors.raw_batches import encode_batch, encode_varint
@@ -53,7 +53,7 @@ def make_model(preset: str, features: int, gaussians: int, precision: str = "flo
     config = with_(PRESETS[preset], gaussians=gaussians, precision=precision)  # type: ignore[arg-type]
     model = DEformer(make_schema(features), config).eval()
     if is_supported(model):
-        model.kernel_library = build.load_kernels(model.config.precision == "bfloat16")
+        model.kernel_library = load_library(model.config.precision == "bfloat16")
     return model
 
 

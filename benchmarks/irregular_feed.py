@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from benchmarks.feed import ProduceConnection, encode_records
 from benchmarks.icu import read_stays
 from benchmarks.irregular_records import FIRST_TIME, Readings, make_readings
-from deformer_stream.kernels import build
+from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import PRESETS, DEformer
 from deformer_stream.model.reading_times import ReadingTimes
 from deformer_stream.model.schema import Feature, Schema
@@ -54,7 +54,7 @@ def make_irregular_model(preset: str, sensors: Sequence[str], precision: str = "
     model = DEformer(Schema(features, reading_times=ReadingTimes(2 * 24 * 60 * MINUTE, MINUTE)), config).eval()
     if model.process is not None:
         model.process.factors.copy_(0.3 * torch.randn(model.process.factors.shape))
-    model.kernel_library = build.load_kernels(config.precision == "bfloat16")
+    model.kernel_library = load_library(config.precision == "bfloat16")
     return model
 
 

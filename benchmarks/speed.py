@@ -37,10 +37,10 @@ from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, EventBatch
 from deformer_stream.engine.reading_log import ReadingLog
 from deformer_stream.engine.scoring import ModelVersion
-from deformer_stream.kernels import build
 from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.kernels.cuda_graphs import CudaGraphs
 from deformer_stream.kernels.kv_cache import TorchKVCache
+from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
 from deformer_stream.model.distributions import Conditional, Head
 from deformer_stream.model.schema import Feature, Schema
@@ -225,7 +225,7 @@ class World:
         self.published = DEformer(schema, replace(case.config, precision="float32")).to(case.device).eval()
         self.published.load_state_dict(self.model.state_dict())
         if case.compiled:
-            self.model.kernel_library = build.load_kernels(case.precision == "bfloat16")
+            self.model.kernel_library = load_library(case.precision == "bfloat16")
         # No record alerts, because explanations are not part of this measurement.
         self.calibration = Calibration.from_statistics(1e6 + np.arange(100.0), "random")
         self.features, self.records = features, records

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from deformer_stream import log
-from deformer_stream.kernels import abi, build
+from deformer_stream.kernels import abi
 from deformer_stream.kernels.abi import COLUMNS, MAX_HEADS, MAX_NEIGHBORS, MAX_PROCESS_SCALES, PRIOR_LANES
 from deformer_stream.kernels.kv_cache import CpuKVCache, max_cached_readings, round_up
+from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.distributions import Conditional, Surprisal
 from deformer_stream.model.gaussian_prior import GaussianPrior, PriorConditional
@@ -497,7 +498,7 @@ class CpuKernels:
 
     Args:
         model: A model for which `is_supported` returns True.
-        library: The library that `build.load_kernels` returns for the precision of the model.
+        library: The library that `load_library` returns for the precision of the model.
 
     Attributes:
         bytes_per_record: The size in bytes of the KV cache pages of a record that has a reading of every feature. If
@@ -826,7 +827,7 @@ def attached_kernels(model: DEformer) -> Iterator[CpuKernels | None]:
     """
     previous_library = model.kernel_library
     if previous_library is None:
-        model.kernel_library = build.load_kernels(model.config.precision == "bfloat16")
+        model.kernel_library = load_library(model.config.precision == "bfloat16")
     try:
         yield CpuKernels.for_model(model)
     finally:

@@ -15,7 +15,7 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.cusum import CusumScale
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.explain import ExplanationEffort
-from deformer_stream.kernels import build
+from deformer_stream.kernels.library import load_library
 from deformer_stream.model.bounded_context import ContextLimit, select_contexts
 from deformer_stream.model.deformer import DEformer
 from tests.engine.restarts import Event, Poll
@@ -42,8 +42,8 @@ def make_compiled_model() -> DEformer:
     model = make_irregular_model(config, 0).float()
     assert model.process is not None
     model.process.double()  # its parameters are float64, whatever the dtype of the network
-    model.kernel_library = build.load_kernels(False)
-    assert model.kernel_library is not None, "the tests of compiled code need a C compiler"
+    model.kernel_library = load_library(False)
+    assert model.kernel_library is not None, "the tests need compiled kernels: run `make kernels`"
     return model
 
 

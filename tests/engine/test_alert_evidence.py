@@ -19,7 +19,7 @@ from deformer_stream.engine import explain
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import Alert, AlertCause, EventBatch
 from deformer_stream.engine.explain import ExplanationEffort, explain_context
-from deformer_stream.kernels import build
+from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
 from tests.engine.test_irregular_explanations import (
@@ -44,7 +44,7 @@ def make_quantized_model(is_compiled: bool) -> DEformer:
     schema = Schema(features, reading_times=PROCESS_SCHEMA.reading_times)
     model = DEformer(schema, exact.config).eval()
     model.load_state_dict(exact.state_dict())
-    model.kernel_library = build.load_kernels(False) if is_compiled else None
+    model.kernel_library = load_library(False) if is_compiled else None
     assert (model.kernel_library is not None) == is_compiled
     return model
 

@@ -12,7 +12,7 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.drift import RecordReadings, average_neg_log_p_by_feature
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.last_context import find_last_context
-from deformer_stream.kernels import build
+from deformer_stream.kernels.library import load_library
 from tests.engine.irregular_streams import LIMIT, MINUTE, make_engine
 from tests.engine.irregular_streams import make_model as make_random_model
 from tests.engine.test_irregular_explanations import (
@@ -28,7 +28,7 @@ def test_a_notice_names_the_sensor_that_has_shifted() -> None:
     rng = np.random.default_rng(2)
     scores = compute_statistics([simulate(rng) for _ in range(200)])
     model = make_exact_model()
-    model.kernel_library = build.load_kernels(False)
+    model.kernel_library = load_library(False)
     records = []
     for i in range(60):
         codes, values, ages = simulate(rng)

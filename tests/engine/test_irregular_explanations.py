@@ -19,8 +19,8 @@ from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import Alert, EventBatch, Explanation
 from deformer_stream.engine.explain import ExplanationEffort, explain_context
 from deformer_stream.engine.order_trees import build_chain_tree, build_order_tree, compute_tree_conditionals
-from deformer_stream.kernels import build
 from deformer_stream.kernels.cpu import CpuKernels
+from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.reading_times import ReadingTimes
 from deformer_stream.model.schema import Feature, Schema
@@ -81,7 +81,7 @@ def make_exact_model(neighbors: int = 16) -> DEformer:
 
 @cache
 def get_kernels(neighbors: int = 16) -> CpuKernels:
-    library = build.load_kernels(False)
+    library = load_library(False)
     assert library is not None
     return CpuKernels(make_exact_model(neighbors), library)
 
@@ -127,7 +127,7 @@ def raise_alerts(
 ) -> dict[int, Alert]:
     """Return the alerts of records at α = 5%, if the statistics of normal records are `scores`."""
     model = make_exact_model()
-    model.kernel_library = build.load_kernels(False)
+    model.kernel_library = load_library(False)
     calibration = Calibration.from_statistics(scores, "arrival")
     engine = Engine(model, calibration, "process", 0.05, effort=effort)
     alerts = engine.handle(make_process_batch(records), 0).alerts
@@ -138,7 +138,7 @@ def raise_alerts(
 def compute_statistics(records: list[tuple[Ints, Floats, Floats]]) -> Floats:
     """Return the largest statistic of each record."""
     model = make_exact_model()
-    model.kernel_library = build.load_kernels(False)
+    model.kernel_library = load_library(False)
     engine = Engine(model, Calibration(np.empty(0), "arrival"), "process", (), effort="off")
     engine.handle(make_process_batch(records), 0)
     closed = engine.finish().closed

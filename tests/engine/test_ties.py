@@ -22,7 +22,7 @@ from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, CloseReason, Decisions, Effects, RejectionReason
 from deformer_stream.engine.snapshot import Snapshot, Vocabulary
 from deformer_stream.engine.ties import MAX_ORDERS, draw_orders
-from deformer_stream.kernels import build
+from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import ModelConfig
 from tests.engine.random_models import draw_records, make_model, normalise_values
 from tests.engine.restarts import (
@@ -147,8 +147,8 @@ def test_kernels_score_tie_groups_like_torch(gaussians: int) -> None:
     )
     events = tied_events(1, num_records=40)
     expected = run_stream(events, 1, Engine(model, calibration, "m", 0.1, ties="hold"), max_batch=99)
-    model.kernel_library = build.load_kernels(False)
-    assert model.kernel_library is not None, "the tests of the kernels need a C compiler"
+    model.kernel_library = load_library(False)
+    assert model.kernel_library is not None, "the tests need compiled kernels: run `make kernels`"
     shuffled = sorted(events, key=lambda event: (event.time, -event.feature, event.name))
     for cache_bytes in (0, 2**24):
         engine = Engine(model, calibration, "m", 0.1, Limits(cache_bytes=cache_bytes), ties="hold")

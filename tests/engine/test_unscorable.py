@@ -16,7 +16,7 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.codec import Codec
 from deformer_stream.engine.engine import Engine, UnscorableReadings
 from deformer_stream.engine.events import Effects
-from deformer_stream.kernels import build
+from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
@@ -34,8 +34,8 @@ FLOW, MODE, HEAT, SITE = range(4)
 def build_model(path: Path) -> DEformer:
     """Return a model with random weights that is scored by the kernels or by PyTorch."""
     model = make_model(SCHEMA, CONFIG, dtype=torch.float32)
-    model.kernel_library = build.load_kernels(False) if path == "kernels" else None
-    assert path == "torch" or model.kernel_library is not None, "the tests of the kernels need a C compiler"
+    model.kernel_library = load_library(False) if path == "kernels" else None
+    assert path == "torch" or model.kernel_library is not None, "the tests need compiled kernels: run `make kernels`"
     return model
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,27 +12,29 @@ import pytest
 import torch
 
 from deformer_stream.errors import InvariantViolated
-from deformer_stream.kernels import abi, build
+from deformer_stream.kernels import abi
 from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch
 from deformer_stream.kernels.kv_cache import CpuKVCache, PagePool
+from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import ModelConfig
 from deformer_stream.model.layers import ACTIVATIONS
 from deformer_stream.model.schema import Feature, Schema
 from tests.engine.random_models import make_model
 
+SOURCES = Path(abi.__file__).parent / "csrc"
 CONFIG = ModelConfig(d_model=64, layers=1, heads=4, feedforward=32, mixtures=2, embedding=4, hidden=(8,), gaussians=2)
 SCHEMA = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(3)))
 
 
-def load_library() -> Any:
-    library = build.load_kernels(False)
-    assert library is not None, "the tests of compiled code need a C compiler"
+def load_kernels() -> Any:
+    library = load_library(False)
+    assert library is not None, "the tests need compiled kernels: run `make kernels`"
     return library
 
 
 def read_c_fields(name: str) -> list[str]:
     """Return the names of a structure's fields in csrc/abi.h, in their order."""
-    header = re.sub(r"/\*.*?\*/", "", (build.SOURCES / "abi.h").read_text(), flags=re.DOTALL)
+    header = re.sub(r"/\*.*?\*/", "", (SOURCES / "abi.h").read_text(), flags=re.DOTALL)
     structs = re.findall(r"typedef struct \{([^}]*)\} (\w+);", header)
     (body,) = (body for body, struct_name in structs if struct_name == name)
     fields = []
@@ -49,7 +53,7 @@ def test_structures_have_the_fields_of_the_header_in_their_order(struct: type[ab
 
 
 def test_library_matches_this_module() -> None:
-    assert abi.find_differences(load_library()) == []
+    assert abi.find_differences(load_kernels()) == []
 
 
 @pytest.mark.parametrize(
@@ -65,17 +69,17 @@ def test_tampered_description_is_reported(
     name: str, value: Any, difference: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(abi, name, value)
-    assert abi.find_differences(load_library()) == [difference]
+    assert abi.find_differences(load_kernels()) == [difference]
 
 
 def test_library_without_a_description_is_reported() -> None:
-    (difference,) = abi.find_differences(build.ctypes.CDLL(None))
+    (difference,) = abi.find_differences(ctypes.CDLL(None))
     assert "abi_version" in difference
 
 
 def test_every_activation_of_the_model_is_known_to_the_kernels() -> None:
     for name, activation in ACTIVATIONS.items():
-        assert load_library().constant_value(f"ACTIVATION_{name.upper()}".encode()) == activation.kernel_code
+        assert load_kernels().constant_value(f"ACTIVATION_{name.upper()}".encode()) == activation.kernel_code
 
 
 def small_batch(kernels: CpuKernels) -> tuple[CpuKVCache, RaggedBatch]:
@@ -104,7 +108,7 @@ def small_batch(kernels: CpuKernels) -> tuple[CpuKVCache, RaggedBatch]:
     ],
 )
 def test_array_that_does_not_fit_is_refused_by_name(name: str, wrong: Any, message: str) -> None:
-    kernels = CpuKernels(make_model(SCHEMA, CONFIG, 0, torch.float32), load_library())
+    kernels = CpuKernels(make_model(SCHEMA, CONFIG, 0, torch.float32), load_kernels())
     cache, batch = small_batch(kernels)
     assert np.isfinite(kernels.score(cache, batch)).all()
     fields = {field: getattr(batch, field) for field in RaggedBatch.__slots__}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import astuple, replace
 from operator import attrgetter
@@ -43,9 +44,10 @@ from deformer_stream.engine.events import Contribution
 from deformer_stream.engine.explain import explain_records
 from deformer_stream.engine.order_trees import build_order_tree, compute_tree_conditionals
 from deformer_stream.engine.records import INITIAL_RUNNING
-from deformer_stream.kernels import build
+from deformer_stream.kernels import library
 from deformer_stream.kernels.cpu import CpuKernels, CusumArguments, RaggedBatch, is_supported
 from deformer_stream.kernels.kv_cache import CpuKVCache
+from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
 from deformer_stream.model.distributions import Conditional
 from deformer_stream.model.schema import Feature, Schema
@@ -85,8 +87,8 @@ def two_threads() -> Iterator[None]:
 
 def attach_kernels(model: DEformer) -> DEformer:
     """Attach the compiled kernels of the model's precision, and return the model."""
-    model.kernel_library = build.load_kernels(model.config.precision == "bfloat16")
-    assert model.kernel_library is not None, "the tests of compiled code need a C compiler"
+    model.kernel_library = load_library(model.config.precision == "bfloat16")
+    assert model.kernel_library is not None, "the tests need compiled kernels: run `make kernels`"
     return model
 
 
@@ -161,21 +163,24 @@ def test_scores_do_not_depend_on_batches_or_eviction(
         np.testing.assert_allclose(scores, expected, atol=TOLERANCE[precision])
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("memory", ["all", "values"])
-def test_bfloat16_scores_do_not_depend_on_the_dot_instruction(memory: Literal["all", "values"]) -> None:
-    """The pages have the same size, too, if the processor multiplies the rounded numbers as floats."""
+def test_scores_do_not_depend_on_the_instruction_set(precision: Precision, memory: Literal["all", "values"]) -> None:
+    """The pages have the same size, too, if the processor multiplies rounded numbers as pairs of bfloat16."""
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(21)))
-    model = make_model(schema, replace(CONFIG, precision="bfloat16", memory=memory), dtype=torch.float32)
+    model = make_model(schema, replace(CONFIG, precision=precision, memory=memory), dtype=torch.float32)
     codes, raw_values = draw_records(schema, 60, 1, missing_share=0.2)
-    scores, bytes_per_record = [], []
-    for has_slow_dot in (False, True):
-        flags = [build.BFLOAT16_FLAG, *[build.NO_BFLOAT16_DOT_FLAG] * has_slow_dot]
-        model.kernel_library = build.build_library(build.SOURCES, "", *flags)
-        assert model.kernel_library is not None, "the tests of compiled code need a C compiler"
-        bytes_per_record.append(CpuKernels(model, model.kernel_library).bytes_per_record)
+    is_low = precision == "bfloat16"
+    instruction_sets = library.list_instruction_sets(is_low)
+    assert instruction_sets, "the tests need compiled kernels: run `make kernels`"
+    scores, bytes_per_record = [], set()
+    for instruction_set in instruction_sets:
+        model.kernel_library = ctypes.CDLL(str(library.library_path(instruction_set, is_low)))
+        bytes_per_record.add(CpuKernels(model, model.kernel_library).bytes_per_record)
         scores.append(scores_by_record(score_stream(model, codes, raw_values, 2), 60))
-    np.testing.assert_allclose(scores[1], scores[0], atol=TOLERANCE["bfloat16"])
-    assert bytes_per_record[0] == bytes_per_record[1]
+    for other_scores in scores[1:]:
+        np.testing.assert_allclose(other_scores, scores[0], atol=TOLERANCE[precision])
+    assert len(bytes_per_record) == 1
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

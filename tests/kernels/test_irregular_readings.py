@@ -16,10 +16,11 @@ from torch import Tensor
 
 from deformer_stream.engine.engine import Limits
 from deformer_stream.engine.order_trees import build_order_tree
-from deformer_stream.kernels import abi, build
+from deformer_stream.kernels import abi
 from deformer_stream.kernels import cpu as kernels_of_cpu
 from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch, is_supported
 from deformer_stream.kernels.kv_cache import CpuKVCache, max_cached_readings
+from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.gaussian_prior import PriorConditional
 from deformer_stream.model.reading_times import ReadingTimes
@@ -101,8 +102,8 @@ def make_irregular_model(schema: Schema, config: ModelConfig, seed: int) -> DEfo
         process.outlier_share.copy_(draw(process.outlier_share).sigmoid())
         process.outlier_factor.copy_(draw(process.outlier_factor).exp())
         process.scales.copy_(torch.logspace(2, 6, len(process.scales), dtype=torch.float64))
-    model.kernel_library = build.load_kernels(config.precision == "bfloat16")
-    assert model.kernel_library is not None, "the tests of compiled code need a C compiler"
+    model.kernel_library = load_library(config.precision == "bfloat16")
+    assert model.kernel_library is not None, "the tests need compiled kernels: run `make kernels`"
     return model
 
 

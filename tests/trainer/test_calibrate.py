@@ -149,7 +149,7 @@ def test_calibration_scores_equal_the_engines_bit_for_bit(
     got = compute_statistics(model, wide, rows, "schema", 0)
     assert model.kernel_library is None, "calibration leaves the model as it was"
     with attached_kernels(model) as kernels:
-        assert kernels is not None, "the tests of compiled code need a C compiler"
+        assert kernels is not None, "the tests need compiled kernels: run `make kernels`"
         np.testing.assert_array_equal(got, streamed_statistics(model, wide, rows, polls=7))
         torch_scores = compute_max_statistics(model, *in_schema_order(wide, rows))
     if precision == "float32":
