@@ -1,9 +1,11 @@
-"""Compile C code on the user's machine when it is first needed, and load the resulting shared libraries.
+"""Compile the C code that reads Kafka's record batches when it is first needed, and load the shared library.
+
+The scoring kernels are compiled when the package is built; see `library`.
 
 The C compiler (`cc`, or the command in the environment variable CC) compiles for the processor of this machine. The
 library is stored in the user's cache directory. Its file name has a digest (hash) of its sources, compiler and flags,
 and a digest of its own content. With the second digest, a damaged file is recognised, and compiled again. If there is
-no compiler or compilation fails, the reason is logged, and NumPy and PyTorch do the work several times slower.
+no compiler or compilation fails, the reason is logged, and NumPy does the work more slowly.
 """
 
 from __future__ import annotations
@@ -19,65 +21,16 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from deformer_stream import log
 
-SOURCES = Path(__file__).parent / "csrc"
-"""The folder with the C sources of the scoring kernels."""
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-Wno-psabi")
 """Flags of the C compiler for all libraries: optimised for the processor of this machine, as a shared library."""
 COMPILE_TIMEOUT_SECONDS = 120
 """How long the compiler may run."""
 MAX_ERROR_CHARACTERS = 500
 """How many characters of a compiler's error output are logged: the last ones, which state the error."""
-BFLOAT16_FLAG, NO_BFLOAT16_DOT_FLAG = "-DBFLOAT16_FACTORS", "-DNO_BFLOAT16_DOT"
-"""Flags of the kernels: round factors to bfloat16; do so without the processor's dot products of bfloat16 pairs."""
-SLOW_SCORING = "scoring runs without compiled code, several times slower"
-
-
-@cache
-def load_kernels(low_precision: bool, /) -> ctypes.CDLL | None:
-    """Return the library of the scoring kernels, and compile it if it is not in the cache directory.
-
-    Args:
-        low_precision: Whether the Transformer's layers round the factors of matrix products to bfloat16. It is
-            positional-only, because `functools.cache` would store a second result for a keyword argument.
-
-    Returns:
-        The library; None if it cannot be compiled or loaded, or does not match the Python code. The reason is logged,
-        and readings are then scored by PyTorch, more slowly.
-    """
-    flags = [BFLOAT16_FLAG] if low_precision else []
-    if low_precision and not has_fast_bfloat16_dot():
-        flags.append(NO_BFLOAT16_DOT_FLAG)  # round factors to bfloat16, but multiply them as float32
-    library = build_library(SOURCES, SLOW_SCORING, *flags)
-    if library is None:
-        return None
-    # Imported here, because it imports torch. Programs that only read Kafka topics load another library of this module.
-    from deformer_stream.kernels.abi import find_differences
-
-    # A library whose structures have another layout than those of Python would read wrong memory.
-    differences = find_differences(library)
-    if differences:
-        log.get_logger("kernels").error("kernels_refused", consequence=SLOW_SCORING, reason="; ".join(differences))
-        return None
-    return library
-
-
-def has_fast_bfloat16_dot() -> bool:
-    """Return whether dot products of bfloat16 vectors are faster on this processor than those of float32 vectors.
-
-    On Intel's processors they are slower: the instruction processes twice as many numbers as the one for float32, but
-    takes four times as long.
-    """
-    import torch
-
-    get_capabilities: Any = getattr(torch.cpu, "get_capabilities", None)  # missing in older versions of PyTorch
-    capabilities = {} if get_capabilities is None else get_capabilities()
-    return bool(capabilities.get("avx512_bf16")) and not str(capabilities.get("cpu_name")).startswith("Intel")
 
 
 def build_library(sources: Path, consequence: str, *flags: str) -> ctypes.CDLL | None:
