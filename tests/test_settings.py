@@ -44,7 +44,15 @@ REQUIRED: dict[str, dict[str, str]] = {
     "demo": {},
 }
 LOGIN = {"security_protocol": "SASL_SSL", "sasl_mechanism": "PLAIN", "sasl_username": "me"}
-FIELDS_WITH_CONDITIONS = ("source", "output", "topic", *LOGIN, "sasl_password", "sasl_password_file")
+OAUTH = {
+    "security_protocol": "SASL_SSL",
+    "sasl_mechanism": "OAUTHBEARER",
+    "sasl_oauth_token_endpoint": "https://login.example/token",
+    "sasl_oauth_client_id": "plant",
+    "sasl_oauth_client_secret_file": "secret",
+}
+LOGIN_FIELDS = tuple(name for name in ConsumeSettings.model_fields if name.startswith("sasl_"))
+FIELDS_WITH_CONDITIONS = ("source", "output", "topic", *LOGIN, *LOGIN_FIELDS)
 ALL_OPTIONS = [(command, field) for command, cls in SETTINGS_BY_COMMAND.items() for field in cls.model_fields]
 
 
@@ -65,13 +73,30 @@ def get_example_values(cls: type[Settings], field: str) -> list[Any]:
         return [";", ",", "|"]
     if field == "encoding":
         return ["utf-8", "cp1252", "utf-16"]
-    if field == "units":
+    if field in ("units", "client_option"):
         return ["a=1", "b=2", "c=3"]
+    if field == "sasl_oauth_token_endpoint":
+        return ["https://a/token", "https://b/token", "http://localhost/token"]
     if field in ("record_timeout", "max_wait", "commit_interval", "shuffle_within", "window", "grace"):
         return ["1500ms", "2m", "3h"]
     if field in ("cache_memory", "max_message_bytes"):
         return ["1KiB", "2MiB", "3000"]
     return ["11", "12", "13"]
+
+
+def get_login(field: str) -> dict[str, str]:
+    """Return the options of a login that a field belongs to, or that it needs; none for other fields."""
+    if field == "sasl_oauth_token_file":
+        return {"security_protocol": "SASL_SSL", "sasl_mechanism": "OAUTHBEARER"}
+    if field.startswith("sasl_oauth"):
+        return OAUTH
+    if field == "sasl_aws_region":
+        return {"security_protocol": "SASL_SSL", "sasl_mechanism": "AWS_MSK_IAM"}
+    if field == "sasl_kerberos_service_name":
+        return {"security_protocol": "SASL_SSL", "sasl_mechanism": "GSSAPI"}
+    if field.startswith(("sasl", "ssl", "security")):
+        return LOGIN if field == "sasl_password" else {**LOGIN, "sasl_password_file": "f"}
+    return {}
 
 
 @pytest.fixture
@@ -101,8 +126,7 @@ def test_flag_precedes_environment_precedes_file_precedes_default(
 ) -> None:
     cls = SETTINGS_BY_COMMAND[command]
     others: dict[str, Any] = dict(REQUIRED[command])
-    others |= LOGIN if field.startswith(("sasl", "ssl", "security")) else {}
-    others |= {} if field == "sasl_password" or LOGIN.items() - others.items() else {"sasl_password_file": "f"}
+    others |= get_login(field)
     others |= {"ssl_certfile": "c"} if field.startswith("ssl") else {}
     others.pop(field, None)
     if field in ("source", "output") and command in ("consume", "produce"):
@@ -160,7 +184,8 @@ def test_every_field_is_a_flag(command: str) -> None:
         for word in ([to_flag(field)] if field in switches else [to_flag(field), value])
     ]
     assert CliRunner().invoke(run, words).exit_code == 0
-    assert seen == value_by_field | dict.fromkeys(switches, True) | {"config": None}
+    repeated = {"client_option": (value_by_field["client_option"],)} if "client_option" in fields else {}
+    assert seen == value_by_field | dict.fromkeys(switches, True) | repeated | {"config": None}
     text = CliRunner().invoke(run, ["--help"]).output
     assert all(to_flag(field) in text for field in fields)
     assert CliRunner().invoke(run, []).exit_code == 0
@@ -561,3 +586,126 @@ def test_config_masks_the_secrets_of_receivers(
     output = cli("config", "incidents").out
     assert shown in output
     assert all(secret not in output for secret in secrets)
+
+
+def test_client_options_come_from_flags_the_environment_or_a_table(
+    clean_environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(
+        '[client-option]\n"client.rack" = "a"\nfetch.max.bytes = 5\n[consume.client-option]\nstatistics = true\n'
+    )
+    for command, expected in [
+        ("produce", {"client.rack": "a", "fetch.max.bytes": "5"}),
+        ("consume", {"statistics": "true"}),
+    ]:
+        cls = SETTINGS_BY_COMMAND[command]
+        flags = {**REQUIRED[command]}
+        assert load_settings(cls, flags, config, command).get_client_options() == expected  # type: ignore[attr-defined]
+    clean_environment.setenv("DEFORMER_CLIENT_OPTION", "a=1\n\n b = x=y,z \n")
+    assert load_settings(ConsumeSettings, REQUIRED["consume"], config, "consume").get_client_options() == {
+        "a": "1",
+        "b": "x=y,z",
+    }
+    flags = {**REQUIRED["consume"], "client_option": ("c=3", "d=")}
+    assert load_settings(ConsumeSettings, flags, config, "consume").get_client_options() == {"c": "3", "d": ""}
+
+
+def test_flags_of_client_options_are_repeatable(
+    clean_environment: pytest.MonkeyPatch, cli: Callable[..., SimpleNamespace]
+) -> None:
+    clean_environment.setenv("DEFORMER_CLIENT_OPTION", "e=5")
+    seen: list[dict[str, str]] = []
+
+    @click.command()
+    @add_options(ProduceSettings)
+    def command(config: Path | None, **flags: Any) -> None:
+        seen.append(load_settings(ProduceSettings, {**flags, "topic": "t"}).get_client_options())
+
+    command.main(["--client-option", "a=1", "--client-option", "b=2"], standalone_mode=False)
+    command.main([], standalone_mode=False)  # without the flag, the environment counts
+    assert seen == [{"a": "1", "b": "2"}, {"e": "5"}]
+
+
+def test_a_malformed_client_option_is_not_quoted(clean_environment: pytest.MonkeyPatch) -> None:
+    for text in (SECRET, f"={SECRET}"):
+        with pytest.raises(ConfigError) as caught:
+            load_settings(ConsumeSettings, {**REQUIRED["consume"], "client_option": (text,)})
+        assert str(caught.value).startswith("--client-option (DEFORMER_CLIENT_OPTION in the environment")
+        assert "write KEY=VALUE" in str(caught.value)
+        assert SECRET not in str(caught.value)
+
+
+def test_values_of_client_options_are_masked(
+    clean_environment: pytest.MonkeyPatch, tmp_path: Path, cli: Callable[..., SimpleNamespace]
+) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(f'[client-option]\nssl.key.password = "{SECRET}"\n')
+    result = cli("config", "--config", path)
+    assert result.code == 0, result.err
+    assert SECRET not in result.out + result.err
+    assert "ssl.key.password=*****" in result.out
+    settings = load_settings(ConsumeSettings, REQUIRED["consume"], path, "consume")
+    assert SECRET not in repr(settings) + str(settings) + settings.model_dump_json()
+    assert settings.get_client_options() == {"ssl.key.password": SECRET}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sasl_oauth_client_id": None}, "missing: --sasl-oauth-client-id"),
+        ({"sasl_oauth_client_secret_file": None}, "missing: --sasl-oauth-client-secret-file"),
+        ({"sasl_username": "me"}, "OAUTHBEARER does not use --sasl-username"),
+        ({"sasl_oauth_token_file": "t"}, "contains the token, so leave --sasl-oauth-token-endpoint, "),
+        ({"sasl_oauth_token_endpoint": "login.example"}, "is no address"),
+        ({"sasl_oauth_token_endpoint": f"https://me:{SECRET}@login.example/token"}, "must not contain a login"),
+        ({"sasl_oauth_token_endpoint": "http://login.example/token"}, "without encryption"),
+        ({"security_protocol": "SSL"}, "requires --security-protocol SASL_SSL"),
+        ({"sasl_mechanism": "PLAIN"}, "missing: --sasl-username, --sasl-password-file"),
+        ({"sasl_mechanism": "AWS_MSK_IAM"}, "AWS_MSK_IAM does not use --sasl-oauth-token-endpoint"),
+        ({"sasl_mechanism": "GSSAPI"}, "GSSAPI does not use --sasl-oauth-token-endpoint"),
+        ({"sasl_mechanism": None}, "missing: --sasl-mechanism"),
+    ],
+)
+def test_logins_with_tokens_are_checked(
+    changes: dict[str, str], message: str, clean_environment: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(ConsumeSettings, {**REQUIRED["consume"], **OAUTH, **changes}, command="consume")
+    assert message in str(caught.value)
+    assert SECRET not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_amazon_login_needs_encryption(clean_environment: pytest.MonkeyPatch) -> None:
+    flags = {**REQUIRED["consume"], "sasl_mechanism": "AWS_MSK_IAM", "security_protocol": "SASL_PLAINTEXT"}
+    with pytest.raises(ConfigError, match="AWS_MSK_IAM requires --security-protocol SASL_SSL"):
+        load_settings(ConsumeSettings, flags)
+
+
+def test_security_arguments_of_logins_with_tokens(clean_environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text(f"{SECRET}\n")
+    secret_file = {"sasl_oauth_client_secret_file": str(tmp_path / "secret")}
+
+    def make_arguments(**flags: str) -> dict[str, Any]:
+        return load_settings(ConsumeSettings, {**REQUIRED["consume"], **flags}).make_security_arguments()
+
+    assert make_arguments(**{**OAUTH, **secret_file}, sasl_oauth_scope="kafka") == {
+        "security_protocol": "SASL_SSL",
+        "sasl_mechanism": "OAUTHBEARER",
+        "sasl_oauth_token_endpoint": "https://login.example/token",
+        "sasl_oauth_client_id": "plant",
+        "sasl_oauth_client_secret": SECRET,
+        "sasl_oauth_scope": "kafka",
+    }
+    assert make_arguments(
+        security_protocol="SASL_PLAINTEXT", sasl_mechanism="OAUTHBEARER", sasl_oauth_token_file="token"
+    ) == {"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": "OAUTHBEARER", "sasl_oauth_token_file": "token"}
+    assert make_arguments(security_protocol="SASL_SSL", sasl_mechanism="AWS_MSK_IAM", sasl_aws_region="eu-west-1") == {
+        "security_protocol": "SASL_SSL",
+        "sasl_mechanism": "AWS_MSK_IAM",
+        "sasl_aws_region": "eu-west-1",
+    }
+    assert make_arguments(
+        security_protocol="SASL_SSL", sasl_mechanism="GSSAPI", sasl_kerberos_service_name="kafka"
+    ) == {"security_protocol": "SASL_SSL", "sasl_mechanism": "GSSAPI", "sasl_kerberos_service_name": "kafka"}

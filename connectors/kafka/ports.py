@@ -121,7 +121,11 @@ class KafkaCluster:
     Attributes:
         servers: Comma-separated host:port pairs.
         security: Options for encryption and login, as `KafkaSettings.make_security_arguments` returns them. They hold
-            passwords, so they are not part of `repr` and must never be logged.
+            passwords, so they are not part of `repr` and must never be logged. The keys, all optional, are
+            `security_protocol`, `ssl_cafile`, `ssl_certfile`, `ssl_keyfile`, `ssl_password`, `sasl_mechanism`,
+            `sasl_plain_username` and `sasl_plain_password` (PLAIN, SCRAM), `sasl_oauth_token_endpoint`,
+            `sasl_oauth_client_id`, `sasl_oauth_client_secret`, `sasl_oauth_scope` or `sasl_oauth_token_file`
+            (OAUTHBEARER), `sasl_aws_region` (AWS_MSK_IAM) and `sasl_kerberos_service_name` (GSSAPI).
         library: The client library.
         options: Further options of the client library, by its own names. They may hold secrets, too.
     """

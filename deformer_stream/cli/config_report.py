@@ -19,6 +19,7 @@ from deformer_stream.settings import (
     format_default,
     to_flag,
 )
+from deformer_stream.settings.kafka import parse_client_options
 
 MASK = "**********"
 """The text that is shown in place of a password."""
@@ -87,6 +88,9 @@ def _mask_secret(cls: type[Settings], field: str, value: Any) -> str | None:
         value: Value before validation.
     """
     annotation: Any = cls.model_fields[field].annotation
+    if field == "client_option":
+        # The names are shown, but any of the values may be a secret.
+        return "\n".join(f"{name}={MASK}" for name in parse_client_options(value)) or None
     if SecretStr in (annotation, *get_args(annotation)):
         return MASK
     if field == "webhook":

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, model_validator
 
-from deformer_stream.errors import ConfigError
 from deformer_stream.settings.base import (
     Device,
     Duration,
@@ -28,6 +27,7 @@ from deformer_stream.settings.base import (
     to_flag,
 )
 from deformer_stream.settings.incident_rule import IncidentRuleSettings
+from deformer_stream.settings.kafka import KafkaSettings
 from deformer_stream.settings.option_groups import INIT_GROUPS, PRODUCE_GROUPS, TABLE_GROUPS, OptionGroups
 from deformer_stream.settings.tables import TableSettings, WindowedTableSettings
 
@@ -121,126 +121,6 @@ class _AlertSettings(ScoringSettings):
         "poll. Each of them delays the alerts of the poll by some milliseconds. The choice must also be made in the "
         "calibration: calibrate --order next.",
     )
-
-
-class KafkaSettings(Settings):
-    """The options of every command that connects to Kafka brokers: addresses, encryption and login."""
-
-    bootstrap_servers: str = Field("localhost:9092", description="Kafka brokers as host:port, comma-separated.")
-    security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = Field(
-        "PLAINTEXT", description="Encryption and authentication of the connection to the brokers."
-    )
-    ssl_cafile: Path | None = Field(
-        None, description="PEM file of the authority that signed the brokers' certificates. Default: the system's."
-    )
-    ssl_certfile: Path | None = Field(
-        None, description="PEM file of the client's certificate, if the brokers require one."
-    )
-    ssl_keyfile: Path | None = Field(
-        None, description="PEM file of the client's private key, if it is not in the certificate's file."
-    )
-    ssl_password_file: Path | None = Field(
-        None, description="File whose first line is the passphrase of the private key."
-    )
-    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] | None = Field(
-        None, description="Mechanism of the login, with --security-protocol SASL_SSL or SASL_PLAINTEXT."
-    )
-    sasl_username: str | None = Field(None, description="User name of the login.")
-    sasl_password: SecretStr | None = Field(
-        None,
-        description="Password of the login. Prefer the environment variable or --sasl-password-file, because other "
-        "users can see flags in the list of processes.",
-    )
-    sasl_password_file: Path | None = Field(None, description="File whose first line is the password of the login.")
-
-    @model_validator(mode="after")
-    def _check_login(self) -> Self:
-        """Raise `ValueError` if the options of the login are incomplete or contradict each other.
-
-        The Kafka client would otherwise connect without a login, and the user would not notice.
-        """
-        passwords = [source for source in (self.sasl_password, self.sasl_password_file) if source is not None]
-        has_login_option = passwords or self.sasl_mechanism is not None or self.sasl_username is not None
-        if has_login_option and not self.security_protocol.startswith("SASL"):
-            raise ValueError(
-                "a login (--sasl-… options) requires --security-protocol SASL_SSL or SASL_PLAINTEXT; set one of these, "
-                "or leave the login out"
-            )
-        if len(passwords) > 1:
-            raise ValueError("both --sasl-password and --sasl-password-file are set; give one of them")
-        if self.security_protocol.startswith("SASL"):
-            value_by_flag = {"--sasl-mechanism": self.sasl_mechanism, "--sasl-username": self.sasl_username}
-            missing = [flag for flag, value in value_by_flag.items() if not value]
-            missing += [] if passwords else ["--sasl-password-file or DEFORMER_SASL_PASSWORD"]
-            if missing:
-                raise ValueError(
-                    f"--security-protocol {self.security_protocol} requires a login, but these options are missing: "
-                    f"{', '.join(missing)}"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _check_encryption(self) -> Self:
-        """Raise `ValueError` if a TLS option is set but would have no effect.
-
-        The user would otherwise believe that the connection is encrypted, or that it uses the given key.
-        """
-        key_files = [file for file in (self.ssl_keyfile, self.ssl_password_file) if file is not None]
-        has_tls_option = key_files or self.ssl_cafile is not None or self.ssl_certfile is not None
-        if has_tls_option and "SSL" not in self.security_protocol:
-            raise ValueError(
-                "certificates and keys (--ssl-… options) require --security-protocol SSL or SASL_SSL; set one of "
-                "these, or leave the certificates and keys out"
-            )
-        if key_files and self.ssl_certfile is None:
-            raise ValueError(
-                "--ssl-keyfile and --ssl-password-file require --ssl-certfile, because the key belongs to a "
-                "certificate; add --ssl-certfile"
-            )
-        return self
-
-    def make_security_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of the Kafka client for encryption and login.
-
-        They contain passwords in clear text, so they must never be logged. Options that are not set are left out.
-
-        Raises:
-            ConfigError: A password file cannot be read or is empty.
-        """
-        password = self.sasl_password.get_secret_value() if self.sasl_password else None
-        if self.sasl_password_file is not None:
-            password = read_secret("--sasl-password-file", self.sasl_password_file)
-        arguments = {  # None for an option that is not set
-            "security_protocol": self.security_protocol,
-            "ssl_cafile": self.ssl_cafile and str(self.ssl_cafile),
-            "ssl_certfile": self.ssl_certfile and str(self.ssl_certfile),
-            "ssl_keyfile": self.ssl_keyfile and str(self.ssl_keyfile),
-            "ssl_password": self.ssl_password_file and read_secret("--ssl-password-file", self.ssl_password_file),
-            "sasl_mechanism": self.sasl_mechanism,
-            "sasl_plain_username": self.sasl_username,
-            "sasl_plain_password": password,
-        }
-        return {name: value for name, value in arguments.items() if value is not None}
-
-
-def read_secret(flag: str, path: Path) -> str:
-    """Return the secret (a password, a passphrase or a key) in the first line of a file.
-
-    Args:
-        flag: The option with which the user has named the file, for the error message.
-        path: The file.
-
-    Raises:
-        ConfigError: The file cannot be read, or its first line is empty.
-    """
-    try:
-        secret = path.read_text("utf-8").split("\n", 1)[0]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", "it is not UTF-8 text")  # a UnicodeDecodeError has no `strerror`
-        raise ConfigError(f"{flag} {path} cannot be read ({reason}): check the path and the permissions") from None
-    if not secret:
-        raise ConfigError(f"{flag} {path} has an empty first line: write the secret there")
-    return secret
 
 
 class ConsumeSettings(_AlertSettings, KafkaSettings):

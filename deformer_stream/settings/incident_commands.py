@@ -9,8 +9,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import NoDecode
 
 from deformer_stream.settings.base import Duration, Settings, Share, TextList, Timeout, split_at_commas, text_default
-from deformer_stream.settings.commands import KafkaSettings
 from deformer_stream.settings.incident_rule import IncidentRuleSettings
+from deformer_stream.settings.kafka import KafkaSettings
 from deformer_stream.settings.option_groups import (
     FEEDBACK_GROUPS,
     INCIDENT_GROUPS,

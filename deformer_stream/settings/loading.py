@@ -26,16 +26,20 @@ from deformer_stream.settings.base import (
     to_variable,
 )
 from deformer_stream.settings.by_command import SETTINGS_BY_COMMAND
+from deformer_stream.settings.kafka import parse_client_options
 from deformer_stream.settings.option_groups import GENERAL_HEADING, arrange_by_heading
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
+SECRET_FIELDS = ("sasl_password", "client_option", "notify")
+"""Names of the options whose values are not repeated in messages, because they are secrets or may hold some."""
+
 TRAIN_TABLE = "train"
 """Name of the table with the options of `deformer-train`, in a configuration file that all commands share."""
 
-OPTIONS_WITH_TABLES = ("units",)
-"""Names of the options whose value can be a table of the configuration file, such as `[units]`."""
+OPTIONS_WITH_TABLES = ("units", "client-option")
+"""Keys of the options whose value can be a table of the configuration file, such as `[units]`."""
 
 DEFAULT_CONFIG = Path("deformer.toml")
 """The configuration file that every command reads if it is in the current folder and no other one is named."""
@@ -90,7 +94,7 @@ def _format_error(error: Mapping[str, Any], command: str) -> str:
     value = error["input"]
     # Repeat the value only if it is short, harmless in a terminal and no password.
     is_quoted = (
-        field != "sasl_password"
+        field not in SECRET_FIELDS
         and error["type"] != "missing"
         and isinstance(value, str | int | float)
         and str(value).isprintable()
@@ -162,7 +166,7 @@ class CommandTableSource(TomlConfigSettingsSource):
         top_values = {
             key: value
             for key, value in self.toml_data.items()
-            if not isinstance(value, dict) or key in OPTIONS_WITH_TABLES
+            if not isinstance(value, dict) or key.replace("_", "-") in OPTIONS_WITH_TABLES
         }
         tables = self.toml_data.keys() - top_values.keys()
         for name in tables - SETTINGS_BY_COMMAND.keys() - {table, TRAIN_TABLE}:
@@ -329,7 +333,12 @@ def add_options(
             click_type, is_switch = _to_click_type(info.annotation)
             default = "" if is_switch else format_default(info)
             help_text = (info.description or "") + (f"  [default: {default}]" if default else "")
-            extra = {"is_flag": True} if is_switch else {"type": click_type, "metavar": _choose_metavar(info)}
+            extra: dict[str, Any] = {"is_flag": True}
+            if not is_switch:
+                extra = {"type": click_type, "metavar": _choose_metavar(info)}
+            if any(isinstance(item, BeforeValidator) and item.func is parse_client_options for item in info.metadata):
+                # Without the flag, click gives an empty tuple, which must not replace values of other places.
+                extra |= {"multiple": True, "callback": lambda context, parameter, values: values or None}
             # The default None marks a flag that was not given; pydantic applies the default of the field later.
             function = click.option(
                 to_flag(name), name, cls=OptionInGroup, heading=heading, help=help_text, default=None, **extra

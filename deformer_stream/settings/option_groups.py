@@ -19,9 +19,13 @@ _TABLES = (
 )
 """Fields of the options that say how tables are read."""
 
+_CLIENT = ("client", "client_option")
+
 _SECURITY = (
     *("security_protocol", "ssl_cafile", "ssl_certfile", "ssl_keyfile", "ssl_password_file"),
     *("sasl_mechanism", "sasl_username", "sasl_password_file", "sasl_password"),
+    *("sasl_oauth_token_endpoint", "sasl_oauth_client_id", "sasl_oauth_client_secret_file", "sasl_oauth_scope"),
+    *("sasl_oauth_token_file", "sasl_aws_region", "sasl_kerberos_service_name"),
 )
 
 _INCIDENT_RULE = (
@@ -39,7 +43,7 @@ SCORING_GROUPS: OptionGroups = {
     "Records and windows": ("record_timeout", "window", "grace", "ties", "tie_wait", "max_ahead"),
     "Kafka": (
         *("bootstrap_servers", "group", "instance", "delivery", "missing_topics", "patience", "session_timeout"),
-        *("commit_interval", "max_wait", "max_poll_records", "max_message_bytes"),
+        *("commit_interval", "max_wait", "max_poll_records", "max_message_bytes", *_CLIENT),
     ),
     "Kafka security": _SECURITY,
     "State and recovery": ("state_topic", "snapshot_interval", "open_records", "lost_state"),
@@ -54,7 +58,7 @@ SCORING_GROUPS: OptionGroups = {
 PRODUCE_GROUPS: OptionGroups = {
     "Input": (*_TABLES, "exclude", "record_prefix", "model"),
     "Output": ("topic", "output", "rate", "shuffle_within", "payload"),
-    "Kafka": ("bootstrap_servers", "partitions"),
+    "Kafka": ("bootstrap_servers", "partitions", *_CLIENT),
     "Kafka security": _SECURITY,
 }
 """The grouping of `produce`."""
@@ -85,7 +89,7 @@ INIT_GROUPS: OptionGroups = {
         *("alpha", "max_time"),
     ),
     "Tables": ("time_column", "device_column", "delimiter", "decimal", "encoding", "header", "no_header"),
-    "Kafka": ("topic", "listen", "save", "bootstrap_servers"),
+    "Kafka": ("topic", "listen", "save", "bootstrap_servers", *_CLIENT),
     "Kafka security": _SECURITY,
 }
 """The grouping of `init`."""
@@ -101,7 +105,7 @@ INCIDENT_GROUPS: OptionGroups = {
     ),
     "Kafka": (
         *("bootstrap_servers", "group", "instance", *_INCIDENT_TOPICS, "delivery", "missing_topics", "patience"),
-        *("session_timeout", "commit_interval"),
+        *("session_timeout", "commit_interval", *_CLIENT),
     ),
     "Kafka security": _SECURITY,
     "State and recovery": ("state_topic", "snapshot_interval", "lost_state"),
@@ -112,7 +116,7 @@ INCIDENT_GROUPS: OptionGroups = {
 SERVE_GROUPS: OptionGroups = {
     "Input": ("topic", "model", "metrics"),
     "Page": ("http", "external_url", "timezone", "token_file", "users_file"),
-    "Kafka": ("bootstrap_servers", *_INCIDENT_TOPICS),
+    "Kafka": ("bootstrap_servers", *_INCIDENT_TOPICS, *_CLIENT),
     "Kafka security": _SECURITY,
 }
 """The grouping of `serve`."""
@@ -120,7 +124,7 @@ SERVE_GROUPS: OptionGroups = {
 FEEDBACK_GROUPS: OptionGroups = {
     "Label": ("name", "note", "by"),
     "Maintenance window": ("maintenance", "from_", "to"),
-    "Kafka": ("topic", "bootstrap_servers", *_INCIDENT_TOPICS),
+    "Kafka": ("topic", "bootstrap_servers", *_INCIDENT_TOPICS, *_CLIENT),
     "Kafka security": _SECURITY,
 }
 """The grouping of `feedback`."""
