@@ -5,6 +5,7 @@ Each poll of a connector returns one of these values, and `deformer_stream.codec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -80,6 +81,21 @@ class Messages:
             self.times[indices],
             self.partitions[indices],
             self.offsets[indices],
+        )
+
+
+    @staticmethod
+    def concatenate(parts: Sequence[Messages]) -> Messages:
+        """Return the messages of several polls of one topic as one value, in the order of `parts`, which has some."""
+        if len(parts) == 1:
+            return parts[0]
+        return Messages(
+            parts[0].topic,
+            [key for part in parts for key in part.keys],
+            [payload for part in parts for payload in part.payloads],
+            np.concatenate([part.times for part in parts]),
+            np.concatenate([part.partitions for part in parts]),
+            np.concatenate([part.offsets for part in parts]),
         )
 
 

@@ -15,8 +15,8 @@ _BATCH_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 _SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 
 STALL_SECONDS = 30.0
-"""The pipeline is unhealthy if it has completed no turn of its loop for this long. Without input it still completes
-several turns per second."""
+"""The pipeline is unhealthy if it has made no progress for this long. Without input it still completes several turns of
+its loop per second. While it waits for brokers that are away, the source reports progress until it gives up."""
 
 
 class Metrics:
@@ -28,8 +28,8 @@ class Metrics:
     Attributes:
         registry: The Prometheus registry with all metrics. Each metric is also an attribute, such as `events`; its help
             text states what it measures.
-        last_progress: When the pipeline last completed a turn of its loop, in monotonic seconds.
-        is_ready: Whether partitions are assigned and their state is restored.
+        last_progress: When the pipeline last completed a turn of its loop or a part of one, in monotonic seconds.
+        is_ready: Whether the assigned partitions are restored, or the process is a member of the group without any.
         num_misrouted: Number of records that were found in two partitions since the start.
     """
 
@@ -85,6 +85,15 @@ class Metrics:
         self.snapshot_age = self._gauge(
             "snapshot_age_seconds", "Seconds since the partition's latest snapshot was committed.", ["partition"]
         )
+        self.partitions_waiting = self._gauge(
+            "partitions_restoring",
+            "Number of assigned partitions that are being restored, or whose open records a new model scores again.",
+        )
+        self.poll_gap = self._histogram(
+            "poll_gap_seconds",
+            "Seconds from one poll of the source to the next one. The group takes partitions away if it is too long.",
+            _SECONDS_BUCKETS,
+        )
         self.model = self._gauge("model_info", "Always 1; the label identifies the model in use.", ["fingerprint"])
         # The second name is that of earlier releases, which dashboards and alert rules may use.
         self.drift, self.drift_by_old_name = (
@@ -104,12 +113,16 @@ class Metrics:
             "Largest share of these records that may alert by chance; more means that the calibration does not fit.",
             ["alpha"],
         )
+        self._gauge("ready", "1 if the process is ready, as /readyz states it, else 0.").set_function(
+            lambda: float(self.is_ready)
+        )
         # Create the series of all reasons with the value 0, so that the first rejection is visible as an increase.
         for reason in RejectionReason:
             self.rejected.labels(reason.value)
         for close_reason in CloseReason:
             self.closed.labels(close_reason.value)
         self.last_progress = now()
+        self._last_poll: float | None = None
         self.is_ready = False
         self.num_misrouted = 0
         self._partitions_with_lag: set[tuple[str, int]] = set()
@@ -133,6 +146,17 @@ class Metrics:
         """
         return Histogram(_PREFIX + name, description, buckets=buckets, registry=self.registry)
 
+    def record_progress(self) -> None:
+        """Record that the pipeline makes progress, or waits for something that will happen or raise an error."""
+        self.last_progress = self._now()
+
+    def observe_poll(self) -> None:
+        """Record that the source is polled now, and the time since the last poll."""
+        now = self._now()
+        if self._last_poll is not None:
+            self.poll_gap.observe(now - self._last_poll)
+        self._last_poll = now
+
     def observe_batch(self, effects: Effects, scoring_seconds: float) -> None:
         """Count the effects of one batch, and record that the pipeline made progress.
 
@@ -140,7 +164,7 @@ class Metrics:
             effects: What the engine returned for the batch: scored readings, rejections, closed records and alerts.
             scoring_seconds: How long it took to score the batch.
         """
-        self.last_progress = self._now()
+        self.record_progress()
         if len(effects.batch):
             self.batch.observe(len(effects.batch))
             self.scoring.observe(scoring_seconds)
@@ -233,5 +257,5 @@ class Metrics:
             gauge.remove(str(partition))
 
     def is_healthy(self) -> bool:
-        """Return whether the pipeline has completed a turn of its loop within the last `STALL_SECONDS`."""
+        """Return whether the pipeline has made progress within the last `STALL_SECONDS`."""
         return self._now() - self.last_progress < STALL_SECONDS

@@ -21,6 +21,7 @@ prefetched before alerts are logged and counted, so that the next ones arrive in
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
@@ -33,7 +34,7 @@ import numpy as np
 from deformer_stream import log
 from deformer_stream.codec import Codec
 from deformer_stream.codec.alert_text import summarize_cause
-from deformer_stream.codec.payloads import Payload
+from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.engine import Engine, OpenRecordPolicy
 from deformer_stream.engine.events import Effects, EventBatch, Rejection
 from deformer_stream.errors import ConfigError
@@ -44,10 +45,12 @@ from deformer_stream.runtime.ports import (
     AsyncCommitSource,
     Clock,
     EventSource,
+    GroupSource,
     PartitionedSource,
     PartitionState,
     PollResult,
     Sink,
+    WaitingSource,
 )
 from deformer_stream.runtime.recovery import Recovery
 from deformer_stream.runtime.repeated_readings import RepeatedReadingsMonitor, RepeatedReadingsReport
@@ -57,6 +60,9 @@ SUMMARY_SECONDS = 60.0
 """How often the totals are logged."""
 ALERT_SHARE_SECONDS = 3600.0
 """Shortest time between two log lines that too many records have alerted."""
+RECOVERY_SECONDS = 0.5
+"""Time between two polls for restoring partitions and for scoring open records again after a change of the model. A
+group takes the partitions away from a process that does not poll for its poll interval, which is much longer."""
 BEHIND_MESSAGES = 8192
 """The pipeline is behind (throughput then has priority over latency) if more messages than this are not yet read. It is
 about the number of messages that one poll returns."""
@@ -153,6 +159,7 @@ class Pipeline:
     totals: Totals = field(default_factory=Totals)
     recovery: Recovery = field(init=False)
     _partitioned_source: PartitionedSource | None = field(init=False)
+    _group_source: GroupSource | None = field(init=False)
     _async_source: AsyncCommitSource | None = field(init=False)
     _commit_schedule: CommitSchedule = field(init=False)
     _last_summary: float = field(init=False)
@@ -169,10 +176,13 @@ class Pipeline:
         self._alert_share = self._make_alert_share_monitor()
         self._repeated_readings = RepeatedReadingsMonitor(self.engine.schema)
         self._partitioned_source = self.source if isinstance(self.source, PartitionedSource) else None
+        self._group_source = self.source if isinstance(self.source, GroupSource) else None
         self._async_source = self.source if isinstance(self.source, AsyncCommitSource) else None
         self._last_summary = time.monotonic()
         if self._partitioned_source is not None:
             self._partitioned_source.collect_state = self._prepare_handover
+        if isinstance(self.source, WaitingSource):
+            self.source.on_wait = self.metrics.record_progress
 
     def run(self, stop: threading.Event) -> Totals:
         """Process events until `stop` is set or the source is exhausted, then commit and return the totals.
@@ -182,7 +192,7 @@ class Pipeline:
         """
         self._last_summary = time.monotonic()
         self.metrics.set_model(self.engine.fingerprint)
-        while not stop.is_set() and not self.source.is_exhausted:
+        while not stop.is_set() and (self.recovery.waiting_partitions or not self.source.is_exhausted):
             self._replace_model()
             polled = self._poll()
             data = self._update_partitions(polled)
@@ -205,8 +215,12 @@ class Pipeline:
     # The five stages
 
     def _poll(self) -> PollResult:
-        """Stage 1: return the messages or rows that have arrived at the source, after at most `max_wait` seconds."""
-        return self.source.poll(self.max_wait)
+        """Stage 1: return the messages or rows that have arrived at the source, after at most `max_wait` seconds.
+
+        If partitions are being restored or scored again, it does not wait, because there is work to do.
+        """
+        self.metrics.observe_poll()
+        return self.source.poll(0.0 if self.recovery.waiting_partitions else self.max_wait)
 
     def _decode(self, data: Payload | None) -> tuple[EventBatch, list[Rejection]]:
         """Stage 2: return the events and rejections of the messages of a poll; none if the poll had no data (None)."""
@@ -305,13 +319,15 @@ class Pipeline:
         """Drop revoked partitions, and restore assigned ones from their saved state and their history.
 
         The history of a partition is the messages after its snapshot (saved complete state) that a previous run has
-        processed. They are processed again without effects.
+        processed. They are processed again without effects. If the source can leave out partitions, this takes
+        `RECOVERY_SECONDS` at most and continues after the next poll.
 
         Args:
             polled: The result of a poll: data, and the partitions that were revoked or assigned.
 
         Returns:
-            The data of the poll without the history, or None if nothing remains.
+            The data to score: that of the poll without partitions that are being restored, and messages that have
+            waited for the end of a restore. None if there is nothing.
         """
         now = self._now()
         if polled.revoked_partitions:
@@ -320,12 +336,25 @@ class Pipeline:
             self._report(effects, scoring_seconds=0.0)
             self.recovery.drop_partitions(polled.revoked_partitions)
             log.get_logger("runtime").info("partitions_revoked", partitions=list(polled.revoked_partitions))
-        for restored in polled.restored_partitions:  # each with its saved state, which is loaded now
-            self.recovery.start_restore(restored, now)
-        data = self.recovery.replay_history(polled.data, self.codec, now)
+        for restored in polled.restored_partitions:
+            self.recovery.start_restore(restored)
+        data = self.recovery.enqueue(polled.data)
         for partition in polled.caught_up_partitions:
-            self.recovery.finish_restore(partition)
-        return data
+            self.recovery.mark_caught_up(partition)
+        seconds = math.inf if self._group_source is None else RECOVERY_SECONDS
+        later_messages = self.recovery.advance(self.codec, now, seconds)
+        self._set_waiting_partitions()
+        if not later_messages:
+            return data
+        # The source has returned messages before, so its data are messages.
+        return Messages.concatenate([*later_messages, *([data] if isinstance(data, Messages) else [])])
+
+    def _set_waiting_partitions(self) -> None:
+        """Let the source leave out the partitions that cannot be processed now, and show their number as a metric."""
+        waiting = self.recovery.waiting_partitions
+        if self._group_source is not None:
+            self._group_source.waiting_partitions = waiting
+        self.metrics.partitions_waiting.set(len(waiting | self.recovery.restoring_partitions))
 
     def _prepare_handover(self, partitions: frozenset[int]) -> dict[int, PartitionState]:
         """Return the state to save before partitions are given up to another consumer.
@@ -357,9 +386,18 @@ class Pipeline:
             log.get_logger("model").warning("model_rejected", model=artifact.fingerprint, error=str(error))
             return
         previous_fingerprint = self.engine.fingerprint
+        if self._group_source is not None:
+            # Until the records of a partition are scored again, nothing can be committed for it. So everything that was
+            # processed is committed before, together with its alerts.
+            self._commit()
         # The policy in use may differ from the option. It is always "rescore" if the new model has other features or
         # labels, or handles equal event times differently.
-        policy = self.engine.change_model(artifact.model, artifact.calibration, artifact.fingerprint, self.open_records)
+        policy = self.engine.change_model(
+            artifact.model, artifact.calibration, artifact.fingerprint, self.open_records, at_once=False
+        )
+        if self._group_source is None:
+            self.recovery.advance(self.codec, self._now())  # no partition can wait
+        self._set_waiting_partitions()
         self.codec = codec
         self._alert_share = self._make_alert_share_monitor()  # the share was that of the old calibration
         # The new model may have other time slots.
@@ -409,9 +447,21 @@ class Pipeline:
         self._repeated_readings.add(effects)
         self._report_unscorable()
         self._report_misrouted()
-        # A source without partitions, such as a file, is ready at once.
-        has_partitions = self._partitioned_source is None or bool(self._partitioned_source.assigned_partitions)
-        metrics.is_ready = has_partitions and not self.recovery.restoring_partitions
+        metrics.is_ready = self._is_ready()
+
+    def _is_ready(self) -> bool:
+        """Return whether all assigned partitions are restored.
+
+        A source without partitions, such as a file, is ready at once. A member of a group that has no partitions,
+        because the others have them all, is ready to take over.
+        """
+        source = self._partitioned_source
+        if source is None:
+            return True
+        assigned = source.assigned_partitions
+        if not assigned:
+            return self._group_source is not None and self._group_source.has_joined
+        return assigned <= self.recovery.restored_partitions
 
     def _log_effects(self, effects: Effects) -> None:
         """Log the alerts (only of a live stream, and if `log_alerts` is true) and the drift notices (always).

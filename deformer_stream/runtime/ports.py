@@ -146,6 +146,35 @@ class PartitionedSource(EventSource, Protocol):
 
 
 @runtime_checkable
+class WaitingSource(EventSource, Protocol):
+    """A source whose calls may wait for a long time, for example until a broker that restarts responds again.
+
+    Attributes:
+        on_wait: Set by the pipeline. The source calls it every few seconds while one of its calls waits, so that the
+            process counts as healthy.
+    """
+
+    on_wait: Callable[[], None]
+
+
+@runtime_checkable
+class GroupSource(PartitionedSource, Protocol):
+    """A source that is a member of a group, and that can leave out partitions for some time.
+
+    Attributes:
+        waiting_partitions: Set by the pipeline before each call of another method. Until the pipeline removes a
+            partition from the set, polls return none of its messages, nothing is committed for it, and it is given up
+            without a commit. Messages that earlier polls have returned may still wait in the pipeline.
+    """
+
+    waiting_partitions: frozenset[int]
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether the group has accepted this process as a member, with or without partitions."""
+
+
+@runtime_checkable
 class AsyncCommitSource(PartitionedSource, Protocol):
     """A source that fetches messages in the background and can be polled while a commit is running."""
 

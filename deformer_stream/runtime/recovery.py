@@ -5,14 +5,19 @@ raised, records closed by a time-out or evicted). Every commit therefore saves t
 Every few seconds a commit saves a snapshot (the complete state of a partition), which replaces everything saved before.
 A process to which the partition is assigned continues exactly where the previous one stopped, in three steps:
 
-    1. start_restore    load the snapshot
-    2. replay_history   process the messages between the snapshot and the committed offset again, without effects
-    3. finish_restore   apply the saved decisions; all later messages have effects
+    1. load the snapshot; if another model has scored its records, score them again
+    2. process the messages between the snapshot and the committed offset again, without effects
+    3. apply the saved decisions; all later messages have effects
+
+All of this can take longer than a consumer group waits for the next poll. `Recovery.advance` therefore does it step by
+step, within a given time. In between, the source is polled, and the partitions that are restored already are processed.
 """
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
@@ -31,6 +36,12 @@ from deformer_stream.runtime.ports import PartitionState, RestoredPartition
 MAX_SNAPSHOT_TIME_SHARE = 0.05
 """Maximum share of the running time that is spent on snapshots. If the state is large, snapshots are therefore taken
 less often, and after a restart more messages must be processed again."""
+
+RESCORED_READINGS = 8_192
+"""About how many readings one step of `Recovery.advance` scores again."""
+
+REPLAYED_MESSAGES = 1_024
+"""Largest number of messages that one step of `Recovery.advance` processes again."""
 
 
 class Recovery:
@@ -64,6 +75,11 @@ class Recovery:
         self._interval, self._now = interval, now
         # Partitions whose history (messages that a previous run has processed) is still being read, by number.
         self._restoring: dict[int, RestoredPartition] = {}
+        self._unloaded: deque[int] = deque()  # those of them whose snapshot is not loaded yet
+        self._caught_up: list[int] = []  # those of them whose whole history was polled
+        # Polled messages of these partitions that are not processed yet, and those of them that follow the history.
+        self._queue: deque[Messages] = deque()
+        self._later_messages: list[Messages] = []
         # All partitions that are assigned and not being restored, with their decisions since the last commit.
         self._unsaved_decisions: dict[int, Decisions] = {}
         self._next_snapshot: dict[int, float] = {}  # when the next snapshot of such a partition is due, by `now`
@@ -78,7 +94,100 @@ class Recovery:
         """
         return frozenset(self._restoring)
 
-    def start_restore(self, restored: RestoredPartition, now: int) -> None:
+    @property
+    def restored_partitions(self) -> frozenset[int]:
+        """The partitions that are assigned and restored."""
+        return frozenset(self._unsaved_decisions)
+
+    @property
+    def waiting_partitions(self) -> frozenset[int]:
+        """The partitions whose further messages cannot be processed before `advance` has done more of its work."""
+        has_queue = bool(self._queue or self._later_messages)
+        return self._unready_partitions | (self.restoring_partitions if has_queue else frozenset())
+
+    @property
+    def _unready_partitions(self) -> frozenset[int]:
+        """The partitions whose snapshot is not loaded, or whose records are not all scored by the current model."""
+        return frozenset(self._unloaded) | self._engine.partitions_to_rescore
+
+    def start_restore(self, restored: RestoredPartition) -> None:
+        """Begin to restore a partition; `advance` does the work.
+
+        Args:
+            restored: The partition and its saved state.
+        """
+        self._restoring[restored.partition] = restored
+        self._unloaded.append(restored.partition)
+
+    def enqueue(self, data: Payload | None) -> Payload | None:
+        """Keep the messages of partitions that are being restored for `advance`, and return the other messages.
+
+        Args:
+            data: The messages or table rows that the source has returned, or None.
+
+        Returns:
+            The messages of other partitions, or None if there are none.
+        """
+        if not self._restoring or not isinstance(data, Messages):  # table rows have no partition
+            return data
+        is_restoring = np.isin(data.partitions, list(self._restoring))
+        if is_restoring.any():
+            self._queue.append(data.take(np.flatnonzero(is_restoring)))
+            data = data.take(np.flatnonzero(~is_restoring))
+        return data if len(data) else None
+
+    def mark_caught_up(self, partition: int) -> None:
+        """Record that the source has returned all messages of a partition's history."""
+        self._caught_up.append(partition)
+
+    def advance(self, codec: Codec, now: int, seconds: float = math.inf) -> list[Messages]:
+        """Restore partitions and score open records again, as far as the given time permits, but at least one step.
+
+        Args:
+            codec: Decodes the messages.
+            now: The time of the pipeline's clock, microseconds since 1970.
+            seconds: After this time no further step is begun. A step takes a fraction of a second, except for loading a
+                large snapshot.
+
+        Returns:
+            Messages of partitions whose restore has ended, which follow their history and were not processed yet.
+
+        Raises:
+            StateError: If saved state cannot be decoded.
+        """
+        deadline = self._now() + seconds
+        while self._take_step(codec, now):
+            self._metrics.record_progress()
+            if self._now() >= deadline:
+                break
+        if self._queue:
+            return []
+        caught_up, unready = self._caught_up, self._unready_partitions
+        self._caught_up = [partition for partition in caught_up if partition in unready]
+        for partition in caught_up:
+            if partition not in unready:
+                self._finish_restore(partition)
+        later_messages, self._later_messages = self._later_messages, []
+        return later_messages
+
+    def _take_step(self, codec: Codec, now: int) -> bool:
+        """Do a part of the work of `advance`.
+
+        Returns:
+            Whether there was any work.
+        """
+        unready = self._unready_partitions
+        if self._queue and unready.isdisjoint(np.unique(self._queue[0].partitions).tolist()):
+            self._replay_part(codec, now)
+        elif self._unloaded:
+            self._load(self._restoring[self._unloaded.popleft()], now)
+        elif unready:
+            self._engine.rescore(RESCORED_READINGS)
+        else:
+            return False
+        return True
+
+    def _load(self, restored: RestoredPartition, now: int) -> None:
         """Load the saved snapshot (complete state) of a partition, if there is one, and its saved decisions.
 
         Args:
@@ -90,43 +199,35 @@ class Recovery:
         """
         if restored.snapshot is not None:
             snapshot = decode_snapshot(restored.snapshot, _describe("snapshot", restored))
-            self._engine.restore(restored.partition, snapshot, now)
+            self._engine.restore(restored.partition, snapshot, now, at_once=False)
         # Some decisions must be loaded before the history is processed, because they determine which of its readings
-        # are scored together. `finish_restore` applies the others.
+        # are scored together. `_finish_restore` applies the others.
         for decisions in self._decode_decisions(restored):
             self._engine.preload_decisions(restored.partition, decisions)
-        self._restoring[restored.partition] = restored
 
-    def replay_history(self, data: Payload | None, codec: Codec, now: int) -> Payload | None:
-        """Process the history of partitions that are being restored, and return the other messages.
+    def _replay_part(self, codec: Codec, now: int) -> None:
+        """Process the history among the next messages of the queue, and keep those after the history for later.
 
         The history of a partition is the messages below its committed offset, which a previous run has processed. They
         only rebuild the state of the engine, and no score or alert is written again.
 
         Args:
-            data: The messages or table rows that the source returned, which may contain history, or None.
             codec: Decodes the messages.
             now: The time of the pipeline's clock, microseconds since 1970.
-
-        Returns:
-            The messages that are not history, or None if there are none.
         """
-        if not self._restoring or not isinstance(data, Messages):  # table rows have no partition
-            return data
-        # The committed offset by partition number. Messages below it are history. It is 0 for a partition that is not
-        # being restored, so that none of its messages are history.
-        committed_offsets = np.zeros(int(data.partitions.max()) + 1, np.int64)
-        for partition, restored in self._restoring.items():
-            if partition < len(committed_offsets):
-                committed_offsets[partition] = restored.committed_offset
-        is_history = data.offsets < committed_offsets[data.partitions]
+        messages = self._queue.popleft()
+        if len(messages) > REPLAYED_MESSAGES:
+            self._queue.appendleft(messages.take(np.arange(REPLAYED_MESSAGES, len(messages))))
+            messages = messages.take(np.arange(REPLAYED_MESSAGES))
+        committed_offsets = np.array([self._restoring[p].committed_offset for p in messages.partitions.tolist()])
+        is_history = messages.offsets < committed_offsets
         if is_history.any():
-            events, _ = codec.decode(data.take(np.flatnonzero(is_history)))
+            events, _ = codec.decode(messages.take(np.flatnonzero(is_history)))
             self._engine.replay(events, now)
-            data = data.take(np.flatnonzero(~is_history))
-        return data if len(data) else None
+        if not is_history.all():
+            self._later_messages.append(messages.take(np.flatnonzero(~is_history)))
 
-    def finish_restore(self, partition: int) -> None:
+    def _finish_restore(self, partition: int) -> None:
         """End the restoration of a partition, and apply its saved decisions, such as records closed by a time-out.
 
         From now on its events have effects (scores and alerts).
@@ -163,8 +264,13 @@ class Recovery:
         return [decode_decisions(data, _describe("decisions", restored)) for data in restored.decisions]
 
     def drop_partitions(self, partitions: Iterable[int]) -> None:
-        """Remove the unsaved decisions, the times of the next snapshots and the metrics of revoked partitions."""
-        for partition in partitions:
+        """Remove the messages, the unsaved decisions and the metrics of revoked partitions."""
+        revoked = set(partitions)
+        self._unloaded = deque(partition for partition in self._unloaded if partition not in revoked)
+        self._caught_up = [partition for partition in self._caught_up if partition not in revoked]
+        self._queue = deque(_leave_out(self._queue, revoked))
+        self._later_messages = _leave_out(self._later_messages, revoked)
+        for partition in revoked:
             self._restoring.pop(partition, None)
             self._unsaved_decisions.pop(partition, None)
             self._next_snapshot.pop(partition, None)
@@ -199,10 +305,13 @@ class Recovery:
 
         Returns:
             By partition, a snapshot (complete state) if one is due, otherwise the unsaved decisions if there are any.
+            Partitions whose records are being scored again are left out, because nothing is committed for them.
         """
         final = set(final_partitions)
         states: dict[int, PartitionState] = {}
         for partition, decisions in self._unsaved_decisions.items():
+            if partition in self._engine.partitions_to_rescore:
+                continue
             is_snapshot_due = (
                 partition in final
                 or partition not in self._has_snapshot  # decisions can only be added to a snapshot
@@ -266,3 +375,9 @@ def _describe(kind: str, restored: RestoredPartition) -> str:
         restored: The partition and its committed offset.
     """
     return f"saved {kind} of partition {restored.partition} at offset {restored.committed_offset}"
+
+
+def _leave_out(parts: Iterable[Messages], partitions: set[int]) -> list[Messages]:
+    """Return messages without those of some partitions."""
+    kept = [part.take(np.flatnonzero(~np.isin(part.partitions, list(partitions)))) for part in parts]
+    return [part for part in kept if len(part)]

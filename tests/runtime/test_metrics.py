@@ -31,6 +31,7 @@ from deformer_stream.engine.events import ClosedRecords as ClosedRecords
 from deformer_stream.errors import ConfigError
 from deformer_stream.runtime import http_server, metrics
 from deformer_stream.runtime.pipeline import Pipeline
+from deformer_stream.runtime.ports import PollResult, RestoredPartition
 from deformer_stream.runtime.timing import WallClock
 from deformer_stream.testing import MemorySink, MemorySource
 from tests.conftest import find_free_port
@@ -54,6 +55,9 @@ NAMES = {
     "commit_seconds": "histogram",
     "snapshot_bytes": "gauge",
     "snapshot_age_seconds": "gauge",
+    "ready": "gauge",
+    "partitions_restoring": "gauge",
+    "poll_gap_seconds": "histogram",
     "model_info": "gauge",
     "drift_martingale": "gauge",
     "drift_log10_martingale": "gauge",
@@ -241,6 +245,12 @@ class StaticPartitionedSource(MemorySource):
     def __init__(self, assigned: frozenset[int]) -> None:
         super().__init__([b"{}"])
         self.assigned_partitions = assigned
+        self.restored = tuple(RestoredPartition(partition, 0) for partition in assigned)
+
+    def poll(self, timeout: float) -> PollResult:
+        restored, self.restored = self.restored, ()
+        data = super().poll(timeout).data
+        return PollResult(data, (), restored, tuple(partition.partition for partition in restored))
 
     def commit(self, saved: object = ()) -> None: ...
 
@@ -258,6 +268,7 @@ def test_not_ready_without_assigned_partitions(model_dir: Path, assigned: frozen
     )
     pipeline.run(threading.Event())
     assert measures.is_ready == bool(assigned)
+    assert measures.registry.get_sample_value("deformer_ready") == bool(assigned)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the figures come from /proc")

@@ -392,8 +392,9 @@ def test_decisions_are_saved_only_after_a_committed_snapshot(loaded: Artifact, m
     lines = make_cluster(loaded, 1).events[0]
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
     recovery = Recovery(engine, Metrics(), interval=100.0)
-    recovery.start_restore(RestoredPartition(0, 0), 0)
-    recovery.finish_restore(0)
+    recovery.start_restore(RestoredPartition(0, 0))
+    recovery.mark_caught_up(0)
+    recovery.advance(Codec(loaded.schema), 0)
 
     def handle(some: list[bytes]) -> None:
         n = len(some)
