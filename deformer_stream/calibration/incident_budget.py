@@ -49,6 +49,11 @@ class IncidentBudget:
     count: float
     period: int
 
+    @property
+    def count_per_day(self) -> float:
+        """The number of false incidents of one device that the budget accepts in a day, on average."""
+        return self.count * MICROS_PER_DAY / self.period
+
     def __str__(self) -> str:
         return f"{self.count:g} per {format_length(self.period)}"
 

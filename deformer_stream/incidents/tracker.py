@@ -317,6 +317,11 @@ class IncidentTracker:
         }
 
     @property
+    def num_devices(self) -> int:
+        """The number of devices whose evidence is stored."""
+        return len(self._state.state_by_device)
+
+    @property
     def num_open(self) -> int:
         """The number of open incidents of devices."""
         devices = self._state.state_by_device.values()

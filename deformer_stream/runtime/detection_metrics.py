@@ -54,6 +54,11 @@ class DetectionMetrics:
             ["state"],
             registry=self.registry,
         )
+        self.accepted_per_day = Gauge(
+            _PREFIX + "incidents_accepted_per_day",
+            "Number of false incidents in a day that the incident budget accepts, for all devices together.",
+            registry=self.registry,
+        )
         self.lag = Gauge(
             _PREFIX + "consumer_lag",
             "Number of messages of the partition that are not yet processed.",
@@ -69,6 +74,9 @@ class DetectionMetrics:
             ["partition"],
             registry=self.registry,
         )
+        Gauge(
+            _PREFIX + "ready", "1 if the process is ready, as /readyz states it, else 0.", registry=self.registry
+        ).set_function(lambda: float(self.is_ready))
         for state in ("open", "updated", "resolved"):
             self.messages.labels(state)
         self._counts: dict[str, int] = {}

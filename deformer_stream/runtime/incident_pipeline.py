@@ -301,6 +301,8 @@ class IncidentPipeline:
     def _report(self) -> None:
         """Update the metrics after a turn of the loop."""
         self._metrics.set_counts(self._sum_counts())
+        num_devices = sum(partition.tracker.num_devices for partition in self._partition_by_number.values())
+        self._metrics.accepted_per_day.set(num_devices * self._plan.plan.budget.count_per_day)
         restoring = any(partition.is_restoring for partition in self._partition_by_number.values())
         self._metrics.is_ready = bool(self._partition_by_number) and not restoring
         self._metrics.observe_turn()

@@ -289,7 +289,9 @@ def test_metrics_count_records_and_messages(expected: dict[str, list[Incident]])
     num_messages = {state: get("deformer_incident_messages_total", {"state": state}) for state in ("open", "resolved")}
     states = [message.state for messages in expected.values() for message in messages]
     assert num_messages == {state: states.count(state) for state in num_messages}
+    assert get("deformer_incidents_accepted_per_day") == pytest.approx(4 / 30)  # 4 devices, 1 per 30d
     assert metrics.is_ready
+    assert get("deformer_ready") == 1
     assert metrics.is_healthy()
 
 
