@@ -284,18 +284,18 @@ def explain_failed_connection(cluster: KafkaCluster) -> DeformerError:
     is_encrypted = "SSL" in cluster.security.get("security_protocol", "PLAINTEXT")
     first_server = cluster.servers.split(",")[0]
     if "sasl_mechanism" in cluster.security:
-        remedy = (
-            "it refuses the login or supports another mechanism: check --sasl-username and the password, "
-            "--sasl-mechanism and --security-protocol"
+        return ConfigError(
+            f"Kafka at {cluster.servers} does not accept this client: it refuses the login or supports another "
+            "mechanism: check --sasl-username and the password, --sasl-mechanism and --security-protocol"
         )
-    elif not is_encrypted and uses_tls(first_server):
-        remedy = "it requires TLS: check --security-protocol"
-    else:
-        remedy = (
-            "it may require a login, or may be no Kafka broker: check --security-protocol (--sasl-...) and "
-            "--bootstrap-servers"
+    if not is_encrypted and uses_tls(first_server):
+        return ConfigError(
+            f"Kafka at {cluster.servers} does not accept this client: it requires TLS: check --security-protocol"
         )
-    return ConfigError(f"Kafka at {cluster.servers} does not accept this client: {remedy}")
+    return Unavailable(
+        f"Kafka at {cluster.servers} accepts connections, but gave no response in time: check that the broker is "
+        "running, --bootstrap-servers, and --security-protocol (it may require a login, --sasl-...)"
+    )
 
 
 def create_ssl_context(security: Mapping[str, Any]) -> ssl.SSLContext | None:

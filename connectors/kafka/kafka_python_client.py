@@ -1,0 +1,915 @@
+"""The interface of `connectors.kafka.ports`, implemented with the public functions of kafka-python.
+
+A consumer of kafka-python has a network thread, which calls the rebalance listener while our thread waits inside
+`poll` or `close`. A producer has one, too; its transactional methods wait without a limit, so they run in a thread of
+their own and the caller waits with one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import kafka.errors as errors
+import numpy as np
+from kafka import ConsumerRebalanceListener, KafkaAdminClient, KafkaConsumer, KafkaProducer
+from kafka import TopicPartition as KafkaTopicPartition
+from kafka.admin import ConfigResource, ConfigResourceType, OffsetSpec
+from kafka.coordinator.assignors.cooperative_sticky import CooperativeStickyAssignor
+from kafka.net.sasl.oauth import AbstractTokenProvider
+from kafka.structs import MemberState, OffsetAndMetadata
+
+from connectors.kafka import client
+from connectors.kafka.client import Failure, make_error
+from connectors.kafka.ports import (
+    CommittedOffset,
+    ConsumerOptions,
+    GroupMember,
+    KafkaCluster,
+    MessageColumns,
+    OffsetOutOfRange,
+    Offsets,
+    OutgoingMessage,
+    ProducerFenced,
+    RebalanceHandler,
+    RebalanceInProgress,
+    ReceivedMessage,
+    TopicDescription,
+    TopicPartition,
+)
+from connectors.kafka.tokens import TokenProvider, make_token_provider
+from deformer_stream.errors import ConfigError, DeformerError, InvariantViolated, Unavailable
+
+MAX_BATCH_BYTES = 131_072
+"""Largest batch of messages that a producer sends, in bytes; a message that is larger forms a batch of its own."""
+
+FETCH_BYTES = 8 * 2**20
+"""Largest response to a fetch request, in bytes of compressed batches. Together with the limit per partition, it bounds
+the memory for messages that were fetched and not yet polled. A single batch may be larger."""
+
+MAX_UNACKNOWLEDGED = 10_000
+"""Number of messages of `enqueue` without acknowledgement after which it blocks."""
+
+RETRY_SECONDS = 0.5
+"""Seconds before a request of the admin client is repeated."""
+
+_UNKNOWN_TOPIC = (errors.UnknownTopicOrPartitionError, errors.UnknownTopicIdError)
+_REBALANCING = (
+    errors.RebalanceInProgressError,
+    errors.CommitFailedError,
+    errors.IllegalGenerationError,
+    errors.UnknownMemberIdError,
+)
+_FENCED = (errors.ProducerFencedError, errors.InvalidProducerEpochError)
+
+FAILURES: tuple[tuple[tuple[type[Exception], ...], Failure], ...] = (
+    ((errors.SaslAuthenticationFailedError, errors.UnacceptableCredentialError), client.LOGIN_REFUSED),
+    (
+        (errors.UnsupportedSaslMechanismError, errors.IllegalSaslStateError, errors.SecurityDisabledError),
+        client.MECHANISM_REFUSED,
+    ),
+    ((errors.AuthorizationError,), client.NOT_AUTHORIZED),
+    (
+        (errors.InvalidTopicError, errors.InvalidGroupIdError, errors.InvalidReplicationFactorError),
+        client.INVALID_NAME,
+    ),
+    ((errors.MessageSizeTooLargeError, errors.RecordListTooLargeError), client.MESSAGE_TOO_LARGE),
+    (
+        (errors.UnsupportedVersionError, errors.UnrecognizedBrokerVersion, errors.IncompatibleBrokerVersion),
+        client.VERSION_NOT_SUPPORTED,
+    ),
+    ((errors.InconsistentGroupProtocolError, errors.GroupMaxSizeReachedError), client.GROUP_REFUSED),
+    ((errors.FencedInstanceIdError,), client.INSTANCE_FENCED),
+    ((errors.LogTruncationError,), client.LOG_TRUNCATED),
+    ((errors.CorruptRecordError, errors.UnsupportedCodecError), client.UNREADABLE_BATCH),
+    ((errors.KafkaProtocolError,), client.NOT_KAFKA),
+    ((errors.KafkaConfigurationError, ValueError, TypeError), client.SETTINGS_REJECTED),
+    (_UNKNOWN_TOPIC, client.NO_TOPIC),
+    ((errors.RetriableError, errors.BrokerNotAvailableError), client.NO_RESPONSE),
+    ((OSError,), client.CONNECTION_LOST),
+    ((errors.KafkaError,), client.REQUEST_FAILED),
+)
+"""Exceptions of kafka-python with the kind of failure that they mean. The first row that matches counts."""
+
+Client = TypeVar("Client")
+Result = TypeVar("Result")
+
+_forwarder = client.ClientLogForwarder()
+logging.getLogger("kafka").addHandler(_forwarder)
+# It warns that its event loop is slow, which is normal on a busy machine.
+logging.getLogger("kafka.net.selector").setLevel(logging.ERROR)
+
+
+def translate(error: Exception, servers: str, action: str) -> DeformerError:
+    """Return the exception of this package that replaces an exception of kafka-python.
+
+    Args:
+        error: An exception whose type is in `FAILURES`, or an exception that kafka-python has wrapped.
+        servers: The brokers' addresses, for the message.
+        action: What failed, for the message, such as "reading topic 'sensors'".
+    """
+    cause = _find_cause(error)
+    if isinstance(cause, DeformerError):  # raised by a rebalance handler
+        return cause
+    name = type(cause).__name__
+    if isinstance(cause, _REBALANCING):
+        return RebalanceInProgress(f"Kafka at {servers}: {action} failed ({name}): the consumer group is rebalancing")
+    if isinstance(cause, _FENCED):
+        return ProducerFenced(client.describe_failure(client.PRODUCER_FENCED, servers, action, name))
+    failure = next(failure for types, failure in FAILURES if isinstance(cause, types))
+    return make_error(failure, servers, action, name)
+
+
+def _find_cause(error: Exception) -> Exception:
+    """Return the exception that kafka-python has wrapped in a KafkaError, or the exception itself.
+
+    The wrapper is of the class KafkaError itself; all other errors of kafka-python are of subclasses. It holds the
+    original as its cause (rebalance listeners) or among its arguments (a producer that has failed before).
+    """
+    if type(error) is not errors.KafkaError:
+        return error
+    candidates = (error.__cause__, *error.args)
+    return next((cause for cause in candidates if isinstance(cause, errors.KafkaError | DeformerError)), error)
+
+
+@contextmanager
+def translate_errors(servers: str, action: str, *extra_types: type[Exception]) -> Iterator[None]:
+    """Replace exceptions of kafka-python that the `with` block raises by those of this package, see `translate`.
+
+    Args:
+        servers: The brokers' addresses, for the message.
+        action: What the block does, for the message, such as "reading topic 'sensors'".
+        *extra_types: Types to replace in addition to KafkaError and OSError. `FAILURES` must contain them.
+    """
+    try:
+        yield
+    except (errors.KafkaError, OSError, *extra_types) as error:
+        raise translate(error, servers, action) from error
+
+
+def _connect(create: Any, cluster: KafkaCluster, **settings: Any) -> Any:
+    """Create a client of kafka-python, after checking that a broker is reachable.
+
+    While it connects, its warnings are not logged, because the raised error states the reason.
+
+    Args:
+        create: The class of the client.
+        cluster: The brokers and the security options.
+        **settings: Further keyword arguments for `create`.
+
+    Raises:
+        Unavailable: No broker responds within `client.CONNECT_SECONDS`.
+        ConfigError: The broker refuses the connection, or a setting is invalid.
+    """
+    client.check_reachable(cluster)
+    network_clients: list[Any] = []  # those that were created, so that they can be closed
+
+    def create_network_client(**configuration: Any) -> Any:
+        """Create the client's network client, and add it to `network_clients`."""
+        network_clients.append(create.DEFAULT_CONFIG["kafka_client"](**configuration))
+        return network_clients[-1]
+
+    arguments = {
+        "bootstrap_servers": cluster.servers.split(","),
+        "bootstrap_timeout_ms": int(client.CONNECT_SECONDS * 1000),
+        "reconnect_backoff_max_ms": int(client.RECONNECT_SECONDS * 1000),
+        "metadata_max_age_ms": int(client.METADATA_SECONDS * 1000),
+        "kafka_client": create_network_client,
+        "ssl_context": client.create_ssl_context(cluster.security),
+        **_make_login_settings(cluster.security),
+        **settings,
+        **_parse_options(create, cluster.options),
+    }
+    _forwarder.setLevel(logging.CRITICAL)
+    try:
+        with translate_errors(cluster.servers, "connecting", ValueError, TypeError):
+            return create(**arguments)
+    except DeformerError as error:
+        # Otherwise the network threads of these clients would try to connect forever.
+        for network_client in network_clients:
+            network_client.close()
+        # kafka-python retries after every error, also after a refused login, until it times out.
+        raise (client.explain_failed_connection(cluster) if isinstance(error, Unavailable) else error) from error
+    finally:
+        _forwarder.setLevel(logging.WARNING)
+
+
+class _TokenProvider(AbstractTokenProvider):  # type: ignore[misc]  # the client ships no types
+    """A provider of login tokens in the form that kafka-python expects."""
+
+    def __init__(self, provide: TokenProvider) -> None:
+        self._provide = provide
+
+    def token(self) -> str:
+        """Return a valid token; called for each login."""
+        token, _expires_at = self._provide()
+        return token
+
+
+def _make_login_settings(security: Mapping[str, Any]) -> dict[str, Any]:
+    """Return kafka-python's settings for encryption and login. The certificates are part of the TLS context.
+
+    Raises:
+        ConfigError: kafka-python cannot log in like this.
+    """
+    if "sasl_oauth_token_endpoint" in security:
+        raise ConfigError(
+            "--sasl-oauth-token-endpoint: kafka-python cannot request login tokens: use --client librdkafka, or write "
+            "the token to a file and use --sasl-oauth-token-file"
+        )
+    settings = {name: value for name, value in security.items() if name in KafkaConsumer.DEFAULT_CONFIG}
+    settings = {name: value for name, value in settings.items() if not name.startswith("ssl_")}
+    provide_token = make_token_provider(security)
+    if provide_token is not None:
+        settings |= {"sasl_mechanism": "OAUTHBEARER", "sasl_oauth_token_provider": _TokenProvider(provide_token)}
+    elif security.get("sasl_mechanism") == "GSSAPI" and importlib.util.find_spec("gssapi") is None:
+        raise ConfigError("--sasl-mechanism GSSAPI needs the package gssapi, which is not installed: install it")
+    return settings
+
+
+def _parse_options(create: Any, options: Mapping[str, str]) -> dict[str, Any]:
+    """Return those values of the option --client-option that a client has a setting for.
+
+    Args:
+        create: The class of the client.
+        options: Names of kafka-python's settings, with values as text.
+
+    Raises:
+        ConfigError: No client of kafka-python has such a setting, or a value is not of its type.
+    """
+    parsed: dict[str, Any] = {}
+    for name, text in options.items():
+        if not any(name in known.DEFAULT_CONFIG for known in (KafkaConsumer, KafkaProducer, KafkaAdminClient)):
+            raise ConfigError(f"--client-option {name}: kafka-python has no such setting: check its name")
+        if name in create.DEFAULT_CONFIG:
+            parsed[name] = _parse_option(name, text, create.DEFAULT_CONFIG[name])
+    return parsed
+
+
+def _parse_option(name: str, text: str, default: Any) -> Any:
+    """Return the value of a setting, of the same type as its default. The error never quotes it."""
+    if isinstance(default, bool):
+        if text not in ("true", "false"):
+            raise ConfigError(f"--client-option {name}: the value must be true or false")
+        return text == "true"
+    for number_type in (int, float):
+        if isinstance(default, number_type):
+            try:
+                return number_type(text)
+            except ValueError:
+                raise ConfigError(f"--client-option {name}: the value must be a number") from None
+    return text
+
+
+class _Assignor(CooperativeStickyAssignor):  # type: ignore[misc]  # the client ships no types
+    """kafka-python's cooperative assignor, whose list of owned partitions can be cleared."""
+
+    def clear(self) -> None:
+        """Drop the list of partitions that this member owns, because the group has removed the member.
+
+        Otherwise kafka-python would claim these partitions when it joins again, and two members would own one.
+        """
+        super().__init__()
+
+
+class _RebalanceListener(ConsumerRebalanceListener):  # type: ignore[misc]
+    """A rebalance listener that calls functions. kafka-python calls it in the consumer's network thread."""
+
+    def __init__(
+        self,
+        on_assigned: Callable[[Iterable[Any]], None],
+        on_revoked: Callable[[Iterable[Any]], None],
+        on_lost: Callable[[Iterable[Any]], None],
+    ) -> None:
+        self._on_assigned, self._on_revoked, self._on_lost = on_assigned, on_revoked, on_lost
+
+    def on_partitions_assigned(self, assigned: Iterable[Any]) -> None:
+        """Call `on_assigned`."""
+        self._on_assigned(assigned)
+
+    def on_partitions_revoked(self, revoked: Iterable[Any]) -> None:
+        """Call `on_revoked`."""
+        self._on_revoked(revoked)
+
+    def on_partitions_lost(self, lost: Iterable[Any]) -> None:
+        """Call `on_lost`."""
+        self._on_lost(lost)
+
+
+def _from_client(partitions: Iterable[Any]) -> frozenset[TopicPartition]:
+    """Return partitions of kafka-python as those of this package."""
+    return frozenset(TopicPartition(*tp) for tp in partitions)
+
+
+def _to_client(partitions: Iterable[TopicPartition]) -> list[Any]:
+    """Return partitions of this package as those of kafka-python."""
+    return [KafkaTopicPartition(*tp) for tp in partitions]
+
+
+def _to_client_offsets(offsets: Offsets) -> dict[Any, Any]:
+    """Return committed offsets as those of kafka-python."""
+    unknown_leader_epoch = -1
+    return {
+        KafkaTopicPartition(*tp): OffsetAndMetadata(committed.offset, committed.metadata, unknown_leader_epoch)
+        for tp, committed in offsets.items()
+    }
+
+
+def _to_milliseconds(seconds: float) -> int:
+    """Return seconds as milliseconds, not negative."""
+    return max(0, int(seconds * 1000))
+
+
+class KafkaPythonConsumer:
+    """A consumer of `connectors.kafka.ports`.
+
+    Args:
+        cluster: The brokers.
+        options: The options of the consumer.
+    """
+
+    def __init__(self, cluster: KafkaCluster, options: ConsumerOptions) -> None:
+        self._servers = cluster.servers
+        self._assignor = _Assignor()
+        self._handler: RebalanceHandler | None = None
+        # Partitions that were assigned or stopped and for which `start` was not called since.
+        self._stopped: set[TopicPartition] = set()
+        self._unpositioned: set[TopicPartition] = set()  # assigned, but `start` was never called
+        self._revocation: _Revocation | None = None  # the revoked partitions whose offsets are being committed
+        self._session = options.session_seconds
+        self._consumer: Any = _connect(
+            KafkaConsumer,
+            cluster,
+            group_id=options.group,
+            group_instance_id=options.instance,
+            enable_auto_commit=False,
+            auto_offset_reset="none",  # `start` states where a partition begins
+            isolation_level="read_uncommitted" if options.reads_uncommitted else "read_committed",
+            allow_auto_create_topics=False,
+            partition_assignment_strategy=[self._assignor],
+            max_poll_records=options.max_messages,
+            fetch_max_bytes=FETCH_BYTES,
+            session_timeout_ms=_to_milliseconds(options.session_seconds),
+            max_poll_interval_ms=_to_milliseconds(options.max_poll_seconds),
+            heartbeat_interval_ms=_to_milliseconds(client.HEARTBEAT_SECONDS),
+        )
+
+    def subscribe(self, topic: str, handler: RebalanceHandler) -> None:
+        """Join the consumer group, see `ports.Consumer.subscribe`."""
+        self._handler = handler
+        listener = _RebalanceListener(self._on_assigned, self._on_revoked, self._on_lost)
+        with translate_errors(self._servers, f"subscribing to topic {topic!r}", ValueError, TypeError):
+            self._consumer.subscribe([topic], listener=listener)
+
+    def assign(self, start_offsets: Mapping[TopicPartition, int]) -> None:
+        """Read the given partitions from the given offsets on."""
+        with translate_errors(self._servers, "assigning partitions", ValueError, TypeError):
+            self._consumer.assign(_to_client(start_offsets))
+            for tp, offset in start_offsets.items():
+                self._consumer.seek(KafkaTopicPartition(*tp), offset)
+
+    @property
+    def assignment(self) -> frozenset[TopicPartition]:
+        """The partitions that this consumer owns."""
+        return _from_client(self._consumer.assignment())
+
+    def start(self, tp: TopicPartition, offset: int) -> None:
+        """Begin to read a partition at an offset."""
+        self._consumer.seek(KafkaTopicPartition(*tp), offset)
+        self._consumer.resume(KafkaTopicPartition(*tp))
+        self._stopped.discard(tp)
+        self._unpositioned.discard(tp)
+
+    def stop(self, tps: Iterable[TopicPartition]) -> None:
+        """Stop reading partitions until `start` is called; its seek drops what was fetched of them."""
+        stopped = set(tps) & self.assignment
+        self._stopped |= stopped
+        self._consumer.pause(*_to_client(stopped))
+
+    def poll(self, timeout: float) -> MessageColumns | None:
+        """Return the messages that have arrived, see `ports.Consumer.poll`."""
+        fetched = self._fetch(timeout)
+        if not fetched:
+            return None
+        records = [record for part in fetched.values() for record in part]
+        counts = [len(part) for part in fetched.values()]
+        return MessageColumns(
+            keys=[record.key for record in records],
+            values=[record.value for record in records],
+            times=_to_times(records),
+            partitions=np.repeat(np.array([tp.partition for tp in fetched], np.int32), counts),
+            offsets=np.array([record.offset for record in records], np.int64),
+        )
+
+    def poll_messages(self, timeout: float) -> Sequence[ReceivedMessage]:
+        """Return messages with their headers, as `poll` does."""
+        return [
+            ReceivedMessage(
+                record.topic,
+                record.partition,
+                record.offset,
+                record.timestamp,
+                record.key,
+                record.value,
+                [(name, value or b"") for name, value in record.headers],
+            )
+            for part in self._fetch(timeout).values()
+            for record in part
+        ]
+
+    def serve_group(self, timeout: float) -> None:
+        """Take part in a rebalance without returning messages."""
+        # kafka-python takes part in a rebalance only inside `poll`, which returns nothing of paused partitions.
+        active = self.assignment - self._stopped
+        self._consumer.pause(*_to_client(active))
+        try:
+            if self._fetch(timeout):
+                raise InvariantViolated(
+                    "kafka-python has returned messages of a paused partition; this is a bug, please report it"
+                )
+        finally:
+            self._consumer.resume(*_to_client(active & self.assignment - self._stopped))
+
+    def _fetch(self, timeout: float) -> dict[Any, list[Any]]:
+        """Poll kafka-python's consumer for at most `timeout` seconds, and return its records by partition."""
+        action = "reading messages"
+        try:
+            with translate_errors(self._servers, action):
+                return dict(self._consumer.poll(timeout_ms=_to_milliseconds(timeout)))
+        except DeformerError as error:
+            if isinstance(error.__cause__, errors.OffsetOutOfRangeError):
+                (offsets,) = error.__cause__.args
+                by_partition = {TopicPartition(*tp): offset for tp, offset in offsets.items()}
+                raise OffsetOutOfRange(str(error), by_partition) from error
+            if isinstance(error.__cause__, errors.CorruptRecordError | errors.UnsupportedCodecError):
+                self._drop_fetched()
+            raise
+        except InvariantViolated:
+            raise
+        except Exception as error:  # whatever the decoding of a damaged batch raises, for example zlib.error
+            self._drop_fetched()
+            raise make_error(client.UNREADABLE_BATCH, self._servers, action, type(error).__name__) from error
+        finally:
+            self._finish_revocation()
+
+    def _drop_fetched(self) -> None:
+        """Drop what was fetched and not returned, after a batch that cannot be decoded.
+
+        kafka-python would otherwise never return messages of that partition again, nor raise the error again.
+        """
+        for tp in self._consumer.assignment() - self._consumer.paused():
+            position = self._consumer.position(tp, timeout_ms=0)
+            if position is not None:
+                self._consumer.seek(tp, position)
+
+    def get_position(self, tp: TopicPartition) -> int | None:
+        """Return the offset after everything that was read, without a request; None if nothing is known yet."""
+        if tp in self._unpositioned or tp not in self._consumer.assignment():
+            return None
+        with translate_errors(self._servers, "reading messages"):
+            position = self._consumer.position(KafkaTopicPartition(*tp), timeout_ms=0)
+        return None if position is None else int(position)
+
+    def get_known_end(self, tp: TopicPartition) -> int | None:
+        """Return the end offset that the broker stated in its last response, without a request."""
+        if tp not in self._consumer.assignment():
+            return None
+        end_offset = self._consumer.highwater(KafkaTopicPartition(*tp))
+        return None if end_offset is None else int(end_offset)
+
+    def fetch_committed(
+        self, tps: Iterable[TopicPartition], timeout: float
+    ) -> dict[TopicPartition, CommittedOffset | None]:
+        """Return the committed offsets of the group, None where there is none."""
+        deadline = time.monotonic() + timeout
+        committed: dict[TopicPartition, CommittedOffset | None] = {}
+        with translate_errors(self._servers, "requesting the committed offsets"):
+            for tp in tps:
+                remaining_ms = _to_milliseconds(deadline - time.monotonic())
+                found = self._consumer.committed(KafkaTopicPartition(*tp), metadata=True, timeout_ms=remaining_ms)
+                committed[tp] = None if found is None else CommittedOffset(found.offset, found.metadata or "")
+        return committed
+
+    def fetch_first_offsets(self, tps: Iterable[TopicPartition], timeout: float) -> dict[TopicPartition, int]:
+        """Return the offset of the first message that each partition still holds."""
+        with translate_errors(self._servers, "requesting the first offsets of partitions"):
+            offsets = self._consumer.beginning_offsets(_to_client(tps), timeout_ms=_to_milliseconds(timeout))
+        return {TopicPartition(*tp): int(offset) for tp, offset in offsets.items()}
+
+    def fetch_end_offsets(self, tps: Iterable[TopicPartition], timeout: float) -> dict[TopicPartition, int]:
+        """Return the offset after the last message that this consumer could read."""
+        with translate_errors(self._servers, "requesting the end offsets of partitions"):
+            offsets = self._consumer.end_offsets(_to_client(tps), timeout_ms=_to_milliseconds(timeout))
+        return {TopicPartition(*tp): int(offset) for tp, offset in offsets.items()}
+
+    def fetch_num_partitions(self, topic: str, timeout: float) -> int:
+        """Return the number of partitions of a topic, at most `client.METADATA_SECONDS` old; 0 if there is none."""
+        with translate_errors(self._servers, f"looking for topic {topic!r}", ValueError, TypeError):
+            return len(self._consumer.partitions_for_topic(topic))
+
+    def commit(self, offsets: Offsets, timeout: float) -> None:
+        """Commit offsets of the group."""
+        with translate_errors(self._servers, "committing"):
+            self._consumer.commit(_to_client_offsets(offsets), timeout_ms=_to_milliseconds(timeout))
+
+    @property
+    def membership(self) -> Any | None:
+        """The group with this member's id and generation; None during a rebalance, and before this process joined."""
+        group = self._consumer.group_metadata()
+        return group if group.state == MemberState.STABLE else None
+
+    def close(self) -> None:
+        """Close without committing, and leave the group if there is no instance name."""
+        with suppress(errors.KafkaError, OSError):
+            self._consumer.close(autocommit=False, timeout_ms=_to_milliseconds(client.CONNECT_SECONDS))
+        self._finish_revocation()
+
+    # kafka-python's network thread calls the following methods, while our thread waits inside `poll` or `close`.
+
+    def _on_assigned(self, assigned: Iterable[Any]) -> None:
+        """Pause newly assigned partitions until `start` is called for them."""
+        for tp in assigned:
+            self._consumer.seek(tp, 0)  # any position, so that kafka-python does not look for one
+            self._consumer.pause(tp)
+        partitions = _from_client(assigned)
+        self._stopped |= partitions
+        self._unpositioned |= partitions
+        if self._handler is not None:
+            self._handler.on_assigned(partitions)
+
+    def _on_revoked(self, revoked: Iterable[Any]) -> None:
+        """Commit the offsets of partitions that are given up. The commit ends after this method has returned.
+
+        The request is on its way to the coordinator of the group before the one with which this member joins again.
+        Brokers process the requests of a connection in order. So the next owner of the partitions sees the offsets.
+        """
+        partitions = _from_client(revoked)
+        offsets = {} if self._handler is None else self._handler.on_revoked(partitions)
+        self._stopped -= partitions
+        self._unpositioned -= partitions
+        self._revocation = _Revocation()
+        if offsets:
+            self._revocation.follow(self._consumer.commit_async(_to_client_offsets(offsets)))
+        else:
+            self._revocation.finish(None)
+
+    def _finish_revocation(self) -> None:
+        """Wait until the offsets of revoked partitions are committed, and report the result to the handler."""
+        revocation, self._revocation = self._revocation, None
+        if revocation is None or self._handler is None:
+            return
+        error = revocation.wait(self._session / 2)
+        self._handler.on_revoked_committed(
+            None if error is None else translate(error, self._servers, "committing the offsets of revoked partitions")
+        )
+
+    def _on_lost(self, lost: Iterable[Any]) -> None:
+        """Drop partitions that other members own already."""
+        self._assignor.clear()
+        partitions = _from_client(lost)
+        self._stopped -= partitions
+        self._unpositioned -= partitions
+        if self._handler is not None:
+            self._handler.on_lost(partitions)
+
+
+class _Revocation:
+    """The commit of revoked partitions, which the network thread makes while another thread waits for its end."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._error: Exception | None = None
+
+    def follow(self, future: Any) -> None:
+        """Take the result of a future of kafka-python when it is done."""
+        future.add_callback(lambda _: self.finish(None))
+        future.add_errback(self.finish)
+
+    def finish(self, error: Exception | None) -> None:
+        """Record that the commit has ended, with an error or without."""
+        self._error = error
+        self._ended.set()
+
+    def wait(self, timeout: float) -> Exception | None:
+        """Wait for the end of the commit, and return its error or None."""
+        if not self._ended.wait(timeout):
+            self._error = errors.KafkaTimeoutError()
+        return self._error
+
+
+def _to_times(records: Sequence[Any]) -> Any:
+    """Return the timestamps of records, (N,) int64; those that do not fit, which senders may state, are clipped."""
+    times = [record.timestamp for record in records]
+    try:
+        return np.array(times, np.int64)
+    except OverflowError:
+        int64 = np.iinfo(np.int64)
+        return np.array([min(max(time_, int64.min), int64.max) for time_ in times], np.int64)
+
+
+class KafkaPythonProducer:
+    """A producer of `connectors.kafka.ports`.
+
+    Args:
+        cluster: The brokers.
+        transactional_id: Identifies the producer to the broker, or None to send without transactions.
+        transaction_seconds: Seconds after which the broker aborts a transaction that was not ended.
+        max_bytes: Largest message in bytes.
+    """
+
+    def __init__(
+        self, cluster: KafkaCluster, transactional_id: str | None, transaction_seconds: float, max_bytes: int
+    ) -> None:
+        self._servers = cluster.servers
+        self._futures: deque[Any] = deque()  # of messages that `enqueue` has sent
+        self._enqueue_error: DeformerError | None = None  # the first one since the last `flush`
+        self._producer: Any = _connect(
+            KafkaProducer,
+            cluster,
+            transactional_id=transactional_id,
+            transaction_timeout_ms=_to_milliseconds(transaction_seconds),
+            acks="all",
+            enable_idempotence=True,
+            compression_type="lz4" if importlib.util.find_spec("lz4") is not None else None,
+            batch_size=min(MAX_BATCH_BYTES, max_bytes),
+            max_request_size=max_bytes,
+            max_block_ms=_to_milliseconds(client.DELIVERY_SECONDS),
+            delivery_timeout_ms=_to_milliseconds(client.DELIVERY_SECONDS),
+            # kafka-python requires that a request times out before the delivery does.
+            request_timeout_ms=_to_milliseconds(client.DELIVERY_SECONDS) - 1000,
+            allow_auto_create_topics=False,
+        )
+
+    def send(self, messages: Sequence[OutgoingMessage], timeout: float) -> list[int]:
+        """Send messages, wait until they are acknowledged, and return their offsets in the same order."""
+        with translate_errors(self._servers, "sending messages", ValueError, TypeError):
+            futures = [self._send(message) for message in messages]
+            self._producer.flush(timeout=max(0.0, timeout))
+            return [int(future.get(timeout=0).offset) for future in futures]
+
+    def _send(self, message: OutgoingMessage) -> Any:
+        """Send one message, and return the future of its acknowledgement."""
+        return self._producer.send(
+            message.topic,
+            value=message.value,
+            key=message.key,
+            headers=list(message.headers),
+            partition=message.partition,
+            timestamp_ms=message.time,
+        )
+
+    def enqueue(self, message: OutgoingMessage) -> None:
+        """Send a message without waiting; blocks while too many are not acknowledged."""
+        with translate_errors(self._servers, "sending messages", ValueError, TypeError):
+            self._futures.append(self._send(message))
+        while len(self._futures) >= MAX_UNACKNOWLEDGED:
+            self._wait_for_oldest(client.DELIVERY_SECONDS)
+
+    def flush(self, timeout: float) -> None:
+        """Wait until the messages of `enqueue` are acknowledged, and raise the first error of them."""
+        deadline = time.monotonic() + timeout
+        while self._futures:
+            self._wait_for_oldest(max(0.0, deadline - time.monotonic()))
+        error, self._enqueue_error = self._enqueue_error, None
+        if error is not None:
+            raise error
+
+    def _wait_for_oldest(self, timeout: float) -> None:
+        """Wait for the acknowledgement of the oldest message, and store its error if it is the first one."""
+        try:
+            with translate_errors(self._servers, "sending messages"):
+                self._futures.popleft().get(timeout=timeout)
+        except DeformerError as error:
+            self._enqueue_error = self._enqueue_error or error
+
+    def open_transactions(self, timeout: float) -> None:
+        """Request a producer id; the broker ends a transaction that an earlier producer of the same id has left."""
+        self._call(self._producer.init_transactions, timeout, "opening a transaction")
+
+    def begin_transaction(self) -> None:
+        """Begin a transaction."""
+        with translate_errors(self._servers, "beginning a transaction"):
+            self._producer.begin_transaction()
+
+    def send_offsets(self, offsets: Offsets, membership: Any, timeout: float) -> None:
+        """Commit consumed offsets as a part of the transaction."""
+        commit = partial(self._producer.send_offsets_to_transaction, _to_client_offsets(offsets), membership)
+        self._call(commit, timeout, "committing offsets")
+
+    def commit_transaction(self, timeout: float) -> None:
+        """Commit the transaction."""
+        self._call(self._producer.commit_transaction, timeout, "committing a transaction")
+
+    def abort_transaction(self, timeout: float) -> None:
+        """Abort the transaction."""
+        self._call(self._producer.abort_transaction, timeout, "aborting a transaction")
+
+    def _call(self, function: Callable[[], object], timeout: float, action: str) -> None:
+        """Call a function that may wait without a limit, and wait for its end for `timeout` seconds.
+
+        Raises:
+            Unavailable: The function has not ended in time. Its thread continues until the producer is closed.
+            DeformerError: The function has failed.
+        """
+        raised: list[Exception] = []
+        ended = threading.Event()
+
+        def run() -> None:
+            """Call the function, and store its exception."""
+            try:
+                function()
+            except Exception as error:  # raised again by the waiting thread
+                raised.append(error)
+            finally:
+                ended.set()
+
+        threading.Thread(target=run, name="kafka-transaction", daemon=True).start()
+        with translate_errors(self._servers, action, ValueError, TypeError):
+            if not ended.wait(max(0.0, timeout)):
+                raise errors.KafkaTimeoutError()
+            if raised:
+                raise raised[0]
+
+    def close(self) -> None:
+        """Close at once. Messages that were not acknowledged are dropped when their time-out has passed."""
+        try:
+            self._producer.close(timeout=0)
+        except errors.KafkaError:
+            # kafka-python does not close a producer with unacknowledged messages before they have timed out.
+            threading.Thread(target=_close_later, args=(self._producer,), name="kafka-close", daemon=True).start()
+
+
+def _close_later(producer: Any) -> None:
+    """Close a producer when its messages have timed out, and ignore errors, because nothing depends on it any more."""
+    for timeout in (client.DELIVERY_SECONDS + client.CONNECT_SECONDS, 0):
+        with suppress(errors.KafkaError):
+            producer.close(timeout=timeout)
+            return
+
+
+class KafkaPythonAdmin:
+    """An admin client of `connectors.kafka.ports`.
+
+    Args:
+        cluster: The brokers.
+    """
+
+    def __init__(self, cluster: KafkaCluster) -> None:
+        self._servers = cluster.servers
+        self._admin: Any = _connect(KafkaAdminClient, cluster)
+
+    def _retry(self, call: Callable[[], Result], timeout: float, action: str) -> Result:
+        """Return the result of a request; repeat it on errors that may pass, for up to `timeout` seconds.
+
+        While brokers restart, requests fail until each partition has a leader again. An error that says that the topic
+        does not exist is raised at once, although kafka-python counts it as retriable.
+        """
+        deadline = time.monotonic() + timeout
+        with translate_errors(self._servers, action, ValueError, TypeError):
+            while True:
+                try:
+                    return call()
+                except errors.RetriableError as error:
+                    if isinstance(error, _UNKNOWN_TOPIC) or time.monotonic() > deadline:
+                        raise
+                    time.sleep(RETRY_SECONDS)
+
+    def describe_topics(self, names: Iterable[str], timeout: float) -> dict[str, TopicDescription]:
+        """Return descriptions of the topics that exist; the others are left out."""
+        requested = list(names)
+        if not requested:
+            return {}
+
+        def describe() -> list[dict[str, Any]]:
+            """Request the descriptions, and raise the error of a topic that does exist."""
+            topics: list[dict[str, Any]] = self._admin.describe_topics(requested)
+            error_types = [errors.for_code(topic["error_code"]) for topic in topics]
+            for error_type in error_types:
+                if error_type is not errors.NoError and error_type not in _UNKNOWN_TOPIC:
+                    raise error_type()
+            return [topic for topic, kind in zip(topics, error_types, strict=True) if kind is errors.NoError]
+
+        action = f"describing topics {', '.join(requested)}"
+        return {
+            topic["name"]: TopicDescription(
+                len(topic["partitions"]),
+                frozenset(topic["authorized_operations"]) if topic.get("authorized_operations") else None,
+            )
+            for topic in self._retry(describe, timeout, action)
+            if topic["partitions"]
+        }
+
+    def fetch_settings(self, names: Iterable[str], timeout: float) -> dict[str, dict[str, str]]:
+        """Return the settings of topics, also those that have their default; empty for a topic that hides them."""
+        settings_by_topic: dict[str, dict[str, str]] = {name: {} for name in names}
+        resources = [ConfigResource(ConfigResourceType.TOPIC, name) for name in settings_by_topic]
+        if not resources:
+            return {}
+
+        def describe() -> dict[str, Any]:
+            """Request the settings; none if this user may not read them."""
+            try:
+                response: dict[str, Any] = self._admin.describe_configs(resources, config_filter="all")
+            except errors.AuthorizationError:
+                return {}
+            return response
+
+        response = self._retry(describe, timeout, "reading the topics' settings")
+        for topic, settings in response.get("topic", {}).items():
+            settings_by_topic[topic] = {name: setting["value"] for name, setting in settings.items()}
+        return settings_by_topic
+
+    def create_topic(self, name: str, num_partitions: int, settings: Mapping[str, str], timeout: float) -> bool:
+        """Create a topic and wait until it can be used. Return False if it exists already."""
+        specification = {name: {"num_partitions": num_partitions, "configs": dict(settings)}}
+
+        def create() -> bool:
+            """Request the topic."""
+            try:
+                self._admin.create_topics(specification)
+            except errors.TopicAlreadyExistsError:
+                return False
+            except (errors.AuthorizationError, errors.PolicyViolationError) as error:
+                raise ConfigError(
+                    f"topic {name!r} does not exist on {self._servers} and this user may not create it "
+                    f"({type(error).__name__}): create it, or grant the permission"
+                ) from error
+            return True
+
+        is_new = self._retry(create, timeout, f"creating topic {name!r}")
+        wait = partial(self._admin.wait_for_topics, [name], timeout_ms=_to_milliseconds(timeout))
+        self._retry(wait, timeout, f"waiting for topic {name!r}")
+        return is_new
+
+    def add_partitions(self, name: str, num_partitions: int, timeout: float) -> None:
+        """Raise the number of partitions of a topic."""
+
+        def add() -> None:
+            """Request the partitions; another process may have added them already."""
+            with suppress(errors.InvalidPartitionsError):
+                self._admin.create_partitions({name: num_partitions})
+
+        self._retry(add, timeout, f"adding partitions to topic {name!r}")
+
+    def fetch_log_ends(self, tps: Iterable[TopicPartition], timeout: float) -> dict[TopicPartition, int]:
+        """Return the offset after the last message of each partition, messages of open transactions included."""
+        request = {KafkaTopicPartition(*tp): OffsetSpec.LATEST for tp in tps}
+        if not request:
+            return {}
+        offsets = self._retry(
+            lambda: self._admin.list_partition_offsets(request, timeout_ms=_to_milliseconds(timeout)),
+            timeout,
+            "requesting the end offsets of partitions",
+        )
+        return {TopicPartition(*tp): int(found.offset) for tp, found in offsets.items()}
+
+    def describe_group(self, group: str, timeout: float) -> list[GroupMember]:
+        """Return the members of a consumer group; none if there is no such group."""
+
+        def describe() -> dict[str, Any]:
+            """Request the description of the group."""
+            description: dict[str, Any] = self._admin.describe_groups([group])[group]
+            return description
+
+        description = self._retry(describe, timeout, f"describing group {group!r}")
+        return [
+            GroupMember(
+                member["client_id"],
+                member.get("group_instance_id") or None,
+                frozenset(
+                    TopicPartition(topic["topic"], number)
+                    for topic in (member["member_assignment"] or {}).get("assigned_partitions", ())
+                    for number in topic["partitions"]
+                ),
+            )
+            for member in description["members"]
+        ]
+
+    def close(self) -> None:
+        """Close the connections."""
+        with suppress(errors.KafkaError, OSError):
+            self._admin.close()
+
+
+def open_consumer(cluster: KafkaCluster, options: ConsumerOptions) -> KafkaPythonConsumer:
+    """Connect a consumer."""
+    return KafkaPythonConsumer(cluster, options)
+
+
+def open_producer(
+    cluster: KafkaCluster, transactional_id: str | None, transaction_seconds: float, max_bytes: int
+) -> KafkaPythonProducer:
+    """Connect a producer."""
+    return KafkaPythonProducer(cluster, transactional_id, transaction_seconds, max_bytes)
+
+
+def open_admin(cluster: KafkaCluster) -> KafkaPythonAdmin:
+    """Connect an admin client."""
+    return KafkaPythonAdmin(cluster)
