@@ -7,10 +7,14 @@ CHAOS ?= full
 FUZZ_SECONDS ?= 60
 WORKERS ?= 3
 SHELL := /bin/bash
+TOOLS := PATH="$(abspath $(BIN)):$$PATH"
+INSTALL := $(TOOLS) $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation
+CSRC := deformer_stream/kernels/csrc
+KERNEL_TESTS := tests/kernels/test_library.py tests/kernels/test_abi.py tests/kernels/test_cpu.py tests/kernels/test_irregular_readings.py
 # The tests of a file run in one process. Each process starts its own broker, so the number of processes is limited.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help docs demo demo-page kernels test first-hours lint check format bench bench-quality chaos chaos-incidents fuzz kafka kafka-jars test-programs clean
+.PHONY: help docs demo demo-page kernels test test-kernels wheel test-wheel test-lowest test-newest sbom first-hours lint check format bench bench-quality chaos chaos-incidents fuzz kafka kafka-jars test-programs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -22,28 +26,34 @@ $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
+# The tools that build the package. They stay in the environment, so that building it again takes seconds and no network.
+$(VENV)/.build: $(VENV)/.made constraints.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+	  build cmake ninja scikit-build-core setuptools-scm
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.build pyproject.toml constraints.txt
+	$(INSTALL) -e .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
 	@touch $@
 
 $(VENV)/.page: $(VENV)/.run
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[page]'
+	$(INSTALL) -e '.[page]'
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.run
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(INSTALL) -e '.[bench]'
 	@touch $@
 
 $(VENV)/.fuzz: $(VENV)/.dev
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	$(INSTALL) -e '.[fuzz]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.dev
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(INSTALL) -e '.[docs]'
 	@touch $@
 
 docs: $(VENV)/.docs ## build the documentation site into site/
@@ -56,12 +66,58 @@ demo: $(VENV)/.run ## simulate a fleet, train for a minute, show early alerts an
 demo-page: $(VENV)/.page ## show incidents of simulated pumps in a browser, live, until Ctrl-C (needs only Python)
 	$(BIN)/deformer-stream demo --page --output demo-output
 
-kernels: $(VENV)/.dev ## compile the C kernels of this checkout again, after their sources have changed
-	@PATH="$(abspath $(BIN)):$$PATH" && cmake -G Ninja -S deformer_stream/kernels/csrc -B build/kernels \
-	  -DIN_SOURCE_TREE=ON > build/kernels.log 2>&1 && cmake --build build/kernels || { cat build/kernels.log; exit 1; }
+kernels: $(VENV)/.run ## compile the C kernels of this checkout again, after their sources have changed
+	@test -f $(CSRC)/build.ninja || $(INSTALL) --no-deps -e .
+	@$(TOOLS) cmake --build $(CSRC)
 
 test: $(VENV)/.dev kernels kafka-jars test-programs ## run all tests, against a real Apache Kafka (WORKERS=0: in one process)
 	$(PYTEST)
+
+test-kernels: $(VENV)/.dev kernels ## test the kernels without AVX-512, compiled by Clang, and with sanitizers
+	for set in $$($(BIN)/python -c 'from deformer_stream.kernels import library; print(*library.list_instruction_sets(False)[1:])'); do \
+	  echo "instruction set $$set"; DEFORMER_INSTRUCTION_SET=$$set $(BIN)/python -m pytest -q $(KERNEL_TESTS) || exit 1; \
+	done
+	$(call build_kernels,clang,-DCMAKE_C_COMPILER=clang -DCMAKE_C_FLAGS=-Werror)
+	DEFORMER_TEST_KERNELS=build/clang/compiled $(BIN)/python -m pytest -q $(KERNEL_TESTS)
+	$(call build_kernels,sanitized,-DCMAKE_C_COMPILER=gcc -DSANITIZE=address$(COMMA)undefined)
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	  DEFORMER_TEST_KERNELS=build/sanitized/compiled $(BIN)/python -m pytest -q -p no:cacheprovider $(KERNEL_TESTS)
+
+# Build the kernels into build/NAME/compiled: $(call build_kernels,NAME,options of CMake)
+COMMA := ,
+define build_kernels
+$(TOOLS) cmake -G Ninja -S $(CSRC) -B build/$(1) -DOUTPUT_FOLDER=$(abspath build/$(1)/compiled) $(2)
+$(TOOLS) cmake --build build/$(1)
+endef
+
+wheel: $(VENV)/.build ## build the wheel and the source distribution into dist/
+	rm -rf dist
+	$(TOOLS) DEFORMER_REQUIRE_KERNELS=1 $(BIN)/python -m build --no-isolation
+
+test-wheel: $(VENV)/.dev wheel kafka-jars ## install the wheel outside the checkout, without a compiler, and train, replay and consume
+	$(BIN)/python -m tests.packaging.try_wheel dist/*.whl $(if $(FRESH),--fresh)
+
+test-lowest: $(VENV)/.build kernels ## run the fast tests with the lowest allowed versions of the dependencies
+	$(call test_dependencies,lowest,-c constraints-lowest.txt)
+
+test-newest: $(VENV)/.build kernels ## run the fast tests with the newest allowed versions of the dependencies
+	$(call test_dependencies,newest,--upgrade)
+
+# Install the dependencies into build/venv-NAME, and test the checkout: $(call test_dependencies,NAME,options of pip)
+define test_dependencies
+$(PYTHON) -m venv --clear build/venv-$(1)
+$(TOOLS) DEFORMER_PURE_WHEEL=1 $(BIN)/python -m build --no-isolation --wheel --outdir build/wheel-$(1)
+build/venv-$(1)/bin/python -m pip install -q --disable-pip-version-check $(2) \
+  "$$(ls build/wheel-$(1)/*.whl | tail -1)[dev]"
+build/venv-$(1)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not kafka and not slow and not data and not browser"
+endef
+
+sbom: $(VENV)/.build wheel ## write dist/sbom.cdx.json, the list of the installed dependencies in CycloneDX
+	$(PYTHON) -m venv --clear build/venv-sbom
+	build/venv-sbom/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt dist/*.whl
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt cyclonedx-bom
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+	  --output-file dist/sbom.cdx.json build/venv-sbom/bin/python
 
 first-hours: $(VENV)/.dev ## run the trials of a new user with unknown tables, those that take minutes too
 	$(PYTEST) tests/first_hours
@@ -121,4 +177,5 @@ kafka: $(VENV)/.made ## run a broker on localhost:$(KAFKA_PORT) until Ctrl-C
 	$(BIN)/python tests/kafka/broker.py run --port $(KAFKA_PORT)
 
 clean: ## remove everything that the targets have made
-	rm -rf $(VENV) build dist deformer_stream/kernels/compiled .kafka .fuzz .cache site demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .kafka .fuzz .cache site demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf deformer_stream/kernels/compiled $(addprefix $(CSRC)/,CMakeFiles CMakeCache.txt build.ninja .ninja_deps .ninja_log)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from deformer_stream.adapters.scikit_learn import DeformerDetector
     from deformer_stream.api import Detector, Imputation, NextReading, RecordScores, Scorer, Update, load, train
 
-__version__ = "0.1.0"
+    __version__: str
+
 __all__ = [
     "DeformerDetector",
     "Detector",
@@ -46,10 +47,26 @@ def __getattr__(name: str) -> Any:
         AttributeError: There is no such name.
         ImportError: The name needs an optional dependency that is not installed.
     """
+    if name == "__version__":
+        return _read_version()
     if name in __all__:
         module = importlib.import_module(f"deformer_stream.{_MODULE_BY_NAME.get(name, 'api')}")
         return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _read_version() -> str:
+    """Return the version of the installed package, which its build takes from the newest tag of git.
+
+    Returns:
+        The version; "0+unknown" if the code is imported from a folder without being installed.
+    """
+    from importlib import metadata
+
+    try:
+        return metadata.version("deformer-stream")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

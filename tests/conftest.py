@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, settings
 
+from deformer_stream.kernels import library
 from deformer_stream.runtime.process import limit_thread_spinning
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ settings.load_profile("invariants")
 # A shell ignores SIGINT in commands that it starts in the background, and programs inherit that. Tests send SIGINT.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Kernels of another build, such as one with sanitizers (`make test-kernels`).
+if "DEFORMER_TEST_KERNELS" in os.environ:
+    library.FOLDER = Path(os.environ["DEFORMER_TEST_KERNELS"]).resolve(strict=True)
 
 ROOT = Path(__file__).resolve().parents[1]
 
