@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from connectors.files.background import BackgroundWriter
-from deformer_stream.codec import encode_alert, encode_drift, encode_rejected
+from deformer_stream.codec import encode_alert, encode_drift, encode_rejected, encode_storm
 from deformer_stream.codec.encode_evidence import encode_evidence_parts
 from deformer_stream.codec.encode_incidents import encode_incident
 from deformer_stream.codec.payloads import Payload
@@ -450,7 +450,7 @@ class AlertLines(LinesSink):
     """
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        """Append the alerts and drift notices of one batch.
+        """Append the alerts and notices of one batch.
 
         Args:
             effects: The results of the engine, with the alerts and notices.
@@ -458,6 +458,7 @@ class AlertLines(LinesSink):
         """
         self.write_lines([encode_alert(alert, data) for alert in effects.alerts])
         self.write_lines([encode_drift(notice) for notice in effects.drift_notices])
+        self.write_lines([encode_storm(notice) for notice in effects.storm_notices])
 
 
 class EvidenceLines(LinesSink):

@@ -6,7 +6,7 @@ import sys
 from datetime import datetime
 from typing import TextIO
 
-from deformer_stream.codec.alert_text import format_alert_line, format_drift_line
+from deformer_stream.codec.alert_text import format_alert_line, format_drift_line, format_storm_line
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import Effects
 
@@ -24,17 +24,18 @@ class TerminalAlerts:
         self._stream = sys.stdout if stream is None else stream
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        """Print the alerts and drift notices of one batch, the alerts first.
+        """Print the alerts and notices of one batch, the alerts first.
 
         Args:
             effects: The results of the engine, with the alerts and notices.
             data: The messages or rows of the batch; not used.
         """
-        if not effects.alerts and not effects.drift_notices:
+        if not effects.alerts and not effects.drift_notices and not effects.storm_notices:
             return
         today = datetime.now().astimezone().date()
         lines = [format_alert_line(alert, today=today) for alert in effects.alerts]
         lines += [format_drift_line(notice, today=today) for notice in effects.drift_notices]
+        lines += [format_storm_line(notice, today=today) for notice in effects.storm_notices]
         # A terminal that cannot show a character, such as the cube of m³, shows a question mark in its place.
         encoding = self._stream.encoding or "utf-8"
         text = "".join(f"{line}\n" for line in lines)

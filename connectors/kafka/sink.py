@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from connectors.kafka.batches import Header, OutgoingMessage, estimate_size
 from connectors.kafka.delivery import Delivery
 from connectors.kafka.state import STATE_TOPIC_SETTINGS
-from deformer_stream.codec import encode_drift, get_message, get_position
+from deformer_stream.codec import encode_drift, encode_storm, get_message, get_position
 from deformer_stream.codec.cloud_events import make_headers, make_source
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.events import Alert, Effects, Rejection
@@ -104,6 +104,10 @@ class KafkaSink:
                 key, value = notice.record.encode(), encode_drift(notice)
                 headers = make_headers("drift", notice.id, make_source(self._topic, notice.partition), notice.time)
                 self._delivery.put(OutgoingMessage(notice.partition, self.alerts_topic, key, value, headers))
+            for storm in effects.storm_notices:
+                key, value = storm.records[0].encode(), encode_storm(storm)
+                headers = make_headers("storm", storm.id, make_source(self._topic, storm.partition), storm.time)
+                self._delivery.put(OutgoingMessage(storm.partition, self.alerts_topic, key, value, headers))
         if self.dead_letter_topic is not None and data is not None:
             for rejected in effects.dead_letters():
                 max_bytes = self._delivery.max_bytes_by_topic[self.dead_letter_topic]

@@ -31,7 +31,14 @@ from collections.abc import Mapping
 from typing import Literal
 
 from deformer_stream.codec.arrow_messages import ArrowDecoder
-from deformer_stream.codec.encode_outputs import encode_alert, encode_drift, encode_rejected, get_message, get_position
+from deformer_stream.codec.encode_outputs import (
+    encode_alert,
+    encode_drift,
+    encode_rejected,
+    encode_storm,
+    get_message,
+    get_position,
+)
 from deformer_stream.codec.json_messages import MessageDecoder
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, WideRows
 from deformer_stream.codec.tables import (
@@ -66,6 +73,7 @@ __all__ = [
     "encode_alert",
     "encode_drift",
     "encode_rejected",
+    "encode_storm",
     "format_rfc3339",
     "get_message",
     "get_position",

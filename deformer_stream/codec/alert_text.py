@@ -11,7 +11,7 @@ import math
 from datetime import UTC, date, datetime, tzinfo
 
 from deformer_stream.calibration.drift_state import DriftNotice
-from deformer_stream.engine.events import NO_TIME, Alert, AlertCause, Contribution
+from deformer_stream.engine.events import NO_TIME, Alert, AlertCause, Contribution, StormNotice
 from deformer_stream.incidents.device import WINDOW_SEPARATOR, extract_device
 from deformer_stream.report.pages import format_number
 
@@ -118,6 +118,21 @@ def format_drift_line(notice: DriftNotice, zone: tzinfo | None = None, today: da
         f"{_format_time(notice.time, zone, today)}drift: after {notice.num_records} records of partition "
         f"{notice.partition}, the odds that they differ from the calibration records exceed {notice.level:g} to 1"
         f"{shifted}"
+    )
+
+
+def format_storm_line(notice: StormNotice, zone: tzinfo | None = None, today: date | None = None) -> str:
+    """Return a notice that alerts were held back, as one line of text.
+
+    Args:
+        notice: The notice.
+        zone: The time zone in which the time is shown; the zone of this machine by default.
+        today: The date that is left out, so that only the time of day is shown; by default every date is shown.
+    """
+    names = ", ".join(make_printable(record) for record in notice.records[:MAX_LISTED_FEATURES])
+    return (
+        f"{_format_time(notice.time, zone, today)}storm: {notice.num_held_back} alerts were held back, because more "
+        f"than {notice.max_rate:g} per second were raised; the first: {names}"
     )
 
 

@@ -18,7 +18,7 @@ from deformer_stream.codec.columns import decode_dictionary, is_text, to_python_
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, UnreadablePayload, WideRows
 from deformer_stream.codec.tables import ROW_FILE_COLUMN, ROW_NUMBER_COLUMN
 from deformer_stream.codec.timestamps import format_rfc3339
-from deformer_stream.engine.events import Alert, AlertCause, Contribution, Rejection, SuggestedReading
+from deformer_stream.engine.events import Alert, AlertCause, Contribution, Rejection, StormNotice, SuggestedReading
 
 MAX_ALERT_BYTES = 2**19
 """Maximum size of an alert in bytes: half of the default limit of a Kafka topic. Without it, long labels from the input
@@ -130,6 +130,24 @@ def encode_drift(notice: DriftNotice) -> bytes:
             {"feature": shift.feature, "surprise": shift.recent_neg_log_p, "expected": shift.calibration_neg_log_p}
             for shift in notice.shifted_features
         ],
+    }
+    return orjson.dumps(document)
+
+
+def encode_storm(notice: StormNotice) -> bytes:
+    """Return a notice that alerts were held back, as a JSON object of the public format.
+
+    Its field `kind` distinguishes it from an alert, which does not have this field.
+    """
+    document = {
+        "kind": "storm",
+        "id": notice.id,
+        "time": format_rfc3339(notice.time),
+        "model": notice.model,
+        "held_back": notice.num_held_back,
+        "partitions": {str(partition): number for partition, number in sorted(notice.num_by_partition.items())},
+        "records": list(notice.records),
+        "max_alert_rate": notice.max_rate,
     }
     return orjson.dumps(document)
 

@@ -419,6 +419,34 @@ class Alert:
 
 
 @dataclass(frozen=True, slots=True)
+class StormNotice:
+    """A notice to the user that alerts were held back, because more were raised in a short time than may be sent.
+
+    Attributes:
+        id: Identifier of the notice.
+        partition: Number of the partition whose alert was held back last.
+        time: When the notice was made, in microseconds since 1970, UTC.
+        num_by_partition: By partition number, how many alerts were held back since the last notice.
+        records: Ids of the first records whose alerts were held back.
+        max_rate: Largest number of alerts per second that may be sent for long.
+        model: Fingerprint (hash) of the model in use.
+    """
+
+    id: str
+    partition: int
+    time: int
+    num_by_partition: Mapping[int, int]
+    records: tuple[str, ...]
+    max_rate: float
+    model: str
+
+    @property
+    def num_held_back(self) -> int:
+        """The number of alerts that were held back since the last notice."""
+        return sum(self.num_by_partition.values())
+
+
+@dataclass(frozen=True, slots=True)
 class ClosedRecords:
     """R records that were closed, with their final scores.
 
@@ -502,7 +530,7 @@ class Effects:
         batch: The events to which `scored.event_indices` refers. First the events of the batch that was handled. Then
             one event for each reading of an earlier batch that has waited for its tie group and is scored now.
         scored: The readings that were scored, with their scores.
-        alerts: The alerts that were raised.
+        alerts: The alerts that were raised and are sent.
         rejections: The rejected readings, in the order of the batch.
         closed: The records that were closed.
         drift_notices: Notices that the records of a partition no longer resemble the calibration records (drift).
@@ -513,6 +541,9 @@ class Effects:
         num_combined: Number of readings of the batch that were combined with an earlier reading of the same time slot
             (a part of a window). The slot is scored as one reading when it is over.
         model: Fingerprint of the model that scores new records, a hash that identifies it with its calibration.
+        held_back_alerts: The alerts that were raised and are not sent, because there are too many. The engine leaves
+            this list empty; the runtime decides.
+        storm_notices: Notices that alerts were held back.
     """
 
     batch: EventBatch
@@ -525,6 +556,13 @@ class Effects:
     tie_timeouts: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     num_combined: int = 0
     model: str = ""
+    held_back_alerts: list[Alert] = field(default_factory=list)
+    storm_notices: list[StormNotice] = field(default_factory=list)
+
+    @property
+    def raised_alerts(self) -> list[Alert]:
+        """All alerts that were raised, whether or not they are sent."""
+        return [*self.alerts, *self.held_back_alerts] if self.held_back_alerts else self.alerts
 
     def dead_letters(self) -> list[Rejection]:
         """Return the rejections whose messages are dead letters: all but repeated readings of a time slot."""
@@ -540,7 +578,7 @@ class Effects:
         Reading the log again closes such a record again, so it cannot repeat its alert.
         """
         alert_states: dict[int, dict[str, AlertState]] = {}
-        for alert in self.alerts:
+        for alert in self.raised_alerts:
             if not alert.is_record_closed:
                 state_by_record = alert_states.setdefault(alert.partition, {})
                 position = alert.raised_at - 1  # of the reading that raised the alert, from 0

@@ -43,7 +43,7 @@ def make_evidence(effects: Effects) -> tuple[list[EvidenceBatch], list[str]]:
         that were left out because none of their readings has a time.
     """
     closed = effects.closed
-    if not len(closed) and not effects.alerts:  # most polls of a live stream
+    if not len(closed) and not effects.raised_alerts:  # most polls of a live stream
         return [], []
     is_scored = closed.num_readings > 0
     if CloseReason.REVOKED in closed.reasons:
@@ -51,7 +51,7 @@ def make_evidence(effects: Effects) -> tuple[list[EvidenceBatch], list[str]]:
     is_timed = closed.latest_time != NO_TIME
     rows = (is_scored & is_timed).nonzero()[0]
     alerts_by_partition: dict[int, list[AlertRow]] = {}
-    for alert in effects.alerts:
+    for alert in effects.raised_alerts:
         alerts_by_partition.setdefault(alert.partition, []).append(_make_alert_row(alert))
     partitions = closed.partitions[rows]
     batches = [
