@@ -1,0 +1,244 @@
+{{/* Name of the release's objects. */}}
+{{- define "deformer.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Labels that select the pods of the release. */}}
+{{- define "deformer.selectorLabels" -}}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* Labels of every object. */}}
+{{- define "deformer.labels" -}}
+{{ include "deformer.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "deformer.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "deformer.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- required "serviceAccount.name is required if serviceAccount.create is false" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "deformer.image" -}}
+{{- with .Values.image -}}
+{{- if .digest -}}
+{{ .repository }}@{{ .digest }}
+{{- else -}}
+{{ .repository }}:{{ default $.Chart.AppVersion .tag }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Whether the brokers require a login. */}}
+{{- define "deformer.hasLogin" -}}
+{{- if hasPrefix "SASL_" .Values.kafka.security.protocol -}}true{{- end -}}
+{{- end -}}
+
+{{- define "deformer.kafkaSecret" -}}
+{{- default (printf "%s-kafka" (include "deformer.fullname" .)) .Values.kafka.security.existingSecret -}}
+{{- end -}}
+
+{{- define "deformer.pageSecret" -}}
+{{- default (printf "%s-page" (include "deformer.fullname" .)) .Values.serve.auth.existingSecret -}}
+{{- end -}}
+
+{{/* Whether `consume` is scaled by KEDA or by the HPA. */}}
+{{- define "deformer.isScaled" -}}
+{{- if or .Values.autoscaling.keda.enabled .Values.autoscaling.hpa.enabled -}}true{{- end -}}
+{{- end -}}
+
+{{/* The smallest number of replicas of `consume`. */}}
+{{- define "deformer.minReplicas" -}}
+{{- if .Values.autoscaling.keda.enabled -}}
+{{- .Values.autoscaling.keda.minReplicas -}}
+{{- else if .Values.autoscaling.hpa.enabled -}}
+{{- .Values.autoscaling.hpa.minReplicas -}}
+{{- else -}}
+{{- .Values.consume.replicas -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The largest number of replicas of `consume`. */}}
+{{- define "deformer.maxReplicas" -}}
+{{- if .Values.autoscaling.keda.enabled -}}
+{{- .Values.autoscaling.keda.maxReplicas -}}
+{{- else if .Values.autoscaling.hpa.enabled -}}
+{{- .Values.autoscaling.hpa.maxReplicas -}}
+{{- else -}}
+{{- .Values.consume.replicas -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The address of the page, "" if it is not known. */}}
+{{- define "deformer.pageUrl" -}}
+{{- if .Values.serve.externalUrl -}}
+{{- .Values.serve.externalUrl -}}
+{{- else if and .Values.serve.enabled .Values.serve.ingress.enabled -}}
+http{{ if .Values.serve.ingress.tlsSecret }}s{{ end }}://{{ .Values.serve.ingress.host }}
+{{- end -}}
+{{- end -}}
+
+{{/* The addresses of the metrics that the page shows, with commas. Pods that autoscaling adds are not among them. */}}
+{{- define "deformer.metricsUrls" -}}
+{{- $name := include "deformer.fullname" . -}}
+{{- $urls := list -}}
+{{- range $number := until (int (include "deformer.minReplicas" .)) -}}
+{{- $urls = append $urls (printf "http://%s-consume-%d.%s-consume:9464/metrics" $name $number $name) -}}
+{{- end -}}
+{{- if .Values.incidents.enabled -}}
+{{- range $number := until (int .Values.incidents.replicas) -}}
+{{- $urls = append $urls (printf "http://%s-incidents-%d.%s-incidents:9465/metrics" $name $number $name) -}}
+{{- end -}}
+{{- end -}}
+{{- join "," $urls -}}
+{{- end -}}
+
+{{/* A value of TOML: a text, a number, a boolean, a list of them, or a table of them. JSON's texts are TOML's. */}}
+{{- define "deformer.tomlValue" -}}
+{{- if kindIs "map" . -}}
+{ {{- range $index, $key := keys . | sortAlpha }}{{ if $index }},{{ end }} {{ toJson $key }} = {{ include "deformer.tomlValue" (get $ $key) }}{{ end }} }
+{{- else if kindIs "slice" . -}}
+[{{- range $index, $item := . }}{{ if $index }}, {{ end }}{{ include "deformer.tomlValue" $item }}{{ end -}}]
+{{- else -}}
+{{ toJson . }}
+{{- end -}}
+{{- end -}}
+
+{{/* The lines of a table of TOML. A value that is null is left out. */}}
+{{- define "deformer.tomlTable" -}}
+{{- range $key, $value := . }}
+{{- if not (kindIs "invalid" $value) }}
+{{ $key }} = {{ include "deformer.tomlValue" $value }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The configuration file of all processes: options of all commands, and a table for each command. */}}
+{{- define "deformer.config" -}}
+{{- $kafka := .Values.kafka -}}
+{{- $security := $kafka.security -}}
+{{- $shared := dict "topic" $kafka.topic "bootstrap-servers" $kafka.bootstrapServers "group" $kafka.group -}}
+{{- $_ := set $shared "model" (printf "/models/%s" .Values.model.folder) -}}
+{{- if ne $security.protocol "PLAINTEXT" -}}
+{{- $_ := set $shared "security-protocol" $security.protocol -}}
+{{- end -}}
+{{- if include "deformer.hasLogin" . -}}
+{{- $_ := set $shared "sasl-mechanism" (required "kafka.security.mechanism is required with SASL" $security.mechanism) -}}
+{{- $_ := set $shared "sasl-password-file" "/etc/deformer/kafka/password" -}}
+{{- end -}}
+{{- if $security.tls.existingSecret -}}
+{{- $_ := set $shared "ssl-cafile" "/etc/deformer/tls/ca.crt" -}}
+{{- if $security.tls.clientCertificate -}}
+{{- $_ := set $shared "ssl-certfile" "/etc/deformer/tls/tls.crt" -}}
+{{- $_ := set $shared "ssl-keyfile" "/etc/deformer/tls/tls.key" -}}
+{{- end -}}
+{{- end -}}
+{{- $consume := dict "http" "0.0.0.0:9464" "alerts" "" -}}
+{{- $incidents := dict "http" "0.0.0.0:9465" -}}
+{{- $serve := dict "http" "0.0.0.0:8080" "metrics" (include "deformer.metricsUrls" .) -}}
+{{- if .Values.incidents.enabled -}}
+{{- $_ := set $consume "evidence" "on" -}}
+{{- end -}}
+{{- if eq .Values.serve.auth.key "users" -}}
+{{- $_ := set $serve "users-file" "/etc/deformer/page/users" -}}
+{{- else -}}
+{{- $_ := set $serve "token-file" "/etc/deformer/page/token" -}}
+{{- end -}}
+{{- with include "deformer.pageUrl" . -}}
+{{- $_ := set $serve "external-url" . -}}
+{{- end -}}
+# All options of all processes. The login of the brokers is not among them.
+{{- include "deformer.tomlTable" (mergeOverwrite $shared .Values.options) }}
+
+[consume]
+{{- include "deformer.tomlTable" (mergeOverwrite $consume .Values.consume.options) }}
+
+[incidents]
+{{- include "deformer.tomlTable" (mergeOverwrite $incidents .Values.incidents.options) }}
+
+[serve]
+{{- include "deformer.tomlTable" (mergeOverwrite $serve .Values.serve.options) }}
+{{- end -}}
+
+{{/* The flags that name the receivers of incidents. */}}
+{{- define "deformer.receiverArgs" -}}
+{{- $receivers := .Values.receivers -}}
+{{- with $receivers.alertmanager }}
+- --alertmanager={{ join "," . }}
+{{- end }}
+{{- with $receivers.webhook }}
+- --webhook={{ join "," . }}
+{{- end }}
+{{- if $receivers.secret.existing }}
+{{- if $receivers.secret.webhookSecret }}
+- --webhook-secret-file=/etc/deformer/receivers/webhook-secret
+{{- end }}
+{{- if $receivers.secret.pagerdutyKey }}
+- --pagerduty-key-file=/etc/deformer/receivers/pagerduty-key
+{{- end }}
+{{- if $receivers.secret.notify }}
+- --notify-file=/etc/deformer/receivers/notify
+{{- end }}
+{{- end }}
+{{- with default (include "deformer.pageUrl" .) $receivers.externalUrl }}
+- --external-url={{ . }}
+{{- end }}
+{{- with $receivers.extraArgs }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Fails if values contradict each other. */}}
+{{- define "deformer.check" -}}
+{{- if and .Values.autoscaling.keda.enabled .Values.autoscaling.hpa.enabled -}}
+{{- fail "autoscaling: enable either keda or hpa, not both" -}}
+{{- end -}}
+{{- $claim := .Values.model.claim -}}
+{{- if and $claim.existing (or $claim.create $claim.perPod) -}}
+{{- fail "model.claim.existing names a claim, so neither model.claim.create nor model.claim.perPod can be set" -}}
+{{- end -}}
+{{- if and $claim.create $claim.perPod -}}
+{{- fail "model.claim: set either create (one claim for all pods) or perPod (one for each), not both" -}}
+{{- end -}}
+{{- if and .Values.model.fetch.enabled (or $claim.existing $claim.create) -}}
+{{- fail "model.fetch writes the model when a pod starts, and a claim that pods share is read-only: use model.claim.perPod or no claim" -}}
+{{- end -}}
+{{- if not (or $claim.existing $claim.create .Values.model.fetch.enabled) -}}
+{{- fail "the model is missing: name a claim that holds it (model.claim.existing), or enable model.fetch" -}}
+{{- end -}}
+{{- $login := .Values.kafka.security -}}
+{{- if and (include "deformer.hasLogin" .) (not $login.existingSecret) (not (and $login.username $login.password)) -}}
+{{- fail "kafka.security: SASL needs existingSecret (keys username and password), or username and password" -}}
+{{- end -}}
+{{- if and .Values.serve.enabled (not .Values.serve.auth.existingSecret) (not .Values.serve.auth.token) -}}
+{{- fail "serve.auth: name a Secret with the key token or users (serve.auth.existingSecret), give serve.auth.token, or set serve.enabled=false" -}}
+{{- end -}}
+{{- if and .Values.delivery.enabled (not .Values.incidents.enabled) -}}
+{{- fail "delivery notifies receivers of incidents: set incidents.enabled=true" -}}
+{{- end -}}
+{{- if and .Values.serve.ingress.enabled (not .Values.serve.ingress.host) -}}
+{{- fail "serve.ingress.host is required with serve.ingress.enabled" -}}
+{{- end -}}
+{{- $receivers := .Values.receivers -}}
+{{- if and .Values.delivery.enabled (not (or $receivers.alertmanager $receivers.webhook $receivers.extraArgs (and $receivers.secret.existing (or $receivers.secret.pagerdutyKey $receivers.secret.notify)))) -}}
+{{- fail "delivery has no receiver: set receivers.alertmanager, receivers.webhook, or receivers.secret" -}}
+{{- end -}}
+{{- end -}}
