@@ -117,6 +117,9 @@ def build_consume() -> click.Command:
                 alpha=factory.format_alphas(settings.alpha),
                 source=settings.topic or settings.source,
             )
+            # A file is read as fast as possible, so the number of alerts per second says nothing.
+            is_unlimited = is_finite or settings.max_alert_rate in ("off", 0)
+            max_alert_rate = None if is_unlimited else float(settings.max_alert_rate)
             pipeline = Pipeline(
                 source,
                 codec,
@@ -134,6 +137,7 @@ def build_consume() -> click.Command:
                 # The terminal shows each alert once: as a line of `TerminalAlerts`.
                 log_alerts=not (_is_terminal(settings.alerts) and sys.stderr.isatty()),
                 send_drift_notices=settings.drift is not None,
+                max_alert_rate=max_alert_rate,
                 saves_event_times=settings.evidence == "on",
             )
             # Garbage collection of the loaded modules and the model would only delay alerts.

@@ -209,7 +209,7 @@ class AlertShareMonitor:
         reports: list[AlertShareReport] = []
         if not self._alphas:
             return reports
-        for alert in effects.alerts:
+        for alert in effects.raised_alerts:
             if alert.severity == 1 and alert.contributions:
                 self._count_blame(alert)
         closed = effects.closed

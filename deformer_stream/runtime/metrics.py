@@ -54,6 +54,10 @@ class Metrics:
         self.open = self._gauge("records_open", "Number of records that are open now.")
         self.closed = self._counter("records_closed_total", "Number of records closed, by reason.", ["reason"])
         self.alerts = self._counter("alerts_total", "Number of alerts raised.")
+        self.held_back = self._counter(
+            "alerts_held_back_total",
+            "Number of alerts that were raised and not sent, because there were more than --max-alert-rate permits.",
+        )
         self.scoring = self._histogram("scoring_seconds", "Seconds to score one batch of events.", _SECONDS_BUCKETS)
         self.delay = self._histogram(
             "event_to_alert_seconds",
@@ -174,7 +178,8 @@ class Metrics:
             self.rejected.labels(rejection.reason.value).inc(rejection.num_readings)
         for reason, count in CountByKey(effects.closed.reasons).items():
             self.closed.labels(reason.value).inc(count)
-        self.alerts.inc(len(effects.alerts))
+        self.alerts.inc(len(effects.raised_alerts))
+        self.held_back.inc(len(effects.held_back_alerts))
 
     def observe_alert_delays(self, effects: Effects) -> None:
         """Record the delay of each alert of a batch, from the time of its event until now.

@@ -36,9 +36,10 @@ from deformer_stream.codec import Codec
 from deformer_stream.codec.alert_text import summarize_cause
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.engine import Engine, OpenRecordPolicy
-from deformer_stream.engine.events import Effects, EventBatch, Rejection
+from deformer_stream.engine.events import ClosedRecords, Effects, EventBatch, Rejection, ScoredReadings
 from deformer_stream.errors import ConfigError
 from deformer_stream.model_store import Artifact
+from deformer_stream.runtime.alert_rate import AlertLimiter
 from deformer_stream.runtime.alert_share import AlertShareMonitor, AlertShareReport
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.ports import (
@@ -74,7 +75,7 @@ class Totals:
 
     Attributes:
         events: Number of accepted events (decoded readings).
-        alerts: Number of alerts.
+        alerts: Number of alerts that were raised, whether or not they were sent.
         closed: Number of closed records.
         rejected: Number of rejected readings by reason.
         combined: Number of readings that were combined with an earlier one of the same time slot (a part of a window).
@@ -94,7 +95,7 @@ class Totals:
     def add(self, effects: Effects) -> None:
         """Add the effects (results) of one batch of events to the totals."""
         self.events += len(effects.scored)
-        self.alerts += len(effects.alerts)
+        self.alerts += len(effects.raised_alerts)
         self.closed += len(effects.closed)
         for rejection in effects.rejections:
             self.rejected[rejection.reason.value] += rejection.num_readings
@@ -133,6 +134,7 @@ class Pipeline:
             repeat an earlier one of their time slot, and `Totals.repeated_readings`.
         send_drift_notices: Whether drift notices (records no longer resemble those of the calibration) are passed to
             the sinks. They are logged in any case.
+        max_alert_rate: Largest number of alerts per second that are sent; others are held back. None for no limit.
         saves_event_times: Whether the saved state has the latest event time of each record, which evidence needs.
         totals: The number of events, alerts and records that the run has processed.
         recovery: Restores partitions from saved state, and collects the state to save with each commit.
@@ -155,6 +157,7 @@ class Pipeline:
     log_alerts: bool = True
     log_alert_share: bool = True
     send_drift_notices: bool = True
+    max_alert_rate: float | None = None
     saves_event_times: bool = False
     totals: Totals = field(default_factory=Totals)
     recovery: Recovery = field(init=False)
@@ -163,6 +166,7 @@ class Pipeline:
     _async_source: AsyncCommitSource | None = field(init=False)
     _commit_schedule: CommitSchedule = field(init=False)
     _last_summary: float = field(init=False)
+    _alert_limiter: AlertLimiter | None = field(init=False)
     _alert_share: AlertShareMonitor = field(init=False)
     _last_alert_share_log: float | None = field(init=False, default=None)
     _repeated_readings: RepeatedReadingsMonitor = field(init=False)
@@ -173,6 +177,7 @@ class Pipeline:
             self.engine, self.metrics, self.snapshot_interval, saves_event_times=self.saves_event_times
         )
         self._commit_schedule = CommitSchedule(self.commit_interval)
+        self._alert_limiter = None if self.max_alert_rate is None else AlertLimiter(self.max_alert_rate)
         self._alert_share = self._make_alert_share_monitor()
         self._repeated_readings = RepeatedReadingsMonitor(self.engine.schema)
         self._partitioned_source = self.source if isinstance(self.source, PartitionedSource) else None
@@ -198,6 +203,7 @@ class Pipeline:
             data = self._update_partitions(polled)
             batch, rejections = self._decode(data)
             effects, scoring_seconds = self._handle(batch, rejections)
+            effects = self._limit_alerts(effects)
             self._write(effects, data)
             self._commit_if_due(effects)
             self._report(effects, scoring_seconds)
@@ -207,6 +213,7 @@ class Pipeline:
             self._write(effects, data=None)
             self._report(effects, scoring_seconds=0.0)
             self._summarize_alert_share()
+        self._write_last_storm_notice()
         self.totals.repeated_readings = self._repeated_readings.summarize()
         self._log_repeated_readings(self.totals.repeated_readings)
         self._commit(is_final=True)
@@ -244,6 +251,30 @@ class Pipeline:
         merged = Rejection.merge_by_message([*rejections, *effects.rejections])
         return replace(effects, rejections=merged), seconds
 
+    def _limit_alerts(self, effects: Effects, is_final: bool = False) -> Effects:
+        """Hold alerts back if more are raised than may be sent.
+
+        Args:
+            effects: The effects of one batch of events.
+            is_final: Whether no further effects follow.
+
+        Returns:
+            The effects, whose sinks send only some of the alerts.
+        """
+        if self._alert_limiter is None:
+            return effects
+        return self._alert_limiter.limit(effects, self._now(), is_final)
+
+    def _write_last_storm_notice(self) -> None:
+        """Write a notice about alerts that were held back since the last notice, because the run ends."""
+        nothing = Effects(
+            EventBatch.empty(), ScoredReadings.empty(), [], [], ClosedRecords.empty(), model=self.engine.fingerprint
+        )
+        effects = self._limit_alerts(nothing, is_final=True)
+        if effects.storm_notices:
+            self._write(effects, data=None)
+            self._log_effects(effects)
+
     def _write(self, effects: Effects, data: Payload | None) -> None:
         """Stage 4: pass the effects to the sinks, and keep their decisions until the next commit saves them.
 
@@ -262,12 +293,12 @@ class Pipeline:
         """Stage 5: commit if a commit is due, then start to fetch the next messages in the background.
 
         Args:
-            effects: The effects of this turn of the loop. If they contain an alert or a drift notice (records no longer
-                resemble those of the calibration), a commit is due at once. The reason is that consumers of a Kafka
-                topic see a message only when its transaction is committed.
+            effects: The effects of this turn of the loop. If they contain an alert or a notice, a commit is due at
+                once, because consumers of a Kafka topic see a message only when its transaction is committed.
         """
         # Without partitions, such as for a file, an alert is visible before the commit.
-        has_messages = effects.alerts or (effects.drift_notices and self.send_drift_notices)
+        has_notices = effects.storm_notices or (effects.drift_notices and self.send_drift_notices)
+        has_messages = effects.alerts or has_notices
         is_urgent = self._partitioned_source is not None and bool(has_messages)
         if self._commit_schedule.is_due(is_urgent, self._is_behind):
             self._commit()
@@ -464,9 +495,10 @@ class Pipeline:
         return assigned <= self.recovery.restored_partitions
 
     def _log_effects(self, effects: Effects) -> None:
-        """Log the alerts (only of a live stream, and if `log_alerts` is true) and the drift notices (always).
+        """Log the alerts that are sent (only of a live stream, and if `log_alerts` is true) and all notices.
 
-        A drift notice states that the records of a partition no longer resemble the calibration records.
+        A drift notice states that the records of a partition no longer resemble the calibration records. A storm notice
+        states that alerts were held back.
 
         Args:
             effects: The effects of one batch of events.
@@ -488,6 +520,15 @@ class Pipeline:
                 partition=notice.partition,
                 log10_martingale=round(notice.log10_wealth, 2),
                 features=[shift.feature for shift in notice.shifted_features],
+            )
+
+        for storm in effects.storm_notices:
+            logger.warning(
+                "alerts_held_back",
+                held_back=storm.num_held_back,
+                partitions={str(partition): number for partition, number in storm.num_by_partition.items()},
+                first_records=list(storm.records),
+                max_alert_rate=storm.max_rate,
             )
 
     def _make_alert_share_monitor(self) -> AlertShareMonitor:

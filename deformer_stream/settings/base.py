@@ -121,6 +121,8 @@ WindowWidth = Annotated[float, BeforeValidator(parse_duration), Field(ge=1e-3, l
 """The length of a window in seconds, at least a millisecond."""
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, lt=2**63)]
 """A number of bytes."""
+Rate = Annotated[float, Field(ge=0, le=1e9)]
+"""A number per second, zero or more."""
 Odds = Annotated[float, Field(gt=1, le=1e9)]
 """Odds in favour of a hypothesis, more than one."""
 MinorityShare = Annotated[float, BeforeValidator(parse_share), Field(ge=0, lt=0.5)]

@@ -14,6 +14,7 @@ from deformer_stream.settings.base import (
     Layout,
     MinorityShare,
     Odds,
+    Rate,
     Settings,
     SettingsType,
     Share,
@@ -162,6 +163,12 @@ class ConsumeSettings(_AlertSettings, KafkaSettings):
         description="Report drift if the odds that a partition's records differ from the calibration records reach "
         "this value, such as 1000 for 1000 to 1. The notice is logged and sent with the alerts. off reports nothing. "
         "Default: 1000 to 1, and the notice is only logged.",
+    )
+    max_alert_rate: Rate | Literal["off"] = Field(
+        1000,
+        description="With --topic, the largest number of alerts per second that this process sends for long; ten times "
+        "as many may come at once. Further alerts are held back: they are counted, and summarised on the alerts topic "
+        "and in the log, but not sent later. off or 0 sends all alerts.",
     )
     alerts: str = Field(
         "-",

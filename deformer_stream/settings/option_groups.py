@@ -36,7 +36,7 @@ _INCIDENT_RULE = (
 SCORING_GROUPS: OptionGroups = {
     "Input": ("topic", "source", "from_", *_TABLES),
     "Model": ("model", "device", "compiled"),
-    "Alerts": ("alpha", "alerts", "alerts_topic", "explanations", "next_reading", "units", "drift"),
+    "Alerts": ("alpha", "alerts", "alerts_topic", "explanations", "next_reading", "units", "drift", "max_alert_rate"),
     "Output": ("out", "output", "records", "explain", "rejected", "dead_letter_topic"),
     "Incidents": ("evidence", "evidence_topic", "incidents", *_INCIDENT_RULE),
     "Calibration": ("group_by", "trim", "seen_records"),

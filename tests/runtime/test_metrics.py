@@ -46,6 +46,7 @@ NAMES = {
     "records_open": "gauge",
     "records_closed_total": "counter",
     "alerts_total": "counter",
+    "alerts_held_back_total": "counter",
     "scoring_seconds": "histogram",
     "event_to_alert_seconds": "histogram",
     "batch_events": "histogram",
