@@ -72,6 +72,7 @@ class Cluster:
     alerts: list[tuple[str, str, int]] = field(default_factory=list)
     letters: list[tuple[int, int, str]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    held_back: list[tuple[str, str, int]] = field(default_factory=list)
     evidence: list[tuple[int, str, int, float, bool]] = field(default_factory=list)
 
     @property
