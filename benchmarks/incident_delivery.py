@@ -32,7 +32,7 @@ import orjson
 from benchmarks.command import describe_machine, format_today
 from benchmarks.feed import OUTLIER_VALUE, make_model, make_quiet_calibration
 from benchmarks.stream_kafka import _Alerts
-from connectors.kafka import KafkaIncidentLog, ensure_topics
+from connectors.kafka import KafkaCluster, KafkaIncidentLog, ensure_topics
 from connectors.kafka.client import create_producer
 from deformer_stream import model_store
 from deformer_stream.codec.encode_incidents import decode_incident
@@ -120,7 +120,7 @@ def count_missing(server: ReceivingServer, expected: dict[tuple[str, int], set[s
 
 def read_incidents(bootstrap: str, topic: str) -> dict[tuple[str, int], set[str]]:
     """Return the actions that each webhook must receive, by incident and number of its reopenings."""
-    log, actions = KafkaIncidentLog(bootstrap, topic), dict[tuple[str, int], set[str]]()
+    log, actions = KafkaIncidentLog(KafkaCluster(bootstrap), topic), dict[tuple[str, int], set[str]]()
     while not log.is_caught_up:
         for incident in log.poll(1.0):
             wanted = {"open", "resolve"} if incident.state == "resolved" else {"open"}
@@ -161,7 +161,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
     topic = f"sensors-{uuid.uuid4().hex[:8]}"
     with ExitStack() as cleanup:
         bootstrap = cleanup.enter_context(load_broker_script().start(is_long_running=True)).bootstrap
-        ensure_topics(bootstrap, {topic: {"num_partitions": 4}})
+        ensure_topics(KafkaCluster(bootstrap), {topic: {"num_partitions": 4}})
         servers = {"answers": ReceivingServer(), "hangs": ReceivingServer()}
         for server in servers.values():
             cleanup.callback(server.close)

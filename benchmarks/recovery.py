@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.command import describe_machine, format_today, publish_results
 from benchmarks.tables import format_markdown_header, format_markdown_row
-from connectors.kafka import ensure_topics, produce
+from connectors.kafka import KafkaCluster, TopicSpec, ensure_topics, produce
 from tests.conftest import load_broker_script
 from tests.integration.programs import Cluster, RunningConsumer
 from tests.models import SCHEMA, draw_rows, write_model
@@ -95,7 +95,8 @@ def measure_restarts(num_records: int, num_readings: int, num_kills: int) -> Mea
     with load_broker_script().start() as broker:
         cluster = Cluster(broker.bootstrap)
         topic, empty_topic = f"events-{uuid.uuid4().hex[:6]}", "empty"
-        ensure_topics(broker.bootstrap, {name: {"num_partitions": NUM_PARTITIONS} for name in (topic, empty_topic)})
+        topics: dict[str, TopicSpec] = {name: {"num_partitions": NUM_PARTITIONS} for name in (topic, empty_topic)}
+        ensure_topics(KafkaCluster(broker.bootstrap), topics)
         model = write_model(folder / "model")
 
         def start_consumer(name: str, number: int) -> RunningConsumer:
@@ -103,7 +104,7 @@ def measure_restarts(num_records: int, num_readings: int, num_kills: int) -> Mea
             options += ["--alerts", "", "--record-timeout", "1d", "--instance", "one"]
             return RunningConsumer(folder / f"{name}-{number}.log", *options)
 
-        num_sent = produce(broker.bootstrap, topic, generate_messages(num_records, num_readings))
+        num_sent = produce(KafkaCluster(broker.bootstrap), topic, generate_messages(num_records, num_readings))
         print(f"sent {num_sent} readings of {num_records} records", file=sys.stderr, flush=True)
         consumer = start_consumer(topic, 0)
         consumer.wait_for(cluster.is_consumed(topic, topic), "all events", TIMEOUT_SECONDS)

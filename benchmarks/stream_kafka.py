@@ -36,7 +36,7 @@ from benchmarks.feed import (
 from benchmarks.irregular_feed import MessageFeed, make_irregular_model, produce, read_or_simulate_records
 from benchmarks.recovery import measure_ready_seconds
 from benchmarks.tables import get_tables_folder
-from connectors.kafka import ensure_topics
+from connectors.kafka import KafkaCluster, ensure_topics
 from deformer_stream import model_store
 from deformer_stream.runtime.timing import limit_rate
 from tests.conftest import load_broker_script
@@ -86,7 +86,7 @@ def _run_model(
 def _create_topic(bootstrap: str) -> str:
     """Create a topic and wait until its partitions have leaders, because `ProduceConnection` does not retry."""
     name = f"events-{uuid.uuid4().hex[:8]}"
-    ensure_topics(bootstrap, {name: {"num_partitions": PARTITIONS}})
+    ensure_topics(KafkaCluster(bootstrap), {name: {"num_partitions": PARTITIONS}})
     with closing(Cluster(bootstrap)) as cluster:
         cluster.read_end_offsets(name)
     return name

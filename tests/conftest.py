@@ -56,16 +56,19 @@ def load_broker_script() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def kafka() -> Iterator[SimpleNamespace]:
-    """Start a broker for the test session of this process; `.bootstrap` is its address.
+    """Start a broker for the test session of this process; `.bootstrap` is its address, and `.cluster` the same for our
+    client.
 
     If the environment variable DEFORMER_TEST_BOOTSTRAP is set, the broker at that address is used instead.
     """
+    from connectors.kafka.ports import KafkaCluster
+
     given = os.environ.get("DEFORMER_TEST_BOOTSTRAP")
     if given:
-        yield SimpleNamespace(bootstrap=given)
+        yield SimpleNamespace(bootstrap=given, cluster=KafkaCluster(given))
         return
     with start_broker() as broker:
-        yield SimpleNamespace(bootstrap=broker.bootstrap)
+        yield SimpleNamespace(bootstrap=broker.bootstrap, cluster=KafkaCluster(broker.bootstrap))
 
 
 def find_free_port() -> int:
@@ -92,7 +95,7 @@ def topic(kafka: SimpleNamespace) -> Callable[..., str]:
 
     def make(partitions: int = 1, name: str = "events", **configs: str) -> str:
         unique = f"{name}-{uuid.uuid4().hex[:8]}"
-        ensure_topics(kafka.bootstrap, {unique: {"num_partitions": partitions, "configs": configs}})
+        ensure_topics(kafka.cluster, {unique: {"num_partitions": partitions, "configs": configs}})
         return unique
 
     return make

@@ -18,7 +18,6 @@ codec decodes them.
 """
 
 from connectors.kafka.bounded_fetch import FetchLimits
-from connectors.kafka.client import count_partitions, ensure_topics
 from connectors.kafka.delivery import Delivery
 from connectors.kafka.evidence_sink import KafkaEvidenceSink, describe_evidence_topic
 from connectors.kafka.incident_deliveries import KafkaDeliveryLog
@@ -28,15 +27,18 @@ from connectors.kafka.incident_topics import (
     KafkaIncidentWriter,
     describe_incident_topics,
 )
+from connectors.kafka.ports import KafkaCluster
 from connectors.kafka.produce import produce
 from connectors.kafka.sink import AlertEncoder, KafkaSink, describe_output_topics
 from connectors.kafka.source import KafkaSource
 from connectors.kafka.state import StateTopic
+from connectors.kafka.topics import TopicSpec, count_partitions, ensure_topics
 
 __all__ = [
     "AlertEncoder",
     "Delivery",
     "FetchLimits",
+    "KafkaCluster",
     "KafkaDeliveryLog",
     "KafkaEvidenceSink",
     "KafkaFeedbackLog",
@@ -45,6 +47,7 @@ __all__ = [
     "KafkaSink",
     "KafkaSource",
     "StateTopic",
+    "TopicSpec",
     "count_partitions",
     "describe_evidence_topic",
     "describe_incident_topics",

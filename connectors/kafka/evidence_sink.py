@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
-from connectors.kafka.batches import OutgoingMessage
 from connectors.kafka.delivery import Delivery
+from connectors.kafka.ports import OutgoingMessage
+from connectors.kafka.topics import TopicSpec
 from deformer_stream import log
 from deformer_stream.codec.cloud_events import make_headers, make_source
 from deformer_stream.codec.encode_evidence import MAX_EVIDENCE_BYTES, encode_evidence_parts
@@ -25,14 +25,14 @@ HEADER_BYTES = 4096
 """Bytes of a message that are reserved for its headers."""
 
 
-def describe_evidence_topic(topic: str) -> dict[str, dict[str, Any]]:
+def describe_evidence_topic(topic: str) -> dict[str, TopicSpec]:
     """Return the topic of evidence with the settings for creating it.
 
     Args:
         topic: Name of the topic.
 
     Returns:
-        For the name of the topic, the arguments of kafka-python's `create_topics`.
+        How the topic is created, by its name, for `ensure_topics`.
     """
     return {topic: {"num_partitions": 1, "configs": {"retention.ms": str(RETENTION_MS)}}}
 

@@ -6,36 +6,34 @@ incidents before the offset of which the receiver was not notified yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated
 
-import kafka.errors as errors
 import msgspec
-from kafka import ConsumerRebalanceListener, KafkaConsumer, TopicPartition
-from kafka.structs import OffsetAndMetadata
 
-from connectors.kafka.client import CONNECT_SECONDS, DELIVERY_SECONDS, connect, translate_errors
+from connectors.kafka.client import DELIVERY_SECONDS, load_client
+from connectors.kafka.incident_topics import poll_existing_messages
+from connectors.kafka.ports import (
+    CommittedOffset,
+    Consumer,
+    ConsumerOptions,
+    KafkaCluster,
+    Offsets,
+    RebalanceInProgress,
+    ReceivedMessage,
+    TopicPartition,
+)
 from deformer_stream import log
 from deformer_stream.codec.encode_incidents import decode_incident
 from deformer_stream.errors import DeformerError, InputError, Unavailable
+from deformer_stream.incidents.events import Incident
 from deformer_stream.runtime.incident_ports import DeliveryProgress, Knowledge, LoggedIncident
-
-HEARTBEAT_SECONDS = 1.0
-"""Seconds between heartbeats. A member is informed of a rebalance with the response to a heartbeat."""
 
 MAX_POLL_SECONDS = 600.0
 """A process whose worker has not polled for this long, because of a slow receiver, gives its partitions to others."""
 
 MAX_METADATA_BYTES = 4096
 """Kafka's default limit of the metadata of an offset, `offset.metadata.max.bytes`."""
-
-_LOST = (
-    errors.RebalanceInProgressError,
-    errors.CommitFailedError,
-    errors.IllegalGenerationError,
-    errors.UnknownMemberIdError,
-)
-"""A commit fails with these errors if partitions are being given to other members."""
 
 _CODE_BY_KNOWLEDGE: dict[Knowledge, str] = {"hidden": "h", "opening": "o", "shown": "s", "resolving": "r"}
 _KNOWLEDGE_BY_CODE = {code: knowledge for knowledge, code in _CODE_BY_KNOWLEDGE.items()}
@@ -93,10 +91,9 @@ class KafkaDeliveryLog:
     are skipped; the first one is logged. Only the thread that created the object may use it.
 
     Args:
-        bootstrap_servers: Comma-separated host:port pairs.
+        cluster: The brokers.
         topic: The topic with the incidents.
         group: Name of the receiver's consumer group.
-        security: kafka-python's keyword arguments for encryption and login; None for a plain connection without login.
         session_seconds: If the group receives no heartbeat of this process for this long, its partitions go to others.
 
     Raises:
@@ -104,40 +101,24 @@ class KafkaDeliveryLog:
         ConfigError: This user may not read the topic or use the group.
     """
 
-    def __init__(
-        self,
-        bootstrap_servers: str,
-        topic: str,
-        group: str,
-        security: dict[str, Any] | None = None,
-        session_seconds: float = 10.0,
-    ) -> None:
-        self._servers, self._topic = bootstrap_servers, topic
+    def __init__(self, cluster: KafkaCluster, topic: str, group: str, session_seconds: float = 10.0) -> None:
+        self._topic = topic
         self._generation, self._num_skipped = 0, 0
         self._is_reassigned = False  # whether partitions were assigned or revoked since they were last read
         self._positions: dict[TopicPartition, int] = {}
         self._unread_ends: dict[TopicPartition, int] = {}
-        self._consumer: KafkaConsumer = connect(
-            KafkaConsumer,
-            bootstrap_servers,
-            security,
-            group_id=group,
-            enable_auto_commit=False,
-            auto_offset_reset="earliest",
-            isolation_level="read_committed",
-            allow_auto_create_topics=False,
-            session_timeout_ms=int(session_seconds * 1000),
-            heartbeat_interval_ms=int(min(HEARTBEAT_SECONDS, session_seconds / 3) * 1000),
-            max_poll_interval_ms=int(max(MAX_POLL_SECONDS, session_seconds) * 1000),
+        options = ConsumerOptions(
+            group, session_seconds=session_seconds, max_poll_seconds=max(MAX_POLL_SECONDS, session_seconds)
         )
+        self._consumer: Consumer = load_client(cluster).open_consumer(cluster, options)
         try:
-            with translate_errors(bootstrap_servers, f"looking for topic {topic!r}", ValueError, TypeError):
-                self._consumer.subscribe([topic], listener=_Listener(self))
-                partitions = [TopicPartition(topic, p) for p in self._consumer.partitions_for_topic(topic) or ()]
-                ends = self._consumer.end_offsets(partitions) if partitions else {}
-            self._first_positions = {tp.partition: int(end) for tp, end in ends.items()}
-            if not partitions:
-                raise Unavailable(f"topic {topic!r} does not exist on {bootstrap_servers}: create it or check --topic")
+            num_partitions = self._consumer.fetch_num_partitions(topic, DELIVERY_SECONDS)
+            if not num_partitions:
+                raise Unavailable(f"topic {topic!r} does not exist on {cluster.servers}: create it or check --topic")
+            tps = [TopicPartition(topic, partition) for partition in range(num_partitions)]
+            ends = self._consumer.fetch_end_offsets(tps, DELIVERY_SECONDS)
+            self._first_positions = {tp.partition: end for tp, end in ends.items()}
+            self._consumer.subscribe(topic, _RebalanceHandler(self))
         except DeformerError:
             self.close()
             raise
@@ -169,18 +150,18 @@ class KafkaDeliveryLog:
             Unavailable: The topic cannot be read now. A later call may succeed.
             ConfigError: This user may not read the topic or use the group.
         """
-        with translate_errors(self._servers, f"reading topic {self._topic!r}"):
-            polled = self._consumer.poll(timeout_ms=int(timeout * 1000))
-            if self._is_reassigned:
-                self._begin()
-                return []
-            messages = [
-                LoggedIncident(incident, record.partition, record.offset)
-                for records in polled.values()
-                for record in records
-                if (incident := self._decode(record)) is not None
-            ]
-            self._positions = {tp: self._consumer.position(tp) for tp in self._positions}
+        polled = poll_existing_messages(self._consumer, timeout)
+        if self._is_reassigned:
+            self._begin()
+            return []
+        messages = [
+            LoggedIncident(incident, record.partition, record.offset)
+            for record in polled
+            if (incident := self._decode(record)) is not None
+        ]
+        for tp, position in self._positions.items():
+            known = self._consumer.get_position(tp)
+            self._positions[tp] = position if known is None else known
         self._unread_ends = {tp: end for tp, end in self._unread_ends.items() if self._positions[tp] < end}
         return messages
 
@@ -190,13 +171,12 @@ class KafkaDeliveryLog:
         Raises:
             Unavailable: It cannot be read now.
         """
-        progress = {}
-        with translate_errors(self._servers, "reading committed offsets"):
-            for tp in self._positions:
-                committed = self._consumer.committed(tp, metadata=True, timeout_ms=int(DELIVERY_SECONDS * 1000))
-                if committed is not None and committed.offset >= 0:
-                    progress[tp.partition] = decode_progress(committed.offset, committed.metadata or "")
-        return progress
+        committed_by_partition = self._consumer.fetch_committed(self._positions, DELIVERY_SECONDS)
+        return {
+            tp.partition: decode_progress(committed.offset, committed.metadata)
+            for tp, committed in committed_by_partition.items()
+            if committed is not None
+        }
 
     def store_progress(self, progress: Mapping[int, DeliveryProgress]) -> None:
         """Store the progress by partition. Progress of partitions that are not assigned any more is not stored.
@@ -207,47 +187,35 @@ class KafkaDeliveryLog:
         if self._is_reassigned:
             return
         offsets = {
-            TopicPartition(self._topic, partition): OffsetAndMetadata(known.position, encode_progress(known), -1)
+            TopicPartition(self._topic, partition): CommittedOffset(known.position, encode_progress(known))
             for partition, known in progress.items()
         }
         try:
-            with translate_errors(self._servers, "committing offsets"):
-                self._commit(offsets)
-        except _PartitionsLost:
+            self._consumer.commit(offsets, DELIVERY_SECONDS)
+        except RebalanceInProgress:
             self._is_reassigned = True  # the next poll waits for the assignment, and reads from the beginning
 
     def close(self) -> None:
         """Leave the group and close the consumer."""
-        with translate_errors(self._servers, "closing the consumer"):
-            self._consumer.close(autocommit=False, timeout_ms=CONNECT_SECONDS * 1000)
+        self._consumer.close()
 
     def note_reassignment(self) -> None:
-        """Record that partitions were assigned or revoked; called by kafka-python during `poll`."""
+        """Record that partitions were assigned or revoked; called by the consumer."""
         self._is_reassigned = True
-
-    def _commit(self, offsets: Mapping[TopicPartition, OffsetAndMetadata]) -> None:
-        """Commit offsets.
-
-        Raises:
-            _PartitionsLost: The partitions are being given to other members.
-        """
-        try:
-            self._consumer.commit(dict(offsets), timeout_ms=int(DELIVERY_SECONDS * 1000))
-        except _LOST as error:
-            raise _PartitionsLost from error
 
     def _begin(self) -> None:
         """Begin to read the assigned partitions from their first message on."""
-        assigned = sorted(self._consumer.assignment())
-        if assigned:
-            self._consumer.seek_to_beginning(*assigned)
-        ends = self._consumer.end_offsets(assigned) if assigned else {}
-        self._positions = {tp: self._consumer.position(tp) for tp in assigned}
+        assigned = sorted(self._consumer.assignment)
+        first_offsets = self._consumer.fetch_first_offsets(assigned, DELIVERY_SECONDS) if assigned else {}
+        ends = self._consumer.fetch_end_offsets(assigned, DELIVERY_SECONDS) if assigned else {}
+        for tp in assigned:
+            self._consumer.start(tp, first_offsets[tp])
+        self._positions = {tp: first_offsets[tp] for tp in assigned}
         self._unread_ends = {tp: end for tp, end in ends.items() if self._positions[tp] < end}
         self._generation += 1
         self._is_reassigned = False
 
-    def _decode(self, record: Any) -> Any:
+    def _decode(self, record: ReceivedMessage) -> Incident | None:
         """Return the incident of a message, None for a tombstone and for a message that cannot be decoded."""
         if record.value is None:  # a tombstone: the incident was deleted
             return None
@@ -266,20 +234,25 @@ class KafkaDeliveryLog:
             return None
 
 
-class _PartitionsLost(Exception):  # noqa: N818 - control flow
-    """Partitions are being given to other members, so that their offsets cannot be committed."""
-
-
-class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]  # the client ships no types
-    """A rebalance listener that informs a log of changes of its partitions."""
+class _RebalanceHandler:
+    """A rebalance handler that informs a log of changes of its partitions. Nothing has to be committed before."""
 
     def __init__(self, deliveries: KafkaDeliveryLog) -> None:
         self._deliveries = deliveries
 
-    def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
+    def on_assigned(self, partitions: frozenset[TopicPartition]) -> None:
         """Inform the log."""
         self._deliveries.note_reassignment()
 
-    def on_partitions_revoked(self, revoked: Iterable[TopicPartition]) -> None:
+    def on_revoked(self, partitions: frozenset[TopicPartition]) -> Offsets:
+        """Inform the log, and return no offsets."""
+        if partitions:
+            self._deliveries.note_reassignment()
+        return {}
+
+    def on_revoked_committed(self, error: Exception | None) -> None:
+        """Do nothing, because nothing was committed."""
+
+    def on_lost(self, partitions: frozenset[TopicPartition]) -> None:
         """Inform the log."""
         self._deliveries.note_reassignment()

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from kafka import KafkaConsumer, KafkaProducer, TopicPartition
-
-from connectors.kafka.batches import OutgoingMessage
-from connectors.kafka.client import (
-    CONNECT_SECONDS,
-    DELIVERY_SECONDS,
-    connect,
-    count_partitions,
-    create_producer,
-    translate_errors,
-)
+from connectors.kafka.client import DELIVERY_SECONDS, load_client
 from connectors.kafka.delivery import Delivery
+from connectors.kafka.ports import (
+    Consumer,
+    ConsumerOptions,
+    KafkaCluster,
+    OffsetOutOfRange,
+    OutgoingMessage,
+    Producer,
+    ReceivedMessage,
+    TopicPartition,
+)
+from connectors.kafka.topics import DEFAULT_MAX_MESSAGE_BYTES, TopicSpec, count_partitions
 from deformer_stream import log
 from deformer_stream.codec.cloud_events import make_headers, make_source
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
 from deformer_stream.codec.feedback_messages import decode_label, encode_label, get_label_key
-from deformer_stream.errors import InputError
+from deformer_stream.errors import DeformerError, InputError
 from deformer_stream.incidents.events import FeedbackLabel, Incident
 
 INCIDENT_RETENTION_MS = 365 * 86_400_000
@@ -31,7 +32,7 @@ INCIDENT_RETENTION_MS = 365 * 86_400_000
 Message = TypeVar("Message")
 
 
-def describe_incident_topics(incidents: str, feedback: str) -> dict[str, dict[str, Any]]:
+def describe_incident_topics(incidents: str, feedback: str) -> dict[str, TopicSpec]:
     """Return the topics of incidents and of labels, with the settings for creating them.
 
     The topic of incidents is compacted: the last message of an incident is kept. Labels are kept for ever, because a
@@ -42,7 +43,7 @@ def describe_incident_topics(incidents: str, feedback: str) -> dict[str, dict[st
         feedback: Name of the topic for labels.
 
     Returns:
-        For the name of each topic, the arguments of kafka-python's `create_topics`.
+        How each topic is created, by name, for `ensure_topics`.
     """
     return {
         incidents: {
@@ -91,9 +92,8 @@ class _TopicReader(Generic[Message]):
     Messages that cannot be decoded are skipped; the first one is logged. One thread may use it at a time.
 
     Args:
-        bootstrap_servers: Comma-separated host:port pairs.
+        cluster: The brokers.
         topic: The topic.
-        security: kafka-python's keyword arguments for encryption and login; None for a plain connection without login.
         decode: Returns the message of a value, or raises `InputError`.
 
     Attributes:
@@ -104,33 +104,20 @@ class _TopicReader(Generic[Message]):
         ConfigError: This user may not read the topic.
     """
 
-    def __init__(
-        self,
-        bootstrap_servers: str,
-        topic: str,
-        security: dict[str, Any] | None,
-        decode: Callable[[bytes], Message],
-    ) -> None:
-        self._servers, self._topic, self._decode = bootstrap_servers, topic, decode
+    def __init__(self, cluster: KafkaCluster, topic: str, decode: Callable[[bytes], Message]) -> None:
+        self._cluster, self._topic, self._decode = cluster, topic, decode
         self.num_skipped = 0
-        num_partitions = count_partitions(bootstrap_servers, topic, security)
-        self._consumer: KafkaConsumer = connect(
-            KafkaConsumer,
-            bootstrap_servers,
-            security,
-            group_id=None,
-            enable_auto_commit=False,
-            auto_offset_reset="earliest",
-            isolation_level="read_committed",
-            allow_auto_create_topics=False,
-        )
-        partitions = [TopicPartition(topic, partition) for partition in range(num_partitions)]
-        with translate_errors(bootstrap_servers, f"reading topic {topic!r}"):
-            self._consumer.assign(partitions)
-            self._consumer.seek_to_beginning(*partitions)
-            # For each partition that was not read to this offset yet: the offset after its last message now.
-            self._unread_ends: dict[TopicPartition, int] = dict(self._consumer.end_offsets(partitions))
-        self._remove_read_partitions()
+        tps = [TopicPartition(topic, partition) for partition in range(count_partitions(cluster, topic))]
+        self._consumer: Consumer = load_client(cluster).open_consumer(cluster, ConsumerOptions())
+        try:
+            first_offsets = self._consumer.fetch_first_offsets(tps, DELIVERY_SECONDS)
+            end_offsets = self._consumer.fetch_end_offsets(tps, DELIVERY_SECONDS)
+            self._consumer.assign(first_offsets)
+        except DeformerError:
+            self._consumer.close()
+            raise
+        # For each partition that was not read to this offset yet: the offset after its last message now.
+        self._unread_ends = {tp: end for tp, end in end_offsets.items() if first_offsets[tp] < end}
 
     @property
     def is_caught_up(self) -> bool:
@@ -143,28 +130,23 @@ class _TopicReader(Generic[Message]):
         Raises:
             Unavailable: The topic cannot be read now. A later call may succeed.
         """
-        with translate_errors(self._servers, f"reading topic {self._topic!r}"):
-            polled = self._consumer.poll(timeout_ms=int(timeout * 1000))
-            self._remove_read_partitions()
+        polled = poll_existing_messages(self._consumer, timeout)
+        self._unread_ends = {
+            tp: end for tp, end in self._unread_ends.items() if (self._consumer.get_position(tp) or 0) < end
+        }
         messages: list[Message] = []
-        for records in polled.values():
-            for record in records:
-                if record.value is None:  # a tombstone: the incident was deleted
-                    continue
-                try:
-                    messages.append(self._decode(record.value))
-                except InputError as error:
-                    self._skip(record.partition, record.offset, error)
+        for record in polled:
+            if record.value is None:  # a tombstone: the incident was deleted
+                continue
+            try:
+                messages.append(self._decode(record.value))
+            except InputError as error:
+                self._skip(record.partition, record.offset, error)
         return messages
 
     def close(self) -> None:
         """Close the consumer."""
-        with translate_errors(self._servers, "closing the consumer"):
-            self._consumer.close(autocommit=False, timeout_ms=CONNECT_SECONDS * 1000)
-
-    def _remove_read_partitions(self) -> None:
-        """Remove the partitions that were read to the end that they had when the topic was opened."""
-        self._unread_ends = {tp: end for tp, end in self._unread_ends.items() if self._consumer.position(tp) < end}
+        self._consumer.close()
 
     def _skip(self, partition: int, offset: int, error: InputError) -> None:
         """Count a message that cannot be decoded, and log the first one."""
@@ -175,41 +157,58 @@ class _TopicReader(Generic[Message]):
         self.num_skipped += 1
 
 
+def poll_existing_messages(consumer: Consumer, timeout: float) -> Sequence[ReceivedMessage]:
+    """Return messages that have arrived; continue at the first message that exists if the next one has expired.
+
+    Args:
+        consumer: The consumer.
+        timeout: Longest time to wait in seconds.
+
+    Raises:
+        Unavailable: The topic cannot be read now.
+        ConfigError: This user may not read the topic.
+    """
+    try:
+        return consumer.poll_messages(timeout)
+    except OffsetOutOfRange as error:
+        first_offsets = consumer.fetch_first_offsets(error.offset_by_partition, DELIVERY_SECONDS)
+        for tp, offset in first_offsets.items():
+            consumer.start(tp, offset)
+        return ()
+
+
 class KafkaIncidentLog(_TopicReader[Incident]):
     """The topic of incidents as a log that is read from its first message on, an `IncidentLog`.
 
     Args:
-        bootstrap_servers: Comma-separated host:port pairs.
+        cluster: The brokers.
         topic: The topic with the incidents.
-        security: kafka-python's keyword arguments for encryption and login; None for a plain connection without login.
 
     Raises:
         Unavailable: The topic does not exist, or no broker responds.
         ConfigError: This user may not read the topic.
     """
 
-    def __init__(self, bootstrap_servers: str, topic: str, security: dict[str, Any] | None = None) -> None:
-        super().__init__(bootstrap_servers, topic, security, decode_incident)
+    def __init__(self, cluster: KafkaCluster, topic: str) -> None:
+        super().__init__(cluster, topic, decode_incident)
 
 
 class KafkaFeedbackLog(_TopicReader[FeedbackLabel]):
     """The topic of labels as a log, a `FeedbackLog`. Any thread may append; one thread at a time may poll.
 
     Args:
-        bootstrap_servers: Comma-separated host:port pairs.
+        cluster: The brokers.
         topic: The topic with the labels.
-        security: kafka-python's keyword arguments for encryption and login; None for a plain connection without login.
 
     Raises:
         Unavailable: The topic does not exist, or no broker responds.
         ConfigError: This user may not read the topic.
     """
 
-    def __init__(self, bootstrap_servers: str, topic: str, security: dict[str, Any] | None = None) -> None:
-        super().__init__(bootstrap_servers, topic, security, decode_label)
-        self._security = security
+    def __init__(self, cluster: KafkaCluster, topic: str) -> None:
+        super().__init__(cluster, topic, decode_label)
         self._lock = threading.Lock()
-        self._producer: KafkaProducer | None = None  # created by the first call of `append`
+        self._producer: Producer | None = None  # created by the first call of `append`
 
     def append(self, label: FeedbackLabel) -> None:
         """Append a label. Blocks until it is durable.
@@ -219,19 +218,26 @@ class KafkaFeedbackLog(_TopicReader[FeedbackLabel]):
             ConfigError: This user may not write to the topic.
         """
         headers = make_headers("feedback", label.id, make_source(self._topic), label.time)
-        with self._lock, translate_errors(self._servers, f"writing to topic {self._topic!r}"):
+        message = OutgoingMessage(0, self._topic, get_label_key(label), encode_label(label), headers)
+        with self._lock:
             if self._producer is None:
-                self._producer = create_producer(self._servers, self._security)
-            future = self._producer.send(
-                self._topic, value=encode_label(label), key=get_label_key(label), headers=headers
-            )
-            future.get(timeout=DELIVERY_SECONDS)
+                self._producer = load_client(self._cluster).open_producer(
+                    self._cluster, None, DELIVERY_SECONDS, DEFAULT_MAX_MESSAGE_BYTES
+                )
+            try:
+                self._producer.send([message], DELIVERY_SECONDS)
+            except DeformerError:
+                self._close_producer()  # a producer cannot be used after an error
+                raise
 
     def close(self) -> None:
         """Close the consumer and the producer."""
         with self._lock:
-            if self._producer is not None:
-                with translate_errors(self._servers, "closing the producer"):
-                    self._producer.close(timeout=CONNECT_SECONDS)
-                self._producer = None
+            self._close_producer()
         super().close()
+
+    def _close_producer(self) -> None:
+        """Close the producer. The caller holds the lock."""
+        if self._producer is not None:
+            self._producer.close()
+            self._producer = None

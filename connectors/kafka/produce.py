@@ -4,45 +4,44 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from contextlib import suppress
 
-from kafka.partitioner import murmur2
-
-from connectors.kafka.client import CONNECT_SECONDS, FLUSH_SECONDS, create_producer, ensure_topics, translate_errors
-from deformer_stream.codec.encode_events import OutgoingMessage, Packing, choose_group_size, pack_readings
+from connectors.kafka.client import CONNECT_SECONDS, DELIVERY_SECONDS, load_client
+from connectors.kafka.ports import KafkaCluster, OutgoingMessage
+from connectors.kafka.topics import count_partitions, ensure_topics
+from deformer_stream.codec.encode_events import OutgoingMessage as PackedMessage
+from deformer_stream.codec.encode_events import Packing, choose_group_size, pack_readings
+from deformer_stream.errors import DeformerError
 from deformer_stream.runtime.timing import limit_rate
 
-BATCH_BYTES = 2**17
-"""Maximum size of a batch of messages."""
-LINGER_MILLISECONDS = 5
-"""Milliseconds to wait for more messages before a batch is sent."""
-MAX_UNSENT_MESSAGES = 10_000
-"""Number of messages after which acknowledgements are awaited, because the client's send buffer is unbounded."""
+FLUSH_INTERVAL_SECONDS = 1.0
+"""Seconds after which acknowledgements are awaited, so that a message that the broker refuses is noticed."""
 
 PROGRESS_SECONDS = 0.1
 """Seconds between two calls of `progress`."""
 
+TRANSACTION_SECONDS = 60.0
+"""A value that the interface requires; the producer here has no transactions."""
+
 
 def produce(
-    bootstrap_servers: str,
+    cluster: KafkaCluster,
     topic: str,
     messages: Iterable[tuple[bytes | None, bytes, int | None]],
     rate: float | None = None,
     partitions: int = 4,
-    security: dict[str, Any] | None = None,
     progress: Callable[[int], None] | None = None,
     packing: Packing = "json",
 ) -> int:
     """Send readings to a topic, return when the brokers have acknowledged all of them, and return their number.
 
     Args:
-        bootstrap_servers: Comma-separated host:port pairs.
+        cluster: The brokers.
         topic: Name of the topic; it is created if it does not exist.
         messages: For each reading, the key, the value (the reading as JSON), and the timestamp of its message in
             milliseconds since 1970, or None for the time of sending. A generator may yield them as they arise.
         rate: Readings per second, or None for as fast as possible.
         partitions: Number of partitions of the topic, if it must be created.
-        security: kafka-python's keyword arguments for encryption and login; None for a plain connection without login.
         progress: A function that is called about ten times a second with the number of readings sent so far.
         packing: "json" sends each reading as a message of its own. "json-many" packs several readings of one record
             into a JSON object, and "arrow" packs readings of one partition into an Arrow stream.
@@ -51,52 +50,68 @@ def produce(
         Unavailable: No broker responds, or a message is not acknowledged in time.
         ConfigError: The broker refuses the connection or a message.
     """
-    max_message_bytes = ensure_topics(bootstrap_servers, {topic: {"num_partitions": partitions}}, security)[topic]
-    client = create_producer(
-        bootstrap_servers,
-        security,
-        linger_ms=LINGER_MILLISECONDS,
-        batch_size=min(BATCH_BYTES, max_message_bytes),
-        max_request_size=max_message_bytes,
-    )
-    action = f"writing to topic {topic!r}"  # for error messages
-    failures: list[Exception] = []  # errors of messages, appended by the client's network thread
-    num_sent = num_unacknowledged = 0
-    reported_at = time.monotonic()
+    max_message_bytes = ensure_topics(cluster, {topic: {"num_partitions": partitions}})[topic]
+    # Only an Arrow stream needs the number of partitions, which this user may not be allowed to read.
+    num_partitions = count_partitions(cluster, topic) if packing == "arrow" else 1
+    packed_messages = _pack_messages(limit_rate(messages, rate), packing, choose_group_size(rate), num_partitions)
+    producer = load_client(cluster).open_producer(cluster, None, TRANSACTION_SECONDS, max_message_bytes)
+    num_sent = 0
+    reported_at = flushed_at = time.monotonic()
     try:
-        with translate_errors(bootstrap_servers, action):
-            num_partitions = len(client.partitions_for(topic))
-        packed_messages = _pack_messages(limit_rate(messages, rate), packing, choose_group_size(rate), num_partitions)
         for message, timestamp in packed_messages:
-            with translate_errors(bootstrap_servers, action):
-                partition = None if message.key else message.partition  # with a key, the client chooses by its hash
-                future = client.send(
-                    topic, value=message.value, key=message.key, timestamp_ms=timestamp, partition=partition
-                )
-                future.add_errback(failures.append)
-                num_sent, num_unacknowledged = num_sent + message.num_readings, num_unacknowledged + 1
-                if num_unacknowledged == MAX_UNSENT_MESSAGES:  # bound the memory of the client's send buffer
-                    client.flush(timeout=FLUSH_SECONDS)
-                    num_unacknowledged = 0
-                if failures:
-                    raise failures[0]
-            if progress is not None and time.monotonic() - reported_at >= PROGRESS_SECONDS:
-                reported_at = time.monotonic()
+            partition = None if message.key else message.partition  # with a key, the client chooses by its hash
+            producer.enqueue(OutgoingMessage(0, topic, message.key, message.value, (), partition, timestamp))
+            num_sent += message.num_readings
+            now = time.monotonic()
+            if progress is not None and now - reported_at >= PROGRESS_SECONDS:
+                reported_at = now
                 progress(num_sent)
-        with translate_errors(bootstrap_servers, action):
-            client.flush(timeout=FLUSH_SECONDS)
-            if failures:
-                raise failures[0]
+            if now - flushed_at >= FLUSH_INTERVAL_SECONDS:
+                producer.flush(DELIVERY_SECONDS)
+                flushed_at = time.monotonic()
+        producer.flush(DELIVERY_SECONDS)
     finally:
-        client.close(timeout=CONNECT_SECONDS)
+        with suppress(DeformerError):  # the messages before an error of the input are delivered, too
+            producer.flush(CONNECT_SECONDS)
+        producer.close()
     if progress is not None:
         progress(num_sent)
     return num_sent
 
 
+def choose_partition(key: bytes | None, num_partitions: int) -> int:
+    """Return the partition of a key by its murmur2 hash, as Kafka clients do by default; 0 without a key.
+
+    Args:
+        key: The key of a message.
+        num_partitions: Number of partitions of the topic.
+    """
+    if not key:
+        return 0
+    return (_hash_murmur2(key) & 0x7FFFFFFF) % num_partitions  # without the sign bit, as in the Java client
+
+
+def _hash_murmur2(data: bytes) -> int:
+    """Return the 32-bit hash MurmurHash2 (by Austin Appleby) of some bytes, with the seed of Kafka's Java client.
+
+    A message for one partition that holds many records has no key, so no client library computes its partition.
+    """
+    multiplier, mask = 0x5BD1E995, 0xFFFFFFFF
+    hashed = 0x9747B28C ^ len(data)
+    num_whole = len(data) & ~3  # bytes in whole words of four
+    for i in range(0, num_whole, 4):
+        word = int.from_bytes(data[i : i + 4], "little") * multiplier & mask
+        word = (word ^ word >> 24) * multiplier & mask
+        hashed = hashed * multiplier & mask ^ word
+    if num_whole < len(data):
+        hashed = (hashed ^ int.from_bytes(data[num_whole:], "little")) * multiplier & mask
+    hashed = (hashed ^ hashed >> 13) * multiplier & mask
+    return hashed ^ hashed >> 15
+
+
 def _pack_messages(
     messages: Iterable[tuple[bytes | None, bytes, int | None]], packing: Packing, group_size: int, num_partitions: int
-) -> Iterator[tuple[OutgoingMessage, int | None]]:
+) -> Iterator[tuple[PackedMessage, int | None]]:
     """Pack messages of one reading each into larger messages, and yield pairs of a message and its timestamp.
 
     The timestamp is in milliseconds since 1970. None means that Kafka sets it when the message is sent.
@@ -109,14 +124,8 @@ def _pack_messages(
         num_partitions: Number of partitions of the topic.
     """
     if packing == "json":
-        yield from ((OutgoingMessage(key, value), timestamp) for key, value, timestamp in messages)
+        yield from ((PackedMessage(key, value), timestamp) for key, value, timestamp in messages)
         return
     pairs = ((key, value) for key, value, _ in messages)
-
-    def choose_partition(key: bytes | None) -> int:
-        """Return the partition of a key by its murmur2 hash, as Kafka clients do; 0 without a key."""
-        if not key:
-            return 0
-        return (int(murmur2(key)) & 0x7FFFFFFF) % num_partitions  # without the sign bit, as in the Java client
-
-    yield from ((message, None) for message in pack_readings(pairs, packing, group_size, choose_partition))
+    packed = pack_readings(pairs, packing, group_size, lambda key: choose_partition(key, num_partitions))
+    yield from ((message, None) for message in packed)

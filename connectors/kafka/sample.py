@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
-from kafka import KafkaConsumer, TopicPartition
-
-from connectors.kafka.client import connect, count_partitions, translate_errors
+from connectors.kafka.client import DELIVERY_SECONDS, load_client
+from connectors.kafka.ports import ConsumerOptions, KafkaCluster, TopicPartition
+from connectors.kafka.topics import count_partitions
 
 POLL_SECONDS = 0.5
 """Longest time that one poll waits for messages."""
 
 
-def read_messages(
-    bootstrap_servers: str, topic: str, security: dict[str, Any] | None, limit: int | None, seconds: float
-) -> list[tuple[bytes, int]]:
+def read_messages(cluster: KafkaCluster, topic: str, limit: int | None, seconds: float) -> list[tuple[bytes, int]]:
     """Return the latest messages of a topic: those that are there, and those that arrive while it is read.
 
     Args:
-        bootstrap_servers: Comma-separated host:port pairs.
+        cluster: The brokers.
         topic: Name of the topic.
-        security: kafka-python's keyword arguments for encryption and login; None for a plain connection without login.
         limit: Number of messages after which the function returns. Messages that are there already are read as well; if
             they are at least a fifth of this number, the function does not wait for others. None to read the messages
             that arrive within the time, and no earlier ones.
@@ -34,29 +30,25 @@ def read_messages(
         Unavailable: The topic does not exist, or no broker responds.
         ConfigError: This user may not read the topic, or the broker refuses the connection.
     """
-    num_partitions = count_partitions(bootstrap_servers, topic, security)
-    partitions = [TopicPartition(topic, index) for index in range(num_partitions)]
-    consumer: KafkaConsumer = connect(
-        KafkaConsumer, bootstrap_servers, security, enable_auto_commit=False, group_id=None
-    )
+    num_partitions = count_partitions(cluster, topic)
+    tps = [TopicPartition(topic, index) for index in range(num_partitions)]
+    consumer = load_client(cluster).open_consumer(cluster, ConsumerOptions())
     messages: list[tuple[bytes, int]] = []
     try:
-        with translate_errors(bootstrap_servers, f"reading topic {topic!r}"):
-            consumer.assign(partitions)
-            first_offsets, end_offsets = consumer.beginning_offsets(partitions), consumer.end_offsets(partitions)
-            most_earlier = 0 if limit is None else -(-limit // num_partitions)
-            num_earlier = 0
-            for partition in partitions:
-                start = max(first_offsets[partition], end_offsets[partition] - most_earlier)
-                num_earlier += end_offsets[partition] - start
-                consumer.seek(partition, start)
-            if limit is not None and num_earlier >= limit / 5:
-                limit = min(limit, num_earlier)
-            deadline = time.monotonic() + seconds
-            while (limit is None or len(messages) < limit) and (left := deadline - time.monotonic()) > 0:
-                polled = consumer.poll(timeout_ms=int(1000 * min(left, POLL_SECONDS)) + 1)
-                for records in polled.values():
-                    messages += [(record.value, record.timestamp) for record in records if record.value is not None]
+        first_offsets = consumer.fetch_first_offsets(tps, DELIVERY_SECONDS)
+        end_offsets = consumer.fetch_end_offsets(tps, DELIVERY_SECONDS)
+        most_earlier = 0 if limit is None else -(-limit // num_partitions)
+        start_offsets = {tp: max(first_offsets[tp], end_offsets[tp] - most_earlier) for tp in tps}
+        num_earlier = sum(end_offsets[tp] - start for tp, start in start_offsets.items())
+        consumer.assign(start_offsets)
+        if limit is not None and num_earlier >= limit / 5:
+            limit = min(limit, num_earlier)
+        deadline = time.monotonic() + seconds
+        while (limit is None or len(messages) < limit) and (left := deadline - time.monotonic()) > 0:
+            polled = consumer.poll(min(left, POLL_SECONDS))
+            if polled is not None:
+                pairs = zip(polled.values, polled.times.tolist(), strict=True)
+                messages += [(value, timestamp) for value, timestamp in pairs if value is not None]
     finally:
-        consumer.close(autocommit=False)
+        consumer.close()
     return messages

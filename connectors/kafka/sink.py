@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
-from connectors.kafka.batches import Header, OutgoingMessage, estimate_size
+from connectors.kafka.client import estimate_size
 from connectors.kafka.delivery import Delivery
+from connectors.kafka.ports import Header, OutgoingMessage
 from connectors.kafka.state import STATE_TOPIC_SETTINGS
-from deformer_stream.codec import encode_drift, encode_storm, get_message, get_position
+from connectors.kafka.topics import TopicSpec
+from deformer_stream.codec import encode_drift, get_message, get_position
 from deformer_stream.codec.cloud_events import make_headers, make_source
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.events import Alert, Effects, Rejection
@@ -19,7 +21,7 @@ A dead letter is larger than its event, so it is twice Kafka's default.
 """
 
 
-def describe_output_topics(alerts: str, dead_letters: str, state: str, partitions: int) -> dict[str, dict[str, Any]]:
+def describe_output_topics(alerts: str, dead_letters: str, state: str, partitions: int) -> dict[str, TopicSpec]:
     """Return the topics that a consumer of events writes to, with the settings for creating them.
 
     Args:
@@ -29,7 +31,7 @@ def describe_output_topics(alerts: str, dead_letters: str, state: str, partition
         partitions: Number of partitions of the topic that is consumed; each of the topics gets as many.
 
     Returns:
-        For the name of each topic, the arguments of kafka-python's `create_topics`.
+        How each topic is created, by name, for `ensure_topics`.
     """
     return {
         alerts: {"num_partitions": partitions},
@@ -104,10 +106,6 @@ class KafkaSink:
                 key, value = notice.record.encode(), encode_drift(notice)
                 headers = make_headers("drift", notice.id, make_source(self._topic, notice.partition), notice.time)
                 self._delivery.put(OutgoingMessage(notice.partition, self.alerts_topic, key, value, headers))
-            for storm in effects.storm_notices:
-                key, value = storm.records[0].encode(), encode_storm(storm)
-                headers = make_headers("storm", storm.id, make_source(self._topic, storm.partition), storm.time)
-                self._delivery.put(OutgoingMessage(storm.partition, self.alerts_topic, key, value, headers))
         if self.dead_letter_topic is not None and data is not None:
             for rejected in effects.dead_letters():
                 max_bytes = self._delivery.max_bytes_by_topic[self.dead_letter_topic]

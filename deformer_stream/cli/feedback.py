@@ -93,11 +93,12 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
     import time
 
     from connectors.kafka import KafkaFeedbackLog, KafkaIncidentLog, describe_incident_topics, ensure_topics
+    from deformer_stream.cli.kafka_cluster import make_cluster
     from deformer_stream.codec.alert_text import make_printable
     from deformer_stream.codec.incident_text import summarize_incident
     from deformer_stream.codec.timestamps import format_rfc3339
 
-    servers, security = settings.bootstrap_servers, settings.make_security_arguments()
+    cluster = make_cluster(settings)
     incidents_topic = settings.incidents_topic or f"{settings.topic}-incidents"
     feedback_topic = settings.feedback_topic or f"{settings.topic}-feedback"
     now = time.time_ns() // 1000
@@ -108,7 +109,7 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
     else:
         assert incident is not None  # noqa: S101 - checked by `_check_arguments`
         assert label is not None  # noqa: S101
-        incidents = KafkaIncidentLog(servers, incidents_topic, security)
+        incidents = KafkaIncidentLog(cluster, incidents_topic)
         try:
             found = find_incident(incidents, incident)
         finally:
@@ -116,15 +117,14 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
         made = _make_label(settings, label, now, incident=found.id, name=settings.name)
         text = f"{found.id} {summarize_incident(found)}: {label}"
     ensure_topics(
-        servers,
+        cluster,
         {
             name: spec
             for name, spec in describe_incident_topics(incidents_topic, feedback_topic).items()
             if name == feedback_topic
         },
-        security,
     )
-    labels = KafkaFeedbackLog(servers, feedback_topic, security)
+    labels = KafkaFeedbackLog(cluster, feedback_topic)
     try:
         labels.append(made)
     finally:

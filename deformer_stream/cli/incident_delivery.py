@@ -50,10 +50,11 @@ def create_notifier(
         registry: The registry that `/metrics` shows.
     """
     from connectors.kafka import KafkaDeliveryLog, KafkaFeedbackLog, KafkaIncidentLog
+    from deformer_stream.cli.kafka_cluster import make_cluster
     from deformer_stream.runtime.incident_metrics import DeliveryMetrics, OpenIncidentMetrics
     from deformer_stream.runtime.notification import Notifier, OpenIncidentCounter, ReceiverWorker, WorkerThread
 
-    servers, security = settings.bootstrap_servers, settings.make_security_arguments()
+    cluster = make_cluster(settings)
     metrics, open_metrics = DeliveryMetrics(registry), OpenIncidentMetrics(registry)
 
     def create_worker(receiver: Receiver) -> ReceiverWorker:
@@ -61,8 +62,8 @@ def create_notifier(
         group = f"{settings.group}-{settings.topic}-{receiver.identity}"
         return ReceiverWorker(
             receiver,
-            KafkaDeliveryLog(servers, incidents_topic, group, security, settings.session_timeout),
-            KafkaFeedbackLog(servers, feedback_topic, security),
+            KafkaDeliveryLog(cluster, incidents_topic, group, settings.session_timeout),
+            KafkaFeedbackLog(cluster, feedback_topic),
             metrics,
             settings.external_url,
         )
@@ -70,8 +71,8 @@ def create_notifier(
     def create_counter() -> OpenIncidentCounter:
         """Return the counter of open incidents, with its connections."""
         return OpenIncidentCounter(
-            KafkaIncidentLog(servers, incidents_topic, security),
-            KafkaFeedbackLog(servers, feedback_topic, security),
+            KafkaIncidentLog(cluster, incidents_topic),
+            KafkaFeedbackLog(cluster, feedback_topic),
             open_metrics,
         )
 

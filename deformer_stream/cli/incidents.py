@@ -163,12 +163,14 @@ def _connect(
     from connectors.kafka.state import STATE_TOPIC_SETTINGS
     from deformer_stream import log
     from deformer_stream.calibration.incident_budget import describe_plan
+    from deformer_stream.cli.kafka_cluster import make_cluster
     from deformer_stream.codec.incident_state import check_incident_state
     from deformer_stream.errors import Unavailable
     from deformer_stream.runtime.incident_pipeline import IncidentPipeline
     from deformer_stream.runtime.incident_plan import DetectionPlan, load_detection_plan
 
     servers, security = settings.bootstrap_servers, settings.make_security_arguments()
+    cluster = make_cluster(settings)
     is_transactional = settings.delivery == "exactly-once"
 
     def load_plan() -> DetectionPlan:
@@ -177,12 +179,12 @@ def _connect(
 
     log.get_logger("incidents").info("budget", kept=describe_plan(load_plan().plan))
     try:
-        num_partitions = count_partitions(servers, topics.evidence, security)
+        num_partitions = count_partitions(cluster, topics.evidence)
     except Unavailable as error:
         raise Unavailable(f"{error}; `deformer-stream consume --evidence on` writes it") from None
     specs = describe_incident_topics(topics.incidents, topics.feedback)
     specs[topics.state] = {"num_partitions": num_partitions, "configs": dict(STATE_TOPIC_SETTINGS)}
-    limits = ensure_topics(servers, specs, security, settings.missing_topics == "create")
+    limits = ensure_topics(cluster, specs, settings.missing_topics == "create")
     group = f"{settings.group}-{topics.events}-incidents"
     transactional_id = f"{group}-{settings.instance or uuid.uuid4().hex[:12]}"
     delivery = Delivery(servers, security, limits, transactional_id if is_transactional else None)

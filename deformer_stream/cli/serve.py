@@ -156,15 +156,16 @@ def _connect(settings: ServeSettings, options: dict[str, Any], cleanup: ExitStac
         Unavailable: No broker responds.
     """
     from connectors.kafka import KafkaFeedbackLog, KafkaIncidentLog, describe_incident_topics, ensure_topics
+    from deformer_stream.cli.kafka_cluster import make_cluster
     from deformer_stream.page.app import Page, PageOptions
     from deformer_stream.page.store import IncidentStore
 
-    servers, security = settings.bootstrap_servers, settings.make_security_arguments()
+    cluster = make_cluster(settings)
     incidents_topic = settings.incidents_topic or f"{settings.topic}-incidents"
     feedback_topic = settings.feedback_topic or f"{settings.topic}-feedback"
-    ensure_topics(servers, describe_incident_topics(incidents_topic, feedback_topic), security, True)
-    incident_log = KafkaIncidentLog(servers, incidents_topic, security)
+    ensure_topics(cluster, describe_incident_topics(incidents_topic, feedback_topic))
+    incident_log = KafkaIncidentLog(cluster, incidents_topic)
     cleanup.callback(incident_log.close)
-    feedback_log = KafkaFeedbackLog(servers, feedback_topic, security)
+    feedback_log = KafkaFeedbackLog(cluster, feedback_topic)
     cleanup.callback(feedback_log.close)
     return Page(PageOptions(**options), IncidentStore(), feedback_log), incident_log

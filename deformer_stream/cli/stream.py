@@ -272,10 +272,12 @@ def _connect_to_kafka(
         describe_output_topics,
         ensure_topics,
     )
+    from deformer_stream.cli.kafka_cluster import make_cluster
     from deformer_stream.codec.state import check_state
     from deformer_stream.errors import ConfigError
 
     security = settings.make_security_arguments()
+    cluster = make_cluster(settings, servers)
     alerts_topic = settings.alerts_topic or f"{topic}-alerts"
     dead_letter_topic = settings.dead_letter_topic or f"{topic}-dead-letter"
     state_topic = settings.state_topic or f"{settings.group}-{topic}-state"
@@ -287,12 +289,12 @@ def _connect_to_kafka(
             "--topic, --alerts-topic, --dead-letter-topic, --state-topic and --evidence-topic must differ, because the "
             "command would otherwise read its own output as events; choose different topics"
         )
-    num_partitions = count_partitions(servers, topic, security)
+    num_partitions = count_partitions(cluster, topic)
     topics = describe_output_topics(alerts_topic, dead_letter_topic, state_topic, num_partitions)
     if has_evidence:
         topics |= describe_evidence_topic(evidence_topic)
     # `limits` has the size of the largest message that each topic accepts.
-    limits = ensure_topics(servers, topics, security, settings.missing_topics == "create")
+    limits = ensure_topics(cluster, topics, settings.missing_topics == "create")
     transactional_id = f"{settings.group}-{settings.instance or uuid.uuid4().hex[:12]}"
     is_transactional = settings.delivery == "exactly-once"
     delivery = Delivery(servers, security, limits, transactional_id if is_transactional else None)

@@ -137,17 +137,17 @@ def _send_to_kafka(
         progress: The progress bar.
     """
     from connectors.kafka import produce
+    from deformer_stream.cli.kafka_cluster import make_cluster
 
     # An empty key means no key. The message itself contains the event time of the reading, so the timestamp of the
     # message is None: the broker then sets the time of sending.
     messages = ((key or None, value, None) for key, value, _ in events)
     return produce(
-        settings.bootstrap_servers,
+        make_cluster(settings),
         topic,
         messages,
         settings.rate,
         settings.partitions,
-        settings.make_security_arguments(),
         progress.set_done,
         settings.payload,
     )

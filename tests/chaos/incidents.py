@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from connectors.kafka import describe_evidence_topic, ensure_topics, produce
+from connectors.kafka import KafkaCluster, describe_evidence_topic, ensure_topics, produce
 from deformer_stream import model_store
 from deformer_stream.codec.encode_evidence import encode_evidence
 from tests.chaos.self_killing import INCIDENT_STEPS, TRANSACTIONS
@@ -55,7 +55,7 @@ def run_kills(bootstrap: str, model: Path, folder: Path, num_kills: int, seconds
     """
     rng = np.random.default_rng(seed)
     topic = f"events-{uuid.uuid4().hex[:8]}"
-    ensure_topics(bootstrap, describe_evidence_topic(f"{topic}-evidence"))
+    ensure_topics(KafkaCluster(bootstrap), describe_evidence_topic(f"{topic}-evidence"))
     faults = {
         device: [
             (begin, begin + int(rng.integers(3, 40)))

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from kafka import KafkaProducer
 
-from connectors.kafka import ensure_topics
+from connectors.kafka import KafkaCluster, TopicSpec, ensure_topics
 from tests.chaos.self_killing import NO_TRANSACTIONS, STEPS, TRANSACTIONS
 from tests.conftest import load_broker_script
 from tests.integration.programs import Cluster, RunningConsumer, wait_until
@@ -309,7 +309,8 @@ def run_chaos(size: Size, modes: list[str], seed: int, logs: Path) -> dict[str, 
     try:
         cluster = Cluster(broker.bootstrap)
         world = World(broker, size, write_model(logs / "model"), logs, random.Random(seed), cluster)  # noqa: S311 -- no secrets
-        ensure_topics(broker.bootstrap, {get_topic(mode): {"num_partitions": size.partitions} for mode in modes})
+        topics: dict[str, TopicSpec] = {get_topic(mode): {"num_partitions": size.partitions} for mode in modes}
+        ensure_topics(KafkaCluster(broker.bootstrap), topics)
         figures: dict[str, Any] = {"ok": True, "seed": seed, "events": size.events, "partitions": size.partitions}
         for mode in modes:
             figures[mode] = run_disturbed(world, mode)

@@ -442,7 +442,7 @@ def test_a_topic(cli: RunCommand, plant: Path, kafka: SimpleNamespace, topic: Ca
         for sensor in ("flow", "power")
     ]
     messages = [(str(entry["device"]).encode(), json.dumps(entry).encode(), None) for entry in readings]
-    produce(kafka.bootstrap, name, messages)
+    produce(kafka.cluster, name, messages)
     words = ["--topic", name, "--bootstrap-servers", kafka.bootstrap, "--yes"]
     # The messages that are there are enough, so the command does not wait for others.
     result = cli("init", *words, "--listen", "1h")
@@ -478,7 +478,7 @@ def test_readings_of_a_topic_are_saved_as_a_table_to_train_on(
                 }
                 for feature in ("flow", "power")
             ]
-            produce(kafka.bootstrap, name, [(b"pump-7", json.dumps(entry).encode(), None) for entry in readings])
+            produce(kafka.cluster, name, [(b"pump-7", json.dumps(entry).encode(), None) for entry in readings])
             second += 1
 
     sender = threading.Thread(target=send)

@@ -17,6 +17,7 @@ from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata, TopicPartiti
 
 from connectors.kafka import (
     Delivery,
+    KafkaCluster,
     KafkaSink,
     KafkaSource,
     StateTopic,
@@ -305,17 +306,18 @@ class Group:
 
     def __init__(self, bootstrap: str, topic: str, partitions: int, mode: str = MODES[0], **state: str) -> None:
         self.bootstrap, self.topic, self.mode = bootstrap, topic, mode
+        self.cluster = KafkaCluster(bootstrap)
         self.name = f"g-{topic}"
         self.alerts_topic, self.letters_topic, self.state_topic = f"{topic}-a", f"{topic}-d", f"{topic}-state"
         self.topics = describe_output_topics(self.alerts_topic, self.letters_topic, self.state_topic, partitions)
         self.topics[self.state_topic]["configs"] |= state
-        self.max_bytes_by_topic = ensure_topics(bootstrap, self.topics)
+        self.max_bytes_by_topic = ensure_topics(KafkaCluster(bootstrap), self.topics)
         self.members: list[Member | Reader] = []
         self._opened = self.num_sent = 0
 
     def produce(self, count: int) -> None:
         """Send `count` events; their numbers continue those of the events before."""
-        self.num_sent += produce(self.bootstrap, self.topic, make_messages(count, keys=40, first=self.num_sent))
+        self.num_sent += produce(self.cluster, self.topic, make_messages(count, keys=40, first=self.num_sent))
 
     def open_delivery(self, name: str | None = None) -> Delivery:
         """Return a delivery; `name` makes its transactional id the same for several of them."""

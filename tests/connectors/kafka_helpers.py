@@ -13,7 +13,7 @@ from typing import Any
 
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 
-from connectors.kafka import Delivery, KafkaSink, describe_output_topics, ensure_topics
+from connectors.kafka import Delivery, KafkaCluster, KafkaSink, describe_output_topics, ensure_topics
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import Alert, ClosedRecords, Effects, EventBatch, Rejection, ScoredReadings
 from tests.integration import programs
@@ -60,7 +60,8 @@ def make_sink(
         partitions: Number of partitions of the topics.
     """
     specs = describe_output_topics(alerts or "no alerts", letters or "no letters", "no state", partitions)
-    limits = ensure_topics(bootstrap, {name: specs[name] for name in (alerts, letters) if name is not None})
+    topics = {name: specs[name] for name in (alerts, letters) if name is not None}
+    limits = ensure_topics(KafkaCluster(bootstrap), topics)
     return FlushingSink(alerts, letters, encoder, Delivery(bootstrap, None, limits))
 
 

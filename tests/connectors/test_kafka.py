@@ -29,7 +29,7 @@ pytestmark = pytest.mark.kafka
 
 def test_round_trip_keeps_order_keys_and_times(kafka: SimpleNamespace, topic: Topic, open_reader: Any) -> None:
     name = topic(4)
-    assert produce(kafka.bootstrap, name, make_messages(1000)) == 1000
+    assert produce(kafka.cluster, name, make_messages(1000)) == 1000
     reader = open_reader(name)
     assert reader.source.partitions == 4
     batches: list[Messages] = []
@@ -62,7 +62,7 @@ def test_poll_obeys_its_timeout_and_maximum_size(kafka: SimpleNamespace, topic: 
     began = time.monotonic()
     assert reader.poll(0.3).data is None
     assert time.monotonic() - began < 5.0
-    produce(kafka.bootstrap, name, make_messages(20))
+    produce(kafka.cluster, name, make_messages(20))
     sizes = []
     while len(reader) < 20:
         polled = reader.poll()
@@ -72,7 +72,7 @@ def test_poll_obeys_its_timeout_and_maximum_size(kafka: SimpleNamespace, topic: 
 
 def test_restart_continues_at_the_committed_offset(kafka: SimpleNamespace, topic: Topic, open_reader: Any) -> None:
     name = topic(4)
-    produce(kafka.bootstrap, name, make_messages(100))
+    produce(kafka.cluster, name, make_messages(100))
     first = open_reader(name)
     first.read(100)
     first.source.commit()
@@ -80,7 +80,7 @@ def test_restart_continues_at_the_committed_offset(kafka: SimpleNamespace, topic
         p: rows[-1][0] + 1 for p, rows in first.messages_by_partition.items()
     }
     first.source.close()
-    produce(kafka.bootstrap, name, make_messages(50, first=100))
+    produce(kafka.cluster, name, make_messages(50, first=100))
     second = open_reader(name)
     second.read(50)
     assert sorted(int(v) for v in second.list_payloads()) == list(range(100, 150))
@@ -91,7 +91,7 @@ def test_messages_that_were_not_committed_are_delivered_again(
     kafka: SimpleNamespace, topic: Topic, open_reader: Any
 ) -> None:
     name = topic(1)
-    produce(kafka.bootstrap, name, make_messages(30))
+    produce(kafka.cluster, name, make_messages(30))
     first = open_reader(name, max_poll_records=10)
     first.read(10)
     first.source.commit()
@@ -104,7 +104,7 @@ def test_messages_that_were_not_committed_are_delivered_again(
 
 def test_start_at_latest_commits_the_end_of_the_topic(kafka: SimpleNamespace, topic: Topic, open_reader: Any) -> None:
     name = topic(1)
-    produce(kafka.bootstrap, name, make_messages(10))
+    produce(kafka.cluster, name, make_messages(10))
     first = open_reader(name, start="latest")
 
     def is_committed() -> bool:
@@ -114,7 +114,7 @@ def test_start_at_latest_commits_the_end_of_the_topic(kafka: SimpleNamespace, to
 
     wait_until(is_committed, "a committed offset at the end")
     first.source.close()
-    produce(kafka.bootstrap, name, make_messages(5, first=10))
+    produce(kafka.cluster, name, make_messages(5, first=10))
     second = open_reader(name, start="latest")
     second.read(5)
     assert [int(v) for v in second.list_payloads()] == list(range(10, 15))
@@ -123,7 +123,7 @@ def test_start_at_latest_commits_the_end_of_the_topic(kafka: SimpleNamespace, to
 
 def test_lag_is_the_number_of_unread_messages(kafka: SimpleNamespace, topic: Topic, open_reader: Any) -> None:
     name = topic(1)
-    produce(kafka.bootstrap, name, make_messages(30))
+    produce(kafka.cluster, name, make_messages(30))
     reader = open_reader(name, max_poll_records=10)
     reader.read(10)
     assert reader.source.get_lag() == {(name, 0): 20}
@@ -133,7 +133,7 @@ def test_rebalance_moves_partitions_without_loss_or_repetition(
     kafka: SimpleNamespace, topic: Topic, open_reader: Any
 ) -> None:
     name = topic(4)
-    produce(kafka.bootstrap, name, make_messages(200, keys=40))
+    produce(kafka.cluster, name, make_messages(200, keys=40))
     first = open_reader(name)
     first.read(200)  # handled, as the next poll states, but not committed by a call
     second = open_reader(name)
@@ -146,7 +146,7 @@ def test_rebalance_moves_partitions_without_loss_or_repetition(
             "2+2",
         )
         assert sorted(first.revoked) == sorted(second.source.assigned_partitions)
-        produce(kafka.bootstrap, name, make_messages(200, keys=40, first=200))
+        produce(kafka.cluster, name, make_messages(200, keys=40, first=200))
         wait_until(lambda: first.poll(0.1) is not None and len(first) + len(second) >= 400, "all messages")
         first.source.commit()
         first.poll(0.5)
@@ -164,7 +164,7 @@ def test_commit_during_a_rebalance_succeeds(kafka: SimpleNamespace, topic: Topic
     is delivered.
     """
     name = topic(2)
-    produce(kafka.bootstrap, name, make_messages(60, keys=20))
+    produce(kafka.cluster, name, make_messages(60, keys=20))
     first = open_reader(name)
     first.read(60)
     before = {p: rows[-1][0] + 1 for p, rows in first.messages_by_partition.items()}
@@ -184,7 +184,7 @@ def test_commit_that_was_refused_during_a_rebalance_is_repeated(
 ) -> None:
     """The offsets stay the same until the commit is repeated, so nothing is lost."""
     name = topic(2)
-    produce(kafka.bootstrap, name, make_messages(60, keys=20))
+    produce(kafka.cluster, name, make_messages(60, keys=20))
     reader = open_reader(name, max_poll_records=10)
     reader.read(10)
     original_commit, refused = reader.source._consumer.commit, []
@@ -208,7 +208,7 @@ def test_removed_member_commits_nothing_and_reports_its_lost_partitions(
     kafka: SimpleNamespace, topic: Topic, open_reader: Any
 ) -> None:
     name = topic(1)
-    produce(kafka.bootstrap, name, make_messages(10))
+    produce(kafka.cluster, name, make_messages(10))
     first = open_reader(name)
     first.read(10)
     admin = KafkaAdminClient(bootstrap_servers=kafka.bootstrap)

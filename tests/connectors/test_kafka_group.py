@@ -142,7 +142,7 @@ def test_older_of_two_processes_with_one_instance_name_ends(
 ) -> None:
     monkeypatch.setattr("connectors.kafka.source.CONFIRM_SECONDS", 1.0)
     world = group(2, mode)
-    produce(world.bootstrap, world.topic, make_messages(40))
+    produce(world.cluster, world.topic, make_messages(40))
     older = world.add_member("one")
     older.read(40)
     older.commit()
@@ -155,7 +155,7 @@ def test_older_of_two_processes_with_one_instance_name_ends(
     with poll_in_background(poll_and_commit):
         wait_until(lambda: newer.source.assigned_partitions == {0, 1}, "the partitions")
         if events == "events":
-            produce(world.bootstrap, world.topic, make_messages(40, first=40))
+            produce(world.cluster, world.topic, make_messages(40, first=40))
 
         def poll_older() -> bool:
             older.poll()
@@ -167,7 +167,7 @@ def test_older_of_two_processes_with_one_instance_name_ends(
         ):
             wait_until(poll_older, "an error because of the other process")
         older.close()
-        produce(world.bootstrap, world.topic, make_messages(40, first=80))
+        produce(world.cluster, world.topic, make_messages(40, first=80))
         wait_until(
             lambda: sum(world.read_positions().values()) == (120 if events == "events" else 80), "everything consumed"
         )

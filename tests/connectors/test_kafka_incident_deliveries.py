@@ -16,6 +16,7 @@ from kafka.structs import OffsetAndMetadata
 from prometheus_client import CollectorRegistry
 
 from connectors.kafka import KafkaFeedbackLog, describe_incident_topics, ensure_topics, produce
+from connectors.kafka.client import load_client
 from connectors.kafka.incident_deliveries import (
     MAX_METADATA_BYTES,
     KafkaDeliveryLog,
@@ -65,7 +66,7 @@ def topics(kafka: SimpleNamespace) -> SimpleNamespace:
     """Create the topics, and return their names and the group."""
     unique = uuid.uuid4().hex[:8]
     names = SimpleNamespace(incidents=f"i-{unique}", feedback=f"f-{unique}", group=f"g-{unique}")
-    ensure_topics(kafka.bootstrap, describe_incident_topics(names.incidents, names.feedback))
+    ensure_topics(kafka.cluster, describe_incident_topics(names.incidents, names.feedback))
     return names
 
 
@@ -88,11 +89,11 @@ def open_log(
     kafka: SimpleNamespace, topics: SimpleNamespace, opened: Callable[[Any], Any]
 ) -> Callable[[], KafkaDeliveryLog]:
     """Return a function that opens the log of the receiver."""
-    return lambda: opened(KafkaDeliveryLog(kafka.bootstrap, topics.incidents, topics.group, session_seconds=6.0))
+    return lambda: opened(KafkaDeliveryLog(kafka.cluster, topics.incidents, topics.group, session_seconds=6.0))
 
 
 def send(kafka: SimpleNamespace, topic: str, *incidents: Incident) -> None:
-    produce(kafka.bootstrap, topic, [(incident.id.encode(), encode_incident(incident), None) for incident in incidents])
+    produce(kafka.cluster, topic, [(incident.id.encode(), encode_incident(incident), None) for incident in incidents])
 
 
 def read(deliveries: KafkaDeliveryLog, count: int) -> list[LoggedIncident]:
@@ -140,7 +141,7 @@ def test_empty_topic_is_caught_up(open_log: Callable[[], KafkaDeliveryLog]) -> N
 def test_messages_that_are_no_incidents_are_skipped(
     kafka: SimpleNamespace, topics: SimpleNamespace, open_log: Callable[[], KafkaDeliveryLog]
 ) -> None:
-    produce(kafka.bootstrap, topics.incidents, [(b"a", b"{}", None), (b"b", None, None), (b"c", b"\xff", None)])
+    produce(kafka.cluster, topics.incidents, [(b"a", b"{}", None), (b"b", None, None), (b"c", b"\xff", None)])
     send(kafka, topics.incidents, make_incident(0))
     deliveries = open_log()
     assert [message.offset for message in read(deliveries, 1)] == [3]
@@ -154,17 +155,16 @@ def test_second_process_waits_and_takes_over(
     send(kafka, topics.incidents, make_incident(0))
     active = open_log()
     read(active, 1)
-    generation = active.generation
     standby = open_log()
-    # Joining assigns the partition anew, to either of them.
+    admin = load_client(kafka.cluster).open_admin(kafka.cluster)
 
     def is_shared() -> bool:
         active.poll(0.05)
         standby.poll(0.05)
-        have_joined = active.generation > generation and standby.generation > 0
-        return have_joined and active.is_caught_up != standby.is_caught_up
+        return len(admin.describe_group(topics.group, 5.0)) == 2 and active.is_caught_up != standby.is_caught_up
 
     wait_until(is_shared, "one member to have the partition")
+    admin.close()
     owner, other = (active, standby) if active.is_caught_up else (standby, active)
     assert other.positions == {}
     progress = {0: DeliveryProgress(1, {}, 1)}
@@ -203,13 +203,13 @@ def test_notification_over_restarts(
     """Each incident is opened and resolved once, though the worker is restarted after each step; a label silences."""
     receiver = ScriptedReceiver()
     opened_incidents = [make_incident(number, device=f"pump-{number}") for number in range(3)]
-    labels = opened(KafkaFeedbackLog(kafka.bootstrap, topics.feedback))
+    labels = opened(KafkaFeedbackLog(kafka.cluster, topics.feedback))
 
     def run(is_done: Callable[[], bool]) -> None:
         worker = ReceiverWorker(
             receiver,
-            KafkaDeliveryLog(kafka.bootstrap, topics.incidents, topics.group, session_seconds=6.0),
-            KafkaFeedbackLog(kafka.bootstrap, topics.feedback),
+            KafkaDeliveryLog(kafka.cluster, topics.incidents, topics.group, session_seconds=6.0),
+            KafkaFeedbackLog(kafka.cluster, topics.feedback),
             DeliveryMetrics(CollectorRegistry()),
         )
 

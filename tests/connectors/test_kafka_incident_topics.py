@@ -30,7 +30,7 @@ pytestmark = pytest.mark.kafka
 def topics(kafka: SimpleNamespace) -> SimpleNamespace:
     """Create the two topics, and return their names."""
     names = SimpleNamespace(incidents=f"i-{uuid.uuid4().hex[:8]}", feedback=f"f-{uuid.uuid4().hex[:8]}")
-    ensure_topics(kafka.bootstrap, describe_incident_topics(names.incidents, names.feedback))
+    ensure_topics(kafka.cluster, describe_incident_topics(names.incidents, names.feedback))
     return names
 
 
@@ -49,7 +49,7 @@ def opened() -> Iterator[Callable[[Any], Any]]:
 
 
 def send(kafka: SimpleNamespace, topic: str, *incidents: Incident) -> None:
-    produce(kafka.bootstrap, topic, [(incident.id.encode(), encode_incident(incident), None) for incident in incidents])
+    produce(kafka.cluster, topic, [(incident.id.encode(), encode_incident(incident), None) for incident in incidents])
 
 
 def test_reader_gets_what_the_topic_holds_and_then_what_is_added(
@@ -57,7 +57,7 @@ def test_reader_gets_what_the_topic_holds_and_then_what_is_added(
 ) -> None:
     first, second, third = (make_incident(number) for number in range(3))
     send(kafka, topics.incidents, first, second)
-    reader = opened(KafkaIncidentLog(kafka.bootstrap, topics.incidents))
+    reader = opened(KafkaIncidentLog(kafka.cluster, topics.incidents))
     assert not reader.is_caught_up
     found: list[Incident] = []
 
@@ -72,14 +72,14 @@ def test_reader_gets_what_the_topic_holds_and_then_what_is_added(
     send(kafka, topics.incidents, third)
     wait_until(lambda: read(3), "the third incident")
     assert found[2] == third
-    other = opened(KafkaIncidentLog(kafka.bootstrap, topics.incidents))
+    other = opened(KafkaIncidentLog(kafka.cluster, topics.incidents))
     wait_until(lambda: bool(other.poll(0.1)), "a second reader gets all of them")
 
 
 def test_empty_topic_is_caught_up_at_once(
     kafka: SimpleNamespace, topics: SimpleNamespace, opened: Callable[[Any], Any]
 ) -> None:
-    assert opened(KafkaIncidentLog(kafka.bootstrap, topics.incidents)).is_caught_up
+    assert opened(KafkaIncidentLog(kafka.cluster, topics.incidents)).is_caught_up
 
 
 def test_other_messages_and_tombstones_are_skipped(
@@ -87,8 +87,8 @@ def test_other_messages_and_tombstones_are_skipped(
 ) -> None:
     incident = make_incident()
     messages = [(b"x", b"{", None), (b"y", b"{}", None), (incident.id.encode(), encode_incident(incident), None)]
-    produce(kafka.bootstrap, topics.incidents, messages)
-    reader = opened(KafkaIncidentLog(kafka.bootstrap, topics.incidents))
+    produce(kafka.cluster, topics.incidents, messages)
+    reader = opened(KafkaIncidentLog(kafka.cluster, topics.incidents))
     found: list[Incident] = []
     wait_until(lambda: bool(found.extend(reader.poll(0.1)) or found), "the incident")
     assert found == [incident]
@@ -98,7 +98,7 @@ def test_other_messages_and_tombstones_are_skipped(
 def test_labels_are_appended_and_read(
     kafka: SimpleNamespace, topics: SimpleNamespace, opened: Callable[[Any], Any]
 ) -> None:
-    writer = opened(KafkaFeedbackLog(kafka.bootstrap, topics.feedback))
+    writer = opened(KafkaFeedbackLog(kafka.cluster, topics.feedback))
     labels = [make_label("true", 10**15 + i, incident=f"{i:032x}", name="Lager", by="ada") for i in range(2)]
     for label in labels:
         writer.append(label)
@@ -114,15 +114,15 @@ def test_labels_are_appended_and_read(
 
 def test_missing_topic_is_named(kafka: SimpleNamespace) -> None:
     with pytest.raises(Unavailable, match="no-such-topic"):
-        KafkaIncidentLog(kafka.bootstrap, "no-such-topic")
+        KafkaIncidentLog(kafka.cluster, "no-such-topic")
 
 
 def test_topic_of_incidents_must_be_compacted(kafka: SimpleNamespace, topics: SimpleNamespace, topic: Any) -> None:
     specs = describe_incident_topics(topics.incidents, topics.feedback)
-    ensure_topics(kafka.bootstrap, specs)  # those that were created are accepted
+    ensure_topics(kafka.cluster, specs)  # those that were created are accepted
     for policy in ("compact", "delete,compact"):
         name = topic(1, "incidents", **{"cleanup.policy": policy})
-        ensure_topics(kafka.bootstrap, describe_incident_topics(name, topics.feedback))
+        ensure_topics(kafka.cluster, describe_incident_topics(name, topics.feedback))
     name = topic(1, "incidents", **{"cleanup.policy": "delete"})
     with pytest.raises(ConfigError, match="last message of each key"):
-        ensure_topics(kafka.bootstrap, describe_incident_topics(name, topics.feedback))
+        ensure_topics(kafka.cluster, describe_incident_topics(name, topics.feedback))

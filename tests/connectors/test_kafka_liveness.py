@@ -15,7 +15,7 @@ import pytest
 from kafka import KafkaConsumer, TopicPartition
 from structlog.testing import capture_logs
 
-from connectors.kafka import ensure_topics, produce
+from connectors.kafka import KafkaCluster, ensure_topics, produce
 from connectors.kafka.liveness import LivenessCheck
 from deformer_stream.errors import Unavailable
 from tests.conftest import start_broker
@@ -56,7 +56,7 @@ def test_partition_that_delivers_nothing_is_reported(
 ) -> None:
     """The partition has messages, but the test does not poll."""
     tp = TopicPartition(topic(1), 0)
-    produce(kafka.bootstrap, tp.topic, make_messages(3))
+    produce(kafka.cluster, tp.topic, make_messages(3))
     assign_at(consumer, tp, 1)
     check = LivenessCheck(consumer, kafka.bootstrap, tp.topic, PATIENCE_SECONDS)
     check.check_progress()
@@ -75,13 +75,13 @@ def test_partition_without_messages_is_not_reported(
 ) -> None:
     """The first message after a long pause does not count as delayed."""
     tp = TopicPartition(topic(1), 0)
-    produce(kafka.bootstrap, tp.topic, make_messages(3))
+    produce(kafka.cluster, tp.topic, make_messages(3))
     assign_at(consumer, tp, 3)
     check = LivenessCheck(consumer, kafka.bootstrap, tp.topic, 1.0)
     for _ in range(6):
         check.check_progress()
         time.sleep(0.25)
-    produce(kafka.bootstrap, tp.topic, make_messages(1))
+    produce(kafka.cluster, tp.topic, make_messages(1))
     check.check_progress()
 
 
@@ -90,7 +90,7 @@ def test_partition_that_was_assigned_elsewhere_is_not_reported(
 ) -> None:
     """The partition is assigned again at the offset at which it was revoked."""
     tp, other = TopicPartition(topic(1), 0), TopicPartition(topic(1), 0)
-    produce(kafka.bootstrap, tp.topic, make_messages(3))
+    produce(kafka.cluster, tp.topic, make_messages(3))
     check = LivenessCheck(consumer, kafka.bootstrap, tp.topic, 1.0)
     assign_at(consumer, tp, 1)
     check.check_progress()
@@ -130,7 +130,7 @@ def own_broker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def worlds(own_broker: Any) -> Iterator[list[Group]]:
     """Return a group with events for each mode of delivery, and one more."""
     modes = [*MODES, MODES[0]]
-    ensure_topics(own_broker.bootstrap, {f"events-{i}": {"num_partitions": 2} for i in range(3)})
+    ensure_topics(KafkaCluster(own_broker.bootstrap), {f"events-{i}": {"num_partitions": 2} for i in range(3)})
     groups = [Group(own_broker.bootstrap, f"events-{i}", 2, mode) for i, mode in enumerate(modes)]
     for group in groups:
         group.produce(40)

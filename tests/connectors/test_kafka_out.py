@@ -136,7 +136,7 @@ def test_created_dead_letter_topic_accepts_the_largest_event(
 ) -> None:
     events = topic(1)
     largest = b"x" * (2**20 - 200)  # with its key and headers, the largest message of a topic with default settings
-    produce(kafka.bootstrap, events, [(b"k", largest, None)])
+    produce(kafka.cluster, events, [(b"k", largest, None)])
     sink = open_sink(None, events + "-dead-letter")
     sink.write(
         make_effects([], [Rejection(0, RejectionReason.TOO_LARGE, "large " * 100)]), make_poll([largest], [b"k"])
@@ -159,7 +159,7 @@ def test_produce_keeps_the_rate_and_reports_progress(kafka: SimpleNamespace, top
     name = topic(1) + "-new"
     seen: list[int] = []
     began = time.monotonic()
-    assert produce(kafka.bootstrap, name, make_messages(100), rate=100, partitions=3, progress=seen.append) == 100
+    assert produce(kafka.cluster, name, make_messages(100), rate=100, partitions=3, progress=seen.append) == 100
     assert 0.99 <= time.monotonic() - began < 20
     assert seen == sorted(seen)
     assert seen[-1] == 100
@@ -170,7 +170,7 @@ def test_produce_keeps_the_rate_and_reports_progress(kafka: SimpleNamespace, top
 def test_produce_raises_an_error_if_a_message_is_rejected(kafka: SimpleNamespace, topic: Topic) -> None:
     name = topic(1, "events", **{"max.message.bytes": "1000"})
     with pytest.raises(ConfigError, match="too large"):
-        produce(kafka.bootstrap, name, [(b"k", b"x" * 5000, None)])
+        produce(kafka.cluster, name, [(b"k", b"x" * 5000, None)])
 
 
 def test_produce_raises_errors_of_its_input(kafka: SimpleNamespace, topic: Topic) -> None:
@@ -180,7 +180,7 @@ def test_produce_raises_errors_of_its_input(kafka: SimpleNamespace, topic: Topic
 
     name = topic(1)
     with pytest.raises(OSError, match="the disk is gone"):
-        produce(kafka.bootstrap, name, broken())
+        produce(kafka.cluster, name, broken())
     assert len(read_records(kafka, name, 1)) == 1
 
 
@@ -190,7 +190,7 @@ def test_topic_can_be_created_concurrently(kafka: SimpleNamespace, topic: Topic)
 
     def make() -> None:
         try:
-            ensure_topics(kafka.bootstrap, {name: {"num_partitions": 2}})
+            ensure_topics(kafka.cluster, {name: {"num_partitions": 2}})
         except BaseException as error:
             failures.append(error)
 
@@ -213,8 +213,8 @@ def test_packed_readings_stay_in_the_partition_of_their_record(
         for i, name in enumerate(names)
         for feature in (b"Pressure", b"Current")
     ]
-    assert produce(kafka.bootstrap, apart, lines) == 80
-    assert produce(kafka.bootstrap, together, lines, packing=packing) == 80
+    assert produce(kafka.cluster, apart, lines) == 80
+    assert produce(kafka.cluster, together, lines, packing=packing) == 80
     where = {message.key.decode(): message.partition for message in read_records(kafka, apart, 80)}
     found = read_records(kafka, together, 40 if packing == "json-many" else len(set(where.values())))
     ints = np.zeros(len(found), np.int64)

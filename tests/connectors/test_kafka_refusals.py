@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from kafka import errors as refusals
 
-from connectors.kafka import Delivery, KafkaSource, produce
+from connectors.kafka import Delivery, KafkaCluster, KafkaSource, produce
 from connectors.kafka.client import CONNECT_SECONDS, ERROR_MAPPING, translate
 from deformer_stream.errors import ConfigError, DeformerError, Unavailable
 
@@ -44,7 +44,7 @@ def test_unknown_topic_is_reported(kafka: SimpleNamespace) -> None:
     [
         lambda servers: KafkaSource(servers, "t", "g"),
         lambda servers: Delivery(servers, None, {"a": 1000}),
-        lambda servers: produce(servers, "t", [(b"k", b"v", None)]),
+        lambda servers: produce(KafkaCluster(servers), "t", [(b"k", b"v", None)]),
     ],
     ids=["source", "delivery", "produce"],
 )
@@ -133,7 +133,7 @@ def encode_response(request: int, body: bytes) -> bytes:
 
 def produce_one_message(servers: str, security: dict[str, str]) -> None:
     """Send a message to brokers with the given security settings."""
-    produce(servers, "t", [(b"k", b"v", None)], security=security)
+    produce(KafkaCluster(servers, security), "t", [(b"k", b"v", None)])
 
 
 def test_closed_connection_is_tried_twice() -> None:

@@ -35,7 +35,7 @@ Lost = Literal["refuse", "rebuild", "forget"]
 def world(group: Callable[..., Group]) -> Group:
     """Return a group with thirty events, of which twenty are committed: a snapshot at ten, and decisions at twenty."""
     world = group(**{"max.message.bytes": str(LARGEST)})
-    produce(world.bootstrap, world.topic, make_messages(30))
+    produce(world.cluster, world.topic, make_messages(30))
     reader = world.add_reader(max_poll_records=10)
     reader.read(10)
     reader.source.commit({0: PartitionState(snapshot=SNAPSHOT)})
@@ -81,7 +81,7 @@ def recreate_topic(world: Group, topic: str) -> None:
             return topic not in admin.list_topics()
 
         wait_until(is_deleted, "the deletion of the topic")
-    ensure_topics(world.bootstrap, {topic: world.topics.get(topic, {"num_partitions": 1})})
+    ensure_topics(world.cluster, {topic: world.topics.get(topic, {"num_partitions": 1})})
 
 
 def empty_state(world: Group) -> None:
@@ -159,7 +159,7 @@ def topic_replaced(world: Group) -> None:
     """Replace the events topic by a shorter one and restore the committed offsets of the group."""
     before = world.read_committed()[0]
     recreate_topic(world, world.topic)
-    produce(world.bootstrap, world.topic, make_messages(7))
+    produce(world.cluster, world.topic, make_messages(7))
     replace_metadata(before.metadata)(world)
 
 
@@ -303,7 +303,7 @@ def test_messages_that_expire_while_consuming_are_reported(world: Group) -> None
     reader, _ = read_to_the_end(world, "forget")
     reader.source.commit()
     time.sleep(1.0)  # the client's last request has been answered without messages
-    produce(world.bootstrap, world.topic, make_messages(30, first=30))
+    produce(world.cluster, world.topic, make_messages(30, first=30))
     delete_before(world, world.topic, 50)
     with capture_logs() as lines:
         reader.read(30)
@@ -313,7 +313,7 @@ def test_messages_that_expire_while_consuming_are_reported(world: Group) -> None
     assert any("20 messages expired before they were consumed" in line for line in said), said
 
     time.sleep(1.0)
-    produce(world.bootstrap, world.topic, make_messages(10))
+    produce(world.cluster, world.topic, make_messages(10))
     delete_before(world, world.topic, 65)
     reader.source._on_lost_state = "refuse"
     with pytest.raises(StateError, match="messages expired before they were consumed"):
@@ -324,7 +324,7 @@ def test_topic_that_is_replaced_while_consuming_is_reported(world: Group) -> Non
     """Kafka deletes the offsets of the group together with the topic."""
     reader, _ = read_to_the_end(world, "refuse")
     recreate_topic(world, world.topic)
-    produce(world.bootstrap, world.topic, make_messages(7))
+    produce(world.cluster, world.topic, make_messages(7))
     with pytest.raises(StateError, match="consumed messages are gone, because the topic was replaced or truncated"):
         wait_until(lambda: bool(reader.poll()) and False, "the end")
     world.close()

@@ -58,7 +58,7 @@ def restore(world: Group, **options: Any) -> tuple[Reader, RestoredPartition]:
 @pytest.mark.parametrize(("mode", "end"), [(MODES[0], close), (MODES[1], close), (MODES[0], abandon)])
 def test_saved_state_is_restored(group: Callable[..., Group], mode: str, end: End) -> None:
     world = group(mode=mode)
-    produce(world.bootstrap, world.topic, make_messages(30))
+    produce(world.cluster, world.topic, make_messages(30))
     reader, begun = restore(world, max_poll_records=10)
     assert begun == RestoredPartition(0, 0)
     reader.read(10)
@@ -97,7 +97,7 @@ def test_state_that_was_not_committed_is_not_restored(
 ) -> None:
     """A run that ends between sending and committing has no effect on later runs."""
     world = either()
-    produce(world.bootstrap, world.topic, make_messages(20))
+    produce(world.cluster, world.topic, make_messages(20))
     reader, _ = restore(world, max_poll_records=10, patience=0.2)
     reader.read(10)
     reader.source.commit({0: PartitionState(snapshot=b"in force")})
@@ -160,7 +160,7 @@ def test_run_that_ended_within_a_transaction(
 
 def test_partitions_have_independent_states(either: Callable[..., Group]) -> None:
     world = either(3)
-    produce(world.bootstrap, world.topic, make_messages(60, keys=30))
+    produce(world.cluster, world.topic, make_messages(60, keys=30))
     reader = world.add_reader()
     reader.poll_until_assigned(0, 1, 2)
     reader.read(60)
@@ -196,7 +196,7 @@ def test_many_decisions_are_restored_in_order(either: Callable[..., Group]) -> N
 def test_decisions_larger_than_a_message_are_restored(either: Callable[..., Group]) -> None:
     """Many decisions are made at once if many records time out together."""
     world = either()
-    produce(world.bootstrap, world.topic, make_messages(1))
+    produce(world.cluster, world.topic, make_messages(1))
     reader, _ = restore(world)
     reader.read(1)
     reader.source.commit({0: PartitionState(snapshot=b"snapshot")})
@@ -285,7 +285,7 @@ def test_alerts_and_state_are_complete_after_runs_of_random_length(either: Calla
     sent = 0
     for _ in range(5):
         more = int(rng.integers(40))
-        produce(world.bootstrap, world.topic, make_messages(more, first=sent))
+        produce(world.cluster, world.topic, make_messages(more, first=sent))
         sent += more
         member = world.add_member(max_poll_records=int(rng.integers(3, 12)))
         member.poll_until_assigned(0, 1)

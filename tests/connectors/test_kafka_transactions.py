@@ -16,7 +16,7 @@ import pytest
 from kafka import KafkaProducer, TopicPartition
 from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata
 
-from connectors.kafka import Delivery, ensure_topics
+from connectors.kafka import Delivery, KafkaCluster, ensure_topics
 from connectors.kafka.batches import OutgoingMessage
 from connectors.kafka.transactions import Transactions
 from tests.conftest import start_broker
@@ -167,7 +167,7 @@ def test_newer_producer_fences_the_older_one(kafka: SimpleNamespace, topic: Call
 def create_group(bootstrap: str, partitions: int = 2) -> Group:
     """Return a group with a new topic."""
     name = f"events-{uuid.uuid4().hex[:8]}"
-    ensure_topics(bootstrap, {name: {"num_partitions": partitions}})
+    ensure_topics(KafkaCluster(bootstrap), {name: {"num_partitions": partitions}})
     return Group(bootstrap, name, partitions)
 
 
@@ -216,7 +216,7 @@ def move_leaders(bootstrap: str, *topics: str) -> None:
 def test_commits_succeed_after_leaders_and_coordinators_have_moved(three_brokers: Any) -> None:
     """The leaders of partitions and the coordinators of transactions and of the group move between commits."""
     name = f"events-{uuid.uuid4().hex[:8]}"
-    ensure_topics(three_brokers.bootstrap, {name: {"num_partitions": 3}})
+    ensure_topics(KafkaCluster(three_brokers.bootstrap), {name: {"num_partitions": 3}})
     delivery = Delivery(three_brokers.bootstrap, None, {name: 100_000}, name)
     turns = [(), (name,), ("__transaction_state",), ("__consumer_offsets",)]
     turns.append((name, "__transaction_state", "__consumer_offsets"))

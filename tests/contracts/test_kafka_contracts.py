@@ -34,7 +34,7 @@ class TestKafkaSource(SourceContract):
 
         def publish(readings: list[Reading]) -> None:
             documents = [{"record": r, "feature": f, "value": v} for r, f, v in readings]
-            produce(kafka.bootstrap, name, [(d["record"].encode(), orjson.dumps(d), None) for d in documents])
+            produce(kafka.cluster, name, [(d["record"].encode(), orjson.dumps(d), None) for d in documents])
 
         def open_() -> KafkaSource:
             return KafkaSource(kafka.bootstrap, name, group, max_poll_records=7)
@@ -93,7 +93,7 @@ class TestKafkaEvidence(SinkContract):
     @pytest.fixture
     def drain(self, kafka: SimpleNamespace) -> SinkUnderTest:
         name = f"evidence-{uuid.uuid4().hex[:8]}"
-        limits = ensure_topics(kafka.bootstrap, describe_evidence_topic(name))
+        limits = ensure_topics(kafka.cluster, describe_evidence_topic(name))
 
         def expected(effects: Effects, data: Payload | None) -> list[Any]:
             return [(None, encode_evidence(batch)) for batch in make_evidence(effects)[0]]

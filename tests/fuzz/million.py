@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from connectors.kafka import produce
+from connectors.kafka import KafkaCluster, produce
 from deformer_stream import model_store
 from deformer_stream.codec import Codec, WindowAssigner
 from deformer_stream.codec.payloads import Messages
@@ -130,7 +130,7 @@ def run_through_kafka(bootstrap: str, model: Path, batches: Iterable[Messages], 
         for data in batches
         for key, payload, stamp in zip(data.keys, data.payloads, data.times.tolist(), strict=True)
     )
-    account = Account(messages=produce(bootstrap, name, rows, partitions=1))
+    account = Account(messages=produce(KafkaCluster(bootstrap), name, rows, partitions=1))
     cluster = Cluster(bootstrap)
     with tempfile.TemporaryDirectory() as folder:
         options = ["--topic", name, "--group", name, "--bootstrap-servers", bootstrap, "--model", model, *OPTIONS]
@@ -173,7 +173,7 @@ def main() -> int:
 
             with start_broker() as broker:
                 forever = {"num_partitions": 1, "configs": {"retention.ms": "-1"}}
-                ensure_topics(broker.bootstrap, {"hostile": forever})
+                ensure_topics(KafkaCluster(broker.bootstrap), {"hostile": forever})
                 again = run_through_kafka(broker.bootstrap, model, draw_polls(args.messages, args.seed), "hostile")
             print(f"through Kafka: {again.format()}", flush=True)
             assert_equal_accounts(account, again)

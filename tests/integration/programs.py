@@ -17,6 +17,7 @@ from typing import Any
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 from kafka.errors import RetriableError
 
+from connectors.kafka.ports import KafkaCluster
 from tests.conftest import find_free_port
 
 TIMEOUT_SECONDS = 120.0
@@ -187,7 +188,7 @@ class Cluster:
     """
 
     def __init__(self, bootstrap: str) -> None:
-        self.bootstrap = bootstrap
+        self.bootstrap, self.brokers = bootstrap, KafkaCluster(bootstrap)
         self._admin = KafkaAdminClient(bootstrap_servers=bootstrap)
 
     def close(self) -> None:

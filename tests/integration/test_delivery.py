@@ -33,7 +33,7 @@ def send_readings(cluster: Cluster, topic: str, rows: dict[str, dict[str, Any]],
     documents = [
         (r.encode(), json.dumps({"record": r, "feature": f, "value": v}).encode(), None) for r, f, v in readings
     ]
-    return produce(cluster.bootstrap, topic, documents)
+    return produce(cluster.brokers, topic, documents)
 
 
 def read_alerts(cluster: Cluster, topic: str) -> list[dict[str, Any]]:
@@ -126,7 +126,7 @@ def test_damaged_snapshot_is_reported_and_can_be_ignored(
     admin.delete_topics([state])
     admin.close()
     wait_until(lambda: state not in cluster.list_topics(), "the deletion of the state topic")
-    ensure_topics(cluster.bootstrap, {state: {"num_partitions": 1, "configs": {"cleanup.policy": "compact"}}})
+    ensure_topics(cluster.brokers, {state: {"num_partitions": 1, "configs": {"cleanup.policy": "compact"}}})
     sender = KafkaProducer(bootstrap_servers=cluster.bootstrap)
     for _ in range(latest.offset):  # so that the snapshot is at the offset that the commit names
         sender.send(state, key=b"before", value=b"")

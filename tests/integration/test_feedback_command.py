@@ -38,14 +38,14 @@ def test_incident_by_its_first_characters() -> None:
 def topic(kafka: SimpleNamespace) -> str:
     """The name of the topic of events, whose topic of incidents has an incident."""
     name = f"sensors-{uuid.uuid4().hex[:8]}"
-    ensure_topics(kafka.bootstrap, describe_incident_topics(f"{name}-incidents", f"{name}-feedback"))
-    produce(kafka.bootstrap, f"{name}-incidents", [(INCIDENT.id.encode(), encode_incident(INCIDENT), None)])
+    ensure_topics(kafka.cluster, describe_incident_topics(f"{name}-incidents", f"{name}-feedback"))
+    produce(kafka.cluster, f"{name}-incidents", [(INCIDENT.id.encode(), encode_incident(INCIDENT), None)])
     return name
 
 
 def read_labels(kafka: SimpleNamespace, topic: str) -> list[FeedbackLabel]:
     """Return all labels of the topic."""
-    log, labels = KafkaFeedbackLog(kafka.bootstrap, f"{topic}-feedback"), list[FeedbackLabel]()
+    log, labels = KafkaFeedbackLog(kafka.cluster, f"{topic}-feedback"), list[FeedbackLabel]()
 
     def read() -> bool:
         labels.extend(log.poll(0.1))

@@ -67,7 +67,7 @@ def test_damaged_and_oversized_batches_become_dead_letters(
 ) -> None:
     """The batches contain decompression bombs, large messages, headers that are not UTF-8, and all compressions."""
     name = topic(1)
-    ensure_topics(cluster.bootstrap, {f"{name}-dead-letter": {"num_partitions": 1}})  # accepts 1 MiB by default
+    ensure_topics(cluster.brokers, {f"{name}-dead-letter": {"num_partitions": 1}})  # accepts 1 MiB by default
 
     def events(n: int, at: int = 0) -> bytes:
         return b"".join(encode_record(i, None, encode_event(f"{name}-{at}-{i}")) for i in range(n))
@@ -125,7 +125,7 @@ def test_times_in_the_future_close_no_window(
 
     leap = [of("a", 86_400, "pressure"), of("a", 3600.5, "state")]
     sent = [of("a", *good[0]), *leap, *(of("a", *reading) for reading in good[1:]), of("a", 3599, "pressure")]
-    produce(cluster.bootstrap, name, sent)
+    produce(cluster.brokers, name, sent)
     words = make_options(cluster, name, model_dir, "--window", "10s", "--max-ahead", "1h", "--record-timeout", "1h")
     with RunningConsumer(tmp_path / "log", *words) as consumer:
         consumer.wait_for(cluster.is_consumed(name, name), "all events consumed")
@@ -149,7 +149,7 @@ def test_repeated_readings_and_many_record_ids(
     r.shuffle(repeated)
     flood = [(f"{i}-\0\n\x1b[2J\u2028" + "\U0001f4a7" * 500, "pressure") for i in range(2000)]
     sent = [(record.encode(), encode_event(record, feature), None) for record, feature in [*repeated, *flood]]
-    produce(cluster.bootstrap, name, sent, partitions=4)
+    produce(cluster.brokers, name, sent, partitions=4)
     words = make_options(cluster, name, model_dir, "--max-open-records", 300, "--record-timeout", "1h")
     with RunningConsumer(tmp_path / "log", *words) as consumer:
         consumer.wait_for(cluster.is_consumed(name, name), "all events consumed")

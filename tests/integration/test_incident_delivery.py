@@ -43,13 +43,13 @@ def servers() -> Iterator[SimpleNamespace]:
 def topic(kafka: SimpleNamespace) -> str:
     """The name of the topic of events, whose topics of incidents and labels exist."""
     name = f"sensors-{uuid.uuid4().hex[:8]}"
-    ensure_topics(kafka.bootstrap, describe_incident_topics(f"{name}-incidents", f"{name}-feedback"))
+    ensure_topics(kafka.cluster, describe_incident_topics(f"{name}-incidents", f"{name}-feedback"))
     return name
 
 
 def send(kafka: SimpleNamespace, topic: str, incidents: list[Incident]) -> None:
     messages = [(incident.id.encode(), encode_incident(incident), None) for incident in incidents]
-    produce(kafka.bootstrap, f"{topic}-incidents", messages)
+    produce(kafka.cluster, f"{topic}-incidents", messages)
 
 
 def list_statuses(server: ReceivingServer) -> dict[str, list[str]]:
@@ -158,10 +158,10 @@ def test_a_receiver_that_hangs_changes_no_incident(
     topic, model = f"sensors-{uuid.uuid4().hex[:8]}", tmp_path / "model"
     write_model(model)
     fingerprint = str(model_store.read_manifest(model)["fingerprint"])
-    ensure_topics(kafka.bootstrap, describe_evidence_topic(f"{topic}-evidence"))
+    ensure_topics(kafka.cluster, describe_evidence_topic(f"{topic}-evidence"))
     faults = {device: [(20 + 60 * number, 50 + 60 * number) for number in range(3)] for device in range(3)}
     log = make_log(fingerprint, 3, 400, faults=faults)
-    produce(kafka.bootstrap, f"{topic}-evidence", [(b"", encode_evidence(batch), None) for batch in log])
+    produce(kafka.cluster, f"{topic}-evidence", [(b"", encode_evidence(batch), None) for batch in log])
     cluster = Cluster(kafka.bootstrap)
     values = {}
     for group in ("hanging", "none"):

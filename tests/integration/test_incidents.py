@@ -57,7 +57,7 @@ def test_events_become_the_incidents_of_a_replay(
     """Live, from the log of evidence and from the events themselves, the incidents are the same."""
     name, events = topic(1), make_events()
     options = ["--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap, "--model", model_dir]
-    produce(cluster.bootstrap, name, events)
+    produce(cluster.brokers, name, events)
     with RunningConsumer(tmp_path / "consume.log", *options, "--evidence", "on", "--alpha", "0.3") as consumer:
         consumer.wait_for(cluster.is_consumed(name, name), "all events")
         consumer.stop()
@@ -146,7 +146,7 @@ def test_killed_processes_change_no_incident(kafka: SimpleNamespace, model_dir: 
 
 def test_second_process_takes_over(kafka: SimpleNamespace, cluster: Cluster, model_dir: Path, tmp_path: Path) -> None:
     name = f"events-{uuid.uuid4().hex[:8]}"
-    ensure_topics(kafka.bootstrap, describe_evidence_topic(f"{name}-evidence"))
+    ensure_topics(kafka.cluster, describe_evidence_topic(f"{name}-evidence"))
     fingerprint = str(model_store.read_manifest(model_dir)["fingerprint"])
     log = [encode_evidence(b) for b in make_log(fingerprint, faults={0: [(30, 60)], 1: [(140, 160)]})]
     half = len(log) // 2
@@ -158,16 +158,16 @@ def test_second_process_takes_over(kafka: SimpleNamespace, cluster: Cluster, mod
     with RunningConsumer(tmp_path / "first.log", *options, command="incidents") as first:
         first.wait_until_ready()
         with RunningConsumer(tmp_path / "second.log", *options, command="incidents") as second:
-            produce(kafka.bootstrap, f"{name}-evidence", [(b"", value, None) for value in log[:half]])
+            produce(kafka.cluster, f"{name}-evidence", [(b"", value, None) for value in log[:half]])
             first.wait_for(cluster.is_consumed(f"{name}-evidence", group), "half of the evidence")
             standby = first if not second.list_log_events("partition_restored") else second
             active = second if standby is first else first
             active.process.kill()
             active.process.wait()
-            produce(kafka.bootstrap, f"{name}-evidence", [(b"", value, None) for value in log[half:]])
+            produce(kafka.cluster, f"{name}-evidence", [(b"", value, None) for value in log[half:]])
             standby.wait_for(cluster.is_consumed(f"{name}-evidence", group), "the rest of the evidence")
             standby.stop()
-    reader = KafkaIncidentLog(kafka.bootstrap, f"{name}-incidents")
+    reader = KafkaIncidentLog(kafka.cluster, f"{name}-incidents")
     incidents: list[Incident] = []
     while not reader.is_caught_up:
         incidents += reader.poll(0.1)

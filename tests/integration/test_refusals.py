@@ -76,7 +76,7 @@ def test_rejected_event_becomes_a_dead_letter_and_the_next_one_is_accepted(
         encode_event("last", "temperature", 1e9)
     )  # an extreme value that raises an alert, so later events are scored
     good = len(sent) - len(refused)
-    produce(cluster.bootstrap, name, [(key, value, None) for key, value in sent])
+    produce(cluster.brokers, name, [(key, value, None) for key, value in sent])
 
     options = ["--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap]
     options += ["--model", model_dir, "--max-message-bytes", LIMIT, "--record-timeout", "1h", "--max-ahead", "1h"]

@@ -91,7 +91,7 @@ def test_alerts_of_the_stream_equal_those_of_replay(
     cluster: Cluster, topic: Callable[..., str], model: Path, arrivals: Path, tmp_path: Path
 ) -> None:
     name = topic(4, "skab")
-    events = produce(cluster.bootstrap, name, iterate_messages(arrivals))
+    events = produce(cluster.brokers, name, iterate_messages(arrivals))
     assert sum(cluster.read_end_offsets(name).values()) == events
     assert all(cluster.read_end_offsets(name).values())  # every partition has messages
 

@@ -39,7 +39,7 @@ def test_time_series_of_devices_are_scored_as_in_replay(
     name, alerts = topic(4), topic(1, "alerts")
     events = draw_event_series(100, seed=6)
     sent = [(event["device"].encode(), json.dumps(event).encode(), None) for event in events]
-    produce(cluster.bootstrap, name, sent, partitions=4)
+    produce(cluster.brokers, name, sent, partitions=4)
     options = ("--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap, "--alerts-topic", alerts)
     shared = ("--model", tmp_path / "model", "--alpha", "0.95", "--grace", "1s", "--explanations", "off")
     with RunningConsumer(tmp_path / "log", *options, *shared, "--alerts", "", "--record-timeout", "1d") as consumer:
@@ -71,7 +71,7 @@ def test_readings_that_share_time_slots_survive_kills_and_are_no_dead_letters(
     options += ("--dead-letter-topic", letters, "--session-timeout", "6s", "--snapshot-interval", "200ms")
     shared = ("--model", tmp_path / "model", "--alpha", "0.95", "--explanations", "off")
     for number, part in enumerate((sent[:801], sent[801:1599], sent[1599:])):
-        produce(cluster.bootstrap, name, part, partitions=2)
+        produce(cluster.brokers, name, part, partitions=2)
         log = tmp_path / f"log{number}"
         with RunningConsumer(log, *options, *shared, "--alerts", "", "--record-timeout", "1d") as consumer:
             consumer.wait_for(cluster.is_consumed(name, name), "all events consumed")

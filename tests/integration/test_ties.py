@@ -29,7 +29,7 @@ def test_waiting_readings_survive_a_restart_and_alert(
     ]
     with RunningConsumer(tmp_path / "first.log", *options, "1h") as consumer:
         consumer.wait_until_ready()
-        produce(cluster.bootstrap, name, [(b"r", json.dumps(reading).encode(), None) for reading in readings], None)
+        produce(cluster.brokers, name, [(b"r", json.dumps(reading).encode(), None) for reading in readings], None)
         consumer.wait_for(cluster.is_consumed(name, name), "the readings to be consumed")
         assert consumer.stop()["alerts"] == 0
     with RunningConsumer(tmp_path / "second.log", *options, "200ms") as consumer:

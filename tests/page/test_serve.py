@@ -81,12 +81,12 @@ def test_the_hash_of_a_password_is_printed_and_nothing_else(cli: RunCommand, mon
 def test_incidents_and_labels_go_through_a_broker(kafka: SimpleNamespace, tmp_path: Path) -> None:
     topic = f"sensors-{uuid.uuid4().hex[:8]}"
     incidents_topic, feedback_topic = f"{topic}-incidents", f"{topic}-feedback"
-    ensure_topics(kafka.bootstrap, describe_incident_topics(incidents_topic, feedback_topic))
+    ensure_topics(kafka.cluster, describe_incident_topics(incidents_topic, feedback_topic))
     token_file = tmp_path / "token"
     token_file.write_text("a-token-of-a-plant-7\n")
 
     def send(*incidents: Incident) -> None:
-        produce(kafka.bootstrap, incidents_topic, [(one.id.encode(), encode_incident(one), None) for one in incidents])
+        produce(kafka.cluster, incidents_topic, [(one.id.encode(), encode_incident(one), None) for one in incidents])
 
     first, second = make_incident(1, state="updated"), make_incident(2, state="updated")
     send(first)
@@ -106,7 +106,7 @@ def test_incidents_and_labels_go_through_a_broker(kafka: SimpleNamespace, tmp_pa
             assert client.get("/healthz").text == "ok\n"
         page.stop()
         assert "a-token-of-a-plant-7" not in page.read_log()
-    feedback_log = KafkaFeedbackLog(kafka.bootstrap, feedback_topic)
+    feedback_log = KafkaFeedbackLog(kafka.cluster, feedback_topic)
     labels: list[FeedbackLabel] = []
     wait_until(lambda: labels.extend(feedback_log.poll(0.2)) or bool(labels), "the label")  # type: ignore[func-returns-value]
     feedback_log.close()

@@ -195,14 +195,13 @@ def _look_at_topic(settings: InitSettings, topic: str) -> tuple[TableView, Mappi
     from connectors.kafka.sample import read_messages
     from deformer_stream.cli.init.messages import convert_to_table
     from deformer_stream.cli.init.table_view import look_at_table
+    from deformer_stream.cli.kafka_cluster import make_cluster
     from deformer_stream.errors import map_write_errors
     from deformer_stream.tables.table import Table
 
     limit = None if settings.save is not None else TOPIC_MESSAGES
     click.echo(f"reading {topic} on {settings.bootstrap_servers} for up to {settings.listen:g} s …", err=True)
-    messages = read_messages(
-        settings.bootstrap_servers, topic, settings.make_security_arguments(), limit, settings.listen
-    )
+    messages = read_messages(make_cluster(settings), topic, limit, settings.listen)
     readings, fields = convert_to_table(messages, topic)
     if settings.save is not None:
         with map_write_errors(settings.save):
