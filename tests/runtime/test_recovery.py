@@ -8,7 +8,8 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,9 @@ from deformer_stream.engine.events import NO_TIME, Effects
 from deformer_stream.errors import StateError
 from deformer_stream.incidents.make_evidence import make_evidence
 from deformer_stream.model_store import Artifact
+from deformer_stream.runtime import pipeline as pipeline_module
 from deformer_stream.runtime import process
+from deformer_stream.runtime import recovery as recovery_module
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult, RestoredPartition
@@ -135,10 +138,14 @@ class GroupMember:
             del self._recovering[p]
         return PollResult(data, revoked, tuple(restored), recovered)
 
+    def _list_readable(self) -> list[int]:
+        """Return the partitions that a poll may return messages of."""
+        return sorted(self._assigned)
+
     def _take_messages(self) -> Messages | None:
         """Return the next messages of the assigned partitions."""
         rows: list[tuple[int, int, bytes]] = []
-        for p in sorted(self._assigned):
+        for p in self._list_readable():
             take = int(self.rng.integers(0, 9))
             for offset in range(self._next[p], min(self._next[p] + take, len(self.world.events[p]))):
                 rows.append((p, offset, self.world.events[p][offset]))
@@ -231,6 +238,30 @@ class AsyncGroupMember(GroupMember):
             self._begun = None
 
 
+class WaitingGroupMember(AsyncGroupMember):
+    """A member that leaves out partitions for as long as the pipeline wishes. It commits nothing for them.
+
+    Attributes:
+        num_waits: Number of polls during which partitions were waiting.
+    """
+
+    waiting_partitions: frozenset[int] = frozenset()
+    has_joined = True
+    num_waits = 0
+
+    def _list_readable(self) -> list[int]:
+        self.num_waits += bool(self.waiting_partitions)
+        return sorted(self._assigned - self.waiting_partitions)
+
+    def _make_commit(self, saved: Mapping[int, PartitionState]) -> PendingCommit:
+        positions, saved, pending = super()._make_commit(saved)
+        assert not saved.keys() & self.waiting_partitions
+        for effects, _ in pending:
+            assert not {alert.partition for alert in effects.alerts} & self.waiting_partitions
+            assert not set(effects.decisions()) & self.waiting_partitions
+        return {p: position for p, position in positions.items() if p not in self.waiting_partitions}, saved, pending
+
+
 def make_cluster(loaded: Artifact, seed: int, records: int = 40) -> Cluster:
     """Return a cluster with interleaved readings.
 
@@ -260,7 +291,8 @@ def run_member(
     move: float,
     snapshot_interval: float,
     kind: type[GroupMember] = GroupMember,
-) -> None:
+    change_model: float = 0.0,
+) -> GroupMember:
     """Run one member until the end of the input or its crash.
 
     Args:
@@ -272,9 +304,21 @@ def run_member(
         move: Probability that a poll revokes a partition.
         snapshot_interval: Seconds between snapshots.
         kind: The class of the member.
+        change_model: Probability that a poll comes with a new model: one with the same weights, and so with the same
+            scores, but with another fingerprint, so that open records are scored again.
+
+    Returns:
+        The member.
     """
-    member = kind(world, assigned, seed, crash, move)
-    engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits(), DRIFT, effort="off")
+    member, rng = kind(world, assigned, seed, crash, move), np.random.default_rng(seed)
+
+    def take_new_model() -> Artifact | None:
+        if rng.random() >= change_model:
+            return None
+        return replace(loaded, fingerprint=f"model-{rng.integers(2**40)}")
+
+    model = take_new_model() or loaded
+    engine = Engine(model.model, model.calibration, model.fingerprint, ALPHA, Limits(), DRIFT, effort="off")
     pipeline = Pipeline(
         member,
         Codec(loaded.schema),
@@ -285,12 +329,14 @@ def run_member(
         is_finite=False,
         commit_interval=float(np.random.default_rng(seed).choice([0.0, 0.02])),
         snapshot_interval=snapshot_interval,
+        open_records="rescore",
+        take_new_model=take_new_model,
+        make_codec=lambda artifact: Codec(artifact.schema),
         saves_event_times=True,
     )
-    try:
+    with suppress(CrashError):
         pipeline.run(threading.Event())
-    except CrashError:
-        return
+    return member
 
 
 @settings(max_examples=15)
@@ -317,6 +363,33 @@ def test_many_runs_commit_the_same_as_one_run(
     assert Counter(interrupted.letters) == Counter(uninterrupted.letters)
     assert Counter(interrupted.notices) == Counter(uninterrupted.notices)
     assert len(uninterrupted.evidence) > 10
+    assert Counter(interrupted.evidence) == Counter(uninterrupted.evidence)
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**20), snapshot_interval=st.sampled_from([0.0, 0.03, 100.0]))
+def test_restores_in_parts_commit_the_same_as_one_run(loaded: Artifact, seed: int, snapshot_interval: float) -> None:
+    """Runs use different models with equal weights, so all records are scored again, a few between two polls."""
+    uninterrupted, interrupted = (make_cluster(loaded, seed % 5, records=25) for _ in range(2))
+    run_member(uninterrupted, loaded, set(range(PARTITIONS)), 0, 0.0, 0.0, 100.0)
+    num_runs = num_waits = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recovery_module, "RESCORED_READINGS", 3 + seed % 40)
+        patch.setattr(recovery_module, "REPLAYED_MESSAGES", 1 + seed % 7)
+        patch.setattr(pipeline_module, "RECOVERY_SECONDS", 0.0)
+        while not interrupted.done:
+            rest = {p for p, kept in interrupted.kept.items() if kept.position < len(interrupted.events[p])}
+            kind, change_model = WaitingGroupMember, 0.02
+            member = run_member(
+                *(interrupted, loaded, rest, seed + num_runs, 0.01, 0.01, snapshot_interval, kind, change_model)
+            )
+            assert isinstance(member, WaitingGroupMember)
+            num_runs, num_waits = num_runs + 1, num_waits + member.num_waits
+            assert num_runs < 1000
+    assert num_waits > num_runs
+    # The id of an alert names the model, and the evidence of drift and its notices belong to a model.
+    assert Counter(alert[1:] for alert in interrupted.alerts) == Counter(alert[1:] for alert in uninterrupted.alerts)
+    assert Counter(interrupted.letters) == Counter(uninterrupted.letters)
     assert Counter(interrupted.evidence) == Counter(uninterrupted.evidence)
 
 
