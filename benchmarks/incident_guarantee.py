@@ -30,10 +30,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.command import build_parser, describe_machine, format_today, publish_results, run_benchmark
+from benchmarks.incident_detectors import advance_detectors
 from benchmarks.tables import format_markdown_header, format_markdown_row
 from deformer_stream.calibration.conditional_e_values import compute_log_normalisers
 from deformer_stream.calibration.incident_budget import MICROS_PER_DAY, parse_budget
-from deformer_stream.calibration.incident_evidence import NUM_EXPONENTS, advance_detectors, compute_log_e_values
+from deformer_stream.calibration.incident_evidence import NUM_EXPONENTS, compute_log_e_values
 from deformer_stream.calibration.incident_segments import SegmentCalibration
 
 Floats = NDArray[np.float64]

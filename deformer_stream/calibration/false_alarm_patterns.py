@@ -32,8 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-Shares = Mapping[str, float]
-"""The share of the attribution by feature. Only the direction of this vector matters for patterns."""
+from deformer_stream.calibration.share_vectors import Shares, compute_cosine
 
 PatternState = dict[str, tuple[int, int, dict[str, float]]]
 """The state of a `PatternAdjuster` for each device: the time of the last alert, the number of records since then, and
@@ -74,18 +73,6 @@ _RECENT_WEIGHT = 0.7
 After several alerts of a pattern, one or two alerts with other suspects still match, because the attribution of single
 records can err. A third one in succession does not match; it may be the beginning of a fault.
 """
-
-
-def compute_cosine(first: Shares, second: Shares) -> float:
-    """Return the cosine of the angle between two vectors of shares, from 0 to 1; 0 if one of them is empty.
-
-    An incident without suspects matches no pattern. `incidents.suspects.compute_cosine` is 1 for an empty vector.
-    """
-    norms = math.hypot(*first.values()) * math.hypot(*second.values())
-    if not norms > 0:
-        return 0.0
-    product = math.fsum(share * second[feature] for feature, share in first.items() if feature in second)
-    return min(product / norms, 1.0)
 
 
 def keep_valid_shares(shares: Shares) -> dict[str, float]:
@@ -309,6 +296,16 @@ class PatternAdjuster:
         left_out = None if self._find_own_incident is None else self._find_own_incident(device, time)
         return max(p_value, *(pattern.compute_p_value(score, left_out) for pattern in matching))
 
+    def preview(self, device: str, time: int, p_value: float, score: float, shares: Shares | None) -> float:
+        """Return what `adjust` would return for a record, without counting the record."""
+        recent = self._recent_by_device.get(device)
+        adjusted = self.adjust(device, time, p_value, score, shares)
+        if recent is None:
+            self._recent_by_device.pop(device, None)
+        else:
+            self._recent_by_device[device] = recent
+        return adjusted
+
     def _get_recent(self, device: str, time: int) -> dict[str, float]:
         """Return the weighted shares of the device's recent alerts, and count a record; empty if the run has ended."""
         if device not in self._recent_by_device:
@@ -354,9 +351,9 @@ def _matches(pattern: FalseAlarmPattern, own: Shares, recent: Shares) -> bool:
         own: Shares of the record's own suspects.
         recent: Weighted shares of the recent alerts of the device, which include those of the record.
     """
-    if own and compute_cosine(own, pattern.direction) >= pattern.min_cosine:
+    if own and compute_cosine(own, pattern.direction, if_empty=0.0) >= pattern.min_cosine:
         return True
-    return compute_cosine(recent, pattern.direction) >= pattern.min_cosine
+    return compute_cosine(recent, pattern.direction, if_empty=0.0) >= pattern.min_cosine
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,7 +411,7 @@ def tighten(candidate: PatternCandidate) -> PatternCandidate | None:
     direction = pattern.direction
 
     def is_similar(incident: PastIncident) -> bool:
-        return compute_cosine(keep_valid_shares(incident.shares), direction) >= stricter[0]
+        return compute_cosine(keep_valid_shares(incident.shares), direction, if_empty=0.0) >= stricter[0]
 
     unlabelled = tuple(filter(is_similar, candidate.unlabelled))
     left_out = {incident.id for incident in candidate.unlabelled} - {incident.id for incident in unlabelled}
@@ -455,7 +452,7 @@ def make_patterns(
         shares = keep_valid_shares(incident.shares)
         if incident.label != "false-alarm" or not shares:
             continue
-        cosines = [compute_cosine(shares, group.shares) for group in groups]
+        cosines = [compute_cosine(shares, group.shares, if_empty=0.0) for group in groups]
         best = max(range(len(groups)), key=cosines.__getitem__, default=-1)
         if best < 0 or cosines[best] < MIN_COSINE:
             groups.append(_Group({}, {}, [], ()))
@@ -501,7 +498,7 @@ def _make_candidate(group: _Group, incidents: Sequence[PastIncident]) -> Pattern
         incident
         for incident in incidents
         if (devices is None or incident.device in devices)
-        and compute_cosine(keep_valid_shares(incident.shares), direction) >= MIN_COSINE
+        and compute_cosine(keep_valid_shares(incident.shares), direction, if_empty=0.0) >= MIN_COSINE
     ]
     unlabelled = tuple(incident for incident in similar if incident.label is None)
     confirmed = tuple(incident for incident in similar if incident.label == "true")

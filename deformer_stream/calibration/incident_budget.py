@@ -80,6 +80,8 @@ class BudgetPlan:
         assumption: What must hold for the budget to be kept, as a sentence without a full stop.
         remedy: What the user can do so that the budget is kept with fewer assumptions; "" if there is nothing to do.
         model: Fingerprint of the model to which the segments belong; "" if it is not checked.
+        opens_early: Whether incidents may open at alerts of open records. Only with segments whose statistics include
+            those at such alerts.
         fallback: The plan for records of another model, None if there is none; their incidents then never open.
     """
 
@@ -98,6 +100,7 @@ class BudgetPlan:
     assumption: str = ""
     remedy: str = ""
     model: str = ""
+    opens_early: bool = False
     fallback: BudgetPlan | None = None
 
     def is_reached(self, log_statistic: float) -> bool:
@@ -284,6 +287,7 @@ def _plan_segments(budget: IncidentBudget, calibration: SegmentCalibration, mode
         tail=calibration.tail,
         assumption=assumption,
         model=model,
+        opens_early=calibration.opens_early,
     )
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import exp, log, log1p
 from typing import Literal
@@ -73,14 +74,14 @@ class ScoreTail:
     p_value: float
     scale: float
 
-    def extend(self, p_value: float, score: float) -> float:
+    def extend(self, p_value: float, score: float | None) -> float:
         """Return the p-value of a record, extended below `p_value` if its score is larger than `start`.
 
         Args:
             p_value: p-value of the record by comparison with the calibration records.
-            score: Anomaly score of the record; larger is more anomalous.
+            score: Anomaly score of the record; larger is more anomalous. None if it is unknown.
         """
-        if not score > self.start:
+        if score is None or not score > self.start:
             return p_value
         return min(p_value, self.p_value * math.exp(-min((score - self.start) / self.scale, _MAX_NEG_LOG_P)))
 
@@ -111,32 +112,13 @@ def compute_log_e_values(p_values: Floats) -> Floats:
     return log_e_values
 
 
-def advance_detectors(
-    log_state: Floats, log_e_values: Floats, kind: DetectorKind = "shiryaev-roberts"
-) -> tuple[Floats, Floats]:
-    """Add one record to each of D detectors.
-
-    Args:
-        log_state: (D, `NUM_EXPONENTS`) ln M_κ before the record; −inf at the start.
-        log_e_values: (D, `NUM_EXPONENTS`) ln L_κ of the record of each detector.
-        kind: How e-values accumulate.
-
-    Returns:
-        log_state: (D, `NUM_EXPONENTS`) ln M_κ after the record.
-        log_statistic: (D,) ln of the statistic after the record; larger is more evidence for a fault.
-    """
-    previous = np.logaddexp(log_state, 0.0) if kind == "shiryaev-roberts" else np.maximum(log_state, 0.0)
-    log_state = previous + log_e_values
-    return log_state, np.logaddexp.reduce(log_state, -1) + _LOG_WEIGHT
-
-
 def advance_detector(
     log_state: LogState,
     p_value: float,
     kind: DetectorKind = "shiryaev-roberts",
     log_normalisers: LogState | None = None,
 ) -> LogState:
-    """Add one record to one detector and return ln M_κ after it. `advance_detectors` does the same for many detectors.
+    """Add one record to one detector and return ln M_κ after it.
 
     Args:
         log_state: ln M_κ before the record.
@@ -153,6 +135,27 @@ def advance_detector(
             for log_m, log_e in zip(log_state, log_e_values, strict=True)
         ]
     )
+
+
+def advance_with_alerts(
+    log_state: LogState,
+    alert_p_values: Iterable[float],
+    kind: DetectorKind = "shiryaev-roberts",
+    log_normalisers: LogState | None = None,
+) -> LogState:
+    """Return ln M_κ as if open records that have alerted closed now, each with its p-value at the alert.
+
+    The p-value of a record never rises, so the record counts at least as much when it closes.
+
+    Args:
+        log_state: ln M_κ of the closed records.
+        alert_p_values: p-values of the open records.
+        kind: How e-values accumulate.
+        log_normalisers: As in `advance_detector`.
+    """
+    for p_value in alert_p_values:
+        log_state = advance_detector(log_state, p_value, kind, log_normalisers)
+    return log_state
 
 
 @functools.lru_cache(maxsize=65_536)

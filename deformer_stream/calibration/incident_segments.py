@@ -11,12 +11,16 @@ with n segments of normal operation, and an incident opens at the first record w
 Guarantee: P(an incident opens in a normal segment) ≤ α, if the segment and the n segments of the calibration are
 exchangeable. Nothing is assumed about the records within a segment, nor about the model. The proof is that of
 `conformal`, one level up: p never rises within a segment, and its last value is a conformal p-value.
+
+An incident may also open at an alert of a record that is still open (`SegmentCalibration.opens_early`). The statistic
+there is that of the closed records and of the open records that have alerted, each with its p-value at the alert. The
+proof holds for any statistic, so S_i must then include its values at the alerts in segment i.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -29,6 +33,7 @@ from deformer_stream.calibration.incident_evidence import (
     DetectorKind,
     ScoreTail,
     advance_detector,
+    advance_with_alerts,
     compute_log_statistic,
 )
 
@@ -40,6 +45,9 @@ SEGMENT_LENGTHS = (24 * MICROS_PER_HOUR, 8 * MICROS_PER_HOUR, MICROS_PER_HOUR)
 
 Longer segments assume less. They need no more data: a month's budget needs 29 device-days, or 719 device-hours.
 """
+
+MAX_OPEN_ALERTS = 16
+"""Largest number of open records of a device that count by their alerts; the oldest ones are left out."""
 
 MIN_RECORD_SHARE, MIN_EDGE_RECORD_SHARE = 0.5, 0.9
 """A segment is left out of the calibration if its number of records is below this share of the median number.
@@ -64,6 +72,7 @@ class SegmentCalibration:
         start: Beginning of the first segment in microseconds since 1970.
         end: End of the last segment in microseconds since 1970.
         num_left_out: Number of segments that were left out because they have too few records.
+        opens_early: Whether the statistics include those at alerts of open records, so that incidents may open there.
     """
 
     length: int
@@ -76,6 +85,7 @@ class SegmentCalibration:
     start: int = 0
     end: int = 0
     num_left_out: int = 0
+    opens_early: bool = False
 
     def __post_init__(self) -> None:
         if self.length <= 0:
@@ -118,6 +128,7 @@ class SegmentCalibration:
             "start": self.start,
             "end": self.end,
             "left_out": self.num_left_out,
+            **({"early": True} if self.opens_early else {}),
         }
 
     @staticmethod
@@ -142,9 +153,18 @@ class SegmentCalibration:
                 int(document["start"]),
                 int(document["end"]),
                 int(document["left_out"]),
+                bool(document.get("early", False)),
             )
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"the calibration of segments is incomplete or malformed ({error!r})") from error
+
+
+def add_open_alert(alert_p_by_record: dict[str, float], record: str, p_value: float) -> None:
+    """Add the alert of an open record to those of its device, of which the latest `MAX_OPEN_ALERTS` are kept."""
+    alert_p_by_record.pop(record, None)
+    alert_p_by_record[record] = p_value
+    if len(alert_p_by_record) > MAX_OPEN_ALERTS:
+        del alert_p_by_record[next(iter(alert_p_by_record))]
 
 
 def _read_tail(document: Mapping[str, Any]) -> ScoreTail:
@@ -169,6 +189,7 @@ class _Segment:
         log_maximum: Largest ln of the statistic so far.
         num_records: Number of records so far.
         is_edge: Whether it is the first segment of its device.
+        alert_p_by_record: p-values at their alerts of records that are still open, by their ids.
     """
 
     number: int
@@ -176,6 +197,7 @@ class _Segment:
     log_maximum: float = -math.inf
     num_records: int = 0
     is_edge: bool = False
+    alert_p_by_record: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -186,36 +208,60 @@ class SegmentCollector:
         length: Length of a segment in microseconds.
         tail: The tail by which p-values are extended, None if they are not.
         kind: How the detector accumulates e-values.
+        opens_early: Whether the alerts of open records are added as well (`add_alert`).
     """
 
     length: int
     tail: ScoreTail | None = None
     kind: DetectorKind = "shiryaev-roberts"
+    opens_early: bool = False
     _open: dict[str, _Segment] = field(default_factory=dict)
     _closed: list[tuple[str, _Segment]] = field(default_factory=list)
 
-    def add(self, device: str, time: int, p_value: float, score: float) -> None:
-        """Add a record. A record of an earlier segment than the last one of its device is ignored.
+    def add(self, device: str, time: int, p_value: float, score: float, record: str = "") -> None:
+        """Add a closed record. If it is of an earlier segment than the last one of its device, it counts for that one.
 
         Args:
             device: The device.
             time: Event time in microseconds since 1970.
             p_value: p-value of the record.
             score: Anomaly score of the record; larger is more anomalous.
+            record: Id of the record; needed only with `opens_early`.
         """
+        segment = self._find_segment(device, time)
+        segment.alert_p_by_record.pop(record, None)
+        if self.tail is not None:
+            p_value = self.tail.extend(p_value, score)
+        segment.log_state = advance_detector(segment.log_state, p_value, self.kind)
+        segment.log_maximum = max(segment.log_maximum, compute_log_statistic(segment.log_state))
+        segment.num_records += 1
+
+    def add_alert(self, device: str, time: int, p_value: float, score: float | None, record: str) -> None:
+        """Add the alert of a record that is still open: its segment may have its largest statistic there.
+
+        Args:
+            device: The device.
+            time: Event time of the alert.
+            p_value: p-value of the record at the alert.
+            score: Anomaly score of the record at the alert, None if it is unknown.
+            record: Id of the record.
+        """
+        segment = self._find_segment(device, time)
+        if self.tail is not None:
+            p_value = self.tail.extend(p_value, score)
+        add_open_alert(segment.alert_p_by_record, record, p_value)
+        log_state = advance_with_alerts(segment.log_state, segment.alert_p_by_record.values(), self.kind)
+        segment.log_maximum = max(segment.log_maximum, compute_log_statistic(log_state))
+
+    def _find_segment(self, device: str, time: int) -> _Segment:
+        """Return the segment of a device to which a time belongs; the last one if the time is before it."""
         number = time // self.length
         segment = self._open.get(device)
         if segment is None or number > segment.number:
             if segment is not None:
                 self._closed.append((device, segment))
             segment = self._open[device] = _Segment(number, is_edge=segment is None)
-        elif number < segment.number:
-            return
-        if self.tail is not None:
-            p_value = self.tail.extend(p_value, score)
-        segment.log_state = advance_detector(segment.log_state, p_value, self.kind)
-        segment.log_maximum = max(segment.log_maximum, compute_log_statistic(segment.log_state))
-        segment.num_records += 1
+        return segment
 
     def calibrate(self, group: str = "") -> SegmentCalibration:
         """Return the calibration that the segments so far give.
@@ -227,7 +273,9 @@ class SegmentCollector:
         """
         segments = [*self._closed, *self._open.items()]
         if not segments:
-            return SegmentCalibration(self.length, (), 0.0, 0, self.tail, self.kind, group)
+            return SegmentCalibration(
+                self.length, (), 0.0, 0, self.tail, self.kind, group, opens_early=self.opens_early
+            )
         median = float(np.median([segment.num_records for _, segment in segments]))
         last_segments = set(map(id, self._open.values()))
         kept = []
@@ -247,34 +295,5 @@ class SegmentCollector:
             min(numbers, default=0) * self.length,
             (max(numbers, default=-1) + 1) * self.length,
             len(segments) - len(kept),
+            self.opens_early,
         )
-
-
-def calibrate_segments(
-    devices: Sequence[str],
-    times: Iterable[int],
-    p_values: Iterable[float],
-    scores: Iterable[float],
-    lengths: Sequence[int] = SEGMENT_LENGTHS,
-    tail: ScoreTail | None = None,
-    kind: DetectorKind = "shiryaev-roberts",
-) -> list[SegmentCalibration]:
-    """Return a calibration for each length of segments, from N closed records of normal operation.
-
-    The records must not be records with which the model was trained or calibrated, because such records look more
-    normal than new ones.
-
-    Args:
-        devices: N devices.
-        times: N event times in microseconds since 1970. The records of each device are in order of time.
-        p_values: N p-values.
-        scores: N anomaly scores; larger is more anomalous.
-        lengths: Lengths of segments in microseconds.
-        tail: The tail by which p-values are extended (`incident_evidence.fit_tail`), None if they are not.
-        kind: How the detector accumulates e-values.
-    """
-    collectors = [SegmentCollector(length, tail, kind) for length in lengths]
-    for device, time, p_value, score in zip(devices, times, p_values, scores, strict=True):
-        for collector in collectors:
-            collector.add(device, int(time), float(p_value), float(score))
-    return [collector.calibrate() for collector in collectors]

@@ -15,14 +15,10 @@ from deformer_stream.cli_utils import INTERRUPTED_EXIT_CODE
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable
     from pathlib import Path
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from deformer_stream.incident_store import IncidentCalibration
-    from deformer_stream.incidents.events import ClosedRows
+    from deformer_stream.runtime.incident_calibration import ComputePValues
     from deformer_stream.runtime.incident_sink import IncidentSink
     from deformer_stream.settings import CalibrateSettings, ReplaySettings
 
@@ -166,7 +162,7 @@ def write_segments(
     settings: CalibrateSettings,
     directory: Path,
     before: IncidentCalibration | None,
-    compute_p_values: Callable[[ClosedRows], NDArray[np.float64]] | None = None,
+    compute_p_values: ComputePValues | None = None,
     log_model: str | None = None,
 ) -> None:
     """Calibrate the segments of the incident budget, write them to a model directory, and print what is in reach.
@@ -188,7 +184,7 @@ def _collect_segments(
     settings: CalibrateSettings,
     directory: Path,
     before: IncidentCalibration | None,
-    compute_p_values: Callable[[ClosedRows], NDArray[np.float64]] | None,
+    compute_p_values: ComputePValues | None,
     log_model: str | None = None,
 ) -> IncidentCalibration:
     """Return the incident calibration with new segments, and print which budgets are in reach. See `write_segments`."""
@@ -214,6 +210,7 @@ def _collect_segments(
         0 if "window" in manifest else REORDER_MICROS,
         compute_p_values,
         make_get_device(settings.device_by),
+        settings.open_early == "on" or (settings.open_early == "auto" and "reading_times" in manifest),
     )
     click.echo(align_columns(describe_segments(segments, parse_budget(DEFAULT_BUDGET))))
     known = [calibration for calibration in segments if calibration.num_segments]

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     )
     from deformer_stream.codec import Codec
     from deformer_stream.engine.engine import Engine
-    from deformer_stream.incidents.events import ClosedRows
     from deformer_stream.model.schema import Schema
     from deformer_stream.model_store import Artifact
     from deformer_stream.runtime.pipeline import Totals
@@ -561,9 +560,9 @@ def build_calibrate() -> click.Command:
         )
         if settings.incidents:
 
-            def compute_p_values(closed: ClosedRows) -> NDArray[np.float64]:
+            def compute_p_values(ids: Sequence[str], scores: NDArray[np.float64]) -> NDArray[np.float64]:
                 """Return the p-values under the new calibration of records that were scored under the old one."""
-                return recalibration.new.compute_p_values(closed.scores[:, None], lambda: closed.record_ids)[:, 0]
+                return recalibration.new.compute_p_values(scores[:, None], lambda: ids)[:, 0]
 
             incident_files.write_segments(settings, target, incidents_before, compute_p_values, loaded.fingerprint)
         return 0

@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 
 from deformer_stream.codec.json_types import Micros
-from deformer_stream.engine.events import NO_TIME
+from deformer_stream.engine.events import NO_TIME, SuggestedReading
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, Suspect
 
@@ -61,6 +61,8 @@ class _AlertObject(msgspec.Struct):
     severity: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
     suspects: list[_SuspectObject] = msgspec.field(default_factory=list)
     silenced_by: list[str] | None = None
+    score: float | None = None
+    next_reading: SuggestedReading | None = None
 
 
 class _EvidenceMessage(msgspec.Struct):
@@ -163,6 +165,8 @@ def _alert_to_json(alert: AlertRow) -> dict[str, object]:
             for suspect in alert.suspects
         ],
         "silenced_by": alert.silenced_by,
+        **({} if alert.score is None else {"score": alert.score}),
+        **({} if alert.next_reading is None else {"next_reading": alert.next_reading}),
     }
 
 
@@ -225,4 +229,6 @@ def _alert_from_json(alert: _AlertObject) -> AlertRow:
             for suspect in alert.suspects
         ),
         None if alert.silenced_by is None else tuple(alert.silenced_by),
+        alert.score,
+        alert.next_reading,
     )

@@ -15,6 +15,7 @@ import orjson
 from deformer_stream.codec.json_types import MessageId, Micros
 from deformer_stream.codec.timestamps import format_rfc3339, parse_rfc3339
 from deformer_stream.codec.validation import RejectionError, quote
+from deformer_stream.engine.events import SuggestedReading
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import (
     NO_READINGS,
@@ -23,6 +24,7 @@ from deformer_stream.incidents.events import (
     IncidentRule,
     IncidentState,
     IncidentSuspect,
+    OpenRecordReading,
     SuspectReadings,
     Timeline,
 )
@@ -100,6 +102,7 @@ def _to_document(incident: Incident) -> dict[str, Any]:
         "record_ids": list(incident.record_ids),
         "alert_ids": list(incident.alert_ids),
         "silenced_by": None if silenced_by is None else {"features": list(silenced_by[0]), "share": silenced_by[1]},
+        **({} if incident.next_reading is None else {"next_reading": _reading_to_json(incident.next_reading)}),
         "timeline": {
             "time": list(incident.timeline.times),
             "evidence": list(incident.timeline.evidence),
@@ -129,6 +132,19 @@ def _suspect_to_json(suspect: IncidentSuspect) -> dict[str, Any]:
     }
 
 
+def _reading_to_json(reading: OpenRecordReading) -> dict[str, Any]:
+    """Return the reading to take next as a JSON object of the public format."""
+    suggestion = reading.suggestion
+    return {
+        "feature": suggestion.feature,
+        "record": reading.record,
+        "time": format_rfc3339(reading.time),
+        "alpha": suggestion.alpha,
+        "alert_probability": suggestion.alert_probability,
+        "score_rise": suggestion.score_rise,
+    }
+
+
 def _shrink(document: dict[str, Any]) -> bool:
     """Make the JSON object of an incident smaller, and return whether that was possible.
 
@@ -148,9 +164,10 @@ def _shrink(document: dict[str, Any]) -> bool:
         if document[name]:
             document[name] = document[name][: len(document[name]) // 2]
             return True
-    if document["silenced_by"] is not None:
-        document["silenced_by"] = None
-        return True
+    for name in ("silenced_by", "next_reading"):
+        if document.get(name) is not None:
+            document[name] = None
+            return True
     return False
 
 
@@ -183,6 +200,17 @@ class _SilencedJson(msgspec.Struct, frozen=True):
 
     features: tuple[str, ...]
     share: float
+
+
+class _NextReadingJson(msgspec.Struct, frozen=True):
+    """The reading to take next of an open record."""
+
+    feature: str
+    record: str
+    time: str
+    alpha: float | None = None
+    alert_probability: float | None = None
+    score_rise: float = 0.0
 
 
 class _TimelineJson(msgspec.Struct, frozen=True):
@@ -232,6 +260,7 @@ class _IncidentJson(msgspec.Struct, frozen=True):
     record_ids: tuple[str, ...] = ()
     alert_ids: tuple[str, ...] = ()
     silenced_by: _SilencedJson | None = None
+    next_reading: _NextReadingJson | None = None
     timeline: _TimelineJson = _TimelineJson()
     readings: dict[str, _ReadingsJson] = {}
 
@@ -294,8 +323,19 @@ def _from_message(message: _IncidentJson) -> Incident:
         silenced_by=None if message.silenced_by is None else (message.silenced_by.features, message.silenced_by.share),
         timeline=timeline,
         readings=MappingProxyType(readings) if readings else NO_READINGS,
+        next_reading=None if message.next_reading is None else _read_next_reading(message.next_reading),
         fault=tuple((fault.name, fault.probability) for fault in message.fault),
     )
+
+
+def _read_next_reading(message: _NextReadingJson) -> OpenRecordReading:
+    """Return the reading to take next of a parsed message.
+
+    Raises:
+        RejectionError: The time is not RFC 3339.
+    """
+    suggestion = SuggestedReading(message.feature, message.alpha, message.alert_probability, message.score_rise)
+    return OpenRecordReading(suggestion, message.record, parse_rfc3339(message.time))
 
 
 def _check_lengths(name: str, *columns: tuple[object, ...]) -> None:

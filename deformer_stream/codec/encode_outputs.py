@@ -18,7 +18,7 @@ from deformer_stream.codec.columns import decode_dictionary, is_text, to_python_
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, UnreadablePayload, WideRows
 from deformer_stream.codec.tables import ROW_FILE_COLUMN, ROW_NUMBER_COLUMN
 from deformer_stream.codec.timestamps import format_rfc3339
-from deformer_stream.engine.events import Alert, AlertCause, Contribution, Rejection, StormNotice, SuggestedReading
+from deformer_stream.engine.events import Alert, AlertCause, Contribution, Rejection, StormNotice
 
 MAX_ALERT_BYTES = 2**19
 """Maximum size of an alert in bytes: half of the default limit of a Kafka topic. Without it, long labels from the input
@@ -57,7 +57,7 @@ def encode_alert(alert: Alert, data: Payload | None) -> bytes:
         "source": source,
         "silenced_by": alert.silenced_by,
         **({} if alert.evidence is None else {"evidence": _evidence_to_json(alert.evidence)}),
-        **({} if alert.next_reading is None else {"next_reading": _suggestion_to_json(alert.next_reading)}),
+        **({} if alert.next_reading is None else {"next_reading": alert.next_reading}),
         "contributions": [_contribution_to_json(contribution) for contribution in alert.contributions],
     }
     encoded = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -66,16 +66,6 @@ def encode_alert(alert: Alert, data: Payload | None) -> bytes:
         document["contributions"] = document["contributions"][:num_kept]
         encoded = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
     return encoded
-
-
-def _suggestion_to_json(suggestion: SuggestedReading) -> dict[str, Any]:
-    """Return the reading to take next as a JSON object of the public format."""
-    return {
-        "feature": suggestion.feature,
-        "alpha": suggestion.alpha,
-        "alert_probability": suggestion.alert_probability,
-        "score_rise": suggestion.score_rise,
-    }
 
 
 def _evidence_to_json(evidence: AlertCause) -> dict[str, str]:

@@ -20,7 +20,7 @@ from deformer_stream.incidents.tracker import TrackerState
 INCIDENT_STATE = b"I"
 """The byte `kind` of the header."""
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MIN_COMPRESSED_BYTES = 16_384
 """Size in bytes from which the content is compressed."""
 

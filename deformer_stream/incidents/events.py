@@ -13,10 +13,15 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.engine.events import SuggestedReading
+
 IncidentState = Literal["open", "updated", "resolved"]
 IncidentRule = Literal["segments", "e-detector"]
 IncidentKind = Literal["device", "fleet"]
-Label = Literal["true", "false-alarm", "maintenance", "cleared"]
+IncidentLabel = Literal["true", "false-alarm", "maintenance"]
+"""What a person says about an incident."""
+Label = Literal[IncidentLabel, "cleared"]
+"""The label of a message of `TOPIC-feedback`; "cleared" takes an earlier label back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,8 @@ class AlertRow:
         suspects: The features to which the alert is attributed, the largest share first; at most
             `make_evidence.MAX_SUSPECTS`.
         silenced_by: The smallest known set of features whose expected values would prevent the alert, or None.
+        score: Anomaly score of the record at the alert, None if it is unknown.
+        next_reading: The reading of the record to take next, None if none is suggested.
     """
 
     id: str
@@ -62,6 +69,8 @@ class AlertRow:
     severity: int
     suspects: tuple[Suspect, ...] = ()
     silenced_by: tuple[str, ...] | None = None
+    score: float | None = None
+    next_reading: SuggestedReading | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +178,21 @@ NO_READINGS: Mapping[str, SuspectReadings] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
+class OpenRecordReading:
+    """The reading to take next of an open record that has alerted.
+
+    Attributes:
+        suggestion: The feature, and what its reading is expected to change.
+        record: Id of the record.
+        time: Time of the alert.
+    """
+
+    suggestion: SuggestedReading
+    record: str
+    time: int
+
+
+@dataclass(frozen=True, slots=True)
 class Incident:
     """The state of an incident. `TOPIC-incidents` has a message for each reported change; the last one is valid.
 
@@ -206,6 +230,7 @@ class Incident:
             alerts for which this holds; None if no set is known.
         timeline: The evidence over time.
         readings: The readings of the suspects in the alerts, by feature.
+        next_reading: The reading to take next, of the last open record that has suggested one; None if there is none.
         fault: Names of known faults with their probabilities; empty, because no model recognises faults so far.
     """
 
@@ -238,6 +263,7 @@ class Incident:
     timeline: Timeline = field(default_factory=Timeline)
     readings: Mapping[str, SuspectReadings] = field(default_factory=lambda: NO_READINGS)
     fault: tuple[tuple[str, float], ...] = ()
+    next_reading: OpenRecordReading | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,22 +2,41 @@
 
 A fleet incident opens at the record that opens the incident of the last device that is needed. Later incidents with the
 same suspects join it while it is open. It is resolved when all of its members are.
+
+Faults of several devices at the same time can be unrelated. Suspects must therefore match more closely
+(`MIN_FLEET_COSINE`) than for reopening an incident of one device, and an incident without suspects is no member. With
+the automatic rule, a group needs `MIN_AUTOMATIC_DEVICES` devices, because a few machines have unrelated faults as often
+as a common one.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from deformer_stream.calibration.incident_budget import SECONDS_BY_UNIT
+from deformer_stream.calibration.share_vectors import average_directions, compute_cosine
 from deformer_stream.errors import ConfigError
-from deformer_stream.incidents.suspects import average_directions, compute_cosine
+from deformer_stream.incidents.events import Incident, IncidentRule, IncidentState, IncidentSuspect
+from deformer_stream.incidents.series import compute_message_interval, to_log10
+from deformer_stream.incidents.suspects import MAX_SHOWN, SuspectTotals
+
+MIN_FLEET_COSINE = 0.8
+"""Smallest cosine between the suspects of a member of a fleet incident and the mean of all members."""
+
+MIN_AUTOMATIC_DEVICES = 10
+"""Number of devices of a group from which fleet incidents open with the automatic rule."""
 
 MAX_MEMBERS = 500
 """Largest number of members that a fleet incident lists. Further incidents have it as their parent, but are neither
-listed nor counted in its records."""
+listed nor counted in its records. `FleetTracker.num_unlisted` counts them."""
+
+FLEET_SEVERITY = 3
+"""Severity of a fleet incident."""
 
 MAX_CANDIDATES = 1000
 """Largest number of recent incidents of a group that are compared with a new one."""
@@ -35,26 +54,34 @@ class FleetRule:
     Attributes:
         num_devices: Smallest number of devices with similar incidents, at least 2.
         within: Largest time between the openings of these incidents, in microseconds.
+        min_group_devices: Number of devices that the group must have at least.
     """
 
     num_devices: int = 3
     within: int = 600_000_000
+    min_group_devices: int = 0
+
+
+AUTOMATIC_RULE = FleetRule(min_group_devices=MIN_AUTOMATIC_DEVICES)
+"""The rule "auto"."""
 
 
 def parse_fleet_rule(text: str) -> FleetRule | None:
-    """Return the rule that a text such as "3 within 10m" states, None for "off".
+    """Return the rule that a text such as "3 within 10m" states, that of "auto", and None for "off".
 
     Raises:
         ConfigError: The text is not such a rule.
     """
     if text.strip() == "off":
         return None
+    if text.strip() == "auto":
+        return AUTOMATIC_RULE
     match = _RULE_PATTERN.fullmatch(text)
     if match and int(match[1]) >= 2:
         return FleetRule(int(match[1]), round(float(match[2]) * SECONDS_BY_UNIT[match[3]] * 1_000_000))
     raise ConfigError(
-        f"--fleet {text!r}: write off, or a number of devices, at least 2, and a time with the unit s, m, h or d, such "
-        'as "3 within 10m"'
+        f"--fleet {text!r}: write auto, off, or a number of devices, at least 2, and a time with the unit s, m, h or "
+        'd, such as "3 within 10m"'
     )
 
 
@@ -113,6 +140,7 @@ class FleetState:
         num_reopened: How often it was reopened.
         next_size: Number of members at which the next message about joining is sent.
         last_message: Time of the last message.
+        num_unlisted: Number of members beyond `MAX_MEMBERS`.
     """
 
     id: str
@@ -129,6 +157,7 @@ class FleetState:
     num_reopened: int = 0
     next_size: int = 0
     last_message: int = 0
+    num_unlisted: int = 0
 
 
 @dataclass(slots=True)
@@ -144,17 +173,213 @@ class GroupState:
     fleets: list[FleetState] = field(default_factory=list)
 
 
-def find_fleet(group: GroupState, incident: RecentIncident, min_cosine: float) -> FleetState | None:
+class MemberIncident(Protocol):
+    """What a fleet incident reads of the incident of a device, and sets there (`parent`)."""
+
+    id: str
+    model: str
+    opened: int
+    last: int
+    resolved: int | None
+    num_records: int
+    num_alerted: int
+    max_log_evidence: float
+    log_threshold: float
+    parent: str | None
+    totals: SuspectTotals
+
+
+MemberT = TypeVar("MemberT", bound=MemberIncident)
+
+
+class FleetTracker(Generic[MemberT]):
+    """Opens, updates and resolves the fleet incidents of all device groups.
+
+    Args:
+        rule: When a fleet incident opens.
+        get_group: Returns the device group of a device.
+        budget: The budget of incidents, as text.
+        budget_rule: The rule that keeps the budget.
+        find_incident: Returns the open or the last incident of a device, None if it has none.
+        send: Sends a message about a fleet incident.
+        send_member: Sends a message about the incident of a device: the device, the incident, its state, the time.
+    """
+
+    def __init__(
+        self,
+        rule: FleetRule,
+        get_group: Callable[[str], str],
+        budget: str,
+        budget_rule: IncidentRule,
+        find_incident: Callable[[str], MemberT | None],
+        send: Callable[[Incident], None],
+        send_member: Callable[[str, MemberT, IncidentState, int], None],
+    ) -> None:
+        self._rule, self._get_group = rule, get_group
+        self._budget, self._budget_rule = budget, budget_rule
+        self._find_incident, self._send, self._send_member = find_incident, send, send_member
+        self._state_by_group: dict[str, GroupState] = {}
+        self._num_devices_by_group: dict[str, int] = {}
+
+    @property
+    def num_unlisted(self) -> int:
+        """Number of members that no fleet incident lists or counts, because it has too many (`MAX_MEMBERS`)."""
+        return sum(fleet.num_unlisted for group in self._state_by_group.values() for fleet in group.fleets)
+
+    def export_state(self) -> dict[str, GroupState]:
+        """Return the state. It must not be used after the next call of another method."""
+        return self._state_by_group
+
+    def import_state(self, state_by_group: dict[str, GroupState], devices: Iterable[str]) -> None:
+        """Continue from a state.
+
+        Args:
+            state_by_group: The state.
+            devices: All devices so far.
+        """
+        self._state_by_group = state_by_group
+        self._num_devices_by_group = {}
+        for device in devices:
+            self.add_device(device)
+
+    def add_device(self, device: str) -> None:
+        """Count a device that has sent its first record."""
+        group = self._get_group(device)
+        self._num_devices_by_group[group] = self._num_devices_by_group.get(group, 0) + 1
+
+    def join(self, device: str, incident: MemberT, first_record: str, is_reopened: bool) -> None:
+        """Add an incident that has just opened to a fleet incident, or open one.
+
+        Args:
+            device: The device.
+            incident: Its incident.
+            first_record: Id of the record that has opened it.
+            is_reopened: Whether it was reopened. It then only stays in its fleet incident.
+        """
+        if incident.parent is not None:
+            self.update(device, incident, incident.last)
+            return
+        if is_reopened:
+            return
+        name = self._get_group(device)
+        group = self._state_by_group.setdefault(name, GroupState())
+        recent = RecentIncident(incident.id, device, incident.opened, incident.totals.compute_shares())
+        fleet = find_fleet(group, recent)
+        if fleet is not None:
+            self._add_member(fleet, device, incident)
+            if len(fleet.member_by_id) >= fleet.next_size:
+                fleet.next_size *= 2
+                self._send_message(fleet, "updated", incident.last)
+            return
+        if self._num_devices_by_group.get(name, 0) < self._rule.min_group_devices:
+            return
+        members = find_quorum(group, recent, self._rule)
+        if members:
+            self._open(group, name, members, incident, first_record)
+
+    def _open(
+        self,
+        group: GroupState,
+        name: str,
+        members: list[RecentIncident],
+        incident: MemberT,
+        first_record: str,
+    ) -> None:
+        """Open a fleet incident, and send it and its members. `incident` is the one that has completed it."""
+        fleet = make_fleet(group, name, incident.model, members, first_record, to_log10(incident.log_threshold))
+        opened = []
+        for member in members:
+            other = self._find_incident(member.device)
+            if other is not None and other.id == member.id:
+                _copy_to_member(fleet.member_by_id[member.id], other)
+                opened.append((member.device, other))
+        self._send_message(fleet, "open", incident.last)
+        for device, other in opened:
+            other.parent = fleet.id
+            self._send_member(device, other, "resolved" if other.resolved is not None else "updated", incident.last)
+
+    def _add_member(self, fleet: FleetState, device: str, incident: MemberT) -> None:
+        """Add an incident to an open fleet incident, and send the incident."""
+        if len(fleet.member_by_id) < MAX_MEMBERS:
+            member = fleet.member_by_id[incident.id] = FleetMember(device)
+            _copy_to_member(member, incident)
+        else:
+            fleet.num_unlisted += 1
+        fleet.last = max(fleet.last, incident.last)
+        incident.parent = fleet.id
+        self._send_member(device, incident, "updated", incident.last)
+
+    def update(self, device: str, incident: MemberT, time: int) -> None:
+        """Update the fleet incident of a member, and resolve it if all members are resolved."""
+        if incident.parent is None:
+            return
+        group = self._state_by_group.get(self._get_group(device))
+        fleet = next((fleet for fleet in group.fleets if fleet.id == incident.parent), None) if group else None
+        member = fleet.member_by_id.get(incident.id) if fleet is not None else None
+        if fleet is None or member is None:
+            return
+        _copy_to_member(member, incident)
+        fleet.last = max(fleet.last, incident.last)
+        is_any_open = any(member.is_open for member in fleet.member_by_id.values())
+        if fleet.resolved is None and not is_any_open:
+            fleet.resolved = max(time, fleet.last)
+            self._send_message(fleet, "resolved", time)
+        elif fleet.resolved is not None and is_any_open:
+            fleet.resolved = None
+            fleet.num_reopened += 1
+            self._send_message(fleet, "updated", time)
+        elif time - fleet.last_message >= compute_message_interval(time - fleet.opened):
+            self._send_message(fleet, "updated", time)
+
+    def _send_message(self, fleet: FleetState, state: IncidentState, time: int) -> None:
+        """Send a message about a fleet incident."""
+        members = fleet.member_by_id.values()
+        ranked = sorted(fleet.direction.items(), key=lambda item: (-item[1], item[0]))[:MAX_SHOWN]
+        total = math.fsum(fleet.direction.values()) or 1.0
+        fleet.last_message = time
+        self._send(
+            Incident(
+                fleet.id,
+                "",
+                state,
+                fleet.opened,
+                fleet.last,
+                fleet.resolved,
+                sum(member.num_records for member in members),
+                sum(member.num_alerted for member in members),
+                max(member.evidence for member in members),
+                self._budget_rule,
+                self._budget,
+                FLEET_SEVERITY,
+                tuple(IncidentSuspect(feature, round(share / total, 4)) for feature, share in ranked),
+                fleet.model,
+                fleet.first_record,
+                kind="fleet",
+                group=fleet.group,
+                members=tuple(fleet.member_by_id),
+                revision=fleet.revision,
+                num_reopened=fleet.num_reopened,
+                resolution="quiet" if fleet.resolved is not None else None,
+                threshold=fleet.threshold,
+            )
+        )
+        fleet.revision += 1
+
+
+def find_fleet(group: GroupState, incident: RecentIncident) -> FleetState | None:
     """Return the open fleet incident that an incident joins, None if there is none."""
     for fleet in group.fleets:
-        if fleet.resolved is None and compute_cosine(fleet.direction, incident.shares) >= min_cosine:
+        if fleet.resolved is None and is_similar(fleet.direction, incident.shares):
             return fleet
     return None
 
 
-def find_quorum(
-    group: GroupState, incident: RecentIncident, rule: FleetRule, min_cosine: float
-) -> list[RecentIncident]:
+def is_similar(direction: Mapping[str, float], shares: Mapping[str, float]) -> bool:
+    """Return whether suspects are similar enough for one fleet incident."""
+    return compute_cosine(direction, shares, if_empty=0.0) >= MIN_FLEET_COSINE
+
+
+def find_quorum(group: GroupState, incident: RecentIncident, rule: FleetRule) -> list[RecentIncident]:
     """Return the incidents that form a fleet incident. The new incident is the last of them.
 
     Only the latest incident of each device is considered. Incidents whose suspects differ too much from the mean are
@@ -164,7 +389,6 @@ def find_quorum(
         group: The state of the group. Recent incidents that are too old are removed from it.
         incident: The new incident. It is added to the recent ones.
         rule: When a fleet incident opens.
-        min_cosine: Smallest cosine of each member's shares and their mean.
 
     Returns:
         The members, empty if there are too few. They are removed from the recent incidents.
@@ -176,12 +400,14 @@ def find_quorum(
     ]
     group.recent.append(incident)
     del group.recent[:-MAX_CANDIDATES]
-    members = [recent for recent in group.recent if compute_cosine(recent.shares, incident.shares) >= min_cosine]
+    members = [recent for recent in group.recent if is_similar(recent.shares, incident.shares)]
     while len(members) >= rule.num_devices:
         mean = average_directions(recent.shares for recent in members)
-        others = [(compute_cosine(recent.shares, mean), index) for index, recent in enumerate(members[:-1])]
+        others = [
+            (compute_cosine(recent.shares, mean, if_empty=0.0), index) for index, recent in enumerate(members[:-1])
+        ]
         smallest, index = min(others)
-        if smallest >= min_cosine and compute_cosine(incident.shares, mean) >= min_cosine:
+        if smallest >= MIN_FLEET_COSINE and is_similar(incident.shares, mean):
             ids = {recent.id for recent in members}
             group.recent = [recent for recent in group.recent if recent.id not in ids]
             return members
@@ -189,7 +415,7 @@ def find_quorum(
     return []
 
 
-def open_fleet(
+def make_fleet(
     group: GroupState, name: str, model: str, members: list[RecentIncident], first_record: str, threshold: float
 ) -> FleetState:
     """Add a fleet incident to a group and return it.
@@ -225,9 +451,9 @@ def open_fleet(
     return fleet
 
 
-def count_records(members: Mapping[str, FleetMember]) -> tuple[int, int]:
-    """Return the number of records of all members, and how many of them have alerted."""
-    return (
-        sum(member.num_records for member in members.values()),
-        sum(member.num_alerted for member in members.values()),
-    )
+def _copy_to_member(member: FleetMember, incident: MemberIncident) -> None:
+    """Copy the counts of an incident to the member of its fleet incident."""
+    member.num_records = incident.num_records
+    member.num_alerted = incident.num_alerted
+    member.evidence = to_log10(incident.max_log_evidence)
+    member.is_open = incident.resolved is None

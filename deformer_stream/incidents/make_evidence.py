@@ -120,6 +120,8 @@ def _make_alert_row(alert: Alert) -> AlertRow:
         alert.severity,
         _find_suspects(alert.contributions),
         silenced_by,
+        float(round_significant(np.array([alert.score]), SCORE_DIGITS)[0]) if math.isfinite(alert.score) else None,
+        alert.next_reading,
     )
 
 

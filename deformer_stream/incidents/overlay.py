@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from deformer_stream.incidents.events import FeedbackLabel, Incident, Label
+from deformer_stream.incidents.events import FeedbackLabel, Incident, IncidentLabel
 
 SilenceReason = Literal["false-alarm", "maintenance"]
 
@@ -26,13 +26,13 @@ class Presentation:
         cause: Id of the label that has last changed whether the incident is silenced, "" if none has.
     """
 
-    label: Label | None = None
+    label: IncidentLabel | None = None
     name: str | None = None
     silenced: SilenceReason | None = None
     cause: str = ""
 
 
-_SILENCE_BY_LABEL: dict[Label, SilenceReason] = {"false-alarm": "false-alarm", "maintenance": "maintenance"}
+_SILENCE_BY_LABEL: dict[IncidentLabel, SilenceReason] = {"false-alarm": "false-alarm", "maintenance": "maintenance"}
 """The labels that silence an incident."""
 
 
@@ -62,12 +62,12 @@ class Overlay:
         silenced_by_window: SilenceReason | None = None if window is None else "maintenance"
         presentation = Presentation(silenced=silenced_by_window, cause="" if window is None else window.id)
         for label in _sort_by_time(self._labels_by_incident.get(incident.id, {}).values()):
-            is_cleared = label.label == "cleared"
-            silenced = silenced_by_window if is_cleared else _SILENCE_BY_LABEL.get(label.label)
+            given: IncidentLabel | None = None if label.label == "cleared" else label.label
+            silenced = silenced_by_window if given is None else _SILENCE_BY_LABEL.get(given)
             has_changed = (silenced is None) != (presentation.silenced is None)
             presentation = Presentation(
-                label=None if is_cleared else label.label,
-                name=None if is_cleared else label.name,
+                label=given,
+                name=None if given is None else label.name,
                 silenced=silenced,
                 cause=label.id if has_changed else presentation.cause,
             )

@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import median
 
+from deformer_stream.calibration.incident_evidence import LN_10
 from deformer_stream.incidents.events import SuspectReadings, Timeline
+
+MICROS_PER_MINUTE = 60_000_000
 
 MAX_TIMELINE_POINTS = 240
 """Largest number of points of the evidence of an incident over time."""
@@ -19,6 +22,20 @@ MAX_READINGS = 120
 
 MAX_RESOLVED_POINTS = 60
 """Largest number of points of each series of a resolved incident."""
+
+
+def to_log10(log_value: float) -> float:
+    """Return log10 of a number whose natural logarithm is given, with 4 decimals and within the range of JSON."""
+    return round(max(min(log_value / LN_10, 1e9), -1e9), 4)
+
+
+def compute_message_interval(age: int) -> int:
+    """Return the time between two messages about an open incident: a minute, and more if it is open for long.
+
+    Args:
+        age: Time since the opening, in microseconds.
+    """
+    return max(MICROS_PER_MINUTE, age // 100)
 
 
 @dataclass(slots=True)

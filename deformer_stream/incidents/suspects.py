@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deformer_stream.incidents.events import AlertRow, IncidentSuspect, SuspectReadings
@@ -134,30 +133,3 @@ class SuspectTotals:
         key = min(self.count_by_silencing_set, key=lambda key: (-self.count_by_silencing_set[key], key))
         share = self.count_by_silencing_set[key] / self.num_silenceable
         return tuple(key.split(_SET_SEPARATOR)), round(share, 4)
-
-
-def compute_cosine(shares: Mapping[str, float], others: Mapping[str, float]) -> float:
-    """Return the cosine of two vectors of shares by feature, 1 if one of them is empty or zero.
-
-    An alert without attribution has no suspects. It then counts as similar to any other.
-    """
-    norm = math.sqrt(math.fsum(share * share for share in shares.values()))
-    other_norm = math.sqrt(math.fsum(share * share for share in others.values()))
-    if norm == 0.0 or other_norm == 0.0:
-        return 1.0
-    product = math.fsum(share * others.get(name, 0.0) for name, share in sorted(shares.items()))
-    return product / (norm * other_norm)
-
-
-def average_directions(vectors: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of vectors of shares by feature, each scaled to the length 1. Zero vectors are left out."""
-    sums: dict[str, float] = {}
-    count = 0
-    for shares in vectors:
-        norm = math.sqrt(math.fsum(share * share for share in shares.values()))
-        if norm == 0.0:
-            continue
-        count += 1
-        for name, share in shares.items():
-            sums[name] = sums.get(name, 0.0) + share / norm
-    return {name: total / count for name, total in sorted(sums.items())}

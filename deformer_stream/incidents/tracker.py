@@ -7,8 +7,8 @@
 `IncidentTracker` is a pure function of the log of evidence. The messages depend only on the order of the rows in the
 log, not on how the rows are divided into batches. So a restart, a replay and a live run give the same bytes.
 
-- Order. Rows wait until a row has come whose time is later by `reorder`, and are then handled in order of time. A row
-  that comes later still is handled at once, and counted (`num_late`).
+- Order. Rows are handled in the order of `row_order`. A row that comes too late for it is handled at once, and counted
+  (`num_late`).
 - Detector. Each device has a detector (`calibration.incident_evidence`). With the segment rule it starts anew at the
   beginning of a segment, unless an incident is open.
 - Patterns. The p-value of a record that matches a pattern of false alarms is raised before it enters the detector
@@ -16,6 +16,10 @@ log, not on how the rows are divided into batches. So a restart, a replay and a 
 - Opening. An incident opens at the record at which the statistic passes the threshold of the plan. If the device's last
   incident has the same suspects (`min_cosine`), and was resolved less than `gap` ago or began in the same segment, it
   is reopened instead. So a device has at most one false incident in a segment, unless the suspects change.
+- Early opening. If the segments of the plan were calibrated for it (`BudgetPlan.opens_early`), an incident can open at
+  the alert of a record that is still open, and such an alert counts for an open incident at once. The statistic is then
+  that of the closed records and of the open records that have alerted, each with its p-value at the alert. The detector
+  itself advances when the record closes.
 - Resolving. An incident is resolved if the statistic was below the threshold for `quiet` and for `min_quiet_records`
   records. While an incident is open, the statistic is at most e³ times the threshold, so that it falls soon after the
   end of a fault. An incident is never resolved while its device sends no records.
@@ -26,9 +30,7 @@ log, not on how the rows are divided into batches. So a restart, a replay and a 
 from __future__ import annotations
 
 import hashlib
-import heapq
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from deformer_stream.calibration.false_alarm_patterns import MIN_COSINE, PatternAdjuster, PatternState
@@ -38,8 +40,11 @@ from deformer_stream.calibration.incident_evidence import (
     LN_10,
     LogState,
     advance_detector,
+    advance_with_alerts,
     compute_log_statistic,
 )
+from deformer_stream.calibration.incident_segments import add_open_alert
+from deformer_stream.calibration.share_vectors import compute_cosine
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.incidents.device import extract_device, extract_device_group
 from deformer_stream.incidents.events import (
@@ -48,30 +53,21 @@ from deformer_stream.incidents.events import (
     Incident,
     IncidentRule,
     IncidentState,
-    IncidentSuspect,
+    OpenRecordReading,
 )
-from deformer_stream.incidents.fleet import (
-    MAX_MEMBERS,
-    FleetMember,
-    FleetRule,
-    FleetState,
-    GroupState,
-    RecentIncident,
-    count_records,
-    find_fleet,
-    find_quorum,
-    open_fleet,
+from deformer_stream.incidents.fleet import FleetRule, FleetTracker, GroupState
+from deformer_stream.incidents.row_order import OpenAlert, OrderState, Row, RowOrder
+from deformer_stream.incidents.series import (
+    MAX_RESOLVED_POINTS,
+    MICROS_PER_MINUTE,
+    TimelineSeries,
+    compute_message_interval,
+    to_log10,
 )
-from deformer_stream.incidents.series import MAX_RESOLVED_POINTS, TimelineSeries
-from deformer_stream.incidents.suspects import MAX_SHOWN, SuspectTotals, compute_cosine
-
-MICROS_PER_MINUTE = 60_000_000
+from deformer_stream.incidents.suspects import SuspectTotals
 
 MAX_OPEN_LOG_EXCESS = 3.0
 """Largest difference between ln M_κ and ln of the threshold while an incident is open."""
-
-MAX_PENDING_ALERTS = 16_384
-"""Largest number of alerts whose records have not closed yet; the oldest ones are dropped first."""
 
 MAX_EXCURSION_RECORDS = 32
 """Largest number of records before the opening whose evidence an incident shows."""
@@ -81,6 +77,12 @@ MAX_EXCURSION_ALERTS = 16
 
 MAX_EXAMPLES = 20
 """Largest number of record ids and of alert ids of an incident: the first half of them, and the latest ones."""
+
+MAX_EARLY_RECORDS = 256
+"""Largest number of open records of an incident whose alerts have counted already; the oldest ones are forgotten."""
+
+NEXT_READING_INTERVAL = 10_000_000
+"""Shortest time between two messages that are sent only because the reading to take next has changed."""
 
 NUM_SEVERITY_RECORDS = 10
 """Number of the latest records of which at least half must have alerted for severity 2."""
@@ -122,31 +124,6 @@ class TrackerOptions:
 
 
 @dataclass(slots=True)
-class WaitingRow:
-    """A closed record that waits to be handled in order of time, with its alert.
-
-    Attributes:
-        time: Latest event time of the record.
-        record: Id of the record.
-        sequence: Number of the row in the log, which orders rows of the same time and record.
-        model: Fingerprint of the model.
-        p_value: p-value of the record.
-        score: Anomaly score of the record.
-        is_alerted: Whether the record has alerted.
-        alert: Its last alert, None if it has none or the alert is unknown.
-    """
-
-    time: int
-    record: str
-    sequence: int
-    model: str
-    p_value: float
-    score: float
-    is_alerted: bool
-    alert: AlertRow | None = None
-
-
-@dataclass(slots=True)
 class TrackedIncident:
     """An incident of a device: the open one, or the last one that was resolved.
 
@@ -180,6 +157,9 @@ class TrackedIncident:
         timeline: The evidence over time.
         record_ids: Ids of records that have alerted, the first and the latest ones.
         alert_ids: Ids of their alerts.
+        early_records: Ids of open records that are counted already, because they have alerted.
+        next_reading: The reading to take next, of an open record; None if none is known.
+        sent_feature: Feature of `next_reading` in the last message, None if it had none.
     """
 
     id: str
@@ -211,6 +191,9 @@ class TrackedIncident:
     timeline: TimelineSeries = field(default_factory=TimelineSeries)
     record_ids: list[str] = field(default_factory=list)
     alert_ids: list[str] = field(default_factory=list)
+    early_records: list[str] = field(default_factory=list)
+    next_reading: OpenRecordReading | None = None
+    sent_feature: str | None = None
 
 
 @dataclass(slots=True)
@@ -231,6 +214,8 @@ class DeviceState:
         excursion_alert_times: Times of the records of these alerts.
         incident: The open incident, or the last resolved one, None if there was none.
         remembered_records: The latest record ids; see `TrackerOptions.num_remembered_records`.
+        alert_p_by_record: p-values at their alerts of records that are still open, by their ids. They count for early
+            opening, and are dropped when the detector starts anew.
     """
 
     model: str
@@ -245,6 +230,7 @@ class DeviceState:
     excursion_alert_times: list[int] = field(default_factory=list)
     incident: TrackedIncident | None = None
     remembered_records: list[str] = field(default_factory=list)
+    alert_p_by_record: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -254,26 +240,18 @@ class TrackerState:
     Attributes:
         state_by_device: The devices.
         state_by_group: The device groups with recent or fleet incidents.
-        alert_by_record: The alerts whose records have not closed yet, in order of arrival.
-        waiting: Rows that wait to be handled in order of time.
+        order: The rows that wait, and the alerts of open records.
         pattern_state: The state of the adjuster of p-values by patterns of false alarms.
-        stream_time: Largest time of a row so far.
-        sequence: Number of rows so far.
         num_late: Number of rows that came too late to be handled in order of time.
-        num_untimed: Number of rows that were dropped because they have no time.
         num_repeated: Number of rows that were dropped because they are duplicates.
         num_other_model: Number of rows that another model has scored than that of the plan.
     """
 
     state_by_device: dict[str, DeviceState] = field(default_factory=dict)
     state_by_group: dict[str, GroupState] = field(default_factory=dict)
-    alert_by_record: dict[str, AlertRow] = field(default_factory=dict)
-    waiting: list[WaitingRow] = field(default_factory=list)
+    order: OrderState = field(default_factory=OrderState)
     pattern_state: PatternState = field(default_factory=dict)
-    stream_time: int = NO_TIME
-    sequence: int = 0
     num_late: int = 0
-    num_untimed: int = 0
     num_repeated: int = 0
     num_other_model: int = 0
 
@@ -302,18 +280,39 @@ class IncidentTracker:
         self._adjuster = adjuster
         self._budget = str(plan.budget)
         self._state = TrackerState()
-        self._heap: list[tuple[int, str, int, WaitingRow]] = []
+        self._order = RowOrder(self._options.reorder, self._options.get_device)
         self._messages: list[Incident] = []
+        self._fleets: FleetTracker[TrackedIncident] | None = None
+        if self._options.fleet is not None:
+            self._fleets = FleetTracker(
+                self._options.fleet,
+                self._options.get_group,
+                self._budget,
+                plan.rule,
+                lambda name: self._state.state_by_device[name].incident,
+                self._messages.append,
+                self._send,
+            )
 
     @property
     def counts(self) -> dict[str, int]:
-        """The numbers of rows that were late, without time, repeated, or of another model than the plan's."""
+        """The numbers of rows, alerts and incidents that were not handled as usual, by kind.
+
+        late: Rows that came too late to be handled in order of time.
+        untimed: Rows that were dropped because they have no time.
+        repeated: Rows that were dropped because they are duplicates.
+        other_model: Rows that another model has scored than that of the plan.
+        dropped_alerts: Alerts that were dropped because too many records had not closed.
+        unlisted_members: Members of fleet incidents beyond the largest number that a fleet incident lists.
+        """
         state = self._state
         return {
             "late": state.num_late,
-            "untimed": state.num_untimed,
+            "untimed": self._order.num_untimed,
             "repeated": state.num_repeated,
             "other_model": state.num_other_model,
+            "dropped_alerts": self._order.num_dropped_alerts,
+            "unlisted_members": 0 if self._fleets is None else self._fleets.num_unlisted,
         }
 
     @property
@@ -329,109 +328,77 @@ class IncidentTracker:
 
     def handle(self, batch: EvidenceBatch) -> list[Incident]:
         """Handle a batch of the log and return the messages that it causes, in order."""
-        state = self._state
-        for alert in batch.alerts:
-            state.alert_by_record.pop(alert.record, None)
-            state.alert_by_record[alert.record] = alert
-            if len(state.alert_by_record) > MAX_PENDING_ALERTS:
-                del state.alert_by_record[next(iter(state.alert_by_record))]
-        closed, model, reorder = batch.closed, batch.model, self._options.reorder
-        rows = zip(
-            closed.record_ids,
-            closed.times.tolist(),
-            closed.p_values.tolist(),
-            closed.scores.tolist(),
-            closed.is_alerted.tolist(),
-            strict=True,
-        )
-        for record, time, p_value, score, is_alerted in rows:
-            alert_of_record = state.alert_by_record.pop(record, None) if state.alert_by_record else None
-            if time == NO_TIME:
-                state.num_untimed += 1
-                continue
-            state.sequence += 1
-            if reorder <= 0:
-                state.stream_time = max(state.stream_time, time)
-                self._handle_row(time, record, model, p_value, score, is_alerted, alert_of_record)
-                continue
-            row = WaitingRow(time, record, state.sequence, model, p_value, score, is_alerted, alert_of_record)
-            heapq.heappush(self._heap, (time, record, state.sequence, row))
-            state.stream_time = max(state.stream_time, time)
-            while self._heap and self._heap[0][0] <= state.stream_time - reorder:
-                self._handle_waiting(heapq.heappop(self._heap)[3])
+        uses_alerts = self._plan.opens_early or any(alert.next_reading is not None for alert in batch.alerts)
+        rows: Iterable[Row | OpenAlert] = self._order.add_with_alerts(batch) if uses_alerts else self._order.add(batch)
+        for row in rows:
+            if isinstance(row, Row):
+                self._handle_row(row)
+            else:
+                self._handle_alert(row.model, row.alert)
         return self._take_messages()
 
     def finish(self) -> list[Incident]:
         """Handle the rows that still wait, at the end of finite input, and return the messages. Nothing is resolved."""
-        while self._heap:
-            self._handle_waiting(heapq.heappop(self._heap)[3])
+        for row in self._order.finish():
+            self._handle_row(row)
         return self._take_messages()
 
     def export_state(self) -> TrackerState:
         """Return the state, from which another tracker continues. It must not be used after the next `handle`."""
-        self._state.waiting = [row for _, _, _, row in sorted(self._heap, key=lambda entry: entry[:3])]
+        self._state.order = self._order.export_state()
         self._state.pattern_state = {} if self._adjuster is None else self._adjuster.export_state()
+        if self._fleets is not None:
+            self._state.state_by_group = self._fleets.export_state()
         return self._state
 
     def import_state(self, state: TrackerState) -> None:
         """Continue from a state. The plan and the options may differ from those with which it was made."""
         self._state = state
-        self._heap = [(row.time, row.record, row.sequence, row) for row in state.waiting]
-        heapq.heapify(self._heap)
-        state.waiting = []
+        self._order.import_state(state.order)
         if self._adjuster is not None:
             self._adjuster.import_state(state.pattern_state)
+        if self._fleets is not None:
+            self._fleets.import_state(state.state_by_group, state.state_by_device)
 
     def _take_messages(self) -> list[Incident]:
         """Return the messages since the last call."""
-        messages, self._messages = self._messages, []
+        messages = self._messages.copy()
+        self._messages.clear()
         return messages
 
-    def _handle_waiting(self, row: WaitingRow) -> None:
-        """Handle a row that has waited."""
-        self._handle_row(row.time, row.record, row.model, row.p_value, row.score, row.is_alerted, row.alert)
-
-    def _handle_row(
-        self, time: int, record: str, model: str, p_value: float, score: float, is_alerted: bool, alert: AlertRow | None
-    ) -> None:
+    def _handle_row(self, row: Row) -> None:
         """Advance the detector of a record's device, and open, update or resolve its incident."""
         state = self._state
-        name = self._options.get_device(record)
-        device = state.state_by_device.get(name)
-        if device is None:
-            device = state.state_by_device[name] = DeviceState(model)
-        if self._options.num_remembered_records and self._is_repeated(device, record):
+        name = self._options.get_device(row.record)
+        device = state.state_by_device.get(name) or self._add_device(name, row.model)
+        if self._options.num_remembered_records and self._is_repeated(device, row.record):
             state.num_repeated += 1
             return
+        time = row.time
         if time < device.last_time:
             state.num_late += 1
             time = device.last_time  # so that times of an incident never fall
         device.last_time = time
-        if model != device.model:
-            self._change_model(name, device, model, time)
+        if row.model != device.model:
+            self._change_model(name, device, row.model, time)
         plan = self._plan
-        if plan.model and model != plan.model:
+        if plan.model and row.model != plan.model:
             state.num_other_model += 1
             if plan.fallback is None:
                 return
             plan = plan.fallback
-        incident = device.incident if device.incident is not None and device.incident.resolved is None else None
-        if plan.segment is not None:
-            segment = time // plan.segment
-            if segment != device.segment:
-                device.segment = segment
-                if incident is None:
-                    self._reset_detector(device)
-        extended_p = p_value if plan.tail is None else plan.tail.extend(p_value, score)
-        if self._adjuster is not None and self._adjuster.applies_to(model):
-            shares = None if alert is None else {suspect.feature: suspect.share for suspect in alert.suspects}
-            extended_p = self._adjuster.adjust(name, time, extended_p, score, shares)
+        incident = _get_open(device)
+        self._begin_segment(device, plan, time)
+        device.alert_p_by_record.pop(row.record, None)
+        extended_p = row.p_value if plan.tail is None else plan.tail.extend(row.p_value, row.score)
+        if self._adjuster is not None and self._adjuster.applies_to(row.model):
+            extended_p = self._adjuster.adjust(name, time, extended_p, row.score, _get_shares(row.alert))
         log_state = advance_detector(device.log_state or INITIAL_STATE, extended_p, plan.kind, plan.log_normalisers)
         log_statistic = compute_log_statistic(log_state)
-        device.alerted_bits = (device.alerted_bits << 1 | is_alerted) & _SEVERITY_MASK
+        device.alerted_bits = (device.alerted_bits << 1 | row.is_alerted) & _SEVERITY_MASK
         if incident is not None:
             incident.log_evidence = advance_detector(incident.log_evidence, extended_p, plan.kind, plan.log_normalisers)
-            self._update_incident(name, device, incident, log_state, time, p_value, is_alerted, alert)
+            self._update_incident(name, device, incident, log_state, time, row)
             return
         device.log_state = log_state
         if log_statistic < _EXCURSION_LOG_STATISTIC:
@@ -439,9 +406,108 @@ class IncidentTracker:
                 self._clear_excursion(device)
             if not plan.is_reached(log_statistic):
                 return
-        self._extend_excursion(device, time, log_statistic, p_value, alert)
+        self._extend_excursion(device, time, log_statistic, row.p_value, row.alert)
         if plan.is_reached(log_statistic):
-            self._open_incident(name, device, plan, log_state, log_statistic, time, record, is_alerted)
+            incident, is_reopened = self._open_incident(
+                name, device, plan, log_statistic, time, row.record, row.is_alerted
+            )
+            incident.log_evidence = log_state
+            self._bound_detector(device, incident, log_state)
+            self._announce(name, device, incident, row.record, is_reopened)
+
+    def _add_device(self, name: str, model: str) -> DeviceState:
+        """Return the state of a device that has sent nothing yet."""
+        device = self._state.state_by_device[name] = DeviceState(model)
+        if self._fleets is not None:
+            self._fleets.add_device(name)
+        return device
+
+    def _begin_segment(self, device: DeviceState, plan: BudgetPlan, time: int) -> None:
+        """Let the detector of a device start anew if a time is in a new segment, unless an incident is open."""
+        if plan.segment is None:
+            return
+        segment = time // plan.segment
+        # An alert can begin a segment before the last record of the segment before it has closed.
+        if device.segment is None or segment > device.segment:
+            device.segment = segment
+            if _get_open(device) is None:
+                self._reset_detector(device)
+
+    def _handle_alert(self, model: str, alert: AlertRow) -> None:
+        """Count an alert of a record that may be open for long: open or update the incident of its device."""
+        name = self._options.get_device(alert.record)
+        device = self._state.state_by_device.get(name)
+        opens_early = self._plan.opens_early and self._plan.model in ("", model)
+        if device is None:
+            if not opens_early:
+                return
+            device = self._add_device(name, model)
+        if device.model != model or alert.record in device.remembered_records:
+            return  # the record that closes next changes the model; an alert of a closed record is a duplicate
+        time = max(alert.time, device.last_time)
+        incident = _get_open(device)
+        if incident is not None and alert.next_reading is not None:
+            incident.next_reading = OpenRecordReading(alert.next_reading, alert.record, time)
+        if opens_early:
+            self._count_alert(name, device, time, alert)
+        incident = _get_open(device)
+        if incident is not None and self._is_message_due(incident, time):
+            self._send(name, incident, "updated", time)
+
+    def _count_alert(self, name: str, device: DeviceState, time: int, alert: AlertRow) -> None:
+        """Add the alert of an open record to the statistic of its device, and open or update the incident.
+
+        Args:
+            name: The device.
+            device: Its state.
+            time: Time of the alert, not before that of the device's last record.
+            alert: The alert.
+        """
+        plan = self._plan
+        self._begin_segment(device, plan, time)
+        p_value = alert.p_value if plan.tail is None else plan.tail.extend(alert.p_value, alert.score)
+        if self._adjuster is not None and self._adjuster.applies_to(device.model):
+            if alert.score is None:
+                return  # without a score, no pattern of false alarms could match
+            p_value = self._adjuster.preview(name, time, p_value, alert.score, _get_shares(alert))
+        add_open_alert(device.alert_p_by_record, alert.record, p_value)
+        log_statistic = self._compute_early_statistic(device, device.log_state or INITIAL_STATE)
+        incident = _get_open(device)
+        if incident is None:
+            if plan.is_reached(log_statistic):
+                self._extend_excursion(device, time, log_statistic, alert.p_value, alert)
+                log_evidence = device.log_state or INITIAL_STATE
+                incident, is_reopened = self._open_incident(name, device, plan, log_statistic, time, alert.record, True)
+                incident.log_evidence = device.log_state = log_evidence
+                incident.early_records.append(alert.record)
+                if alert.next_reading is not None:
+                    incident.next_reading = OpenRecordReading(alert.next_reading, alert.record, time)
+                self._announce(name, device, incident, alert.record, is_reopened)
+            return
+        unbounded = self._compute_early_statistic(device, incident.log_evidence or INITIAL_STATE)
+        incident.max_log_evidence = max(incident.max_log_evidence, unbounded)
+        incident.timeline.add(time, to_log10(log_statistic), alert.p_value)
+        if alert.record not in incident.early_records:
+            incident.early_records.append(alert.record)
+            del incident.early_records[:-MAX_EARLY_RECORDS]
+            incident.totals.add(alert, time)
+            _add_example(incident, alert)
+            incident.num_pending += 1
+            incident.num_pending_alerted += 1
+        if log_statistic >= incident.log_threshold:
+            self._count_pending(device, incident, time)
+
+    def _compute_early_statistic(self, device: DeviceState, log_state: LogState) -> float:
+        """Return ln of the statistic if the open records of a device that have alerted closed now.
+
+        Args:
+            device: The state of the device.
+            log_state: ln M_κ of its closed records.
+        """
+        p_values = device.alert_p_by_record.values()
+        return compute_log_statistic(
+            advance_with_alerts(log_state, p_values, self._plan.kind, self._plan.log_normalisers)
+        )
 
     def _is_repeated(self, device: DeviceState, record: str) -> bool:
         """Return whether a record id is among the latest ones of a device. If not, store it."""
@@ -462,6 +528,7 @@ class IncidentTracker:
     def _reset_detector(self, device: DeviceState) -> None:
         """Set M_κ of a device to 0."""
         device.log_state = ()
+        device.alert_p_by_record.clear()
         self._clear_excursion(device)
 
     def _clear_excursion(self, device: DeviceState) -> None:
@@ -477,7 +544,7 @@ class IncidentTracker:
     ) -> None:
         """Add a record to the excursion."""
         device.excursion_times.append(time)
-        device.excursion_evidence.append(_to_log10(log_statistic))
+        device.excursion_evidence.append(to_log10(log_statistic))
         device.excursion_p_values.append(p_value)
         if len(device.excursion_times) > MAX_EXCURSION_RECORDS:
             del device.excursion_times[0], device.excursion_evidence[0], device.excursion_p_values[0]
@@ -492,13 +559,16 @@ class IncidentTracker:
         name: str,
         device: DeviceState,
         plan: BudgetPlan,
-        log_state: LogState,
         log_statistic: float,
         time: int,
         record: str,
         is_alerted: bool,
-    ) -> None:
-        """Open an incident at a record, or reopen the last one if it has the same suspects."""
+    ) -> tuple[TrackedIncident, bool]:
+        """Open an incident at a record, or reopen the last one if it has the same suspects.
+
+        Returns:
+            The incident, and whether it was reopened. It is not sent yet.
+        """
         new_totals = SuspectTotals()
         for alert, alert_time in zip(device.excursion_alerts, device.excursion_alert_times, strict=True):
             new_totals.add(alert, alert_time)
@@ -515,23 +585,32 @@ class IncidentTracker:
                 id_, device.model, plan.rule, plan.log_threshold, time, record, device.segment, time
             )
         for alert, alert_time in zip(device.excursion_alerts, device.excursion_alert_times, strict=True):
-            incident.totals.add(alert, alert_time)
-            _add_example(incident, alert)
+            if alert.record not in incident.early_records:
+                incident.totals.add(alert, alert_time)
+                _add_example(incident, alert)
         points = zip(device.excursion_times, device.excursion_evidence, device.excursion_p_values, strict=True)
         for point_time, evidence, point_p_value in points:
             incident.timeline.add(point_time, evidence, point_p_value)
         self._clear_excursion(device)
-        incident.log_evidence = log_state
         incident.max_log_evidence = max(incident.max_log_evidence, log_statistic)
         incident.below_since = None
         incident.last = time
-        incident.num_records += 1
-        incident.num_alerted += is_alerted
+        if record in incident.early_records:  # it was counted at its alert, before the incident was resolved
+            incident.early_records.remove(record)
+        else:
+            incident.num_records += 1
+            incident.num_alerted += is_alerted
         incident.next_num_records = 2 * incident.num_records
-        self._bound_detector(device, incident, log_state)
+        return incident, is_reopened
+
+    def _announce(
+        self, name: str, device: DeviceState, incident: TrackedIncident, record: str, is_reopened: bool
+    ) -> None:
+        """Send an incident that has just opened, and add it to a fleet incident."""
         self._raise_severity(device, incident)
-        self._send(name, incident, "updated" if is_reopened else "open", time)
-        self._join_fleet(name, device, incident, record, is_reopened)
+        self._send(name, incident, "updated" if is_reopened else "open", incident.last)
+        if self._fleets is not None:
+            self._fleets.join(name, incident, record, is_reopened)
 
     def _is_same_fault(
         self, last: TrackedIncident, device: DeviceState, id_: str, time: int, shares: dict[str, float]
@@ -551,36 +630,28 @@ class IncidentTracker:
         is_same_segment = last.segment is not None and last.segment == device.segment
         if not (is_near or is_same_segment):
             return False
-        return compute_cosine(shares, last.totals.compute_shares()) >= self._options.min_cosine
+        return compute_cosine(shares, last.totals.compute_shares(), if_empty=1.0) >= self._options.min_cosine
 
     def _update_incident(
-        self,
-        name: str,
-        device: DeviceState,
-        incident: TrackedIncident,
-        log_state: LogState,
-        time: int,
-        p_value: float,
-        is_alerted: bool,
-        alert: AlertRow | None,
+        self, name: str, device: DeviceState, incident: TrackedIncident, log_state: LogState, time: int, row: Row
     ) -> None:
-        """Add a record to the open incident of a device, and resolve the incident if it is quiet."""
+        """Add a closed record to the open incident of a device, and resolve the incident if it is quiet."""
         incident.max_log_evidence = max(incident.max_log_evidence, compute_log_statistic(incident.log_evidence))
         self._bound_detector(device, incident, log_state)
         log_statistic = compute_log_statistic(device.log_state)
-        incident.timeline.add(time, _to_log10(log_statistic), p_value)
-        if alert is not None:
-            incident.totals.add(alert, time)
-            _add_example(incident, alert)
-        incident.num_pending += 1
-        incident.num_pending_alerted += is_alerted
+        incident.timeline.add(time, to_log10(log_statistic), row.p_value)
+        if incident.next_reading is not None and incident.next_reading.record == row.record:
+            incident.next_reading = None
+        if row.record in incident.early_records:
+            incident.early_records.remove(row.record)
+        else:
+            if row.alert is not None:
+                incident.totals.add(row.alert, time)
+                _add_example(incident, row.alert)
+            incident.num_pending += 1
+            incident.num_pending_alerted += row.is_alerted
         if log_statistic >= incident.log_threshold:
-            incident.num_records += incident.num_pending
-            incident.num_alerted += incident.num_pending_alerted
-            incident.num_pending = incident.num_pending_alerted = 0
-            incident.below_since = None
-            incident.last = time
-            self._raise_severity(device, incident)
+            self._count_pending(device, incident, time)
         elif incident.below_since is None:
             incident.below_since = time
         elif (
@@ -592,6 +663,20 @@ class IncidentTracker:
         if self._is_message_due(incident, time):
             self._send(name, incident, "updated", time)
             self._update_fleet(name, incident, time)
+
+    def _count_pending(self, device: DeviceState, incident: TrackedIncident, time: int) -> None:
+        """Add the records since the last evidence to an incident, because there is new evidence."""
+        incident.num_records += incident.num_pending
+        incident.num_alerted += incident.num_pending_alerted
+        incident.num_pending = incident.num_pending_alerted = 0
+        incident.below_since = None
+        incident.last = time
+        self._raise_severity(device, incident)
+
+    def _update_fleet(self, name: str, incident: TrackedIncident, time: int) -> None:
+        """Update the fleet incident of an incident, if it has one."""
+        if self._fleets is not None:
+            self._fleets.update(name, incident, time)
 
     def _bound_detector(self, device: DeviceState, incident: TrackedIncident, log_state: LogState) -> None:
         """Store the state of the detector of an open incident, bounded so that the end of a fault shows soon."""
@@ -609,7 +694,11 @@ class IncidentTracker:
             return True
         if incident.severity != incident.sent_severity:
             return True
-        if time - incident.last_message >= _compute_message_interval(time - incident.opened):
+        elapsed = time - incident.last_message
+        if elapsed >= compute_message_interval(time - incident.opened):
+            return True
+        feature = None if incident.next_reading is None else incident.next_reading.suggestion.feature
+        if feature != incident.sent_feature and elapsed >= NEXT_READING_INTERVAL:
             return True
         if incident.first_suspect is None:
             return bool(incident.totals.total_by_feature)
@@ -626,6 +715,7 @@ class IncidentTracker:
         incident.resolved = time
         incident.resolution = resolution
         incident.log_evidence = ()
+        incident.next_reading = None
         self._reset_detector(device)
         incident.timeline.shorten(MAX_RESOLVED_POINTS)
         incident.totals.shorten(MAX_RESOLVED_POINTS)
@@ -640,6 +730,7 @@ class IncidentTracker:
         incident.last_message = time
         incident.sent_severity = incident.severity
         incident.first_suspect = suspects[0].feature if suspects else None
+        incident.sent_feature = None if incident.next_reading is None else incident.next_reading.suggestion.feature
         self._messages.append(
             Incident(
                 incident.id,
@@ -650,7 +741,7 @@ class IncidentTracker:
                 incident.resolved,
                 incident.num_records,
                 incident.num_alerted,
-                _to_log10(incident.max_log_evidence),
+                to_log10(incident.max_log_evidence),
                 incident.rule,
                 self._budget,
                 incident.severity,
@@ -662,138 +753,26 @@ class IncidentTracker:
                 revision=incident.revision,
                 num_reopened=incident.num_reopened,
                 resolution=incident.resolution,
-                threshold=_to_log10(incident.log_threshold),
+                threshold=to_log10(incident.log_threshold),
                 record_ids=tuple(incident.record_ids),
                 alert_ids=tuple(incident.alert_ids),
                 silenced_by=incident.totals.find_silencing_set(),
                 timeline=incident.timeline.to_timeline(),
                 readings=incident.totals.make_readings(),
+                next_reading=incident.next_reading,
             )
         )
         incident.revision += 1
 
-    def _join_fleet(
-        self, name: str, device: DeviceState, incident: TrackedIncident, record: str, is_reopened: bool
-    ) -> None:
-        """Add an incident that has just opened to a fleet incident, or open one."""
-        if self._options.fleet is None:
-            return
-        if incident.parent is not None:
-            self._update_fleet(name, incident, incident.last)
-            return
-        if is_reopened:
-            return
-        group_name = self._options.get_group(name)
-        group = self._state.state_by_group.setdefault(group_name, GroupState())
-        recent = RecentIncident(incident.id, name, incident.opened, incident.totals.compute_shares())
-        fleet = find_fleet(group, recent, self._options.min_cosine)
-        if fleet is not None:
-            self._add_member(fleet, name, incident)
-            if len(fleet.member_by_id) >= fleet.next_size:
-                fleet.next_size *= 2
-                self._send_fleet(fleet, "updated", incident.last)
-            return
-        members = find_quorum(group, recent, self._options.fleet, self._options.min_cosine)
-        if not members:
-            return
-        fleet = open_fleet(group, group_name, device.model, members, record, _to_log10(incident.log_threshold))
-        opened = []
-        for member in members:
-            other = self._state.state_by_device[member.device].incident
-            if other is not None and other.id == member.id:
-                _copy_to_member(fleet.member_by_id[member.id], other)
-                opened.append((member.device, other))
-        self._send_fleet(fleet, "open", incident.last)
-        for device_name, other in opened:
-            other.parent = fleet.id
-            self._send(device_name, other, "resolved" if other.resolved is not None else "updated", incident.last)
 
-    def _add_member(self, fleet: FleetState, name: str, incident: TrackedIncident) -> None:
-        """Add an incident to an open fleet incident, and send the incident."""
-        if len(fleet.member_by_id) < MAX_MEMBERS:
-            member = fleet.member_by_id[incident.id] = FleetMember(name)
-            _copy_to_member(member, incident)
-        fleet.last = max(fleet.last, incident.last)
-        incident.parent = fleet.id
-        self._send(name, incident, "updated", incident.last)
-
-    def _update_fleet(self, name: str, incident: TrackedIncident, time: int) -> None:
-        """Update the fleet incident of a member, and resolve it if all members are resolved."""
-        if incident.parent is None:
-            return
-        group = self._state.state_by_group.get(self._options.get_group(name))
-        fleet = next((fleet for fleet in group.fleets if fleet.id == incident.parent), None) if group else None
-        member = fleet.member_by_id.get(incident.id) if fleet is not None else None
-        if fleet is None or member is None:
-            return
-        _copy_to_member(member, incident)
-        fleet.last = max(fleet.last, incident.last)
-        is_any_open = any(member.is_open for member in fleet.member_by_id.values())
-        if fleet.resolved is None and not is_any_open:
-            fleet.resolved = max(time, fleet.last)
-            self._send_fleet(fleet, "resolved", time)
-        elif fleet.resolved is not None and is_any_open:
-            fleet.resolved = None
-            fleet.num_reopened += 1
-            self._send_fleet(fleet, "updated", time)
-        elif time - fleet.last_message >= _compute_message_interval(time - fleet.opened):
-            self._send_fleet(fleet, "updated", time)
-
-    def _send_fleet(self, fleet: FleetState, state: IncidentState, time: int) -> None:
-        """Add a message about a fleet incident."""
-        num_records, num_alerted = count_records(fleet.member_by_id)
-        ranked = sorted(fleet.direction.items(), key=lambda item: (-item[1], item[0]))[:MAX_SHOWN]
-        total = math.fsum(fleet.direction.values()) or 1.0
-        fleet.last_message = time
-        self._messages.append(
-            Incident(
-                fleet.id,
-                "",
-                state,
-                fleet.opened,
-                fleet.last,
-                fleet.resolved,
-                num_records,
-                num_alerted,
-                max(member.evidence for member in fleet.member_by_id.values()),
-                self._plan.rule,
-                self._budget,
-                3,
-                tuple(IncidentSuspect(feature, round(share / total, 4)) for feature, share in ranked),
-                fleet.model,
-                fleet.first_record,
-                kind="fleet",
-                group=fleet.group,
-                members=tuple(fleet.member_by_id),
-                revision=fleet.revision,
-                num_reopened=fleet.num_reopened,
-                resolution="quiet" if fleet.resolved is not None else None,
-                threshold=fleet.threshold,
-            )
-        )
-        fleet.revision += 1
+def _get_open(device: DeviceState) -> TrackedIncident | None:
+    """Return the open incident of a device, None if it has none."""
+    return device.incident if device.incident is not None and device.incident.resolved is None else None
 
 
-def _compute_message_interval(age: int) -> int:
-    """Return the time between two messages about an open incident: a minute, and more if it is open for long.
-
-    Args:
-        age: Time since the opening, in microseconds.
-    """
-    return max(MICROS_PER_MINUTE, age // 100)
-
-
-def _to_log10(log_value: float) -> float:
-    """Return log10 of a number whose natural logarithm is given, with 4 decimals and within the range of JSON."""
-    return round(max(min(log_value / LN_10, 1e9), -1e9), 4)
-
-
-def _copy_to_member(member: FleetMember, incident: TrackedIncident) -> None:
-    """Copy the counts of an incident to the member of its fleet incident."""
-    member.num_records = incident.num_records
-    member.num_alerted = incident.num_alerted
-    member.evidence = _to_log10(incident.max_log_evidence)
-    member.is_open = incident.resolved is None
+def _get_shares(alert: AlertRow | None) -> dict[str, float] | None:
+    """Return the shares of the suspects of an alert by feature, None without an alert."""
+    return None if alert is None else {suspect.feature: suspect.share for suspect in alert.suspects}
 
 
 def _add_example(incident: TrackedIncident, alert: AlertRow) -> None:

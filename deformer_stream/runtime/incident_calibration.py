@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,17 +18,15 @@ from deformer_stream.calibration.incident_budget import (
 from deformer_stream.calibration.incident_evidence import ScoreTail, fit_tail
 from deformer_stream.calibration.incident_segments import SEGMENT_LENGTHS, SegmentCalibration, SegmentCollector
 from deformer_stream.counts import format_count
-from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.device import extract_device
-from deformer_stream.incidents.events import ClosedRows, EvidenceBatch
+from deformer_stream.incidents.events import EvidenceBatch
+from deformer_stream.incidents.row_order import OpenAlert, Row, RowOrder
 
 Floats = NDArray[np.float64]
 
-Row = tuple[int, str, float, float]
-"""A record: its time, its device, its p-value and its score."""
-
-OrderedRow = TypeVar("OrderedRow", bound=tuple[Any, ...])
+ComputePValues = Callable[[Sequence[str], Floats], Floats]
+"""Returns the p-values of records from their ids and scores."""
 
 
 def fit_tail_of_manifest(manifest: dict[str, Any]) -> ScoreTail | None:
@@ -46,8 +44,9 @@ def calibrate_from_evidence(
     model: str,
     tail: ScoreTail | None,
     reorder: int,
-    compute_p_values: Callable[[ClosedRows], Floats] | None = None,
+    compute_p_values: ComputePValues | None = None,
     get_device: Callable[[str], str] = extract_device,
+    opens_early: bool = False,
 ) -> list[SegmentCalibration]:
     """Return a calibration for each of `SEGMENT_LENGTHS`.
 
@@ -56,69 +55,80 @@ def calibrate_from_evidence(
         model: Fingerprint of the model that must have scored the records.
         tail: The tail by which p-values are extended, None if they are not.
         reorder: Time for which rows wait for earlier ones, in microseconds.
-        compute_p_values: Returns the p-values of closed records, for a calibration of the model that is newer than the
-            evidence. None for the p-values of the evidence.
+        compute_p_values: Returns p-values under a calibration of the model that is newer than the evidence. None for
+            the p-values of the evidence.
         get_device: Returns the device of a record id.
+        opens_early: Whether incidents may open at alerts of open records. The statistics of the segments then include
+            those at these alerts.
 
     Raises:
-        InputError: Another model has scored the records, or there are none.
+        InputError: Another model has scored the records, there are none, or the alerts have no scores from which new
+            p-values could be computed.
     """
-    collectors = [SegmentCollector(length, tail) for length in SEGMENT_LENGTHS]
+    collectors = [SegmentCollector(length, tail, opens_early=opens_early) for length in SEGMENT_LENGTHS]
+    order = RowOrder(reorder, get_device)
     num_records = 0
-    rows = _iterate_rows(batches, model, compute_p_values, get_device)
-    for time, device, p_value, score in order_rows(rows, reorder):
-        num_records += 1
-        for collector in collectors:
-            collector.add(device, time, p_value, score)
+    for batch in batches:
+        _check_model(batch, model)
+        rescored = batch if compute_p_values is None else rescore_batch(batch, compute_p_values)
+        if opens_early and any(alert.score is None for alert in rescored.alerts) and compute_p_values is not None:
+            raise InputError(
+                "the alerts of the evidence have no scores, which --open-early needs: run `deformer-stream replay "
+                "--evidence` again with this release"
+            )
+        rows = order.add_with_alerts(rescored) if opens_early else order.add(rescored)
+        num_records += _collect_rows(rows, collectors, get_device)
+    num_records += _collect_rows(order.finish(), collectors, get_device)
     if not num_records:
         raise InputError("the evidence has no records: give files that `replay --evidence` wrote")
     return [collector.calibrate() for collector in collectors]
 
 
-def _iterate_rows(
-    batches: Iterable[EvidenceBatch],
-    model: str,
-    compute_p_values: Callable[[ClosedRows], Floats] | None,
-    get_device: Callable[[str], str],
-) -> Iterator[Row]:
-    """Yield the closed records of batches of evidence.
-
-    Raises:
-        InputError: Another model has scored the records.
-    """
-    for batch in batches:
-        if batch.model != model:
-            raise InputError(
-                f"the evidence was written by the model {batch.model}, but segments of {model} are calibrated: run "
-                "`deformer-stream replay --evidence` again with this model"
-            )
-        closed = batch.closed
-        p_values = closed.p_values if compute_p_values is None else compute_p_values(closed)
-        rows = zip(closed.times.tolist(), closed.record_ids, p_values.tolist(), closed.scores.tolist(), strict=True)
-        for time, record, p_value, score in rows:
-            yield time, get_device(record), p_value, score
+def _check_model(batch: EvidenceBatch, model: str) -> None:
+    """Raise `InputError` if another model has scored a batch of evidence."""
+    if batch.model != model:
+        raise InputError(
+            f"the evidence was written by the model {batch.model}, but segments of {model} are calibrated: run "
+            "`deformer-stream replay --evidence` again with this model"
+        )
 
 
-def order_rows(rows: Iterable[OrderedRow], reorder: int) -> Iterator[OrderedRow]:
-    """Yield rows in order of time, as `IncidentTracker` handles them. A row that comes too late is yielded at once.
+def _collect_rows(
+    rows: Iterable[Row | OpenAlert], collectors: Sequence[SegmentCollector], get_device: Callable[[str], str]
+) -> int:
+    """Add rows to the collectors of segments, and return the number of closed records."""
+    num_records = 0
+    for row in rows:
+        if isinstance(row, Row):
+            num_records += 1
+            device = get_device(row.record)
+            for collector in collectors:
+                collector.add(device, row.time, row.p_value, row.score, row.record)
+            continue
+        alert = row.alert
+        device = get_device(alert.record)
+        for collector in collectors:
+            collector.add_alert(device, alert.time, alert.p_value, alert.score, alert.record)
+    return num_records
+
+
+def rescore_batch(batch: EvidenceBatch, compute_p_values: ComputePValues) -> EvidenceBatch:
+    """Return a batch whose closed records and alerts have new p-values. Alerts without a score keep theirs.
 
     Args:
-        rows: The rows in the order of the log, tuples that begin with their times. Rows of equal times are ordered by
-            their other elements.
-        reorder: Time for which rows wait for earlier ones, in microseconds; 0 keeps the order of the log.
+        batch: The batch.
+        compute_p_values: Returns the p-values of records from their ids and scores.
     """
-    if not reorder:
-        yield from rows
-        return
-    waiting: list[OrderedRow] = []
-    latest = NO_TIME
-    for row in rows:
-        heapq.heappush(waiting, row)
-        latest = max(latest, row[0])
-        while waiting and waiting[0][0] <= latest - reorder:
-            yield heapq.heappop(waiting)
-    while waiting:
-        yield heapq.heappop(waiting)
+    closed = batch.closed
+    closed = replace(closed, p_values=compute_p_values(closed.record_ids, closed.scores))
+    scored = [alert for alert in batch.alerts if alert.score is not None]
+    if not scored:
+        return replace(batch, closed=closed)
+    scores = np.array([alert.score for alert in scored], np.float64)
+    p_values = compute_p_values([alert.record for alert in scored], scores).tolist()
+    rescored = {id(alert): replace(alert, p_value=p) for alert, p in zip(scored, p_values, strict=True)}
+    alerts = tuple(rescored.get(id(alert), alert) for alert in batch.alerts)
+    return replace(batch, closed=closed, alerts=alerts)
 
 
 def describe_segments(segments: Sequence[SegmentCalibration], budget: IncidentBudget) -> list[tuple[str, ...]]:

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from deformer_stream.incidents.events import Incident, Label
+from deformer_stream.incidents.events import Incident, IncidentLabel
 from deformer_stream.incidents.overlay import Overlay
 
 PREDICTION_CONFIDENCE = 0.95
@@ -27,7 +27,7 @@ class LabelledIncident:
     """
 
     incident: Incident
-    label: Label | None
+    label: IncidentLabel | None
     name: str | None = None
     max_score: float = math.nan
 
@@ -45,7 +45,7 @@ class LabelledIncident:
     @property
     def can_be_false(self) -> bool:
         """Whether the incident counts as false: nobody has confirmed it, and it is not maintenance."""
-        return self.label in (None, "false-alarm", "cleared")
+        return self.label in (None, "false-alarm")
 
 
 def label_incidents(incidents: Iterable[Incident], overlay: Overlay) -> list[LabelledIncident]:
@@ -68,7 +68,7 @@ def label_incidents(incidents: Iterable[Incident], overlay: Overlay) -> list[Lab
             of_parent = overlay.present(parent)
             if of_parent.label is not None:
                 presentation = of_parent
-        label: Label | None = presentation.label
+        label = presentation.label
         if label is None and presentation.silenced == "maintenance":
             label = "maintenance"
         labelled.append(LabelledIncident(incident, label, presentation.name))

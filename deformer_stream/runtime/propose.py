@@ -22,18 +22,18 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deformer_stream.calibration.false_alarm_patterns import (
     FalseAlarmPattern,
     PastIncident,
     PatternAdjuster,
     PatternCandidate,
-    compute_cosine,
     make_patterns,
     tighten,
 )
@@ -51,11 +51,13 @@ from deformer_stream.calibration.incident_segments import (
     SegmentCalibration,
     SegmentCollector,
 )
+from deformer_stream.calibration.share_vectors import compute_cosine
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, FeedbackLabel, Incident
 from deformer_stream.incidents.make_evidence import P_VALUE_DIGITS, round_significant
 from deformer_stream.incidents.overlay import Overlay
-from deformer_stream.runtime.incident_calibration import order_rows
+from deformer_stream.incidents.row_order import OpenAlert, Row, RowOrder
+from deformer_stream.runtime.incident_calibration import rescore_batch
 from deformer_stream.runtime.incident_difference import (
     IncidentDifference,
     IncidentSpans,
@@ -68,6 +70,8 @@ from deformer_stream.runtime.incident_plan import DetectionPlan
 
 if TYPE_CHECKING:
     from deformer_stream.calibration.conformal import Calibration
+
+Floats = NDArray[np.float64]
 
 LogReader = Callable[[], Iterator[EvidenceBatch]]
 """Reads the log of evidence from its start. It is called several times."""
@@ -277,85 +281,159 @@ def propose(
         InputError: The log has no record of the model.
     """
     overlay = Overlay(labels)
-    label_by_record = _find_record_labels(labels)
-    base = detection.with_patterns(())
-    base_incidents, today_incidents, log = _survey(read_log, base, detection, options)
-    base_labelled = label_incidents(base_incidents, overlay)
+    base_incidents, today_incidents, log = _survey(read_log, detection.with_patterns(()), detection, options)
+    base = label_incidents(base_incidents, overlay)
     today = label_incidents(today_incidents, overlay)
-    margin = detection.options.gap
-    spans = IncidentSpans(base_labelled, 0)
+    spans = IncidentSpans(base, 0)
+    label_by_record = _find_record_labels(labels)
     scores, review, kept = _collect_scores(read_log, detection, spans, overlay, label_by_record, options)
-    base_labelled = [replace(entry, max_score=scores.get(entry.incident.id, math.nan)) for entry in base_labelled]
-    past = [_to_past_incident(entry) for entry in base_labelled]
+    base = [replace(entry, max_score=scores.get(entry.incident.id, math.nan)) for entry in base]
 
-    calibration, segments, plan = None, None, detection
+    calibration = None
     if "records" in options.changes:
         assert recalibrate_records is not None  # noqa: S101 - a programming error of the caller
         calibration = recalibrate_records(kept.record_ids, np.array(kept.scores))
         tail = None if calibration.calibration_by_group else fit_tail(calibration.scores)
-    rescore = None if calibration is None else _Rescorer(calibration, options.alpha)
-    has_new_segments = "segments" in options.changes or (calibration is not None and detection.plan.rule == "segments")
-    candidates = make_patterns(past, detection.patterns) if "patterns" in options.changes else []
-    patterns = (
-        [candidate.pattern for candidate in candidates if candidate.pattern is not None]
-        if "patterns" in options.changes
-        else list(detection.patterns)
-    )
-    wide_spans = IncidentSpans(base_labelled, margin)
-    dropped: dict[str, str] = {}
-    for _ in range(MAX_REPLAYS):
-        plan = detection.with_patterns(patterns)
-        if has_new_segments:
-            assert replan is not None  # noqa: S101 - a programming error of the caller
-            segments = _collect_segments(read_log, plan, wide_spans, overlay, tail, rescore)
-            plan = replan(segments).with_patterns(patterns)
-        incidents, alert_changes = _replay(read_log, plan, wide_spans, rescore, options)
-        candidate = label_incidents(incidents, overlay)
-        difference = compare_incidents(today, candidate, margin, options.since, options.until)
-        # Faults that today's calibration finds, or would find without its patterns, must not be lost in the whole log.
-        without_patterns = compare_incidents(base_labelled, candidate, margin)
-        lost = without_patterns.lost
-        culprits = [pattern for pattern in patterns if any(_may_hide(pattern, fault) for fault in lost)]
-        if not culprits or "patterns" not in options.changes:
-            break
-        for pattern in culprits:
-            position = patterns.index(pattern)
-            index = next(index for index, entry in enumerate(candidates) if entry.pattern == pattern)
-            stricter = tighten(candidates[index])
-            if stricter is not None and stricter.pattern is not None:
-                candidates[index], patterns[position] = stricter, stricter.pattern
-                continue
-            hidden = next(fault for fault in lost if _may_hide(pattern, fault))
-            dropped[pattern.id] = f"it would lose the confirmed fault {hidden.incident.id}"
-            del patterns[position]
-    log = replace(log, num_alerts_removed=alert_changes[0], num_alerts_new=alert_changes[1])
-    rates = [
-        _describe_rate(detection, log, *counts)
-        for counts in (
-            (difference.num_false_today, difference.num_labelled_today),
-            (difference.num_false_candidate, difference.num_labelled_candidate),
-        )
-    ]
+    found = _find_candidate(read_log, detection, base, today, overlay, options, calibration, replan, tail)
+    log = replace(log, num_alerts_removed=found.num_alerts_removed, num_alerts_new=found.num_alerts_new)
+    difference = found.difference
     known = {incident.id for incident in (*base_incidents, *today_incidents)}
     labelled_ids = {label.incident for label in labels if label.incident is not None}
-    removed_ids = {labelled.incident.id for labelled in without_patterns.removed}
-    outcomes = tuple(_describe_pattern(entry, plan, dropped, removed_ids) for entry in candidates)
+    removed_ids = {labelled.incident.id for labelled in found.without_patterns.removed}
+    outcomes = tuple(_describe_pattern(entry, found.plan, found.dropped, removed_ids) for entry in found.kinds)
     return Proposal(
-        plan,
-        segments,
+        found.plan,
+        found.segments,
         calibration,
         difference,
         tuple(today),
-        tuple(candidate),
+        tuple(found.incidents),
         log,
-        rates[0],
-        rates[1],
+        _describe_rate(detection, log, difference.num_false_today, difference.num_labelled_today),
+        _describe_rate(detection, log, difference.num_false_candidate, difference.num_labelled_candidate),
         outcomes,
         review,
         len({label.id for label in labels}),
         len(labelled_ids - known),
-        tuple(_list_warnings(detection, difference, outcomes, log, len(labelled_ids - known), base_labelled)),
+        tuple(_list_warnings(detection, difference, outcomes, log, len(labelled_ids - known), base)),
     )
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """A candidate and its incidents, before it is described.
+
+    Attributes:
+        plan: The rule, options and patterns.
+        segments: The segments, None if they stay.
+        incidents: The incidents over the whole log.
+        difference: The difference from the incidents of today.
+        without_patterns: The difference from the incidents without any pattern, over the whole log.
+        num_alerts_removed: Number of records in the span that no longer alert.
+        num_alerts_new: Number of records in the span that alert with the candidate only.
+        kinds: The kinds of false incidents.
+        dropped: Why patterns were left out, by their ids.
+    """
+
+    plan: DetectionPlan
+    segments: tuple[SegmentCalibration, ...] | None
+    incidents: list[LabelledIncident]
+    difference: IncidentDifference
+    without_patterns: IncidentDifference
+    num_alerts_removed: int
+    num_alerts_new: int
+    kinds: list[PatternCandidate]
+    dropped: dict[str, str]
+
+
+def _find_candidate(
+    read_log: LogReader,
+    detection: DetectionPlan,
+    base: Sequence[LabelledIncident],
+    today: Sequence[LabelledIncident],
+    overlay: Overlay,
+    options: ProposalOptions,
+    calibration: Calibration | None,
+    replan: Callable[[Sequence[SegmentCalibration]], DetectionPlan] | None,
+    tail: ScoreTail | None,
+) -> _Candidate:
+    """Return the candidate whose patterns lose no confirmed fault, by replays of the log.
+
+    Args:
+        read_log: Reads the log.
+        detection: Today's rule, options and patterns.
+        base: The incidents without patterns, with their labels and largest scores.
+        today: The incidents of today.
+        overlay: The labels and maintenance windows.
+        options: What the candidate replaces, and what is compared.
+        calibration: The candidate's calibration of records, None if it stays.
+        replan: As in `propose`.
+        tail: As in `propose`, of the candidate's calibration.
+    """
+    margin = detection.options.gap
+    spans = IncidentSpans(base, margin)
+    rescorer = None if calibration is None else _Rescorer(calibration, options.alpha)
+    has_new_segments = "segments" in options.changes or (calibration is not None and detection.plan.rule == "segments")
+    kinds: list[PatternCandidate] = []
+    patterns = list(detection.patterns)
+    if "patterns" in options.changes:
+        kinds = make_patterns([_to_past_incident(entry) for entry in base], detection.patterns)
+        patterns = [kind.pattern for kind in kinds if kind.pattern is not None]
+    dropped: dict[str, str] = {}
+    for _ in range(MAX_REPLAYS):
+        plan, segments = detection.with_patterns(patterns), None
+        if has_new_segments:
+            assert replan is not None  # noqa: S101 - a programming error of the caller
+            segments = _collect_segments(read_log, plan, spans, overlay, tail, rescorer)
+            plan = replan(segments).with_patterns(patterns)
+        found, num_removed, num_new = _replay(read_log, plan, spans, rescorer, options)
+        incidents = label_incidents(found, overlay)
+        candidate = _Candidate(
+            plan,
+            segments,
+            incidents,
+            compare_incidents(today, incidents, margin, options.since, options.until),
+            # Faults that today's calibration finds, or would find without its patterns, must not be lost.
+            compare_incidents(base, incidents, margin),
+            num_removed,
+            num_new,
+            kinds,
+            dropped,
+        )
+        is_done = "patterns" not in options.changes or not _correct_patterns(
+            patterns, kinds, dropped, candidate.without_patterns.lost
+        )
+        if is_done:
+            break
+    return candidate
+
+
+def _correct_patterns(
+    patterns: list[FalseAlarmPattern],
+    kinds: list[PatternCandidate],
+    dropped: dict[str, str],
+    lost: Sequence[LabelledIncident],
+) -> bool:
+    """Tighten or remove the patterns that may hide confirmed faults, and return whether there were any.
+
+    Args:
+        patterns: The patterns of the candidate, which change.
+        kinds: The kinds of false incidents, which change with their patterns.
+        dropped: Receives why patterns were removed, by their ids.
+        lost: The confirmed faults that the candidate does not find.
+    """
+    culprits = [pattern for pattern in patterns if any(_may_hide(pattern, fault) for fault in lost)]
+    for pattern in culprits:
+        position = patterns.index(pattern)
+        index = next(index for index, kind in enumerate(kinds) if kind.pattern == pattern)
+        stricter = tighten(kinds[index])
+        if stricter is not None and stricter.pattern is not None:
+            kinds[index], patterns[position] = stricter, stricter.pattern
+            continue
+        hidden = next(fault for fault in lost if _may_hide(pattern, fault))
+        dropped[pattern.id] = f"it would lose the confirmed fault {hidden.incident.id}"
+        del patterns[position]
+    return bool(culprits)
 
 
 def _find_record_labels(labels: Iterable[FeedbackLabel]) -> dict[str, str]:
@@ -434,15 +512,80 @@ def _is_in_span(closed: ClosedRows, options: ProposalOptions) -> np.ndarray[tupl
 
 @dataclass(slots=True)
 class _KeptRecords:
-    """Records from which a calibration of records is made.
+    """Records from which a calibration of records is made: all of them, or a random sample of bounded size.
 
     Attributes:
-        record_ids: Their ids.
-        scores: Their scores.
+        seed: Seed of the choice.
     """
 
-    record_ids: list[str] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
+    seed: int
+    _heap: list[tuple[float, str, float]] = field(default_factory=list)
+
+    def add(self, record: str, score: float) -> None:
+        """Add a record. If there are too many, the ones with the smallest hashes stay."""
+        entry = (-_hash_record(record, self.seed), record, score)
+        if len(self._heap) < MAX_COLLECTED_RECORDS:
+            heapq.heappush(self._heap, entry)
+        elif entry[0] > self._heap[0][0]:
+            heapq.heapreplace(self._heap, entry)
+
+    @property
+    def record_ids(self) -> list[str]:
+        """The ids of the records, in the order of `scores`."""
+        return [record for _, record, _ in self._list()]
+
+    @property
+    def scores(self) -> list[float]:
+        """The scores of the records."""
+        return [score for _, _, score in self._list()]
+
+    def _list(self) -> list[tuple[float, str, float]]:
+        """Return the records in an order that does not depend on that of the log."""
+        return sorted(self._heap, key=lambda entry: (-entry[0], entry[1]))
+
+
+class _ReviewChooser:
+    """Chooses the records at which a person should look, and counts the answers so far.
+
+    Args:
+        label_by_record: The labels of single records.
+        options: Number of records of each kind, and the seed of the choice.
+    """
+
+    def __init__(self, label_by_record: dict[str, str], options: ProposalOptions) -> None:
+        self._label_by_record, self._seed = label_by_record, options.seed
+        # The largest scores and the smallest hashes; the hash breaks ties.
+        self._largest, self._silent = _Best(options.num_review), _Best(options.num_review)
+        self._num_answers = self._num_missed = 0
+
+    def add(self, entry: ReviewRecord, is_alerted: bool, owner: LabelledIncident | None) -> None:
+        """Add a record.
+
+        Args:
+            entry: The record.
+            is_alerted: Whether it has alerted.
+            owner: The incident to which it belongs, None without one.
+        """
+        label = self._label_by_record.get(entry.record)
+        if label is not None and not is_alerted:
+            self._num_answers += 1
+            self._num_missed += label == "true"
+        if label is not None or (owner is not None and owner.label is not None):
+            return  # a person has looked at it
+        hash_ = _hash_record(entry.record, self._seed)
+        if is_alerted:
+            self._largest.add((entry.score, -hash_), entry)
+        else:
+            self._silent.add((-hash_, 0.0), entry)
+
+    def make_review(self) -> Review:
+        """Return the chosen records."""
+        return Review(
+            tuple(sorted(self._largest.entries, key=lambda entry: (-entry.score, entry.time, entry.record))),
+            tuple(sorted(self._silent.entries, key=lambda entry: (entry.time, entry.record))),
+            self._num_answers,
+            self._num_missed,
+        )
 
 
 def _collect_scores(
@@ -464,10 +607,7 @@ def _collect_scores(
         options: Numbers of records for review, and whether a calibration of records is made.
     """
     score_by_incident: dict[str, float] = {}
-    # Heaps of the largest scores and of the smallest hashes; the hash breaks ties.
-    largest, silent = _Best(options.num_review), _Best(options.num_review)
-    collected: list[tuple[float, str, float]] = []
-    num_answers = num_missed = 0
+    chooser, kept = _ReviewChooser(label_by_record, options), _KeptRecords(options.seed)
     collects = "records" in options.changes
     get_device = detection.options.get_device
     for batch in _iterate_own(read_log, detection):
@@ -483,35 +623,16 @@ def _collect_scores(
         for record, time, p_value, score, is_alerted in rows:
             device = get_device(record)
             owner = spans.find(device, time)
+            id_ = None
             if owner is not None:
                 id_ = owner.incident.id
                 score_by_incident[id_] = max(score, score_by_incident.get(id_, -math.inf))
-            label = label_by_record.get(record)
-            if label is not None and not is_alerted:
-                num_answers += 1
-                num_missed += label == "true"
-            is_known = label is not None or (owner is not None and owner.label not in (None, "cleared"))
-            hash_ = _hash_record(record, options.seed)
-            if not is_known:
-                entry = ReviewRecord(record, device, time, score, p_value, None if owner is None else owner.incident.id)
-                if is_alerted:
-                    largest.add((score, -hash_), entry)
-                else:
-                    silent.add((-hash_, 0.0), entry)
-            is_normal = not (label == "true" or (owner is not None and owner.label in ("true", "maintenance")))
+            chooser.add(ReviewRecord(record, device, time, score, p_value, id_), is_alerted, owner)
+            is_fault = label_by_record.get(record) == "true"
+            is_normal = not is_fault and (owner is None or owner.label not in ("true", "maintenance"))
             if collects and is_normal and not overlay.is_under_maintenance(device, time):
-                if len(collected) < MAX_COLLECTED_RECORDS:
-                    heapq.heappush(collected, (-hash_, record, score))
-                elif -hash_ > collected[0][0]:
-                    heapq.heapreplace(collected, (-hash_, record, score))
-    review = Review(
-        tuple(sorted(largest.entries, key=lambda entry: (-entry.score, entry.time, entry.record))),
-        tuple(sorted(silent.entries, key=lambda entry: (entry.time, entry.record))),
-        num_answers,
-        num_missed,
-    )
-    collected.sort(key=lambda item: (-item[0], item[1]))
-    return score_by_incident, review, _KeptRecords([r for _, r, _ in collected], [s for _, _, s in collected])
+                kept.add(record, score)
+    return score_by_incident, chooser.make_review(), kept
 
 
 def _hash_record(record: str, seed: int) -> float:
@@ -560,11 +681,34 @@ class _Rescorer:
     def __init__(self, calibration: Calibration, alpha: float) -> None:
         self._calibration, self._alpha = calibration, alpha
 
-    def rescore(self, closed: ClosedRows) -> ClosedRows:
-        """Return the same records with their p-values and alerts under the other calibration."""
-        p_values = self._calibration.compute_p_values(closed.scores[:, None], lambda: closed.record_ids)[:, 0]
-        p_values = round_significant(p_values, P_VALUE_DIGITS)
-        return replace(closed, p_values=p_values, is_alerted=p_values <= self._alpha)
+    def rescore(self, batches: Iterable[EvidenceBatch]) -> Iterator[tuple[EvidenceBatch, EvidenceBatch]]:
+        """Yield the batches of a log, each with the same batch under the other calibration.
+
+        An alert stays where it is if its record alerts there with the other calibration, too. Otherwise, or if its
+        score is unknown, it comes with its record if that alerts, and is left out if not.
+        """
+        waiting: dict[str, AlertRow] = {}
+        for batch in batches:
+            rescored = rescore_batch(batch, self._compute_p_values)
+            is_alerted = rescored.closed.p_values <= self._alpha
+            alerts = []
+            for alert in rescored.alerts:
+                if alert.score is not None and alert.p_value <= self._alpha:
+                    alerts.append(alert)
+                    waiting.pop(alert.record, None)
+                else:
+                    waiting[alert.record] = alert
+            for record, has_alert in zip(rescored.closed.record_ids, is_alerted.tolist(), strict=True):
+                alert_of_record = waiting.pop(record, None)
+                if alert_of_record is not None and has_alert:
+                    alerts.append(alert_of_record)
+            closed = replace(rescored.closed, is_alerted=is_alerted)
+            yield batch, replace(rescored, closed=closed, alerts=tuple(alerts))
+
+    def _compute_p_values(self, record_ids: Sequence[str], scores: Floats) -> Floats:
+        """Return p-values under the other calibration."""
+        p_values = self._calibration.compute_p_values(scores[:, None], lambda: record_ids)[:, 0]
+        return round_significant(p_values, P_VALUE_DIGITS)
 
 
 def _collect_segments(
@@ -598,44 +742,73 @@ def _collect_segments(
             is_faulty = owner is not None and owner.label in ("true", "maintenance")
             if is_faulty or overlay.is_under_maintenance(device, time):
                 excluded.update((device, length, time // length) for length in lengths)
-    collectors = [SegmentCollector(length, tail, plan.plan.kind) for length in lengths]
+    opens_early = plan.plan.opens_early
+    collectors = [SegmentCollector(length, tail, plan.plan.kind, opens_early) for length in lengths]
     adjuster = PatternAdjuster(plan.patterns, plan.options.gap, plan.model, _make_finder(spans))
-    rows = _iterate_rows(read_log, plan, rescorer, bool(plan.patterns))
-    for time, record, _, p_value, score, shares in order_rows(rows, plan.options.reorder):
-        device = get_device(record)
-        extended_p = p_value if tail is None else tail.extend(p_value, score)
-        adjusted_p = adjuster.adjust(device, time, extended_p, score, shares)
-        for collector in collectors:
-            if (device, collector.length, time // collector.length) not in excluded:
-                # The p-value is extended already; a score of −∞ keeps the collector from extending it.
-                collector.add(device, time, adjusted_p, -math.inf)
+    order = RowOrder(plan.options.reorder, get_device)
+    for row in _iterate_rows(read_log, plan, rescorer, order):
+        if isinstance(row, Row):
+            _add_row(row, get_device(row.record), collectors, adjuster, tail, excluded)
+        elif row.alert.score is not None or not plan.patterns:
+            _add_alert(row.alert, get_device(row.alert.record), collectors, adjuster, tail, excluded)
     return tuple(collector.calibrate() for collector in collectors)
 
 
+Excluded = Container[tuple[str, int, int]]
+"""Segments that are left out: device, length and number of each."""
+
+
+def _add_row(
+    row: Row,
+    device: str,
+    collectors: Sequence[SegmentCollector],
+    adjuster: PatternAdjuster,
+    tail: ScoreTail | None,
+    excluded: Excluded,
+) -> None:
+    """Add a closed record to the segments to which it belongs, with its p-value under the patterns."""
+    extended_p = row.p_value if tail is None else tail.extend(row.p_value, row.score)
+    shares = None if row.alert is None else {suspect.feature: suspect.share for suspect in row.alert.suspects}
+    adjusted_p = adjuster.adjust(device, row.time, extended_p, row.score, shares)
+    for collector in collectors:
+        if (device, collector.length, row.time // collector.length) not in excluded:
+            # The p-value is extended already; a score of −∞ keeps the collector from extending it.
+            collector.add(device, row.time, adjusted_p, -math.inf, row.record)
+
+
+def _add_alert(
+    alert: AlertRow,
+    device: str,
+    collectors: Sequence[SegmentCollector],
+    adjuster: PatternAdjuster,
+    tail: ScoreTail | None,
+    excluded: Excluded,
+) -> None:
+    """Add the alert of an open record to the segments to which it belongs, with its p-value under the patterns."""
+    p_value = alert.p_value if tail is None else tail.extend(alert.p_value, alert.score)
+    if alert.score is not None:
+        shares = {suspect.feature: suspect.share for suspect in alert.suspects}
+        p_value = adjuster.preview(device, alert.time, p_value, alert.score, shares)
+    for collector in collectors:
+        if (device, collector.length, alert.time // collector.length) not in excluded:
+            collector.add_alert(device, alert.time, p_value, None, alert.record)
+
+
 def _iterate_rows(
-    read_log: LogReader, plan: DetectionPlan, rescorer: _Rescorer | None, has_shares: bool
-) -> Iterator[tuple[int, str, int, float, float, dict[str, float] | None]]:
-    """Yield the time, id, number in the log, p-value and score of each record, and the shares of its alert's suspects.
+    read_log: LogReader, plan: DetectionPlan, rescorer: _Rescorer | None, order: RowOrder
+) -> Iterator[Row | OpenAlert]:
+    """Yield the rows of the log in the order in which they are handled; alerts only if incidents may open there.
 
     Args:
         read_log: Reads the log.
         plan: The plan, whose model has scored the records.
         rescorer: Computes the p-values anew, None if they stay.
-        has_shares: Whether shares are needed; otherwise they are None.
+        order: Orders the rows.
     """
-    shares_by_record: dict[str, dict[str, float]] = {}
-    number = 0
-    for batch in _iterate_own(read_log, plan):
-        if has_shares:
-            for alert in batch.alerts:
-                shares_by_record[alert.record] = {suspect.feature: suspect.share for suspect in alert.suspects}
-        closed = batch.closed if rescorer is None else rescorer.rescore(batch.closed)
-        rows = zip(
-            closed.record_ids, closed.times.tolist(), closed.p_values.tolist(), closed.scores.tolist(), strict=True
-        )
-        for record, time, p_value, score in rows:
-            number += 1
-            yield time, record, number, p_value, score, shares_by_record.pop(record, None)
+    batches = _iterate_own(read_log, plan)
+    for batch in batches if rescorer is None else (rescored for _, rescored in rescorer.rescore(batches)):
+        yield from order.add_with_alerts(batch) if plan.plan.opens_early else order.add(batch)
+    yield from order.finish()
 
 
 def _make_finder(spans: IncidentSpans) -> Callable[[str, int], str | None]:
@@ -654,7 +827,7 @@ def _replay(
     spans: IncidentSpans,
     rescorer: _Rescorer | None,
     options: ProposalOptions,
-) -> tuple[list[Incident], tuple[int, int]]:
+) -> tuple[list[Incident], int, int]:
     """Return the incidents of a candidate, and the numbers of removed and of new alerts in the span.
 
     Args:
@@ -667,25 +840,15 @@ def _replay(
     tracker = plan.make_tracker(_make_finder(spans))
     by_id: dict[str, Incident] = {}
     num_removed = num_new = 0
-    waiting: dict[str, AlertRow] = {}
-    for original in _iterate_own(read_log, plan):
-        batch = original
-        if rescorer is not None:
-            closed = rescorer.rescore(batch.closed)
-            is_in_span = _is_in_span(closed, options)
-            num_removed += int((is_in_span & batch.closed.is_alerted & ~closed.is_alerted).sum())
-            num_new += int((is_in_span & closed.is_alerted & ~batch.closed.is_alerted).sum())
-            # Alerts precede their records. Those of records that no longer alert are left out.
-            waiting.update((alert.record, alert) for alert in batch.alerts)
-            alerts = []
-            for record, is_alerted in zip(closed.record_ids, closed.is_alerted.tolist(), strict=True):
-                alert = waiting.pop(record, None)
-                if alert is not None and is_alerted:
-                    alerts.append(alert)
-            batch = EvidenceBatch(batch.model, batch.partition, closed, tuple(alerts))
+    batches = _iterate_own(read_log, plan)
+    for original, batch in ((one, one) for one in batches) if rescorer is None else rescorer.rescore(batches):
+        before, after = original.closed.is_alerted, batch.closed.is_alerted
+        is_in_span = _is_in_span(batch.closed, options)
+        num_removed += int((is_in_span & before & ~after).sum())
+        num_new += int((is_in_span & after & ~before).sum())
         by_id.update((incident.id, incident) for incident in tracker.handle(batch))
     by_id.update((incident.id, incident) for incident in tracker.finish())
-    return list(by_id.values()), (num_removed, num_new)
+    return list(by_id.values()), num_removed, num_new
 
 
 def _get_shares(incident: Incident) -> dict[str, float]:
@@ -695,9 +858,8 @@ def _get_shares(incident: Incident) -> dict[str, float]:
 
 def _to_past_incident(labelled: LabelledIncident) -> PastIncident:
     """Return an incident in the form from which patterns are made."""
-    label = None if labelled.label == "cleared" else labelled.label
     incident = labelled.incident
-    return PastIncident(incident.id, incident.device, _get_shares(incident), labelled.max_score, label)
+    return PastIncident(incident.id, incident.device, _get_shares(incident), labelled.max_score, labelled.label)
 
 
 def _may_hide(pattern: FalseAlarmPattern, fault: LabelledIncident) -> bool:
@@ -705,7 +867,8 @@ def _may_hide(pattern: FalseAlarmPattern, fault: LabelledIncident) -> bool:
     if not pattern.includes_device(fault.incident.device):
         return False
     # Single alerts of an incident can match although their mean does not, so the bound is lower.
-    return compute_cosine(_get_shares(fault.incident), pattern.direction) >= 0.5 * pattern.min_cosine
+    cosine = compute_cosine(_get_shares(fault.incident), pattern.direction, if_empty=0.0)
+    return cosine >= 0.5 * pattern.min_cosine
 
 
 def _describe_rate(detection: DetectionPlan, log: LogSummary, count: int, labelled: int) -> FalseRate:

@@ -368,6 +368,11 @@ class CalibrateSettings(InputSettings):
         "files that `replay --evidence` wrote. Several, with commas. It is an input here, unlike the option "
         "--incidents of replay.",
     )
+    open_early: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Calibrate segments so that incidents open at alerts of open records, and not only when records "
+        "close. For records that stay open for long; auto does it for models of irregular readings.",
+    )
     device_by: str | None = Field(
         None,
         min_length=1,

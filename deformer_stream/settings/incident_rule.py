@@ -36,9 +36,10 @@ class IncidentRuleSettings(Settings):
         description="An incident is reopened if evidence with the same suspects comes again within this time.",
     )
     fleet: str = Field(
-        "3 within 10m",
+        "auto",
         description="A fleet incident opens if this many devices of a group have incidents with the same suspects "
-        "within this time. The group of hall-2/pump-07 is hall-2; devices without / are one group. off opens none.",
+        'within this time, such as "3 within 10m". The group of hall-2/pump-07 is hall-2; devices without / are one '
+        "group. auto is this rule for groups of ten devices or more. off opens none.",
     )
     device_by: str | None = Field(
         None,

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.incident_detectors import advance_detectors
 from deformer_stream.calibration.conditional_e_values import compute_log_normalisers
 from deformer_stream.calibration.incident_evidence import (
     INITIAL_STATE,
@@ -17,7 +18,6 @@ from deformer_stream.calibration.incident_evidence import (
     DetectorKind,
     ScoreTail,
     advance_detector,
-    advance_detectors,
     compute_log_e_values,
     compute_log_statistic,
     fit_tail,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,12 @@ from deformer_stream.calibration.incident_evidence import (
     compute_log_statistic,
 )
 from deformer_stream.calibration.incident_segments import (
+    MAX_OPEN_ALERTS,
     MICROS_PER_HOUR,
     SegmentCalibration,
     SegmentCollector,
-    calibrate_segments,
 )
+from tests.calibration.segments import calibrate_segments
 
 DAY = 24 * MICROS_PER_HOUR
 
@@ -87,12 +89,44 @@ def test_segments_with_few_records_are_left_out() -> None:
     assert calibration.records_per_segment == 100
 
 
-def test_records_of_an_earlier_segment_are_ignored() -> None:
+def test_records_of_an_earlier_segment_count_for_the_last_one_as_in_the_tracker() -> None:
     collector = SegmentCollector(DAY)
     collector.add("pump", DAY, 0.5, 0.0)
     collector.add("pump", 0, 0.0001, 0.0)
-    assert collector.calibrate().records_per_segment == 1
+    assert collector.calibrate().records_per_segment == 2
+    assert collector.calibrate().log_statistics[0] > 0
+
+
+def test_alerts_of_open_records_count_until_they_close() -> None:
+    collector = SegmentCollector(DAY, opens_early=True)
+    collector.add("pump", 0, 0.5, 0.0, "a")
+    collector.add_alert("pump", 1, 0.001, None, "b")
+    collector.add_alert("pump", 2, 0.001, None, "c")
+    state = INITIAL_STATE
+    for p_value in (0.5, 0.001, 0.001):
+        state = advance_detector(state, p_value)
+    (statistic,) = collector.calibrate().log_statistics
+    assert statistic == compute_log_statistic(state)
+    collector.add("pump", 3, 0.001, 0.0, "b")  # b counts once
+    collector.add_alert("pump", 4, 0.001, None, "c")
+    assert collector.calibrate().log_statistics == (pytest.approx(statistic),)
+    assert collector.calibrate().opens_early
+    # The open records of a segment do not count for the next one.
+    collector.add_alert("pump", DAY, 0.9, None, "d")
+    collector.add("pump", DAY + 1, 0.9, 0.0, "d")
+    collector.add("pump", DAY + 2, 0.9, 0.0, "e")
     assert collector.calibrate().log_statistics[0] < 0
+
+
+def test_no_more_open_records_count_than_the_bound() -> None:
+    collector = SegmentCollector(DAY, opens_early=True)
+    for number in range(MAX_OPEN_ALERTS + 5):
+        collector.add_alert("pump", number, 0.1, None, f"r{number}")
+    collector.add("pump", 100, 1.0, 0.0, "other")
+    state = INITIAL_STATE
+    for _ in range(MAX_OPEN_ALERTS):
+        state = advance_detector(state, 0.1)
+    assert collector.calibrate().log_statistics == (pytest.approx(compute_log_statistic(state)),)
 
 
 def test_the_tail_raises_the_statistics_of_segments() -> None:
@@ -105,6 +139,9 @@ def test_the_tail_raises_the_statistics_of_segments() -> None:
 
 def test_a_calibration_survives_json() -> None:
     calibration = make_calibration([1 / 3, -2.5, 1e-17], tail=ScoreTail(1.0, 0.25, 2.0), group="hall", num_left_out=3)
+    assert "early" not in calibration.to_json()
+    early = replace(calibration, opens_early=True)
+    assert SegmentCalibration.from_json(json.loads(json.dumps(early.to_json()))) == early
     assert SegmentCalibration.from_json(json.loads(json.dumps(calibration.to_json()))) == calibration
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +16,7 @@ from deformer_stream import model_store
 from deformer_stream.codec.encode_evidence import encode_evidence
 from deformer_stream.codec.encode_incidents import decode_incident
 from deformer_stream.incident_store import read_incident_calibration
-from deformer_stream.incidents.events import EvidenceBatch
+from deformer_stream.incidents.events import ClosedRows, EvidenceBatch
 from tests.commands import RunCommand, assert_command_failed, make_record_table, read_json_lines
 from tests.incidents.evidence_logs import SECOND, make_log
 
@@ -121,6 +123,43 @@ def test_calibrated_segments_keep_the_budget(cli: RunCommand, model: Path, tmp_p
     incidents = [decode_incident(line) for line in (tmp_path / "i.jsonl").read_bytes().splitlines()]
     assert {incident.rule for incident in incidents} == {"segments"}
     assert {incident.device for incident in incidents} == {"pump-1"}
+
+
+@pytest.mark.parametrize("opens_early", [True, False])
+def test_incidents_open_at_alerts_of_open_records_if_the_segments_were_calibrated_so(
+    opens_early: bool, cli: RunCommand, model: Path, tmp_path: Path
+) -> None:
+    fingerprint = get_fingerprint(model)
+    normal = write_log(
+        tmp_path / "normal.jsonl", list(make_log(fingerprint, 4, 24 * 10, DAY_INTERVAL, records_per_batch=24))
+    )
+    option = ("--open-early", "on") if opens_early else ()  # the readings of this model are not irregular
+    assert cli("calibrate", "--incidents", normal, "--model", model, *option).code == 0
+    calibration = read_incident_calibration(model)
+    assert calibration is not None
+    assert {segment.opens_early for segment in calibration.segments} == {opens_early}
+    # Three records of a device alert on the fourth day, and close hours later.
+    usual = list(make_log(fingerprint, 1, 24 * 3, DAY_INTERVAL, seed=5))
+    alerted = list(make_log(fingerprint, 1, 100, 600 * SECOND, {0: [(0, 99)]}))[:6]
+    start = usual[-1].closed.times[-1] + 10 * SECOND
+    alerts = [
+        replace(alert, time=int(start) + number * SECOND, record=f"pump-0@long-{number}", p_value=1e-6)
+        for number, alert in enumerate(alert for batch in alerted for alert in batch.alerts)
+    ]
+    empty = replace(alerted[0], closed=ClosedRows([], *(column[:0] for column in get_columns(usual[0]))))
+    faulty = write_log(tmp_path / "e.jsonl", [*usual, *(replace(empty, alerts=(alert,)) for alert in alerts)])
+    assert cli("replay", faulty, "--model", model, "--incidents", tmp_path / "i.jsonl").code == 0
+    incidents = [decode_incident(line) for line in (tmp_path / "i.jsonl").read_bytes().splitlines()]
+    assert bool(incidents) == opens_early
+    if opens_early:
+        assert incidents[0].first_record.startswith("pump-0@long-")
+        assert incidents[0].opened < start + 10 * SECOND
+
+
+def get_columns(batch: EvidenceBatch) -> list[Any]:
+    """Return the columns of the closed records of a batch, without their ids."""
+    closed = batch.closed
+    return [closed.times, closed.p_values, closed.scores, closed.num_readings, closed.is_alerted]
 
 
 def test_segments_are_written_to_another_directory(cli: RunCommand, model: Path, tmp_path: Path) -> None:

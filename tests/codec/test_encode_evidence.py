@@ -12,7 +12,7 @@ from numpy.testing import assert_array_equal
 
 from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence, encode_evidence_parts
 from deformer_stream.codec.timestamps import MAX_MICROS, MIN_MICROS
-from deformer_stream.engine.events import NO_TIME
+from deformer_stream.engine.events import NO_TIME, SuggestedReading
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, Suspect
 
@@ -88,6 +88,8 @@ alerts = st.builds(
     st.integers(1, 2**31 - 1),
     st.lists(suspects, max_size=3).map(tuple),
     st.none() | st.lists(texts, max_size=3).map(tuple),
+    st.none() | numbers,
+    st.none() | st.builds(SuggestedReading, texts, st.none() | numbers, st.none() | numbers, numbers),
 )
 rows = st.tuples(texts, times, p_values, numbers, st.integers(0, 2**31 - 1), st.booleans())
 

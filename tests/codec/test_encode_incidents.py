@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 
 from deformer_stream.codec.encode_incidents import MAX_INCIDENT_BYTES, decode_incident, encode_incident
 from deformer_stream.codec.timestamps import MAX_MICROS, MIN_MICROS
+from deformer_stream.engine.events import SuggestedReading
 from deformer_stream.errors import InputError
-from deformer_stream.incidents.events import Incident, IncidentSuspect, SuspectReadings, Timeline
+from deformer_stream.incidents.events import (
+    Incident,
+    IncidentSuspect,
+    OpenRecordReading,
+    SuspectReadings,
+    Timeline,
+)
 from tests.incidents.examples import HOSTILE_NAMES, make_incident, make_incidents
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -65,6 +72,8 @@ INCIDENTS = st.builds(
         TEXTS, columns(TIMES, BOUNDS, BOUNDS, BOUNDS).map(lambda series: SuspectReadings(*series)), max_size=2
     ).map(MappingProxyType),
     fault=st.lists(st.tuples(TEXTS, NUMBERS), max_size=2).map(tuple),
+    next_reading=st.none()
+    | st.builds(OpenRecordReading, st.builds(SuggestedReading, TEXTS, BOUNDS, BOUNDS, NUMBERS), TEXTS, TIMES),
 )
 
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from deformer_stream.calibration.incident_budget import BudgetPlan, IncidentBudget, plan_budget
-from deformer_stream.calibration.incident_segments import SegmentCalibration, calibrate_segments
+from deformer_stream.calibration.incident_segments import SegmentCalibration
 from deformer_stream.incidents.device import extract_device
 from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, Suspect
 from deformer_stream.incidents.tracker import TrackerOptions
 from deformer_stream.runtime.incident_plan import DetectionPlan
+from tests.calibration.segments import calibrate_segments
 
 MODEL = "0123456789abcdef"
 SECOND, MINUTE, HOUR, DAY = 1_000_000, 60_000_000, 3_600_000_000, 86_400_000_000

@@ -19,11 +19,11 @@ from deformer_stream.calibration.false_alarm_patterns import (
     FalseAlarmPattern,
     PastIncident,
     PatternAdjuster,
-    compute_cosine,
     make_patterns,
     read_patterns,
     tighten,
 )
+from deformer_stream.calibration.share_vectors import compute_cosine
 
 SECOND = 1_000_000
 GAP = 600 * SECOND
@@ -108,7 +108,7 @@ def test_recent_alerts_decide_about_a_record_whose_suspects_vary() -> None:
     """Two alerts with other suspects can be an error of the attribution; the third one can be a fault."""
     similar, other = {"flow": 0.5, "level": 0.65}, {"vibration": 1.0}
     strict = replace(PATTERN, min_cosine=0.8)
-    assert 0.5 < compute_cosine(similar, PATTERN.direction) < 0.8
+    assert 0.5 < compute_cosine(similar, PATTERN.direction, if_empty=0.0) < 0.8
     adjuster = PatternAdjuster([strict], GAP)
     assert adjuster.adjust("a", 0, 0.001, 5.0, similar) == 0.001, "without recent alerts of the pattern"
     for _ in range(5):
@@ -180,7 +180,7 @@ def test_patterns_survive_json_and_forged_ones_are_refused() -> None:
     (pattern,) = read_patterns(document)
     assert pattern.score_by_incident == PATTERN.score_by_incident
     assert pattern.compute_p_value(50.0) == PATTERN.compute_p_value(50.0)
-    assert compute_cosine(pattern.direction, PATTERN.direction) == pytest.approx(1.0)
+    assert compute_cosine(pattern.direction, PATTERN.direction, if_empty=0.0) == pytest.approx(1.0)
     good = document[0]
     forged = [
         {},

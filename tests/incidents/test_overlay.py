@@ -48,9 +48,9 @@ def test_label_of_an_incident(label: str, expected: Presentation) -> None:
 
 def test_the_latest_label_counts_in_any_order() -> None:
     labels = [
-        make_label(label, time, incident=INCIDENT.id)
+        make_label(label, time, incident=INCIDENT.id)  # type: ignore[arg-type]
         for time, label in ((1, "true"), (3, "false-alarm"), (2, "cleared"))
-    ]  # type: ignore[arg-type]
+    ]
     for order in itertools.permutations(labels):
         assert Overlay(order).present(INCIDENT).label == "false-alarm"
 

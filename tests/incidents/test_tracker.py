@@ -12,12 +12,28 @@ import pytest
 
 from deformer_stream.calibration.incident_budget import BudgetPlan, parse_budget
 from deformer_stream.calibration.incident_evidence import ScoreTail
-from deformer_stream.engine.events import NO_TIME
+from deformer_stream.calibration.share_vectors import compute_cosine
+from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
+from deformer_stream.engine.events import NO_TIME, SuggestedReading
 from deformer_stream.errors import ConfigError
-from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, Incident, Suspect
-from deformer_stream.incidents.fleet import FleetRule, parse_fleet_rule
+from deformer_stream.incidents import fleet as fleet_module
+from deformer_stream.incidents.events import (
+    AlertRow,
+    ClosedRows,
+    EvidenceBatch,
+    Incident,
+    OpenRecordReading,
+    Suspect,
+)
+from deformer_stream.incidents.fleet import (
+    AUTOMATIC_RULE,
+    MIN_AUTOMATIC_DEVICES,
+    MIN_FLEET_COSINE,
+    FleetRule,
+    parse_fleet_rule,
+)
+from deformer_stream.incidents.row_order import MAX_PENDING_ALERTS
 from deformer_stream.incidents.tracker import (
-    MAX_PENDING_ALERTS,
     IncidentTracker,
     TrackerOptions,
     compute_incident_id,
@@ -307,7 +323,8 @@ def test_alerts_whose_records_never_close_are_bounded() -> None:
     tracker = IncidentTracker(SEGMENTS)
     alerts = tuple(AlertRow(f"a{i}", f"r{i}", START, 0.001, 1) for i in range(MAX_PENDING_ALERTS + 10))
     tracker.handle(replace(make_batch([]), alerts=alerts))
-    pending = tracker.export_state().alert_by_record
+    assert tracker.counts["dropped_alerts"] == 10
+    pending = tracker.export_state().order.alert_by_record
     assert len(pending) == MAX_PENDING_ALERTS
     assert "r0" not in pending
 
@@ -380,8 +397,60 @@ def test_the_group_of_a_device_is_the_beginning_of_its_id() -> None:
     assert (fleet.group, len(fleet.members)) == ("x", 3)
 
 
+def test_unrelated_faults_at_the_same_time_make_no_fleet_incident() -> None:
+    """Suspects that overlap in part, as those of unrelated faults do, do not make a fleet incident."""
+    leak = (Suspect("flow", 1.0, 2.0, 3.0, 0.5), Suspect("temperature", 1.0, 2.0, 3.0, 0.5))
+    fan = (Suspect("temperature", 1.0, 2.0, 3.0, 0.9), Suspect("power", 1.0, 2.0, 3.0, 0.1))
+    shares = [{suspect.feature: suspect.share for suspect in suspects} for suspects in (leak, fan)]
+    assert 0.5 < compute_cosine(*shares, if_empty=0.0) < MIN_FLEET_COSINE
+    tracker = IncidentTracker(SEGMENTS, FLEET)
+    messages = open_devices(tracker, {"a": 0, "b": 5}, leak) + open_devices(tracker, {"c": 30, "d": 35}, fan)
+    assert len({message.id for message in messages}) == 4
+    assert all(message.kind == "device" for message in messages)
+    # A third device with each of the two faults makes two fleet incidents, and each has its own members.
+    messages += open_devices(tracker, {"e": 60}, leak) + open_devices(tracker, {"f": 90}, fan)
+    fleets = {message.id: message for message in messages if message.kind == "fleet"}
+    device_by_id = {message.id: message.device for message in messages if message.kind == "device"}
+    assert sorted(sorted(device_by_id[member] for member in fleet.members) for fleet in fleets.values()) == [
+        ["a", "b", "e"],
+        ["c", "d", "f"],
+    ]
+
+
+def test_incidents_without_suspects_make_no_fleet_incident() -> None:
+    messages = open_devices(IncidentTracker(SEGMENTS, FLEET), {"a": 0, "b": 1, "c": 2, "d": 3}, ())
+    assert {message.kind for message in messages} == {"device"}
+
+
+@pytest.mark.parametrize("num_devices", [MIN_AUTOMATIC_DEVICES - 1, MIN_AUTOMATIC_DEVICES])
+def test_the_automatic_rule_needs_ten_devices_of_the_group(num_devices: int) -> None:
+    tracker = IncidentTracker(SEGMENTS, TrackerOptions(fleet=AUTOMATIC_RULE))
+    others = [(f"x/{number}", 0, 0.9) for number in range(num_devices)] + [(f"y/{i}", 0, 0.9) for i in range(20)]
+    tracker.handle(make_batch(others))
+    restored = IncidentTracker(SEGMENTS, TrackerOptions(fleet=AUTOMATIC_RULE))
+    restored.import_state(tracker.export_state())
+    messages = open_devices(restored, {"x/0": 10, "x/1": 11, "x/2": 12})
+    assert any(message.kind == "fleet" for message in messages) == (num_devices >= MIN_AUTOMATIC_DEVICES)
+
+
+def test_members_beyond_the_bound_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "MAX_MEMBERS", 4)
+    tracker = IncidentTracker(SEGMENTS, FLEET)
+    messages = open_devices(tracker, {f"d{number}": number for number in range(7)})
+    (fleet,) = (message for message in messages if message.kind == "fleet" and message.state == "open")
+    assert tracker.counts["unlisted_members"] == 3
+    parents = {message.device: message.parent for message in messages if message.kind == "device"}
+    assert set(parents.values()) == {fleet.id}
+
+
 @pytest.mark.parametrize(
-    ("text", "rule"), [("off", None), ("3 within 10m", FleetRule()), (" 12 within 1.5h", FleetRule(12, 5_400_000_000))]
+    ("text", "rule"),
+    [
+        ("off", None),
+        ("auto", AUTOMATIC_RULE),
+        ("3 within 10m", FleetRule()),
+        (" 12 within 1.5h", FleetRule(12, 5_400_000_000)),
+    ],
 )
 def test_the_fleet_rule_is_written_in_words(text: str, rule: FleetRule | None) -> None:
     assert parse_fleet_rule(text) == rule
@@ -391,3 +460,104 @@ def test_the_fleet_rule_is_written_in_words(text: str, rule: FleetRule | None) -
 def test_nonsense_is_no_fleet_rule(text: str) -> None:
     with pytest.raises(ConfigError, match="--fleet"):
         parse_fleet_rule(text)
+
+
+EARLY = replace(SEGMENTS, opens_early=True)
+
+
+def make_alert(device: str, second: int, p_value: float, record: str = "", **fields: Any) -> AlertRow:
+    """Return the alert of a record that is still open."""
+    record = f"{device}@{record or second}"
+    return AlertRow(f"alert-{record}", record, START + second * SECOND, p_value, 1, FLOW, **fields)
+
+
+def alert_batch(*alerts: AlertRow) -> EvidenceBatch:
+    """Return a batch without closed records."""
+    return replace(make_batch([]), alerts=alerts)
+
+
+def close(record: str, second: int, p_value: float) -> EvidenceBatch:
+    """Return the batch that closes a record of the device pump."""
+    (row,) = (make_batch([("pump", second, p_value)]),)
+    closed = replace(row.closed, record_ids=[f"pump@{record}"], is_alerted=np.array([p_value <= 0.01]))
+    return replace(row, closed=closed, alerts=())
+
+
+@pytest.mark.parametrize("plan", [EARLY, SEGMENTS, E_DETECTOR])
+def test_an_incident_opens_at_the_alert_of_an_open_record_if_segments_were_calibrated_for_it(plan: BudgetPlan) -> None:
+    tracker = IncidentTracker(plan)
+    tracker.handle(make_batch(make_rows("pump", range(60), 0.5)))
+    messages = tracker.handle(alert_batch(make_alert("pump", 100, 1e-10, "long")))
+    assert bool(messages) == plan.opens_early
+    closing = tracker.handle(close("long", 4000, 1e-10))
+    if not plan.opens_early:
+        messages = closing
+    (opened,) = (message for message in messages if message.state == "open")
+    assert opened.id == compute_incident_id("pump", "m", "pump@long"), "the same incident, whenever it opens"
+    assert (opened.opened - START) // SECOND == (100 if plan.opens_early else 4000)
+    assert (opened.num_records, opened.num_alerted, opened.alert_ids) == (1, 1, ("alert-pump@long",))
+    assert [suspect.feature for suspect in opened.suspects] == ["flow", "power"]
+    # Its record counts once, and its detector advances when the record closes.
+    last = tracker.handle(make_batch(make_rows("pump", range(4001, 4002), 0.001)))[-1]
+    assert (last.num_records, last.num_alerted) == (2, 2)
+    assert len(last.alert_ids) == 2
+
+
+def test_alerts_of_several_open_records_count_together_and_update_the_open_incident() -> None:
+    tracker = IncidentTracker(EARLY)
+    assert not tracker.handle(alert_batch(make_alert("pump", 0, 0.0005, "r0")))
+    assert not tracker.handle(alert_batch(make_alert("pump", 1, 0.0005, "r1")))
+    assert not tracker.handle(alert_batch(make_alert("pump", 1, 0.0005, "r1")))  # the same record counts once
+    messages = [tracker.handle(alert_batch(make_alert("pump", second, 0.0005, f"r{second}"))) for second in range(2, 9)]
+    states = [message.state for part in messages for message in part]
+    assert states[0] == "open"
+    opened = next(part for part in messages if part)[0]
+    assert opened.num_alerted == opened.num_records
+    last = [message for part in messages for message in part][-1]
+    assert last.state == "updated"
+    assert last.num_alerted == last.num_records > opened.num_records
+    assert len(last.alert_ids) == len(set(last.alert_ids)) == last.num_records
+
+
+def test_an_early_incident_resolves_and_its_open_record_does_not_open_another_one() -> None:
+    tracker = IncidentTracker(EARLY)
+    messages = tracker.handle(alert_batch(make_alert("pump", 0, 1e-10, "long")))
+    messages += tracker.handle(make_batch(make_rows("pump", range(1, 200), 0.9)))
+    assert summarise(messages) == [("pump", "open"), ("pump", "resolved")]
+    messages = tracker.handle(close("long", 200, 1e-10))
+    assert summarise(messages) == [("pump", "reopened")]
+    assert messages[0].revision > 0
+
+
+def test_an_alert_of_another_model_or_of_a_closed_record_opens_nothing() -> None:
+    tracker = IncidentTracker(replace(EARLY, model="m"), TrackerOptions(num_remembered_records=8))
+    assert not tracker.handle(replace(alert_batch(make_alert("pump", 0, 1e-10)), model="other"))
+    assert not tracker.handle(close("done", 1, 0.5))
+    assert not tracker.handle(alert_batch(make_alert("pump", 1, 1e-10, "done")))
+    assert not tracker.handle(alert_batch(replace(make_alert("pump", 1, 1e-10, "untimed"), time=NO_TIME)))
+    assert tracker.handle(alert_batch(make_alert("pump", 2, 1e-10, "open")))
+
+
+SUGGESTION = SuggestedReading("valve", 0.001, 0.4, 2.5)
+
+
+@pytest.mark.parametrize("plan", [EARLY, SEGMENTS])
+def test_an_incident_names_the_reading_to_take_next_while_its_record_is_open(plan: BudgetPlan) -> None:
+    tracker = IncidentTracker(plan)
+    messages = tracker.handle(make_batch(make_rows("pump", range(12), 0.001)))
+    assert {message.next_reading for message in messages} == {None}
+    alert = make_alert("pump", 30, 0.009, "long", next_reading=SUGGESTION)
+    (message,) = tracker.handle(alert_batch(alert))
+    assert message.next_reading == OpenRecordReading(SUGGESTION, "pump@long", START + 30 * SECOND)
+    assert decode_incident(encode_incident(message)) == message
+    # Another suggestion of the same feature is not sent; a closed record needs no reading.
+    assert not tracker.handle(alert_batch(replace(alert, record="pump@other", time=START + 45 * SECOND)))
+    tracker.handle(close("other", 50, 0.001))
+    messages = tracker.handle(make_batch(make_rows("pump", range(60, 130), 0.001)))
+    assert messages[-1].next_reading is None
+
+
+def test_an_incident_that_opens_early_names_the_reading_to_take_next() -> None:
+    (opened,) = IncidentTracker(EARLY).handle(alert_batch(make_alert("pump", 0, 1e-10, next_reading=SUGGESTION)))
+    assert opened.next_reading is not None
+    assert opened.next_reading.suggestion == SUGGESTION

@@ -16,8 +16,10 @@ from deformer_stream.calibration.incident_budget import BudgetPlan, parse_budget
 from deformer_stream.calibration.incident_evidence import ScoreTail
 from deformer_stream.calibration.incident_segments import SegmentCollector
 from deformer_stream.codec.encode_incidents import encode_incident
+from deformer_stream.incidents.device import extract_device
 from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, Incident, Suspect
 from deformer_stream.incidents.fleet import FleetRule
+from deformer_stream.incidents.row_order import Row, RowOrder
 from deformer_stream.incidents.tracker import IncidentTracker, TrackerOptions, TrackerState
 
 SECOND = 1_000_000
@@ -99,7 +101,7 @@ def test_any_division_into_batches_gives_the_same_bytes(
     assert encode([*messages, *tracker.finish()]) == expected
 
 
-@given(make_log(), st.sampled_from(PLANS), st.sampled_from(OPTIONS), st.data())
+@given(make_log(), st.sampled_from((*PLANS, replace(PLANS[0], opens_early=True))), st.sampled_from(OPTIONS), st.data())
 def test_a_state_that_is_stored_as_json_at_any_row_continues_with_the_same_bytes(
     rows: list[tuple[str, int, float, str]], plan: BudgetPlan, options: TrackerOptions, data: st.DataObject
 ) -> None:
@@ -240,3 +242,117 @@ def test_an_incident_opens_in_a_segment_only_if_its_largest_statistic_is_above_t
     assert all(is_above[key] for key in opened)
     # A device that never had an incident has no segment above the threshold.
     assert not any(is_above[key] for key in is_above if key[0] not in devices_with_incidents)
+
+
+OpenRecordLog = list[tuple[int, str, str, float, bool]]
+"""Rows of a log in order of time: second, device, record, p-value, and whether the record closes or alerts."""
+
+
+@st.composite
+def make_open_record_log(draw: st.DrawFn) -> OpenRecordLog:
+    """Return a log of records that stay open for long, several of a device at a time, with alerts before they close."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    rows: OpenRecordLog = []
+    second = 0
+    for number in range(draw(st.integers(3, 60))):
+        device, record = f"d{rng.integers(0, 2)}", f"r{number}"
+        start = second + int(rng.integers(0, 4))
+        end = start + int(rng.integers(1, 25))
+        p_value = 0.0001 if rng.random() < 0.3 else float(rng.integers(1, 1001)) / 1000
+        if p_value <= 0.05:
+            rows.append(
+                (int(rng.integers(start, end)), device, record, min(0.05, p_value * rng.integers(1, 40)), False)
+            )
+        rows.append((end, device, record, p_value, True))
+        second += int(rng.integers(0, 5))
+    return sorted(rows, key=lambda row: (row[0], row[4], row[2]))  # at the same time, alerts come first
+
+
+def batch_open_records(rows: OpenRecordLog, cuts: Sequence[int]) -> list[EvidenceBatch]:
+    """Return a log as batches that end at the cuts, each with its alerts in front of its closed records."""
+    batches = []
+    suspects = (Suspect("flow", 1.0, 2.0, 3.0, 1.0),)
+    alerted = {record for _, _, record, _, is_closing in rows if not is_closing}
+    for start, end in pairwise([0, *sorted(cuts), len(rows)]):
+        alerts = tuple(
+            AlertRow(f"a{record}", f"{device}@{record}", START + second * SECOND, p, 1, suspects)
+            for second, device, record, p, is_closing in rows[start:end]
+            if not is_closing
+        )
+        closing = [row for row in rows[start:end] if row[4]]
+        p_values = np.array([p for *_, p, _ in closing], np.float64)
+        closed = ClosedRows(
+            [f"{device}@{record}" for _, device, record, _, _ in closing],
+            np.array([START + second * SECOND for second, *_ in closing], np.int64),
+            p_values,
+            -np.log(p_values),
+            np.full(len(closing), 3, np.int32),
+            np.array([record in alerted for _, _, record, _, _ in closing], np.bool_),
+        )
+        batches.append(EvidenceBatch("m", 0, closed, alerts))
+    return batches
+
+
+EARLY_PLAN = replace(PLANS[0], log_threshold=math.log(1e4), segment=40 * SECOND, opens_early=True)
+
+
+@given(make_open_record_log(), st.data())
+def test_early_opening_does_not_depend_on_the_division_of_a_log_in_order_of_time(
+    rows: OpenRecordLog, data: st.DataObject
+) -> None:
+    cuts = data.draw(st.lists(st.integers(0, len(rows)), max_size=8))
+    found = []
+    for edges in ([], cuts):
+        tracker = IncidentTracker(EARLY_PLAN, OPTIONS[0])
+        messages = [message for batch in batch_open_records(rows, edges) for message in tracker.handle(batch)]
+        found.append([encode([m for m in messages if m.device == device]) for device in ("d0", "d1")])
+    assert found[0] == found[1]
+
+
+@given(make_open_record_log())
+def test_early_opening_is_within_the_guarantee_of_the_segments(rows: OpenRecordLog) -> None:
+    # An incident opens in a segment only if the calibration would have counted the same statistic in that segment.
+    plan = EARLY_PLAN
+    assert plan.segment is not None
+    order = RowOrder(0, extract_device)
+    collectors: dict[tuple[str, int], SegmentCollector] = {}
+    for batch in batch_open_records(rows, []):
+        for row in order.add_with_alerts(batch):
+            entry = row if isinstance(row, Row) else row.alert
+            key = extract_device(entry.record), entry.time // plan.segment
+            collector = collectors.setdefault(key, SegmentCollector(plan.segment, opens_early=True))
+            if isinstance(row, Row):
+                collector.add(key[0], row.time, row.p_value, row.score, row.record)
+            else:
+                collector.add_alert(key[0], row.alert.time, row.alert.p_value, None, row.alert.record)
+    is_above = {}
+    for key, collector in collectors.items():
+        (segment,) = collector._open.values()
+        is_above[key] = segment.log_maximum > plan.log_threshold
+    tracker = IncidentTracker(plan, OPTIONS[0])
+    messages = [message for batch in batch_open_records(rows, []) for message in tracker.handle(batch)]
+    first_by_device: dict[str, Incident] = {}
+    for message in messages:
+        first_by_device.setdefault(message.device, message)
+    assert all(is_above[device, message.opened // plan.segment] for device, message in first_by_device.items())
+    # Before its first incident, a device opens one in every segment whose statistic is above the threshold.
+    assert {device for (device, _), above in is_above.items() if above} == set(first_by_device)
+
+
+@given(make_open_record_log())
+def test_with_early_opening_every_record_counts_once(rows: OpenRecordLog) -> None:
+    tracker = IncidentTracker(EARLY_PLAN, OPTIONS[0])
+    state_by_id: dict[str, Incident] = {}
+    for batch in batch_open_records(rows, range(len(rows))):
+        for message in tracker.handle(batch):
+            previous = state_by_id.get(message.id)
+            assert message.revision == (0 if previous is None else previous.revision + 1)
+            assert message.num_alerted <= message.num_records
+            assert len(set(message.alert_ids)) == len(message.alert_ids)
+            assert message.evidence >= message.threshold
+            state_by_id[message.id] = message
+    num_by_device = {device: sum(row[1] == device and row[4] for row in rows) for device in ("d0", "d1")}
+    for device, num_records in num_by_device.items():
+        counted = sum(message.num_records for message in state_by_id.values() if message.device == device)
+        num_opened = sum(1 + m.num_reopened for m in state_by_id.values() if m.device == device)
+        assert counted <= num_records + num_opened  # a record that closes after the resolution may reopen the incident
