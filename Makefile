@@ -8,7 +8,7 @@ FUZZ_SECONDS ?= 60
 WORKERS ?= 3
 SHELL := /bin/bash
 TOOLS := PATH="$(abspath $(BIN)):$$PATH"
-INSTALL := $(TOOLS) $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 CSRC := deformer_stream/kernels/csrc
 KERNEL_TESTS := tests/kernels/test_library.py tests/kernels/test_abi.py tests/kernels/test_cpu.py tests/kernels/test_irregular_readings.py
 # The tests of a file run in one process. Each process starts its own broker, so the number of processes is limited.
@@ -26,34 +26,40 @@ $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
+# Install the checkout: $(call install,PACKAGE[EXTRA],options of pip). The import hook of an editable installation would come
+# before the folder in which Python runs. A plain path comes after it, so that another checkout can run in this environment.
+define install
+$(TOOLS) $(PIP) -c constraints.txt --no-build-isolation $(2) -e '$(1)' && \
+  echo '$(CURDIR)' > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/_editable_skbc_deformer_stream.pth"
+endef
+
 # The tools that build the package. They stay in the environment, so that building it again takes seconds and no network.
 $(VENV)/.build: $(VENV)/.made constraints.txt
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-	  build cmake ninja scikit-build-core setuptools-scm
+	$(PIP) -c constraints.txt build cmake ninja scikit-build-core setuptools-scm
 	@touch $@
 
 $(VENV)/.run: $(VENV)/.build pyproject.toml constraints.txt
-	$(INSTALL) -e .
+	$(call install,.)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(INSTALL) -e '.[dev]'
+	$(call install,.[dev])
 	@touch $@
 
 $(VENV)/.page: $(VENV)/.run
-	$(INSTALL) -e '.[page]'
+	$(call install,.[page])
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.run
-	$(INSTALL) -e '.[bench]'
+	$(call install,.[bench])
 	@touch $@
 
 $(VENV)/.fuzz: $(VENV)/.dev
-	$(INSTALL) -e '.[fuzz]'
+	$(call install,.[fuzz])
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.dev
-	$(INSTALL) -e '.[docs]'
+	$(call install,.[docs])
 	@touch $@
 
 docs: $(VENV)/.docs ## build the documentation site into site/
@@ -67,7 +73,7 @@ demo-page: $(VENV)/.page ## show incidents of simulated pumps in a browser, live
 	$(BIN)/deformer-stream demo --page --output demo-output
 
 kernels: $(VENV)/.run ## compile the C kernels of this checkout again, after their sources have changed
-	@test -f $(CSRC)/build.ninja || $(INSTALL) --no-deps -e .
+	@test -f $(CSRC)/build.ninja || { $(call install,.,--no-deps); }
 	@$(TOOLS) cmake --build $(CSRC)
 
 test: $(VENV)/.dev kernels kafka-jars test-programs ## run all tests, against a real Apache Kafka (WORKERS=0: in one process)
@@ -115,7 +121,7 @@ endef
 sbom: $(VENV)/.build wheel ## write dist/sbom.cdx.json, the list of the installed dependencies in CycloneDX
 	$(PYTHON) -m venv --clear build/venv-sbom
 	build/venv-sbom/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt dist/*.whl
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt cyclonedx-bom
+	$(PIP) -c constraints.txt cyclonedx-bom
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 	  --output-file dist/sbom.cdx.json build/venv-sbom/bin/python
 
