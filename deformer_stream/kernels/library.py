@@ -21,8 +21,8 @@ INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "sse4", "baseline")
 """The instruction sets for which there can be a library, the fastest first. On other processors than x86-64 there is
 only `baseline`: the instructions that all processors of the architecture have."""
 VARIABLE = "DEFORMER_INSTRUCTION_SET"
-"""The environment variable that names the instruction set to use, so that processes on different machines compute the
-same numbers to the last bit."""
+"""The environment variable that names the instruction set to use, so that processes on different machines compute with
+the same code."""
 CONSEQUENCE = "scoring runs without compiled code, several times slower"
 REMEDY = "install the wheel for this platform (docs/how-to/install.md), or run `make kernels` in a checkout"
 
