@@ -79,7 +79,6 @@ class LibrdkafkaConsumer:
         self._out_of_range: dict[TopicPartition, int] = {}
         self._read_error: DeformerError | None = None  # to be raised by the next poll
         self._handler: RebalanceHandler | None = None
-        self._is_member = False
         self._has_rebalanced = False  # during the poll in progress
         self._commit_thread: threading.Thread | None = None
         self._admin: LibrdkafkaAdmin | None = None  # connected when it is needed
@@ -383,9 +382,10 @@ class LibrdkafkaConsumer:
 
     @property
     def membership(self) -> Any | None:
-        """The group with this member's id and generation, for `Producer.send_offsets`; None if it is no member."""
-        if not self._is_member:
-            return None
+        """The group with this member's id and generation, for `Producer.send_offsets`; None if it is no member.
+
+        librdkafka does not state whether a rebalance is in progress; the broker then refuses the offsets.
+        """
         group = self._client.consumer_group_metadata()
         # Without a member id, the broker would accept offsets of a transaction without checking the membership. The
         # id is checked after the group was read: the process can become a member again only within a poll.
@@ -405,7 +405,6 @@ class LibrdkafkaConsumer:
     def _on_assign(self, consumer: rd.Consumer, partitions: list[rd.TopicPartition]) -> None:
         """Accept assigned partitions, without reading them."""
         tps = from_client_partitions(partitions)
-        self._is_member = True
         # Any position serves until `start`; for the end offset, librdkafka requests no messages before they are paused.
         consumer.incremental_assign([to_client_partition(tp, rd.OFFSET_END) for tp in tps])
         consumer.pause(partitions)
@@ -432,7 +431,6 @@ class LibrdkafkaConsumer:
     def _on_lost(self, _client: rd.Consumer, partitions: list[rd.TopicPartition]) -> None:
         """Drop partitions that other members own already."""
         tps = from_client_partitions(partitions)
-        self._is_member = False
         if self._handler is not None:
             self._handler.on_lost(tps)
         self._remove(tps)

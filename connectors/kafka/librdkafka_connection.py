@@ -65,6 +65,7 @@ NO_TOPIC_CODES = frozenset(
         KafkaError.UNKNOWN_TOPIC_ID,
         KafkaError._UNKNOWN_TOPIC,
         KafkaError._UNKNOWN_PARTITION,
+        KafkaError._NOENT,
     }
 )
 NOT_AUTHORIZED_CODES = frozenset(
@@ -142,7 +143,7 @@ class ClientEvents(logging.Handler):
         is_connected: Whether log lines are forwarded.
         refusal: The error with which a broker has refused the login, or None.
         fatal: The error after which the client can no longer be used, or None.
-        has_lost_connection: Whether a broker has closed a connection.
+        has_lost_connection: Whether the connections to all brokers were closed or refused.
     """
 
     def __init__(self, cluster: KafkaCluster) -> None:
@@ -161,7 +162,7 @@ class ClientEvents(logging.Handler):
         """Store an error that librdkafka reports; it tries again by itself."""
         if error.code() in LOGIN_CODES:
             self.refusal = error
-        elif error.code() in (KafkaError._TRANSPORT, KafkaError._SSL):
+        elif error.code() in (KafkaError._TRANSPORT, KafkaError._SSL, KafkaError._ALL_BROKERS_DOWN):
             self.has_lost_connection = True
 
     def emit(self, record: logging.LogRecord) -> None:
