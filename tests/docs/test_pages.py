@@ -18,9 +18,10 @@ import pytest
 
 from deformer_stream.codec.encode_evidence import decode_evidence
 from deformer_stream.codec.encode_incidents import decode_incident
+from deformer_stream.codec.encode_outputs import encode_storm
 from deformer_stream.codec.feedback_messages import decode_label
 from deformer_stream.demo.simulate import simulate
-from deformer_stream.engine.events import RejectionReason
+from deformer_stream.engine.events import RejectionReason, StormNotice
 from deformer_stream.runtime.detection_metrics import DetectionMetrics
 from deformer_stream.runtime.metrics import Metrics
 from tests.conftest import ROOT
@@ -123,10 +124,13 @@ def test_metrics_are_explained() -> None:
 
 
 def test_examples_of_formats_are_json() -> None:
-    events, alert, evidence, incident, labels = blocks(DOCS / "reference" / "formats.md", "json")
+    events, alert, storm, evidence, incident, labels = blocks(DOCS / "reference" / "formats.md", "json")
     for line in events.splitlines():
         assert {"record", "device"} & json.loads(line).keys()
     assert json.loads(alert).keys() >= LONG_ALERT
+    notice = StormNotice("0c1f", 3, 0, {0: 2650, 3: 2662}, ("pump-7",), 1000.0, "m")
+    assert json.loads(storm).keys() == json.loads(encode_storm(notice)).keys()
+    assert json.loads(storm)["held_back"] == notice.num_held_back
     assert len(decode_evidence(evidence.encode()).closed) == 1
     assert decode_incident(incident.encode()).device == "pump-7"
     for label in re.split(r"(?<=})\n", labels.strip()):
