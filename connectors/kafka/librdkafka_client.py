@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -456,7 +457,8 @@ class LibrdkafkaProducer:
         seconds = client.DELIVERY_SECONDS
         settings: dict[str, Any] = {
             "enable.idempotence": True,
-            "compression.type": "lz4",
+            # kafka-python, which other processes may use, reads lz4 only with this package.
+            "compression.type": "lz4" if importlib.util.find_spec("lz4") is not None else "none",
             "message.max.bytes": max(1000, max_message_bytes),
             "batch.size": BATCH_BYTES,
             "partitioner": "murmur2_random",  # as other Kafka clients choose the partition
