@@ -14,6 +14,8 @@ from typing import Any
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 
 from connectors.kafka import Delivery, KafkaCluster, KafkaSink, describe_output_topics, ensure_topics
+from connectors.kafka.client import load_client
+from connectors.kafka.ports import ConsumerOptions, ReceivedMessage
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import Alert, ClosedRecords, Effects, EventBatch, Rejection, ScoredReadings
 from tests.integration import programs
@@ -141,3 +143,22 @@ def wait_for_transactions(bootstrap: str, topic: str) -> None:
     wait_until(lambda: committed.end_offsets(partitions) == all_.end_offsets(partitions), f"no transaction in {topic}")
     for reader in (committed, all_):
         reader.close()
+
+
+def read_messages(cluster: KafkaCluster, topic: str) -> list[ReceivedMessage]:
+    """Return all messages of a topic, read with the client library of the cluster."""
+    consumer = load_client(cluster).open_consumer(cluster, ConsumerOptions())
+    try:
+        tps = [TopicPartition(topic, p) for p in range(consumer.fetch_num_partitions(topic, TIMEOUT_SECONDS))]
+        ends = consumer.fetch_end_offsets(tps, TIMEOUT_SECONDS)
+        consumer.assign(consumer.fetch_first_offsets(tps, TIMEOUT_SECONDS))
+        messages: list[ReceivedMessage] = []
+
+        def has_read_all() -> bool:
+            messages.extend(consumer.poll_messages(0.1))
+            return all((consumer.get_position(tp) or 0) >= end for tp, end in ends.items())
+
+        wait_until(has_read_all, f"all messages of {topic}")
+    finally:
+        consumer.close()
+    return sorted(messages, key=lambda message: (message.partition, message.offset))

@@ -15,7 +15,7 @@ from kafka import KafkaConsumer, TopicPartition
 from kafka.structs import OffsetAndMetadata
 from prometheus_client import CollectorRegistry
 
-from connectors.kafka import KafkaFeedbackLog, describe_incident_topics, ensure_topics, produce
+from connectors.kafka import KafkaCluster, KafkaFeedbackLog, describe_incident_topics, ensure_topics, produce
 from connectors.kafka.client import load_client
 from connectors.kafka.incident_deliveries import (
     MAX_METADATA_BYTES,
@@ -59,6 +59,12 @@ def test_metadata_fits() -> None:
 def test_foreign_metadata_is_ignored(metadata: str) -> None:
     if metadata != "\udc80":
         assert decode_progress(7, metadata) == DeliveryProgress(7)
+
+
+@pytest.fixture(params=["kafka-python", "librdkafka"])
+def kafka(request: pytest.FixtureRequest, kafka: SimpleNamespace) -> SimpleNamespace:
+    """Return the broker; each test runs with both client libraries."""
+    return SimpleNamespace(bootstrap=kafka.bootstrap, cluster=KafkaCluster(kafka.bootstrap, library=request.param))
 
 
 @pytest.fixture

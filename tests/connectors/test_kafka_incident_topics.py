@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from connectors.kafka import (
+    KafkaCluster,
     KafkaFeedbackLog,
     KafkaIncidentLog,
     describe_incident_topics,
@@ -20,10 +21,16 @@ from deformer_stream.codec.encode_incidents import encode_incident
 from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.incidents.events import Incident
-from tests.connectors.kafka_helpers import read_topic, wait_until
+from tests.connectors.kafka_helpers import read_messages, wait_until
 from tests.incidents.examples import make_incident
 
 pytestmark = pytest.mark.kafka
+
+
+@pytest.fixture(params=["kafka-python", "librdkafka"])
+def kafka(request: pytest.FixtureRequest, kafka: SimpleNamespace) -> SimpleNamespace:
+    """Return the broker; each test runs with both client libraries."""
+    return SimpleNamespace(bootstrap=kafka.bootstrap, cluster=KafkaCluster(kafka.bootstrap, library=request.param))
 
 
 @pytest.fixture
@@ -105,7 +112,7 @@ def test_labels_are_appended_and_read(
     found: list[Any] = []
     wait_until(lambda: len(found.extend(writer.poll(0.1)) or found) >= 2, "both labels")
     assert found == labels
-    first, _ = read_topic(kafka.bootstrap, topics.feedback)
+    first, _ = read_messages(kafka.cluster, topics.feedback)
     assert first.key == labels[0].incident.encode()
     headers = {name: value.decode() for name, value in first.headers}
     assert headers["ce_type"] == "io.deformer.feedback.v1"

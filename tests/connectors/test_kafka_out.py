@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,14 +13,11 @@ import numpy as np
 import pytest
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 
-from connectors.kafka import KafkaSink, ensure_topics, produce
-from deformer_stream.codec import Codec
-from deformer_stream.codec.encode_events import Packing
+from connectors.kafka import KafkaSink, produce
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.events import Rejection, RejectionReason
 from deformer_stream.errors import ConfigError
-from tests.codec.test_arrow_messages import SCHEMA
-from tests.connectors.kafka_helpers import FakeAlertEncoder, Topic, make_alert, make_effects, make_messages, make_sink
+from tests.connectors.kafka_helpers import FakeAlertEncoder, Topic, make_alert, make_effects, make_sink
 from tests.contracts.effects import make_drift_notice
 
 pytestmark = pytest.mark.kafka
@@ -153,73 +148,3 @@ def test_alert_that_is_too_large_is_an_error(kafka: SimpleNamespace, topic: Topi
     sink.write(make_effects([make_alert("a")], []), None)
     sink.flush()
     assert [r.value for r in read_records(kafka, name, 1)] == [b"id-a:a"]
-
-
-def test_produce_keeps_the_rate_and_reports_progress(kafka: SimpleNamespace, topic: Topic) -> None:
-    name = topic(1) + "-new"
-    seen: list[int] = []
-    began = time.monotonic()
-    assert produce(kafka.cluster, name, make_messages(100), rate=100, partitions=3, progress=seen.append) == 100
-    assert 0.99 <= time.monotonic() - began < 20
-    assert seen == sorted(seen)
-    assert seen[-1] == 100
-    assert len(seen) >= 5
-    assert len(read_records(kafka, name, 100)) == 100
-
-
-def test_produce_raises_an_error_if_a_message_is_rejected(kafka: SimpleNamespace, topic: Topic) -> None:
-    name = topic(1, "events", **{"max.message.bytes": "1000"})
-    with pytest.raises(ConfigError, match="too large"):
-        produce(kafka.cluster, name, [(b"k", b"x" * 5000, None)])
-
-
-def test_produce_raises_errors_of_its_input(kafka: SimpleNamespace, topic: Topic) -> None:
-    def broken() -> Iterator[tuple[bytes, bytes, None]]:
-        yield b"k", b"v", None
-        raise OSError("the disk is gone")
-
-    name = topic(1)
-    with pytest.raises(OSError, match="the disk is gone"):
-        produce(kafka.cluster, name, broken())
-    assert len(read_records(kafka, name, 1)) == 1
-
-
-def test_topic_can_be_created_concurrently(kafka: SimpleNamespace, topic: Topic) -> None:
-    name = topic(1) + "-raced"
-    failures: list[BaseException] = []
-
-    def make() -> None:
-        try:
-            ensure_topics(kafka.cluster, {name: {"num_partitions": 2}})
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=make) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-
-
-@pytest.mark.parametrize("packing", ["json-many", "arrow"])
-def test_packed_readings_stay_in_the_partition_of_their_record(
-    kafka: SimpleNamespace, topic: Topic, packing: Packing
-) -> None:
-    apart, together = topic(3), topic(3)
-    names = [f"r{i}" for i in range(40)]
-    lines = [
-        (name.encode(), b'{"record":"%b","feature":"%b","value":%d}' % (name.encode(), feature, i), None)
-        for i, name in enumerate(names)
-        for feature in (b"Pressure", b"Current")
-    ]
-    assert produce(kafka.cluster, apart, lines) == 80
-    assert produce(kafka.cluster, together, lines, packing=packing) == 80
-    where = {message.key.decode(): message.partition for message in read_records(kafka, apart, 80)}
-    found = read_records(kafka, together, 40 if packing == "json-many" else len(set(where.values())))
-    ints = np.zeros(len(found), np.int64)
-    data = Messages("t", [m.key for m in found], [m.value for m in found], ints, ints.astype(np.int32), ints)
-    batch, rejected = Codec(SCHEMA).decode(data)
-    assert (len(batch), rejected) == (80, [])
-    at = [found[message].partition for message in batch.message_indices.tolist()]
-    assert dict(zip(batch.record_ids, at, strict=True)) == where
