@@ -14,7 +14,7 @@ KERNEL_TESTS := tests/kernels/test_library.py tests/kernels/test_abi.py tests/ke
 # The tests of a file run in one process. Each process starts its own broker, so the number of processes is limited.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help docs demo demo-page kernels test test-kernels wheel test-wheel test-lowest test-newest sbom first-hours lint check format bench bench-quality chaos chaos-incidents fuzz kafka kafka-jars test-programs clean
+.PHONY: help docs demo demo-page kernels test test-kernels wheel test-wheel test-lowest test-newest sbom first-hours lint check format bench bench-quality chaos chaos-incidents fuzz kafka kafka-jars test-programs deploy-tools test-deploy clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -181,6 +181,12 @@ test-programs: $(VENV)/.made ## install the browser and Alertmanager that tests 
 
 kafka: $(VENV)/.made ## run a broker on localhost:$(KAFKA_PORT) until Ctrl-C
 	$(BIN)/python tests/kafka/broker.py run --port $(KAFKA_PORT)
+
+deploy-tools: $(VENV)/.dev ## build helm and kubeconform with Go, and fetch promtool, hadolint and schemas (once)
+	@$(BIN)/python -m tests.deploy.tools
+
+test-deploy: $(VENV)/.dev deploy-tools ## check the image's file, the Helm chart with three value files, and the alert rules
+	$(BIN)/python -m pytest tests/test_deploy.py tests/deploy/chart_checks.py
 
 clean: ## remove everything that the targets have made
 	rm -rf $(VENV) build dist .kafka .fuzz .cache site demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Tests of what is deployed that need further programs; `make test-deploy` installs and runs them."""

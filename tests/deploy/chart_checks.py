@@ -1,0 +1,309 @@
+"""Checks of the image, the Helm chart and the alert rules with the programs that read them.
+
+pytest collects this file only if it is named, as `make test-deploy` does, which also installs the programs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from deformer_stream.cli.incidents import build_incidents
+from deformer_stream.cli.serve import build_serve
+from deformer_stream.cli.stream import build_consume
+from deformer_stream.settings import SETTINGS_BY_COMMAND, load_settings
+from tests.conftest import ROOT
+from tests.deploy.tools import KUBERNETES_VERSIONS, PROGRAMS, SCHEMAS
+
+DEPLOY = ROOT / "deploy"
+CHART = DEPLOY / "helm" / "deformer-stream"
+VALUE_FILES = sorted((DEPLOY / "helm").glob("values-*.yaml"))
+NEWEST = KUBERNETES_VERSIONS[-1]
+BUILD_BY_COMMAND = {"consume": build_consume, "incidents": build_incidents, "serve": build_serve}
+MINIMAL = ["--values", str(DEPLOY / "helm" / "values-minimal.yaml")]
+
+
+def run_program(name: str, *words: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run one of the installed programs in the folder of the rules' tests and return its result."""
+    program = PROGRAMS / name
+    assert program.exists(), f"{name} is missing: run `make deploy-tools`"
+    return subprocess.run(
+        [program, *words], input=text, capture_output=True, text=True, cwd=ROOT / "tests" / "deploy", check=False
+    )
+
+
+def render(*words: str, version: str = NEWEST) -> str:
+    """Return the objects of the chart as YAML."""
+    result = run_program(
+        "helm", "template", "plant", str(CHART), "--kube-version", version, "--namespace", "plant", *words
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def load_objects(*words: str) -> list[dict[str, Any]]:
+    """Return the objects of the chart."""
+    return [document for document in yaml.safe_load_all(render(*words)) if document]
+
+
+def get_pods(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the specifications of the pods, by the component's name."""
+    pods = [one["spec"]["template"]["spec"] for one in objects if one["kind"] in ("StatefulSet", "Deployment")]
+    return {pod["containers"][0]["name"]: pod for pod in pods}
+
+
+def find_object(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    """Return the object of a kind whose name ends with the given one."""
+    (found,) = (one for one in objects if one["kind"] == kind and one["metadata"]["name"].endswith(name))
+    return found
+
+
+@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
+@pytest.mark.parametrize("values", VALUE_FILES, ids=lambda path: path.stem)
+def test_kubernetes_accepts_the_objects_of_the_chart(values: Path, version: str) -> None:
+    objects = render("--values", str(values), version=version)
+    locations = [f"{SCHEMAS}/{folder}/{{{{.ResourceKind}}}}{{{{.KindSuffix}}}}.json" for folder in (version, "custom")]
+    options = [word for location in locations for word in ("-schema-location", location)]
+    words = ["-strict", "-summary", "-kubernetes-version", version, *options]
+    result = run_program("kubeconform", *words, text=objects)
+    assert result.returncode == 0, result.stdout
+    assert f"Valid: {sum('kind' in one for one in yaml.safe_load_all(objects) if one)}," in result.stdout
+    changed = objects.replace("enableServiceLinks", "enableServiceLink")
+    assert run_program("kubeconform", *words, text=changed).returncode == 1
+
+
+@pytest.mark.parametrize("values", VALUE_FILES, ids=lambda path: path.stem)
+def test_helm_finds_no_fault_in_the_chart(values: Path) -> None:
+    result = run_program("helm", "lint", "--strict", str(CHART), "--values", str(values))
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("values", VALUE_FILES, ids=lambda path: path.stem)
+def test_the_programs_accept_their_flags_and_the_configuration_file(
+    values: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = load_objects("--values", str(values))
+    (config,) = (
+        one["data"]["deformer.toml"] for one in objects if one["kind"] == "ConfigMap" and "deformer.toml" in one["data"]
+    )
+    file = tmp_path / "deformer.toml"
+    file.write_text(config)
+    for name, pod in get_pods(objects).items():
+        (container,) = pod["containers"]
+        for variable in container["env"]:
+            monkeypatch.setenv(variable["name"], "x")  # Kubernetes sets them, for example from Secrets
+        command, *words = container["args"]
+        assert command == {"delivery": "incidents"}.get(name, name)
+        click_command = BUILD_BY_COMMAND[command]()
+        flags, rest, _ = click_command.make_parser(click.Context(click_command)).parse_args(list(words))
+        assert rest == []
+        assert flags.pop("config") == "/etc/deformer/config/deformer.toml"
+        settings = load_settings(SETTINGS_BY_COMMAND[command], flags, file, command)
+        assert settings.http == f"0.0.0.0:{container['ports'][0]['containerPort']}"
+        assert str(settings.model) == "/models/model"
+        paths = [str(value) for value in settings.model_dump().values() if str(value).startswith("/etc/deformer/")]
+        mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+        # The settings of `incidents` are shared by both of its pods, of which one has the secrets of receivers.
+        assert {str(Path(path).parent) for path in paths} <= mounted
+    assert ("evidence" in config) == any(name == "incidents" for name in get_pods(objects))
+
+
+@pytest.mark.parametrize("values", VALUE_FILES, ids=lambda path: path.stem)
+def test_pods_are_confined(values: Path) -> None:
+    objects = load_objects("--values", str(values))
+    for pod in get_pods(objects).values():
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in (*pod["containers"], *pod.get("initContainers", ())):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert {"requests", "limits"} <= container["resources"].keys()
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounts - volumes <= {"model"}, "the claim of a StatefulSet's pod is no volume of its template"
+        assert volumes <= mounts
+    for one in objects:
+        if one["kind"] == "ServiceAccount":
+            assert one["automountServiceAccountToken"] is False
+
+
+def test_probes_ask_for_health_and_for_the_restored_state() -> None:
+    paths = {
+        name: [pod["containers"][0][f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")]
+        for name, pod in get_pods(load_objects(*MINIMAL)).items()
+    }
+    assert paths == {
+        "consume": ["/readyz", "/healthz", "/readyz"],
+        "incidents": ["/healthz", "/healthz", "/readyz"],
+        "serve": ["/healthz", "/healthz", "/readyz"],
+    }
+    # A second process of `incidents` is never ready, and an update must not wait for it.
+    waiting = get_pods(load_objects(*MINIMAL, "--set", "incidents.replicas=2"))["incidents"]
+    assert waiting["containers"][0]["readinessProbe"]["httpGet"]["path"] == "/healthz"
+
+
+def test_names_of_consumers_stay_the_same() -> None:
+    objects = load_objects(*MINIMAL)
+    container = get_pods(objects)["consume"]["containers"][0]
+    assert "--instance=$(POD_NAME)" in container["args"]
+    assert find_object(objects, "StatefulSet", "-consume")["spec"]["replicas"] == 2
+
+
+def test_receivers_are_notified_by_one_process() -> None:
+    receivers = ["--set", "receivers.webhook={https://example.org/hook}"]
+    for is_separate, name in (("false", "incidents"), ("true", "delivery")):
+        pods = get_pods(load_objects(*MINIMAL, *receivers, "--set", f"delivery.enabled={is_separate}"))
+        notifying = {
+            name for name, pod in pods.items() if "--webhook=https://example.org/hook" in pod["containers"][0]["args"]
+        }
+        assert notifying == {name}
+
+
+def test_passwords_are_in_secrets_only() -> None:
+    words = ["--set", "kafka.security.protocol=SASL_SSL,kafka.security.mechanism=PLAIN"]
+    login = [
+        "--set",
+        "kafka.security.username=plant,kafka.security.password=hunter2",
+        "--set",
+        "serve.auth.existingSecret=,serve.auth.token=geheim",
+    ]
+    objects = load_objects(*MINIMAL, *words, *login)
+    holders = [one["kind"] for one in objects if "hunter2" in str(one) or "geheim" in str(one)]
+    assert holders == ["Secret", "Secret"]
+    pod = get_pods(objects)["consume"]
+    (volume,) = (volume for volume in pod["volumes"] if volume["name"] == "secret-kafka")
+    assert volume["secret"]["secretName"] == find_object(objects, "Secret", "-kafka")["metadata"]["name"]
+    changed = load_objects(*MINIMAL, *words, *login, "--set", "kafka.security.password=other")
+    texts = [
+        str(find_object(one, "StatefulSet", "-consume")["spec"]["template"]["metadata"]) for one in (objects, changed)
+    ]
+    assert texts[0] != texts[1], "a new password restarts the pods"
+
+
+def test_an_option_restarts_the_pods() -> None:
+    texts = [
+        str(
+            find_object(
+                load_objects(*MINIMAL, "--set-string", f"consume.options.alpha={alpha}"), "StatefulSet", "-consume"
+            )
+        )
+        for alpha in ("0.01", "0.02")
+    ]
+    assert texts[0] != texts[1]
+
+
+def test_values_of_options_keep_their_types(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(
+        "options: {units: {flow: m³/h}}\n"
+        "consume: {options: {max-open-records: 1000000, alpha: 0.001, debug-name: null, alerts: 'a\"b\\c'}}\n"
+    )
+    objects = load_objects(*MINIMAL, "--values", str(values))
+    file = tmp_path / "deformer.toml"
+    file.write_text(find_object(objects, "ConfigMap", "deformer-stream")["data"]["deformer.toml"])
+    settings = load_settings(SETTINGS_BY_COMMAND["consume"], {}, file, "consume")
+    assert settings.max_open_records == 1_000_000
+    assert settings.alerts == 'a"b\\c'
+    assert "flow" in str(settings.units)
+
+
+def test_the_number_of_replicas_is_left_to_autoscaling() -> None:
+    objects = load_objects("--values", str(DEPLOY / "helm" / "values-production.yaml"))
+    assert "replicas" not in find_object(objects, "StatefulSet", "-consume")["spec"]
+    scaled = find_object(objects, "ScaledObject", "-consume")["spec"]
+    assert scaled["scaleTargetRef"]["name"] == find_object(objects, "StatefulSet", "-consume")["metadata"]["name"]
+    (trigger,) = scaled["triggers"]
+    assert trigger["metadata"]["lagThreshold"] == "50000"
+    assert trigger["metadata"]["sasl"] == "scram_sha512"
+    authentication = find_object(objects, "TriggerAuthentication", "-kafka")["spec"]["secretTargetRef"]
+    assert {one["parameter"] for one in authentication} == {"username", "password", "ca"}
+    by_load = load_objects(*MINIMAL, "--set", "autoscaling.hpa.enabled=true")
+    assert "replicas" not in find_object(by_load, "StatefulSet", "-consume")["spec"]
+    assert not any(one["kind"] == "HorizontalPodAutoscaler" for one in load_objects(*MINIMAL))
+
+
+def test_network_policies_select_pods_of_the_chart() -> None:
+    objects = load_objects("--values", str(DEPLOY / "helm" / "values-production.yaml"))
+    labels = [
+        one["spec"]["template"]["metadata"]["labels"] for one in objects if one["kind"] in ("StatefulSet", "Deployment")
+    ]
+    policies = [one["spec"] for one in objects if one["kind"] == "NetworkPolicy"]
+    budgets = [one["spec"]["selector"] for one in objects if one["kind"] == "PodDisruptionBudget"]
+    assert len(policies) == len(budgets) == len(labels) == 4
+    for selector in (*(policy["podSelector"] for policy in policies), *budgets):
+        assert sum(selector["matchLabels"].items() <= one.items() for one in labels) == 1
+    for policy in policies:
+        assert policy["policyTypes"] == ["Ingress", "Egress"]
+
+
+def test_alert_rules_of_the_chart_are_those_of_the_file() -> None:
+    production = ["--values", str(DEPLOY / "helm" / "values-production.yaml")]
+    rule = find_object(
+        load_objects(*production, "--set", "monitoring.prometheusRule.runbookPrefix=https://docs.example/deploy"),
+        "PrometheusRule",
+        "",
+    )
+    expected = yaml.safe_load((DEPLOY / "prometheus-rules.yaml").read_text())["groups"]
+    for group in expected:
+        for one in group["rules"]:
+            one["labels"]["team"] = "plant-7"
+            one["annotations"]["runbook_url"] = f"https://docs.example/deploy#{one['alert'].lower()}"
+    assert rule["spec"]["groups"] == expected
+
+
+def test_a_packaged_chart_has_the_rules_and_the_dashboard(tmp_path: Path) -> None:
+    assert run_program("helm", "package", str(CHART), "--destination", str(tmp_path)).returncode == 0
+    (archive,) = tmp_path.glob("deformer-stream-*.tgz")
+    listing = subprocess.run(["tar", "tzf", archive], capture_output=True, text=True, check=True).stdout
+    assert "deformer-stream/files/prometheus-rules.yaml" in listing
+    assert "deformer-stream/files/grafana.json" in listing
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("consume.replica=3", "replica"),
+        ("consume.replicas=-1", "replicas"),
+        ("kafka.security.protocol=TLS", "protocol"),
+        ("image.digest=latest", "digest"),
+        ("autoscaling.keda.enabled=true,autoscaling.hpa.enabled=true", "either keda or hpa"),
+        ("model.claim.existing=", "the model is missing"),
+        ("model.claim.create=true", "model.claim.existing names a claim"),
+        ("model.fetch.enabled=true", "model.claim.perPod"),
+        ("model.claim.existing=,model.fetch.enabled=true", "model.fetch.source is required"),
+        ("serve.auth.existingSecret=", "serve.auth"),
+        ("kafka.security.protocol=SASL_SSL,kafka.security.mechanism=PLAIN", "existingSecret"),
+        ("kafka.security.protocol=SASL_SSL,kafka.security.existingSecret=s", "mechanism is required"),
+        ("delivery.enabled=true", "delivery has no receiver"),
+        ("delivery.enabled=true,incidents.enabled=false", "set incidents.enabled=true"),
+        ("serve.ingress.enabled=true", "serve.ingress.host"),
+        ("serviceAccount.create=false", "serviceAccount.name"),
+    ],
+)
+def test_wrong_values_are_refused_with_a_reason(setting: str, message: str) -> None:
+    words = ["template", "plant", str(CHART), "--kube-version", NEWEST, *MINIMAL, "--set", setting]
+    result = run_program("helm", *words)
+    assert result.returncode != 0
+    assert message in result.stderr
+
+
+def test_alert_rules_fire_when_they_should_and_only_then() -> None:
+    checked = run_program("promtool", "check", "rules", str(DEPLOY / "prometheus-rules.yaml"))
+    assert checked.returncode == 0, checked.stderr
+    tested = run_program("promtool", "test", "rules", "prometheus-rules.test.yaml")
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+def test_hadolint_finds_no_fault_in_the_dockerfile() -> None:
+    result = run_program("hadolint", str(DEPLOY / "Dockerfile"))
+    assert result.returncode == 0, result.stdout
