@@ -265,7 +265,7 @@ def test_rejections_of_wide_tables() -> None:
         pa.array(["3.0", None]),
         pa.array(["3", None]).dictionary_encode(),
         pa.array([3, None], pa.decimal128(5, 1)),
-        pa.array([3.0, None], pa.float16()),
+        pa.array([np.float16(3.0), None], pa.float16()),
     ],
 )
 def test_wide_labels_of_any_type(column: pa.Array) -> None:
