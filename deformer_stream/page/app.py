@@ -28,8 +28,10 @@ from starlette.routing import Mount, Route
 
 from deformer_stream import log
 from deformer_stream.codec.feedback_messages import MAX_NAME_CHARS, MAX_NOTE_CHARS, make_label
+from deformer_stream.codec.validation import MAX_TEXT_CHARS
 from deformer_stream.errors import InputError, Unavailable
-from deformer_stream.incidents.events import Label
+from deformer_stream.incidents.device import WHOLE_STREAM
+from deformer_stream.incidents.events import FeedbackLabel, Label
 from deformer_stream.page import views
 from deformer_stream.page.followers import LogFollower
 from deformer_stream.page.live import ChangeNotifier
@@ -313,6 +315,100 @@ class Page:
         LOGGER.info("label_stored", incident=shown.incident.id, label=label, by=session.user)
         return RedirectResponse(self.make_url(f"/incidents/{quote(shown.incident.id)}"), 303)
 
+    # Maintenance windows
+
+    def show_maintenance(self, request: Request) -> Response:
+        """Show the maintenance windows of devices, and the form for a new one."""
+        session = self.get_session(request)
+        entered = {"device": request.query_params.get("device", "").strip()[:MAX_TEXT_CHARS]}
+        return self._respond_maintenance(request, session, entered=entered)
+
+    def _respond_maintenance(
+        self,
+        request: Request,
+        session: Session,
+        status: int = 200,
+        error: str = "",
+        entered: Mapping[str, str] | None = None,
+    ) -> Response:
+        """Return the page of maintenance windows, with an error of its form and what was entered there."""
+        token = self.notifier.make_token()
+        context = {
+            **views.make_maintenance_context(self.store, self.make_clock()),
+            "token": token,
+            "error": error,
+            "entered": {"device": "", "from": "", "to": "", "note": "", **(entered or {})},
+            "max_device": MAX_TEXT_CHARS,
+            "max_note": MAX_NOTE_CHARS,
+        }
+        return self.respond(request, "maintenance.html", context, status, session)
+
+    async def add_window(self, request: Request) -> Response:
+        """Store a maintenance window that a person has entered, or take one back, and show the windows again."""
+        session = self.get_session(request)
+        form = await _read_form(request)
+        entered = {name: form.get(name, "").strip() for name in ("device", "from", "to", "note")}
+
+        async def respond_error(status: int, text: str) -> Response:
+            """Return the page with an error, and with what was entered."""
+            return await run_in_threadpool(self._respond_maintenance, request, session, status, text, entered)
+
+        if not self.signer.check_form_token(session, form.get("token", "")):
+            return await respond_error(403, "The page was too old, and nothing was stored. Press the button again.")
+        try:
+            window = form.get("window")
+            made = self._take_window_back(window, session) if window else self._make_window(entered, session)
+        except InputError as error:
+            return await respond_error(400, f"Nothing was stored: {error}")
+        try:
+            await run_in_threadpool(self.feedback_log.append, made)
+        except Unavailable as error:
+            LOGGER.warning("window_not_stored", device=made.device, error=str(error))
+            return await respond_error(503, f"Nothing was stored: {error}")
+        await run_in_threadpool(self.store.add_labels, [made])
+        LOGGER.info("window_stored", device=made.device, label=made.label, by=session.user)
+        return RedirectResponse(self.make_url("/maintenance"), 303)
+
+    def _make_window(self, entered: Mapping[str, str], session: Session) -> FeedbackLabel:
+        """Return the label of the maintenance window that a person has entered.
+
+        Raises:
+            InputError: The device or a time is missing or not valid.
+        """
+        device = entered["device"]
+        if not device and WHOLE_STREAM not in self.store.list_devices():
+            raise InputError("name the device")
+        times = []
+        for name, text in (("beginning", entered["from"]), ("end", entered["to"])):
+            try:
+                times.append(views.parse_local_time(text, self.make_clock()))
+            except (ValueError, OverflowError):
+                raise InputError(f"the {name} was not understood: write 2026-11-23T22:00") from None
+        return self._make_window_label("maintenance", session, device, times[0], times[1], entered["note"])
+
+    def _take_window_back(self, window_id: str, session: Session) -> FeedbackLabel:
+        """Return the label that takes a maintenance window back.
+
+        Raises:
+            InputError: The window is not stored.
+        """
+        found = next((one.window for one in self.store.list_windows() if one.window.id == window_id), None)
+        if found is None or found.device is None or found.start is None or found.end is None:
+            raise InputError("this maintenance window is not known any more")
+        return self._make_window_label("cleared", session, found.device, found.start, found.end, "")
+
+    def _make_window_label(
+        self, label: Label, session: Session, device: str, start: int, end: int, note: str
+    ) -> FeedbackLabel:
+        """Return a label of a device, with a time after those of its labels so far (see `_choose_time`).
+
+        Raises:
+            InputError: A text is too long, or the window is empty.
+        """
+        times = [one.window.time for one in self.store.list_windows() if one.window.device == device]
+        now = max([self.store.now(), *(time + 1 for time in times)])
+        return make_label(label, now, by=session.user, device=device, start=start, end=end, note=note)
+
     def _choose_time(self, incident_id: str) -> int:
         """Return the time of a new label: now, but after the labels of the incident so far.
 
@@ -403,6 +499,11 @@ class Page:
         for name, text, value in (
             ("page_incidents", "Incidents that the page holds.", self.store.num_incidents),
             ("page_incidents_open", "Open incidents.", self.store.num_open),
+            (
+                "page_maintenance_windows",
+                "Maintenance windows of devices that include the present time.",
+                views.count_active_windows(self.store, self.store.now()),
+            ),
             ("page_connections", "Browsers that are notified of changes.", self.notifier.num_connections),
         ):
             Gauge(f"deformer_{name}", text, registry=registry).set(value)
@@ -465,6 +566,8 @@ class Page:
             Route("/status", self.show_status),
             Route(incident, self.show_incident),
             Route(f"{incident}/feedback", self.add_label, methods=["POST"]),
+            Route("/maintenance", self.show_maintenance, methods=["GET"]),
+            Route("/maintenance", self.add_window, methods=["POST"]),
             Route("/login", self.show_login, methods=["GET"]),
             Route("/login", self.log_in, methods=["POST"]),
             Route("/logout", self.log_out, methods=["POST"]),

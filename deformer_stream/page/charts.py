@@ -16,6 +16,12 @@ from deformer_stream.report.pages import format_number
 
 PATH_SIZE = 1000
 """Width and height of the coordinates of paths."""
+MAX_TIMELINE_POINTS, MAX_READING_MARKS = 240, 240
+"""Maximum numbers of points that a chart shows, whatever the message of an incident contains.
+
+Of neighbouring points of the evidence, the one with the largest evidence is shown, and the last point always. Of
+readings, all n-th ones are shown, and the last one.
+"""
 MAX_TICKS, MAX_TICKS_OF_READINGS = 4, 3
 """Maximum number of intervals between ticks, so that their texts fit on a phone. Charts of readings are narrower."""
 MIN_TICK_DISTANCE = 22.0
@@ -179,6 +185,7 @@ def draw_readings(
         for time, value, low, high in zip(readings.times, readings.values, readings.lows, readings.highs, strict=True)
         if value is not None and math.isfinite(value)
     ]
+    rows = rows[::-1][:: max(1, -(-len(rows) // MAX_READING_MARKS))][::-1]
     shown = [number for _, value, low, high in rows for number in (value, low, high) if number is not None]
     scale = _make_scale(shown)
     if scale is None:
@@ -207,9 +214,14 @@ def draw_readings(
 
 
 def _select_finite(timeline: Timeline) -> list[tuple[int, float]]:
-    """Return the points of a timeline whose evidence is finite, in order of time."""
+    """Return the points of a timeline whose evidence is finite, in order of time; at most `MAX_TIMELINE_POINTS`."""
     pairs = zip(timeline.times, timeline.evidence, strict=True)
-    return sorted((time, evidence) for time, evidence in pairs if math.isfinite(evidence))
+    points = sorted((time, evidence) for time, evidence in pairs if math.isfinite(evidence))
+    if len(points) <= MAX_TIMELINE_POINTS:
+        return points
+    stride = -(-(len(points) - 1) // (MAX_TIMELINE_POINTS - 1))
+    groups = [points[start : min(start + stride, len(points) - 1)] for start in range(0, len(points) - 1, stride)]
+    return [max(group, key=lambda point: point[1]) for group in groups] + points[-1:]
 
 
 def _make_scale(values: Sequence[float]) -> _Scale | None:

@@ -25,6 +25,8 @@ MAX_INCIDENTS = 50_000
 """Maximum number of incidents in memory. If there are more, resolved ones are dropped first, the oldest one first."""
 MAX_LABELS_PER_INCIDENT = 100
 """Maximum number of labels of one incident that are listed on its page. Older ones stay valid."""
+MAX_WINDOWS = 1_000
+"""Maximum number of maintenance windows, and of labels that take them back, that are listed. Older ones stay valid."""
 MAX_FAULT_NAMES = 200
 """Maximum number of names of faults that are offered for a label."""
 SPARKLINE_POINTS = 30
@@ -112,6 +114,21 @@ class LabelCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class ShownWindow:
+    """A maintenance window of a device.
+
+    Attributes:
+        window: Its label.
+        num_silenced: Number of incidents that it silences.
+        taken_back_by: The label that takes it back, None if it is valid.
+    """
+
+    window: FeedbackLabel
+    num_silenced: int
+    taken_back_by: FeedbackLabel | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class _Entry:
     """A stored incident: a summary for lists, and the whole incident as compressed JSON."""
 
@@ -148,6 +165,7 @@ class IncidentStore:
         self._overlay = Overlay()
         self._label_ids: set[str] = set()
         self._labels_by_incident: dict[str, deque[FeedbackLabel]] = {}
+        self._window_labels: deque[FeedbackLabel] = deque(maxlen=MAX_WINDOWS)
         self._fault_names: dict[str, None] = {}  # the last used one is the last key
         self._num_dropped = 0
         self._last_change: int | None = None
@@ -179,6 +197,8 @@ class IncidentStore:
                 if label.incident is not None:
                     history = self._labels_by_incident.setdefault(label.incident, deque(maxlen=MAX_LABELS_PER_INCIDENT))
                     history.append(label)
+                if label.device is not None:
+                    self._window_labels.append(label)
                 if label.label == "true" and label.name:
                     self._fault_names.pop(label.name, None)
                     self._fault_names[label.name] = None
@@ -333,6 +353,30 @@ class IncidentStore:
             labels = list(self._labels_by_incident.get(incident_id, ()))
         return sorted(labels, key=lambda label: (label.time, label.id), reverse=True)
 
+    def list_windows(self) -> list[ShownWindow]:
+        """Return the maintenance windows of devices, the one that begins last first; at most `MAX_WINDOWS`."""
+        with self._lock:
+            labels = list(self._window_labels)
+            windows = [label for label in labels if label.label == "maintenance"]
+            cleared = [label for label in labels if label.label == "cleared"]
+            shown = [
+                ShownWindow(
+                    window,
+                    self._count_silenced(window),
+                    next((label for label in cleared if _takes_back(label, window)), None),
+                )
+                for window in windows
+            ]
+        return sorted(shown, key=lambda one: (one.window.start or 0, one.window.time, one.window.id), reverse=True)
+
+    def _count_silenced(self, window: FeedbackLabel) -> int:
+        """Return the number of incidents that a maintenance window silences."""
+        start, end = window.start or 0, window.end or 0
+        within = self._order[bisect_left(self._order, (start, "")) : bisect_left(self._order, (end, ""))]
+        summaries = [self._entry_by_id[incident_id].summary for _, incident_id in within]
+        presentations = [self._overlay.present(one) for one in summaries if one.device == window.device]
+        return sum(one.silenced == "maintenance" and one.cause == window.id for one in presentations)
+
     def search(self, wanted: IncidentFilter, page: int, page_size: int) -> SearchResult:
         """Return one page of the incidents that a filter selects, the one that opened last first.
 
@@ -396,6 +440,15 @@ class IncidentStore:
             label = None if wanted.label == "none" else wanted.label
             ids = [one for one in ids if self._overlay.present(self._entry_by_id[one].summary).label == label]
         return ids
+
+
+def _takes_back(label: FeedbackLabel, window: FeedbackLabel) -> bool:
+    """Return whether a label takes back the whole of a maintenance window."""
+    if label.device != window.device or (label.time, label.id) <= (window.time, window.id):
+        return False
+    if label.start is None or label.end is None or window.start is None or window.end is None:
+        return False
+    return label.start <= window.start and window.end <= label.end
 
 
 def _make_entry(incident: Incident) -> _Entry:

@@ -208,6 +208,26 @@ def make_incident_context(store: IncidentStore, shown: ShownIncident, clock: Clo
     }
 
 
+def make_maintenance_context(store: IncidentStore, clock: Clock) -> dict[str, Any]:
+    """Return the content of the page of maintenance windows: those to come and the present ones, then the others."""
+    windows = store.list_windows()
+    is_ended = [one.taken_back_by is not None or (one.window.end or 0) <= clock.now for one in windows]
+    return {
+        "windows": [one for one, ended in zip(windows, is_ended, strict=True) if not ended][:PAGE_SIZE],
+        "past_windows": [one for one, ended in zip(windows, is_ended, strict=True) if ended][:PAGE_SIZE],
+        "num_silenced": sum(one.num_silenced for one in windows),
+        "devices": store.list_devices()[:MAX_OFFERED_DEVICES],
+    }
+
+
+def count_active_windows(store: IncidentStore, now: int) -> int:
+    """Return the number of maintenance windows that include a time and were not taken back."""
+    return sum(
+        one.taken_back_by is None and (one.window.start or 0) <= now < (one.window.end or 0)
+        for one in store.list_windows()
+    )
+
+
 def _pair_ids(incident: Incident) -> list[tuple[str, str]]:
     """Return the ids of records with the ids of their alerts, "" where one is missing."""
     num_rows = max(len(incident.record_ids), len(incident.alert_ids))
@@ -287,7 +307,7 @@ def parse_history_query(query: Mapping[str, str], clock: Clock) -> tuple[History
     bounds: list[int | None] = []
     for name, text in (("from", entered.start), ("to", entered.end)):
         try:
-            bounds.append(_parse_local_time(text, clock) if text else None)
+            bounds.append(parse_local_time(text, clock) if text else None)
         except (ValueError, OverflowError):
             bounds.append(None)
             errors.append(f'The time "{name}" was not understood and is ignored: write 2026-11-23T22:00.')
@@ -300,7 +320,7 @@ def _choose(text: str, values: tuple[Any, ...]) -> Any:
     return text if text in values else values[0]
 
 
-def _parse_local_time(text: str, clock: Clock) -> int:
+def parse_local_time(text: str, clock: Clock) -> int:
     """Return a time that a `datetime-local` field has sent, microseconds since 1970.
 
     Raises:

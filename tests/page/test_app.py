@@ -6,19 +6,22 @@ import html
 import re
 import threading
 from dataclasses import replace
+from datetime import UTC
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 
 from deformer_stream.codec.feedback_messages import make_label
+from deformer_stream.engine.events import SuggestedReading
 from deformer_stream.errors import Unavailable
-from deformer_stream.incidents.events import Incident
+from deformer_stream.incidents.events import Incident, OpenRecordReading
 from deformer_stream.page.followers import LogFollower
 from deformer_stream.page.store import IncidentStore
 from deformer_stream.page.views import PAGE_SIZE, Notice
 from deformer_stream.runtime.incident_memory import MemoryIncidentLog
 from tests.incidents.examples import HOSTILE_NAMES, make_fleet_incident, make_incident, make_incidents
-from tests.page.pages import NOW, BrokenFeedbackLog, find_rows, find_token, make_site
+from tests.page.pages import NOW, BrokenFeedbackLog, Site, find_rows, find_token, make_site
 
 
 def test_open_incidents_come_first_with_the_unlabelled_and_severe_ones_on_top() -> None:
@@ -379,3 +382,99 @@ def test_no_file_outside_of_the_static_files_is_sent() -> None:
 def test_dropped_incidents_are_counted_in_the_history() -> None:
     store = IncidentStore(max_incidents=5, now=lambda: NOW)
     assert "2 older ones are not shown any more" in make_site(make_incidents(7), store=store).get("/history").text
+
+
+def send_window(site: Site, **fields: str) -> Any:
+    """Send the form of maintenance windows."""
+    token = find_token(site.get("/maintenance").text)
+    return site.post("/maintenance", {"token": token, **fields})
+
+
+WINDOW = {"device": "pump-00", "from": "2026-07-11T06:00", "to": "2026-07-11T08:00", "note": "new seal"}
+
+
+def test_a_maintenance_window_silences_and_is_counted_and_can_be_taken_back() -> None:
+    incident = replace(make_incident(0, state="updated"), device="pump-00", opened=NOW - 60_000_000)
+    other = replace(make_incident(2, state="updated"), opened=NOW - 60_000_000)
+    site = make_site([incident, other], zone=UTC)
+    assert f"/maintenance?device={incident.device}" in site.get(f"/incidents/{incident.id}").text
+    assert 'value="pump-00"' in site.get("/maintenance?device=pump-00").text
+    response = send_window(site, **WINDOW)
+    assert (response.status_code, response.headers["location"]) == (303, "/maintenance")
+    (label,) = site.feedback_log.poll(0)
+    assert (label.label, label.device, label.by, label.note) == ("maintenance", "pump-00", "night-shift", "new seal")
+    assert (label.end or 0) - (label.start or 0) == 2 * 3_600_000_000
+    page = html.unescape(site.get("/maintenance").text)
+    assert f'id="window-{label.id}"' in page
+    assert "new seal" in page
+    assert "1 incident silenced by maintenance windows" in page
+    assert find_rows(site.get("/").text)[0] == other.id
+    assert "1 more open, silenced" in site.get("/").text
+    assert "deformer_page_maintenance_windows 1.0" in site.get("/metrics").text
+    assert send_window(site, window=label.id).status_code == 303
+    assert [one.label for one in site.feedback_log.poll(0)] == ["cleared"]
+    page = site.get("/maintenance").text
+    assert "Taken back" in page
+    assert "0 incidents silenced" in page
+    assert "silenced" not in site.get("/").text
+    assert "deformer_page_maintenance_windows 0.0" in site.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"device": ""}, "name the device"),
+        ({"from": ""}, "the beginning was not understood"),
+        ({"to": "tomorrow"}, "the end was not understood"),
+        ({"to": "2026-07-11T06:00"}, "a later end"),
+        ({"device": "x" * 5000}, "a field of the label is not valid"),
+        ({"window": "f" * 32}, "not known any more"),
+    ],
+)
+def test_a_window_that_makes_no_sense_is_refused_and_what_was_entered_stays(
+    change: dict[str, str], problem: str
+) -> None:
+    site = make_site([make_incident(2)], zone=UTC)
+    response = send_window(site, **{**WINDOW, **change})
+    assert response.status_code == 400
+    assert problem in html.unescape(response.text)
+    assert 'value="new seal"' in response.text
+    assert site.feedback_log.poll(0) == []
+
+
+def test_a_window_needs_the_token_of_the_page_and_a_log_that_can_be_written() -> None:
+    site = make_site(zone=UTC)
+    assert site.post("/maintenance", WINDOW).status_code == 403
+    assert site.post("/maintenance", {**WINDOW, "token": "forged"}).status_code == 403
+    token = find_token(site.get("/maintenance").text)
+    foreign = {"Sec-Fetch-Site": "cross-site", "Origin": "https://evil.example"}
+    assert site.post("/maintenance", {**WINDOW, "token": token}, foreign).status_code == 403
+    assert site.feedback_log.poll(0) == []
+    broken = make_site(feedback_log=BrokenFeedbackLog(), zone=UTC)
+    response = send_window(broken, **WINDOW)
+    assert response.status_code == 503
+    assert "does not answer" in html.unescape(response.text)
+    assert broken.page.store.list_windows() == []
+
+
+def test_the_whole_stream_can_have_a_window_if_it_has_incidents() -> None:
+    site = make_site([replace(make_incident(0), device="")], zone=UTC)
+    assert send_window(site, **{**WINDOW, "device": ""}).status_code == 303
+    (label,) = site.feedback_log.poll(0)
+    assert label.device == ""
+    assert "the whole stream" in site.get("/maintenance").text
+
+
+def test_an_open_incident_shows_the_reading_to_take_next() -> None:
+    suggestion = SuggestedReading("<b>valve</b>", 0.001, 0.4213, 2.5)
+    reading = OpenRecordReading(suggestion, "pump@long", NOW - 5_000_000)
+    incident = replace(make_incident(3, state="updated"), next_reading=reading)
+    page = make_site([incident]).get(f"/incidents/{incident.id}").text
+    assert "Reading to take next" in page
+    assert "&lt;b&gt;valve&lt;/b&gt;" in page
+    assert "pump@long" in page
+    assert "42%" in page
+    last = replace(incident, next_reading=replace(reading, suggestion=SuggestedReading("x", None, None, 2.5)))
+    assert "raises the score most: by 2.5" in make_site([last]).get(f"/incidents/{incident.id}").text
+    for other in (replace(incident, state="resolved", resolved=NOW), replace(incident, next_reading=None)):
+        assert "Reading to take next" not in make_site([other]).get(f"/incidents/{incident.id}").text

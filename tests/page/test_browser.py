@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,6 +17,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Error, expect, sync_playwright
 from playwright.sync_api import Page as Tab
 
+from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.incidents.events import Incident
 from deformer_stream.page.app import Page, PageOptions
 from deformer_stream.page.followers import LogFollower, follow_logs
@@ -243,6 +245,37 @@ def test_each_button_labels_the_incident_and_can_be_undone(
         page.stop()
 
 
+@pytest.mark.parametrize("has_scripts", [True, False])
+def test_a_maintenance_window_is_entered_and_taken_back(visit: Any, has_scripts: bool) -> None:
+    now = time.time_ns() // 1000
+    incident = replace(make_incident(3, state="updated"), device="pump-03", opened=now, last=now)
+    page = run_page([incident], zone=UTC)
+    try:
+        other = visit(page.server.url).tab
+        wait_until_live(other)
+        expect(other.locator("h1")).to_have_text("1 open incident")
+        tab = visit(f"{page.server.url}incidents/{incident.id}", java_script_enabled=has_scripts).tab
+        tab.get_by_role("link", name="Plan a maintenance window").click()
+        expect(tab.get_by_label("Device")).to_have_value("pump-03")
+        moments = [datetime.fromtimestamp(now / 1e6 + hours * 3600, UTC) for hours in (-1, 1)]
+        for label, moment in zip(("From", "To"), moments, strict=True):
+            tab.get_by_label(label, exact=True).fill(moment.strftime("%Y-%m-%dT%H:%M"))
+        tab.get_by_label("Reason").fill("new seal")
+        tab.get_by_role("button", name="Silence").click()
+        expect(tab.locator("#live tbody tr")).to_contain_text("new seal", timeout=LONG_WAIT)
+        expect(tab.locator("#silenced-count")).to_contain_text("1 incident silenced")
+        expect(other.locator("h1")).to_have_text("No open incident", timeout=LONG_WAIT)
+        tab.get_by_role("button", name="Take back").click()
+        expect(tab.locator("#silenced-count")).to_contain_text("0 incidents silenced", timeout=LONG_WAIT)
+        expect(other.locator("h1")).to_have_text("1 open incident", timeout=LONG_WAIT)
+        (shown,) = page.store.list_windows()
+        assert shown.window.note == "new seal"
+        assert shown.taken_back_by is not None
+        assert {shown.window.by, shown.taken_back_by.by} == {"night-shift"}
+    finally:
+        page.stop()
+
+
 def test_a_label_of_another_person_appears_at_once(visit: Any) -> None:
     incident = make_incident(3, state="updated")
     page = run_page([incident])
@@ -308,7 +341,13 @@ def test_no_page_is_wider_than_the_window(visit: Any, running: RunningPage, widt
     options = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
     one = visit(running.server.url, **options)
     hostile = [make_incident(7 * number + 6).id for number in range(len(HOSTILE_NAMES))]
-    paths = ["", "history", "health", "status", "nowhere", *(f"incidents/{incident_id}" for incident_id in hostile)]
+    now = time.time_ns() // 1000
+    window = make_label(
+        "maintenance", now, device=HOSTILE_NAMES[0], start=now, end=now + 3_600_000_000, note="new seal " * 20
+    )
+    running.store.add_labels([window])
+    paths = ["", "history", "maintenance", "health", "status", "nowhere"]
+    paths += [f"incidents/{incident_id}" for incident_id in hostile]
     for path in paths:
         one.tab.goto(running.server.url + path)
         assert not has_horizontal_scroll(one.tab), path
@@ -319,7 +358,7 @@ def test_texts_have_enough_contrast(visit: Any, running: RunningPage, scheme: st
     """The contrast of each text against its background is at least 4.5, as WCAG 2.2 AA requires."""
     incident = make_incident(3)
     one = visit(running.server.url, color_scheme=scheme)
-    for path in ("", "history", "health", f"incidents/{incident.id}"):
+    for path in ("", "history", "maintenance", "health", f"incidents/{incident.id}"):
         one.tab.goto(running.server.url + path)
         faint = one.tab.evaluate(CONTRAST_SCRIPT)
         assert faint == [], path

@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deformer_stream.incidents.events import SuspectReadings, Timeline
-from deformer_stream.page.charts import MAX_TICKS, draw_readings, draw_sparkline, draw_timeline
+from deformer_stream.page.charts import (
+    MAX_READING_MARKS,
+    MAX_TICKS,
+    MAX_TIMELINE_POINTS,
+    draw_readings,
+    draw_sparkline,
+    draw_timeline,
+)
 from deformer_stream.page.texts import (
     DAY,
     HOUR,
@@ -135,3 +142,20 @@ def test_any_readings_give_marks_within_the_frame_or_no_chart(rows: list[tuple[i
     for mark in chart.marks if chart is not None else ():
         positions = (mark.left, mark.top, *(mark.band or ()))
         assert all(0 <= position <= 100 and math.isfinite(position) for position in positions)
+
+
+def test_charts_have_a_bounded_number_of_points_whatever_the_message_contains() -> None:
+    times = tuple(range(0, 50_000 * 1_000_000, 1_000_000))
+    evidence = [7.0] * 50_000
+    evidence[31_234] = 40.0
+    evidence[-1] = 9.0
+    incident = replace(make_incident(3), timeline=Timeline(times, tuple(evidence), (0.5,) * 50_000))
+    chart = draw_timeline(incident, CLOCK)
+    assert chart is not None
+    assert chart.line.count("L") + 1 <= MAX_TIMELINE_POINTS
+    assert "largest 40.0, last 9.0" in chart.description
+    readings = SuspectReadings(times, tuple(map(float, times)), (None,) * 50_000, (None,) * 50_000)
+    marks = draw_readings("flow", readings, None, CLOCK)
+    assert marks is not None
+    assert len(marks.marks) <= MAX_READING_MARKS
+    assert marks.marks[-1].left == 100.0
