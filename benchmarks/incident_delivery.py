@@ -33,7 +33,8 @@ from benchmarks.command import describe_machine, format_today
 from benchmarks.feed import OUTLIER_VALUE, make_model, make_quiet_calibration
 from benchmarks.stream_kafka import _Alerts
 from connectors.kafka import KafkaCluster, KafkaIncidentLog, ensure_topics
-from connectors.kafka.client import create_producer
+from connectors.kafka.client import DELIVERY_SECONDS, load_client
+from connectors.kafka.ports import OutgoingMessage
 from deformer_stream import model_store
 from deformer_stream.codec.encode_incidents import decode_incident
 from tests.conftest import load_broker_script
@@ -45,6 +46,7 @@ NUM_FEATURES, NUM_DEVICES = 8, 20
 FAULT_EVERY, FAULT_SECONDS = 5.0, 3.0
 """Every 5 seconds the next device has a fault of 3 seconds."""
 QUIET_SECONDS = 3
+MAX_MESSAGE_BYTES = 2**20
 WARM_SECONDS = 10.0
 """Seconds at the beginning that do not count, because the broker's Java compiler is still at work then."""
 PATIENCE_SECONDS = 900.0
@@ -68,7 +70,8 @@ class Plant(threading.Thread):
 
     def __init__(self, bootstrap: str, topic: str, rate: float) -> None:
         super().__init__(daemon=True)
-        self._producer = create_producer(bootstrap, None, linger_ms=5)
+        cluster = KafkaCluster(bootstrap)
+        self._producer = load_client(cluster).open_producer(cluster, None, DELIVERY_SECONDS, MAX_MESSAGE_BYTES)
         self._topic, self._rate = topic, rate
         self.is_over, self.has_faults = threading.Event(), True
         self.sent_at_by_record: dict[str, float] = {}
@@ -84,7 +87,7 @@ class Plant(threading.Thread):
                 self._send(self.num_sent, self.num_sent / self._rate, rng)
                 self.num_sent += 1
             self.is_over.wait(0.002)
-        self._producer.flush()
+        self._producer.flush(DELIVERY_SECONDS)
         self._producer.close()
 
     def _send(self, number: int, seconds: float, rng: np.random.Generator) -> None:
@@ -100,7 +103,8 @@ class Plant(threading.Thread):
         if is_faulty:
             values["f0"] = OUTLIER_VALUE
             self.sent_at_by_record[record] = time.time()
-        self._producer.send(self._topic, key=record.encode(), value=orjson.dumps({"record": record, "values": values}))
+        value = orjson.dumps({"record": record, "values": values})
+        self._producer.enqueue(OutgoingMessage(0, self._topic, record.encode(), value))
 
 
 def count_received(server: ReceivingServer) -> dict[tuple[str, int], set[str]]:

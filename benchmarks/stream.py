@@ -16,6 +16,9 @@ memory       Memory of a million open records with 20 readings each, in one proc
 replay       Events per second from a Parquet file to scores, as a share of what the layers' matrix products alone would
              allow, and memory in each tenth of the run. Measured for --events, and for a million or a fifth of them.
              50 million events need 2 GB of disk at TMPDIR.
+
+The parts throughput, sustained, latency and start are measured for each client library of --client, one after the
+other; the other parts with Kafka use the first one.
 """
 
 from __future__ import annotations
@@ -46,6 +49,29 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], Rows]] = {
     "memory": stream_local.memory,
     "replay": stream_local.replay,
 }
+
+
+PARTS_BY_CLIENT = ("throughput", "sustained", "latency", "start")
+"""Parts that are measured for each client library."""
+
+PARTS_WITH_KAFKA = (*PARTS_BY_CLIENT, "irregular", "evidence")
+
+
+def measure(part: str, options: argparse.Namespace, folder: Path) -> Rows:
+    """Yield the rows of a part, with the client library if it uses Kafka.
+
+    Args:
+        part: Name of the part.
+        options: The command's options. `client` lists client libraries, comma-separated.
+        folder: A folder for models and logs.
+    """
+    if part not in PARTS_WITH_KAFKA:
+        yield from PARTS[part](options, folder)
+        return
+    clients = options.client.split(",")
+    for client in clients if part in PARTS_BY_CLIENT else clients[:1]:
+        for row in PARTS[part](argparse.Namespace(**{**vars(options), "client": client}), folder):
+            yield {"client": client, **row}
 
 
 def format_table(rows: list[dict[str, Any]]) -> str:
@@ -98,6 +124,11 @@ def main(words: list[str] | None = None) -> None:
         help="Precision of the matrix products in replay and memory.",
     )
     parser.add_argument(
+        "--client",
+        default="kafka-python,librdkafka",
+        help="Client libraries of the consumer, comma-separated: kafka-python, librdkafka.",
+    )
+    parser.add_argument(
         "--events", type=int, default=1_000_000, help="Events in the topic of throughput and in the table of replay."
     )
     parser.add_argument("--payloads", default="json,many,arrow", help="Message formats of throughput, comma-separated.")
@@ -131,7 +162,7 @@ def main(words: list[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="deformer-stream-") as folder:
         for part in arguments.parts or PARTS:
-            for row in PARTS[part](arguments, Path(folder)):
+            for row in measure(part, arguments, Path(folder)):
                 row = {"part": part, "machine": describe_machine(), "date": format_today(), **row}
                 print(json.dumps(row), flush=True)
                 rows.append(row)

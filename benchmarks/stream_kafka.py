@@ -75,7 +75,8 @@ def _run_model(
 ) -> Iterator[RunningConsumer]:
     """Run `deformer-stream consume` on a topic within a `with` block, with the model of a directory."""
     settings = [word for setting in options.set for word in ("--" + setting).split("=", 1)]
-    arguments = ["--topic", topic, "--group", topic, "--bootstrap-servers", bootstrap, "--model", model, "--alerts", ""]
+    kafka = ["--topic", topic, "--group", topic, "--bootstrap-servers", bootstrap, "--client", options.client]
+    arguments = [*kafka, "--model", model, "--alerts", ""]
     log = folder / f"{topic}.log"
     with RunningConsumer(
         log, *arguments, *settings, *words, variables={"OMP_NUM_THREADS": str(options.threads)}

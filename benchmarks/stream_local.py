@@ -18,19 +18,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from kafka.record.default_records import DefaultRecordBatch
 
-from benchmarks.feed import BATCH_MESSAGES, EventFeed, encode_records, make_model, make_quiet_calibration
+from benchmarks.feed import EventFeed, make_model, make_quiet_calibration
 from benchmarks.speed import measure_ceiling
 from connectors.files import ScoresParquet
-from connectors.kafka.record_columns import read_batch, to_messages
 from deformer_stream import model_store
 from deformer_stream.codec import Codec
+from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, EventBatch
 from deformer_stream.engine.records import RecordTable
 from deformer_stream.model.deformer import DEformer
-from tests.connectors.raw_batches import encode_batch
 from tests.integration.programs import make_command, make_environment
 
 Rows = Iterator[dict[str, Any]]
@@ -54,20 +52,16 @@ def _measure_stages(model: DEformer, features: int, folder: Path, polls: int = 9
     messages = EventFeed(features, OPEN_RECORDS).json_messages()
     codec, engine = Codec(model.schema), Engine(model, make_quiet_calibration(), "benchmark", 0.01)
     records, sink = RecordTable(model.schema), ScoresParquet(folder / "stages.parquet", model.schema)
-    seconds_by_stage: dict[str, list[float]] = {name: [] for name in ("unpack", "decode", "accept", "handle", "encode")}
+    seconds_by_stage: dict[str, list[float]] = {name: [] for name in ("decode", "accept", "handle", "encode")}
 
     def add_seconds(stage: str, began: float) -> None:
         seconds_by_stage[stage].append(time.perf_counter() - began)
 
     for _ in range(polls):
         polled = list(islice(messages, POLL_EVENTS))
-        parts = [polled[i : i + BATCH_MESSAGES] for i in range(0, POLL_EVENTS, BATCH_MESSAGES)]
-        batches = [encode_batch(encode_records(part), len(part)) for part in parts]
-        began = time.perf_counter()
-        runs = [run for data in batches for run in read_batch(DefaultRecordBatch(data))]
-        data = to_messages("topic", {_Partition(): runs})  # type: ignore[dict-item]
-        add_seconds("unpack", began)
-        assert data is not None
+        times, offsets = np.full(POLL_EVENTS, NO_TIME), np.arange(POLL_EVENTS)
+        keys, values = [key for key, _ in polled], [value for _, value in polled]
+        data = Messages("topic", keys, values, times, np.zeros(POLL_EVENTS, np.int32), offsets)
         began = time.perf_counter()
         events, _ = codec.decode(data)
         add_seconds("decode", began)
@@ -89,10 +83,6 @@ def _measure_stages(model: DEformer, features: int, folder: Path, polls: int = 9
     seconds_by_stage |= {"score_and_effects": scoring, "encode": encode}
     seconds_by_stage["all"] = [sum(parts) for parts in zip(*seconds_by_stage.values(), strict=True)]
     return {f"{stage}_/s": round(POLL_EVENTS / median(seconds[1:])) for stage, seconds in seconds_by_stage.items()}
-
-
-class _Partition:
-    partition = 0
 
 
 def read_resident_bytes(process: int | str = "self") -> int:

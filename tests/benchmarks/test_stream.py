@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from itertools import islice
 from pathlib import Path
@@ -14,7 +15,6 @@ from kafka.record.default_records import DefaultRecordBatch
 from benchmarks import stream
 from benchmarks.feed import OUTLIER_VALUE, EventFeed, encode_records, make_model, make_quiet_calibration, make_schema
 from benchmarks.stream_kafka import LINGER_SECONDS, share_messages
-from connectors.kafka.record_columns import read_batch
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.engine import Engine
@@ -32,9 +32,12 @@ def test_every_reading_is_accepted_once(payload: str) -> None:
         "arrow": feed.arrow_messages(40),
     }
     sent = list(islice(message_iterators[payload], {"singles": 120, "many": 60, "arrow": 3}[payload]))
-    (run,) = read_batch(DefaultRecordBatch(encode_batch(encode_records(sent), len(sent))))
-    n = len(run)
-    data = Messages("t", run.keys, run.values, run.times * 1000, np.zeros(n, np.int32), run.offsets)
+    records = list(DefaultRecordBatch(encode_batch(encode_records(sent), len(sent))))  # kafka-python reads the batch
+    n = len(records)
+    times, offsets = np.array([record.timestamp for record in records]), np.arange(n)
+    assert [record.offset for record in records] == offsets.tolist()
+    keys, values = [record.key for record in records], [record.value for record in records]
+    data = Messages("t", keys, values, times * 1000, np.zeros(n, np.int32), offsets)
     decoded, rejected = Codec(make_schema(FEATURES)).decode(data)
     assert (len(decoded), rejected) == (120, [])
     engine = Engine(make_model("tiny", FEATURES, 0), make_quiet_calibration(), "benchmark", 0.01)
@@ -76,3 +79,16 @@ def test_requests_share_the_rate_among_partitions(rate: int) -> None:
     assert total[-1].max() - total[-1].min() <= 1
     due = rate * LINGER_SECONDS * np.arange(1, len(requests) + 1)
     assert np.abs(total.sum(1) - due).max() <= 1
+
+
+def test_parts_with_kafka_are_measured_for_each_client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for part in stream.PARTS:
+        monkeypatch.setitem(stream.PARTS, part, lambda options, folder: iter([{"saw": options.client}]))
+    both = argparse.Namespace(client="librdkafka,kafka-python")
+    for part, clients in {
+        "throughput": ["librdkafka", "kafka-python"],
+        "latency": ["librdkafka", "kafka-python"],
+        "evidence": ["librdkafka"],
+    }.items():
+        assert list(stream.measure(part, both, tmp_path)) == [{"client": name, "saw": name} for name in clients]
+    assert list(stream.measure("replay", both, tmp_path)) == [{"saw": "librdkafka,kafka-python"}]
