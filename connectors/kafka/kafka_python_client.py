@@ -367,6 +367,8 @@ class KafkaPythonConsumer:
         listener = _RebalanceListener(self._on_assigned, self._on_revoked, self._on_lost)
         with translate_errors(self._servers, f"subscribing to topic {topic!r}", ValueError, TypeError):
             self._consumer.subscribe([topic], listener=listener)
+            # If the group assigns partitions before the metadata have arrived, this member gets none for a long time.
+            self._consumer.partitions_for_topic(topic)
 
     def assign(self, start_offsets: Mapping[TopicPartition, int]) -> None:
         """Read the given partitions from the given offsets on."""

@@ -599,8 +599,8 @@ def test_added_partitions_are_assigned(clients: Clients, monkeypatch: pytest.Mon
     wait_for(lambda: member.numbers == {0}, member)
     clients.admin.add_partitions(topic, 3, SECONDS)
     assert clients.admin.describe_topics([topic], SECONDS)[topic].num_partitions == 3
-    assert member.consumer.fetch_num_partitions(topic, SECONDS) == 3
     wait_for(lambda: member.numbers == {0, 1, 2}, member)
+    assert member.consumer.fetch_num_partitions(topic, SECONDS) == 3
     clients.admin.add_partitions(topic, 2, SECONDS)  # it has more already
     assert clients.admin.describe_topics([topic], SECONDS)[topic].num_partitions == 3
 
@@ -640,7 +640,7 @@ def test_offsets_of_partitions_are_fetched(clients: Clients) -> None:
     expected = dict(zip(partitions, (0, 5, 2), strict=True))
     assert consumer.fetch_end_offsets(partitions, SECONDS) == expected
     assert clients.admin.fetch_log_ends(partitions, SECONDS) == expected
-    with pytest.raises(Unavailable, match="does not exist"):
+    with pytest.raises(Unavailable):
         consumer.fetch_end_offsets([TopicPartition("no-such-topic", 0)], 3.0)
 
 
