@@ -9,7 +9,7 @@ from connectors.kafka.delivery import Delivery
 from connectors.kafka.ports import Header, OutgoingMessage
 from connectors.kafka.state import STATE_TOPIC_SETTINGS
 from connectors.kafka.topics import TopicSpec
-from deformer_stream.codec import encode_drift, get_message, get_position
+from deformer_stream.codec import encode_drift, encode_storm, get_message, get_position
 from deformer_stream.codec.cloud_events import make_headers, make_source
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.events import Alert, Effects, Rejection
@@ -53,9 +53,9 @@ class AlertEncoder(Protocol):
 
 
 class KafkaSink:
-    """A sink that sends alerts and drift notices to one topic, and rejected messages to another.
+    """A sink that sends alerts and notices to one topic, and rejected messages to another.
 
-    The key of the message for an alert or a drift notice is the id of the record. All messages have the headers of
+    The key of the message for an alert or a notice is the id of a record. All messages have the headers of
     CloudEvents.
 
     A rejected message (dead letter) is sent unchanged, with UTF-8 headers: `reason`, `detail`, and `topic`, `partition`
@@ -106,6 +106,10 @@ class KafkaSink:
                 key, value = notice.record.encode(), encode_drift(notice)
                 headers = make_headers("drift", notice.id, make_source(self._topic, notice.partition), notice.time)
                 self._delivery.put(OutgoingMessage(notice.partition, self.alerts_topic, key, value, headers))
+            for storm in effects.storm_notices:
+                key, value = storm.records[0].encode(), encode_storm(storm)
+                headers = make_headers("storm", storm.id, make_source(self._topic, storm.partition), storm.time)
+                self._delivery.put(OutgoingMessage(storm.partition, self.alerts_topic, key, value, headers))
         if self.dead_letter_topic is not None and data is not None:
             for rejected in effects.dead_letters():
                 max_bytes = self._delivery.max_bytes_by_topic[self.dead_letter_topic]

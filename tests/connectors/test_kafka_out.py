@@ -15,7 +15,7 @@ from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 
 from connectors.kafka import KafkaSink, produce
 from deformer_stream.codec.payloads import Messages
-from deformer_stream.engine.events import Rejection, RejectionReason
+from deformer_stream.engine.events import Rejection, RejectionReason, StormNotice
 from deformer_stream.errors import ConfigError
 from tests.connectors.kafka_helpers import FakeAlertEncoder, Topic, make_alert, make_effects, make_sink
 from tests.contracts.effects import make_drift_notice
@@ -74,6 +74,21 @@ def test_drift_notice_is_sent_to_the_alerts_topic(kafka: SimpleNamespace, topic:
     assert {event["content-type"] for event in headers} == {"application/json"}
     document = json.loads(second.value)
     assert (document["kind"], document["id"], document["partition"]) == ("drift", "id-of-it", 0)
+
+
+def test_storm_notice_is_sent_to_the_alerts_topic(kafka: SimpleNamespace, topic: Topic, open_sink: Any) -> None:
+    name = topic(1, "alerts")
+    sink = open_sink(name, None)
+    notice = StormNotice("storm-id", 0, 1_583_750_073_000_000, {0: 5, 2: 7}, ("pump-9", "pump-3"), 1000.0, "m")
+    alerts = make_effects([make_alert("pump-1")], [])
+    sink.write(replace(alerts, held_back_alerts=[make_alert("pump-9")], storm_notices=[notice]), None)
+    sink.flush()
+    first, second = read_records(kafka, name, 2)
+    assert (first.key, second.key) == (b"pump-1", b"pump-9")
+    headers = {key: value.decode() for key, value in second.headers}
+    assert (headers["ce_type"], headers["ce_id"]) == ("io.deformer.storm.v1", "storm-id")
+    document = json.loads(second.value)
+    assert (document["kind"], document["held_back"], document["partitions"]) == ("storm", 12, {"0": 5, "2": 7})
 
 
 def test_missing_topics_are_created(kafka: SimpleNamespace, topic: Topic, open_sink: Any) -> None:
