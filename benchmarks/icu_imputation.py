@@ -48,7 +48,7 @@ from benchmarks.irregular_deformer import CommandDeformer
 from benchmarks.irregular_records import Readings, restore_decimals
 from benchmarks.tables import format_markdown_header, format_markdown_row, get_tables_folder, require_scikit_learn
 from deformer_stream import load
-from deformer_stream.engine.imputation import round_to_quantum
+from deformer_stream.engine.estimates import round_to_quantum
 from deformer_stream.engine.irregular_imputation import ObservedReadings, Targets, impute_quantiles_at_times
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.deformer import DEformer

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deformer_stream.errors import DeformerError
+from deformer_stream.errors import TORCH_REMEDY, DeformerError
 from deformer_stream.runtime.process import limit_thread_spinning
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -224,11 +224,22 @@ def run(command: click.Command, name: str) -> None:
         # to /dev/null, because Python would otherwise print an error when it flushes the output at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         exit_code = 0
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torch":  # any other module belongs to every installation
+            exit_code = _print_bug(name, error)
+        else:
+            message = f"this command needs PyTorch, which is not installed: {TORCH_REMEDY}"
+            exit_code = _print_error(name, message, USAGE_EXIT_CODE)
     except Exception as error:  # any other error is a bug, and is reported in one line, too
-        cause = f"unexpected {type(error).__name__}: {error}"
-        remedy = "this is a bug, please report it with the output of --debug"
-        exit_code = _print_error(name, f"{cause}; {remedy}", BUG_EXIT_CODE)
+        exit_code = _print_bug(name, error)
     sys.exit(exit_code)
+
+
+def _print_bug(name: str, error: Exception) -> int:
+    """Print an error that is a bug in one line, and return the exit code."""
+    cause = f"unexpected {type(error).__name__}: {error}"
+    remedy = "this is a bug, please report it with the output of --debug"
+    return _print_error(name, f"{cause}; {remedy}", BUG_EXIT_CODE)
 
 
 def get_completion_variable(name: str) -> str:

@@ -17,6 +17,7 @@ allocated only in proportion to the size of the files. Nothing in a model direct
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -25,12 +26,10 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors.numpy
-import safetensors.torch
-import torch
 from safetensors import SafetensorError
 
 from deformer_stream import __version__
@@ -40,8 +39,9 @@ from deformer_stream.errors import ArtifactError, ConfigError, map_write_errors
 from deformer_stream.incident_store import INCIDENTS_FILE
 from deformer_stream.kernels.cpu import is_supported
 from deformer_stream.kernels.library import load_library
-from deformer_stream.model.deformer import DEformer, ModelConfig
-from deformer_stream.model.parameters import count_state_values
+from deformer_stream.model.config import ModelConfig
+from deformer_stream.model.load_network import load_network, require_torch
+from deformer_stream.model.parameters import Array, Model, ModelParameters, check_parameters, count_state_values
 from deformer_stream.model.schema import Schema
 from deformer_stream.model_manifest import (
     BASE_VERSION,
@@ -57,8 +57,15 @@ from deformer_stream.model_manifest import (
 from deformer_stream.model_manifest import MANIFEST as MANIFEST
 from deformer_stream.model_manifest import read_manifest as read_manifest
 
+if TYPE_CHECKING:
+    import torch
+
+    from deformer_stream.model.deformer import DEformer
+
 WEIGHTS, REPORT = "model.safetensors", "report.html"
 SEEN_RECORDS = "seen-records.safetensors"
+GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
+"""Device files of the drivers with which PyTorch uses GPUs: NVIDIA's, AMD's, and that of a Linux on Windows."""
 MAX_NAME_CHARS = 1024
 """The largest number of characters in the name of a feature or in a label.
 
@@ -67,7 +74,7 @@ Input messages with longer names or labels are refused, so a model with such a n
 _INCONSISTENCY_ERRORS = (
     *(AttributeError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, SafetensorError),
 )
-"""The exceptions that can be raised when a model is built from an inconsistent manifest."""
+"""The exceptions that can be raised when a model is read from inconsistent files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +82,7 @@ class Artifact:
     """A model that was read from a model directory and is ready to score.
 
     Attributes:
-        model: The network.
+        scoring_model: The features, hyperparameters and weights. It is the network in PyTorch if the model is on a GPU.
         calibration: The anomaly scores of normal records, with which new scores are compared to compute p-values.
         fingerprint: 16 hexadecimal digits that identify the weights, the schema (the features) and the calibration
             together.
@@ -84,7 +91,7 @@ class Artifact:
         directory: The model directory.
     """
 
-    model: DEformer
+    scoring_model: Model
     calibration: Calibration
     fingerprint: str
     manifest: dict[str, Any]
@@ -93,7 +100,27 @@ class Artifact:
     @property
     def schema(self) -> Schema:
         """The features of the records that the model scores."""
-        return self.model.schema
+        return self.scoring_model.schema
+
+    @property
+    def model(self) -> DEformer:
+        """The network in PyTorch, which is built when it is first needed.
+
+        Raises:
+            ConfigError: PyTorch is not installed.
+        """
+        return load_network(self.scoring_model, "the network of a model")
+
+    @property
+    def device(self) -> str:
+        """The name of the device on which the model is."""
+        return "cpu" if isinstance(self.scoring_model, ModelParameters) else str(self.model.device)
+
+    def replace_schema(self, schema: Schema) -> None:
+        """Replace the schema by one that differs only in texts for people, such as units."""
+        self.scoring_model.schema = schema
+        if isinstance(self.scoring_model, ModelParameters) and self.scoring_model.network is not None:
+            self.scoring_model.network.schema = schema
 
 
 def check_output_directory(directory: Path) -> None:
@@ -119,7 +146,7 @@ def check_output_directory(directory: Path) -> None:
 
 def write(
     directory: Path,
-    model: DEformer,
+    model: Model,
     calibration: Calibration,
     training: dict[str, Any],
     report: str,
@@ -133,7 +160,7 @@ def write(
 
     Args:
         directory: The path of the model directory; missing parents are created.
-        model: The network.
+        model: The features, hyperparameters and weights: those of a model directory, or of a network in PyTorch.
         calibration: The model's anomaly scores of normal records, with which new scores are compared.
         training: A summary of the training, as JSON values by key. Numbers that are not finite are stored as null.
         report: The training report, an HTML page.
@@ -151,7 +178,8 @@ def write(
     """
     directory = Path(directory).absolute()
     check_output_directory(directory)
-    weights = safetensors.torch.save({key: t.detach().cpu().contiguous() for key, t in model.state_dict().items()})
+    arrays = model.extract_parameters().arrays
+    weights = safetensors.numpy.save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
     seen = None if seen_records is None else _encode_seen_records(seen_records)
     rendered = render_manifest(_create_manifest(model, calibration, training, weights, seen and seen[0]))
     if len(rendered) > MAX_MANIFEST_BYTES:
@@ -159,9 +187,9 @@ def write(
             f"the model cannot be written, because its {MANIFEST} would have {len(rendered)} bytes and the limit is "
             f"{MAX_MANIFEST_BYTES} bytes: use fewer calibration records, or features with fewer labels"
         )
-    # Build the model from the bytes, as `read` will, so that a model that cannot be read is not written.
+    # Read the model from the bytes, as `read` will, so that a model that cannot be read is not written.
     manifest = json.loads(rendered)
-    _build_model(manifest, weights, directory)
+    _parse_model(manifest, weights, directory)
     contents = {WEIGHTS: weights, MANIFEST: rendered}
     if seen is not None:
         contents[SEEN_RECORDS] = seen[1]
@@ -223,7 +251,7 @@ def read_files(directory: Path) -> dict[str, bytes]:
 
 
 def _create_manifest(
-    model: DEformer,
+    model: Model,
     calibration: Calibration,
     training: dict[str, Any],
     weights: bytes,
@@ -232,7 +260,7 @@ def _create_manifest(
     """Return the contents of manifest.json for a model, with fingerprints and checksums.
 
     Args:
-        model: The network.
+        model: The features, hyperparameters and weights: those of a model directory, or of a network in PyTorch.
         calibration: The model's anomaly scores of normal records, with which new scores are compared.
         training: A summary of the training, as JSON values by key.
         weights: The contents of model.safetensors, for their size and checksum.
@@ -405,8 +433,11 @@ def resolve_device(name: str) -> torch.device:
         name: `cpu`, `cuda` or another name of a torch device; `auto` means a GPU if there is one, else the CPU.
 
     Raises:
-        ConfigError: The name is `cuda`, but there is no usable GPU.
+        ConfigError: The name is `cuda`, but there is no usable GPU. Or PyTorch is not installed.
     """
+    require_torch(f"--device {name}")
+    import torch
+
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
@@ -414,29 +445,47 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def _is_cpu(device: str) -> bool:
+    """Return whether the name of a device, as for `resolve_device`, means the CPU on this machine.
+
+    PyTorch takes seconds to import, so it is not asked for a GPU if the system has no device file of one.
+
+    Raises:
+        ConfigError: The name is that of a GPU, but there is none, or PyTorch is not installed.
+    """
+    has_gpu_file = any(os.path.exists(path) for path in GPU_FILES)
+    if device == "cpu" or (device == "auto" and not (has_gpu_file and importlib.util.find_spec("torch"))):
+        return True
+    return resolve_device(device).type == "cpu"
+
+
 def read(directory: Path, device: str = "cpu", compiled: bool = True) -> Artifact:
     """Read a model directory, verify it and return the model.
 
     Args:
         directory: The model directory.
-        device: The name of the device to load the model to, as for `resolve_device`.
-        compiled: Whether to attach the compiled CPU kernels to the model (`DEformer.kernel_library`). They score faster
-            than PyTorch. The argument has no effect if there is no C compiler or the kernels do not support the model.
+        device: The name of the device to load the model to, as for `resolve_device`. PyTorch is imported for all
+            devices but "cpu".
+        compiled: Whether to attach the compiled CPU kernels to the model (`ModelParameters.kernel_library`). They score
+            faster than PyTorch, which is then not needed. The argument has no effect if there are no kernels for the
+            processor, or if they do not support the model.
 
     Raises:
         ArtifactError: The model directory is incomplete, altered or inconsistent. The message names the file and the
             remedy.
         ConfigError: The device is not available.
     """
-    torch_device = resolve_device(device)
+    is_on_cpu = _is_cpu(device)
     directory = Path(directory)
     manifest = read_manifest(directory)
     weights = read_at_most(directory / WEIGHTS, _get_weights_size(manifest, directory))
-    model, calibration = _build_model(manifest, weights, directory)
-    model = model.to(torch_device).eval()
-    if compiled and is_supported(model):
-        has_low_precision = model.config.precision == "bfloat16"
-        model.kernel_library = load_library(has_low_precision)
+    parameters, calibration = _parse_model(manifest, weights, directory)
+    model: Model = parameters
+    if not is_on_cpu:
+        model = load_network(parameters).to(resolve_device(device)).eval()
+    elif compiled and is_supported(parameters):
+        has_low_precision = parameters.config.precision == "bfloat16"
+        parameters.kernel_library = load_library(has_low_precision)
     return Artifact(model, calibration, manifest["fingerprint"], manifest, directory)
 
 
@@ -462,7 +511,7 @@ def _get_weights_size(manifest: dict[str, Any], directory: Path) -> int:
     return size
 
 
-def _build_model(manifest: dict[str, Any], weights: bytes, directory: Path) -> tuple[DEformer, Calibration]:
+def _parse_model(manifest: dict[str, Any], weights: bytes, directory: Path) -> tuple[ModelParameters, Calibration]:
     """Return the model and its calibration from the contents of the files of a model directory.
 
     Args:
@@ -484,14 +533,13 @@ def _build_model(manifest: dict[str, Any], weights: bytes, directory: Path) -> t
     try:
         if hashlib.sha256(weights).hexdigest() != manifest["files"][WEIGHTS]["sha256"]:
             raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {REMEDY}")
-        tensors = safetensors.torch.load(weights)
+        arrays = safetensors.numpy.load(weights)
         schema = Schema.from_json(manifest["features"], manifest.get("window"), manifest.get("reading_times"))
         config = ModelConfig.from_json(manifest["hyperparameters"])
         _check_manifest(manifest, schema, directory)
-        _check_tensors(tensors, schema, config, directory)
-        model = DEformer(schema, config)
-        model.load_state_dict(tensors)
-        return model, Calibration.from_json(manifest["calibration"])
+        _check_arrays(arrays, schema, config, directory)
+        parameters = ModelParameters(schema, config, check_parameters(schema, config, arrays))
+        return parameters, Calibration.from_json(manifest["calibration"])
     except _INCONSISTENCY_ERRORS as error:
         raise ArtifactError(
             f"the model directory {directory} is damaged ({_to_printable_line(error)}): {REMEDY}"
@@ -570,14 +618,14 @@ def _check_manifest(manifest: dict[str, Any], schema: Schema, directory: Path) -
                 )
 
 
-def _check_tensors(tensors: dict[str, torch.Tensor], schema: Schema, config: ModelConfig, directory: Path) -> None:
+def _check_arrays(arrays: dict[str, Array], schema: Schema, config: ModelConfig, directory: Path) -> None:
     """Check that the weights are finite, and that the described network is not much larger than the weights file.
 
-    The check is made before the network is built. A forged manifest could otherwise describe such a large network that
-    building it would exhaust the memory.
+    The check is made before the weights are used. A forged manifest could otherwise describe such a large network that
+    its description would exhaust the memory.
 
     Args:
-        tensors: The tensors of model.safetensors by name.
+        arrays: The arrays of model.safetensors by name.
         schema: The features of the described network.
         config: The hyperparameters of the described network.
         directory: The model directory, for error messages.
@@ -585,23 +633,22 @@ def _check_tensors(tensors: dict[str, torch.Tensor], schema: Schema, config: Mod
     Raises:
         ArtifactError: The check fails.
     """
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
+    for name, array in arrays.items():
+        if not np.isfinite(array).all():
             raise ArtifactError(
                 f"{directory / WEIGHTS} is damaged: its tensor {shorten(name)} has values that are not finite; {REMEDY}"
             )
     # Each layer has at least one tensor of its own. The values are counted below, but the objects of very many tiny
     # layers would take much more memory than their values, so the layers are counted, too.
     num_layers = max(config.layers, len(config.hidden))  # Transformer layers, and hidden layers of the encoders
-    if num_layers > len(tensors):
+    if num_layers > len(arrays):
         raise ArtifactError(
             f"the model directory {directory} is damaged: the hyperparameters in {MANIFEST} describe {num_layers} "
-            f"layers, each with tensors of its own, but {WEIGHTS} has only {len(tensors)} tensors; {REMEDY}"
+            f"layers, each with tensors of its own, but {WEIGHTS} has only {len(arrays)} tensors; {REMEDY}"
         )
     num_described_values = count_state_values(schema, config)
-    num_values = sum(tensor.numel() for tensor in tensors.values())
-    # A smaller difference is allowed here: building the network then takes little memory, and `load_state_dict` reports
-    # which tensor differs.
+    num_values = sum(array.size for array in arrays.values())
+    # A smaller difference is allowed here: `check_parameters` reports which tensor differs.
     if num_described_values > 4 * num_values + 1_000_000:
         raise ArtifactError(
             f"the model directory {directory} is damaged: the hyperparameters in {MANIFEST} describe a network with "

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deformer_stream.engine.imputation import round_to_quantum
-from deformer_stream.kernels.kv_cache import TorchKVCache
+from deformer_stream.engine.estimates import round_to_quantum
+from deformer_stream.kernels.torch_kv_cache import TorchKVCache
 from deformer_stream.model.deformer import DEformer, to_tensor
 from trainer.fit import Interrupted
 

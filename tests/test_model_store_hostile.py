@@ -75,13 +75,13 @@ def test_weights_that_are_longer_than_the_manifest_says_are_refused(directory: P
     ],
     ids=lambda hyperparameters: next(iter(hyperparameters)),
 )
-def test_network_larger_than_the_weights_file_is_refused_before_it_is_built(
+def test_network_larger_than_the_weights_file_is_refused(
     directory: Path, monkeypatch: pytest.MonkeyPatch, hyperparameters: dict[str, Any]
 ) -> None:
     def fail(*args: Any) -> None:
-        raise AssertionError("the network was built")
+        raise AssertionError("the weights were used")
 
-    monkeypatch.setattr(model_store, "DEformer", fail)
+    monkeypatch.setattr(model_store, "check_parameters", fail)
     forge_manifest(directory, lambda manifest: manifest["hyperparameters"].update(hyperparameters))
     assert_read_fails(directory, "is damaged")
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS, Calibration, TiePolicy, trim_largest
 from deformer_stream.calibration.cusum import CusumScale
-from deformer_stream.calibration.torch_scoring import RecordScores
+from deformer_stream.calibration.score_sums import RecordScores
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import ClosedRecords, EventBatch
 from deformer_stream.engine.record_scores import compute_record_scores

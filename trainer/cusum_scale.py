@@ -171,7 +171,7 @@ def _score_with_kernels(kernels: CpuKernels, batch: BlockBatch) -> Floats:
         num_prefill_only=is_before_targets.sum(1),
         ages=batch.ages.numpy()[is_reading],
     )
-    has_others = kernels.model.process is not None
+    has_others = kernels.parameters.has_process
     terms = np.zeros((3, *is_reading.shape))
     scored = kernels.score(cache, ragged, has_others)
     is_scored = is_reading & ~is_before_targets

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.cusum import CusumScale
-from deformer_stream.calibration.torch_scoring import RecordScores, sum_neg_log_p
+from deformer_stream.calibration.score_sums import RecordScores
+from deformer_stream.calibration.torch_scoring import sum_neg_log_p
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import ClosedRecords, EventBatch, WindowMembership
 from deformer_stream.kernels.cpu import attached_kernels

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS, Calibration
 from deformer_stream.calibration.cusum import CusumScale
+from deformer_stream.calibration.score_sums import RecordScores
 from deformer_stream.calibration.seen_records import RecordHasher, RecordSet, SeenRecords
-from deformer_stream.calibration.torch_scoring import RecordScores
 from deformer_stream.counts import format_count
 from deformer_stream.errors import ConfigError, map_write_errors
 from deformer_stream.model.bounded_context import ContextLimit

@@ -39,8 +39,6 @@ from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import SCORE_TOLERANCE, Calibration, extract_group, group_indexes_by_key
 from deformer_stream.calibration.drift_state import DriftNotice, DriftState, FeatureShift
-from deformer_stream.calibration.torch_scoring import score_records, sum_neg_log_p
-from deformer_stream.model.deformer import DEformer
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -61,9 +59,6 @@ NUM_RECENT_RECORDS = 64
 """Number of most recent records from which a notice finds the features that have shifted. It is enough for a mean of
 each feature and small enough that most of these records lie after the change."""
 
-RECORDS_PER_PASS = 16
-"""Number of contexts of irregular readings that go through the network together. It bounds the memory of a notice."""
-
 
 class RecordReadings(NamedTuple):
     """The L readings of one record in order of arrival. If readings are irregular, those of a block with its context.
@@ -79,6 +74,11 @@ class RecordReadings(NamedTuple):
     values: Floats
     ages: Floats | None = None
     num_context: int = 0
+
+
+AverageNegLogP = Callable[[Collection[RecordReadings]], Mapping[str, float]]
+"""A function that returns the mean of −ln p over the readings of each feature, in nats, by the feature's name. p is a
+reading's highest-density p-value. `engine.record_scores.average_neg_log_p_by_feature` is one, for a given model."""
 
 
 class RankBins:
@@ -381,7 +381,9 @@ class DriftMonitor:
         alarms, self._alarms = self._alarms, []
         return alarms
 
-    def collect_notices(self, model: DEformer, now: int) -> tuple[list[DriftNotice], dict[int, DriftState]]:
+    def collect_notices(
+        self, average_neg_log_p: AverageNegLogP, now: int
+    ) -> tuple[list[DriftNotice], dict[int, DriftState]]:
         """Return the drift notices since the last call, and the evidence of drift that has changed since then.
 
         The evidence of a partition is a number that grows while its records are more anomalous than the calibration
@@ -389,7 +391,7 @@ class DriftMonitor:
         is the message to the user about an alarm.
 
         Args:
-            model: The network, with which recent records are scored again to find the features that have shifted.
+            average_neg_log_p: Scores recent records again, to find the features that have shifted.
             now: The current time in microseconds since 1970, UTC.
 
         Returns:
@@ -402,17 +404,17 @@ class DriftMonitor:
         states: dict[int, DriftState] = {}
         if math.isfinite(self.level):
             states = {partition: self._evidence_by_partition[partition].to_state() for partition in sorted(changed)}
-        return [self._make_notice(alarm, model, now) for alarm in self.pop_alarms()], states
+        return [self._make_notice(alarm, average_neg_log_p, now) for alarm in self.pop_alarms()], states
 
-    def _make_notice(self, alarm: DriftAlarm, model: DEformer, now: int) -> DriftNotice:
+    def _make_notice(self, alarm: DriftAlarm, average_neg_log_p: AverageNegLogP, now: int) -> DriftNotice:
         """Return the notice of an alarm, with the features that have shifted in the partition's recent records.
 
         Args:
             alarm: The alarm.
-            model: The network, with which the recent records are scored again.
+            average_neg_log_p: Scores the recent records again.
             now: The time of the notice in microseconds since 1970, UTC.
         """
-        recent = average_neg_log_p_by_feature(model, self._recent_readings.get(alarm.partition, ()))
+        recent = average_neg_log_p(self._recent_readings.get(alarm.partition, ()))
         return DriftNotice(
             id=make_notice_id(alarm, self.model),
             record=alarm.record,
@@ -484,40 +486,6 @@ def make_notice_id(alarm: DriftAlarm, model: str) -> str:
     # An id that was read from JSON can contain an unpaired surrogate, which UTF-8 alone cannot encode.
     text = f"drift\0{model}\0{alarm.partition}\0{alarm.record}"
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-def average_neg_log_p_by_feature(model: DEformer, records: Collection[RecordReadings]) -> dict[str, float]:
-    """Return the mean of −ln p over the readings of each feature, in nats, by the feature's name.
-
-    p is a reading's highest-density p-value: the probability of a value that is at most as likely as the observed one.
-
-    Args:
-        model: The network that computes the p-values.
-        records: The readings of each record; with their ages, if readings are irregular.
-
-    Returns:
-        The mean by feature name. Empty if readings are irregular and have no ages.
-    """
-    is_irregular = model.schema.reading_times is not None
-    if not records or (is_irregular and any(record.ages is None for record in records)):
-        return {}
-    # (R, L) for R records with at most L readings; the code −1 is padding at the end of a row.
-    max_readings = max(len(record.codes) for record in records)
-    codes = np.full((len(records), max_readings), -1, np.int64)
-    values, ages = np.zeros(codes.shape), np.zeros(codes.shape)
-    for row, record in enumerate(records):
-        codes[row, : len(record.codes)] = record.codes
-        values[row, : len(record.values)] = record.values
-        if record.ages is not None:
-            ages[row, : len(record.ages)] = record.ages
-    normalised_values = model.schema.normalise(np.maximum(codes, 0), values)  # padding needs a valid code
-    if not is_irregular:
-        scores = score_records(model, codes, normalised_values)
-    else:
-        num_context = np.array([record.num_context for record in records])
-        is_scored = (codes >= 0) & (np.arange(max_readings) >= num_context[:, None])
-        scores = sum_neg_log_p(model, codes, normalised_values, ages, is_scored, RECORDS_PER_PASS)
-    return scores.average_neg_log_p_by_feature(model.schema.names)
 
 
 def find_shifted_features(

@@ -90,7 +90,7 @@ def replace_units(loaded: Artifact, settings: ConsumeSettings | ReplaySettings) 
         loaded: The model, which is changed in place.
         settings: Options of the command.
     """
-    loaded.model.schema = loaded.schema.with_units(settings.units)
+    loaded.replace_schema(loaded.schema.with_units(settings.units))
 
 
 def _warn_about_alphas(calibration: Calibration, alphas: Sequence[float]) -> None:
@@ -201,7 +201,7 @@ def make_engine(
         )
     try:
         return Engine(
-            loaded.model,
+            loaded.scoring_model,
             loaded.calibration,
             loaded.fingerprint,
             alphas,

@@ -31,8 +31,8 @@ def print_model(loaded: Artifact, console: Console | None = None) -> None:
     """
     # A width of None is the width of the terminal.
     console = console or Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    config, calibration = loaded.model.config, loaded.calibration
-    num_parameters = sum(p.numel() for p in loaded.model.parameters())
+    config, calibration = loaded.scoring_model.config, loaded.calibration
+    num_parameters = loaded.scoring_model.extract_parameters().num_learned_values
     console.print(f"[bold]{_escape(str(loaded.directory))}[/bold]")
     console.print(f"fingerprint {loaded.fingerprint}, {num_parameters:,} parameters")
     size = f"d_model {config.d_model}, {config.layers} layers, {config.heads} heads"

@@ -300,7 +300,7 @@ def _write_candidate(
         seen_records = model_store.read_seen_records(loaded.directory, loaded.manifest)
         training = loaded.manifest["training"] | {"recalibrated": note}
         fingerprint = model_store.write(
-            directory, loaded.model, proposal.calibration, training, training_report, seen_records
+            directory, loaded.scoring_model, proposal.calibration, training, training_report, seen_records
         )
         write_incident_calibration(directory, _replace_incidents(before, fingerprint, proposal))
     with map_write_errors(out):

@@ -525,12 +525,12 @@ def build_calibrate() -> click.Command:
             values, orders = readings.get_matrices(sink.record_ids)
             alpha = max(settings.alpha)
             max_statistics = score_in_chosen_order(
-                loaded.model, loaded.calibration, sink.record_ids, values, orders, alpha
+                loaded.scoring_model, loaded.calibration, sink.record_ids, values, orders, alpha
             )
         statistics = CalibrationStatistics(
             max_statistics=max_statistics[is_used],
             record_ids=record_ids,
-            mean_neg_log_p_by_feature=sink.average_neg_log_p_by_feature(loaded.model, record_ids)
+            mean_neg_log_p_by_feature=sink.average_neg_log_p_by_feature(loaded.scoring_model, record_ids)
             or loaded.calibration.mean_neg_log_p_by_feature,  # of all records with kept readings, none is used
             arrival_order="next"
             if has_choice

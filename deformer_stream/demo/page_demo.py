@@ -210,7 +210,7 @@ def _run_pipeline(
 ) -> None:
     """Score the simulated pumps in real time, and append their incidents to a log, until `stop` is set."""
     detector = model_store.read(directory)
-    detector.model.schema = detector.schema.with_units({name: sensor.unit for name, sensor in SENSORS.items()})
+    detector.replace_schema(detector.schema.with_units({name: sensor.unit for name, sensor in SENSORS.items()}))
     detection = load_detection_plan(
         directory, IncidentRuleSettings.model_validate({"records_per_day": RECORDS_PER_DAY})
     )
@@ -234,7 +234,7 @@ def _run_pipeline(
         source=source,
         codec=Codec(detector.schema),
         engine=Engine(
-            detector.model,
+            detector.scoring_model,
             detector.calibration,
             detector.fingerprint,
             ALPHA,

@@ -242,7 +242,7 @@ def stream_readings(
     pipeline = Pipeline(
         source=MemorySource(fleet.iterate_messages(), chunk=READINGS_PER_POLL),
         codec=Codec(detector.schema),
-        engine=Engine(detector.model, detector.calibration, detector.fingerprint, ALPHA, limits),
+        engine=Engine(detector.scoring_model, detector.calibration, detector.fingerprint, ALPHA, limits),
         sinks=[printer],
         clock=EventClock(),  # timeouts follow the event times, because the stream is replayed as fast as possible
         metrics=Metrics(),

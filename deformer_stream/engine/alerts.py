@@ -190,7 +190,7 @@ class AlertBuilder:
         suggestions: dict[int, SuggestedReading] = {}
         for version, members in self.group_by_version(record_index):
             alerted = collect_alerted_records(
-                version.model,
+                version.network,
                 self.records,
                 record_index[members],
                 num_readings[members],
@@ -198,7 +198,7 @@ class AlertBuilder:
                 declared_later[members],
             )
             p_values = scored.p_value[rows[members]]
-            found = suggest_readings(version.model, version.calibration, alerted, p_values, self.alphas)
+            found = suggest_readings(version.network, version.calibration, alerted, p_values, self.alphas)
             suggestions |= {int(chosen[k]): one for k, one in zip(members.tolist(), found, strict=True) if one}
         return suggestions
 

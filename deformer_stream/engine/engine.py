@@ -34,23 +34,17 @@ from deformer_stream.engine.events import (
 from deformer_stream.engine.explain import ExplanationEffort
 from deformer_stream.engine.irregular_ingest import ingest_irregular
 from deformer_stream.engine.last_context import find_last_context
-from deformer_stream.engine.next_reading import (
-    DEFAULT_NUM_DRAWS,
-    DEFAULT_SUSPICIOUS,
-    NextReading,
-    collect_open_records,
-    list_next_readings,
-    rank_features,
-)
 from deformer_stream.engine.records import MAX_CLOSED_IDS, AcceptedReadings, RecordTable
 from deformer_stream.engine.scoring import NO_ALPHAS, Cache, ModelVersion
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.engine.slot_ingest import ingest_slots, release_slots
 from deformer_stream.engine.snapshot import Snapshot, Vocabulary, export_state, import_state
+from deformer_stream.engine.suggestions import DEFAULT_NUM_DRAWS, DEFAULT_SUSPICIOUS, NextReading
 from deformer_stream.engine.ties import decide_tie_groups
 from deformer_stream.errors import ConfigError, InvariantViolated
 from deformer_stream.kernels.kv_cache import CacheShape
-from deformer_stream.model.deformer import DEformer
+from deformer_stream.model.load_network import require_torch
+from deformer_stream.model.parameters import Model
 from deformer_stream.model.schema import Schema
 from deformer_stream.ragged import ragged_indices
 
@@ -172,7 +166,7 @@ class Engine:
 
     def __init__(
         self,
-        model: DEformer,
+        model: Model,
         calibration: Calibration,
         fingerprint: str,
         alpha: float | Sequence[float],
@@ -210,6 +204,8 @@ class Engine:
         self.alphas = np.unique(np.atleast_1d(np.asarray(alpha, np.float64)))[::-1]
         self.limits, self.effort, self._tie_policy = limits or Limits(), effort, ties
         self._max_suggested = max_suggested
+        if max_suggested:
+            require_torch("stating the reading to take next")
         holds_ties = self._holds_ties(model, calibration)
         self.records = RecordTable(model.schema, self.limits.max_closed_ids, holds_ties)
         self.num_dropped_readings = 0
@@ -312,7 +308,9 @@ class Engine:
         drift_notices: list[DriftNotice] = []
         drift_states: dict[int, DriftState] = {}
         if self._drift_monitor is not None:
-            drift_notices, drift_states = self._drift_monitor.collect_notices(self.current_version.model, now)
+            drift_notices, drift_states = self._drift_monitor.collect_notices(
+                self.current_version.average_neg_log_p_by_feature, now
+            )
         return Effects(
             batch,
             scored,
@@ -479,7 +477,7 @@ class Engine:
 
     def change_model(
         self,
-        model: DEformer,
+        model: Model,
         calibration: Calibration,
         fingerprint: str,
         open_records: OpenRecordPolicy,
@@ -651,6 +649,10 @@ class Engine:
         Raises:
             ConfigError: The readings of the model are irregular.
         """
+        # Imported here, because it imports PyTorch, which scoring with compiled kernels does not need.
+        require_torch("choosing the next reading")
+        from deformer_stream.engine.next_reading import collect_open_records, list_next_readings, rank_features
+
         check_single_readings(self.schema, "choose the next reading of")
         records, chosen = self.records, np.array(self.records.indices_of_partitions(), np.int64)
         if record_ids is None:
@@ -663,8 +665,8 @@ class Engine:
         for version, members in self._group_by_version(chosen):
             open_records = collect_open_records(records, chosen[members])
             alpha = float(self.alphas[0])
-            ranked = rank_features(version.model, version.calibration, open_records, alpha, num_draws)
-            readings |= list_next_readings(version.model, ranked, open_records.record_ids)
+            ranked = rank_features(version.network, version.calibration, open_records, alpha, num_draws)
+            readings |= list_next_readings(version.network, ranked, open_records.record_ids)
         return readings
 
     def finish(self) -> Effects:
@@ -689,7 +691,7 @@ class Engine:
         closed = self._close(open_records, CloseReason.END)
         return Effects(batch, scored, alerts, rejections=[], closed=closed, model=self.fingerprint)
 
-    def _holds_ties(self, model: DEformer, calibration: Calibration) -> bool:
+    def _holds_ties(self, model: Model, calibration: Calibration) -> bool:
         """Return whether readings of one record with the same event time are scored together as a tie group.
 
         The engine's argument `ties` decides. If it is None, the policy with which the calibration was made decides.

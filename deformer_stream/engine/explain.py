@@ -34,22 +34,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import PrefixState, advance_prefix_state
+from deformer_stream.engine.conditionals import Conditionals, compute_conditionals
+from deformer_stream.engine.estimates import find_likeliest_labels, round_to_quantum
 from deformer_stream.engine.events import AlertCause, Contribution, ExpectedRange, Explanation
-from deformer_stream.engine.imputation import find_likeliest_labels, round_to_quantum
-from deformer_stream.engine.order_trees import (
-    OrderTree,
-    build_chain_tree,
-    build_order_tree,
-    compute_tree_conditionals,
-)
+from deformer_stream.engine.order_trees import OrderTree, build_chain_tree, build_order_tree
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.kernels.cpu import CpuKernels
-from deformer_stream.model.deformer import DEformer, to_tensor
-from deformer_stream.model.distributions import Conditional, ScoreTerms
+from deformer_stream.model.parameters import Model
 from deformer_stream.model.schema import Feature, Schema
 
 Floats = NDArray[np.float64]
@@ -218,7 +212,6 @@ class _TreeOutput:
 
     Attributes:
         tree: The tree, which orders W readings of each record.
-        kernels: The model's compiled kernels, or None to compute with PyTorch.
         positions: (A, W) entry [a, w] is for the reading of record a that has number w in the tree. It is the position
             of this reading in the record's order of arrival, from 0.
         codes: (A, T) feature codes (indexes in the schema) at the nodes.
@@ -228,11 +221,10 @@ class _TreeOutput:
     """
 
     tree: OrderTree
-    kernels: CpuKernels | None
     positions: Ints
     codes: Ints
-    values: torch.Tensor
-    conditional: Conditional
+    values: Floats
+    conditional: Conditionals
     surprisal: Floats
 
     def select(self, rows: Ints) -> _TreeOutput:
@@ -241,14 +233,12 @@ class _TreeOutput:
         Args:
             rows: Indexes of these records, from 0 to A − 1.
         """
-        index = torch.from_numpy(rows).to(self.values.device)  # NumPy arrays are indexed by `rows`, tensors by this
         return _TreeOutput(
             tree=self.tree,
-            kernels=self.kernels,
             positions=self.positions[rows],
             codes=self.codes[rows],
-            values=self.values[index],
-            conditional=self.conditional[index],
+            values=self.values[rows],
+            conditional=self.conditional[rows],
             surprisal=self.surprisal[rows],
         )
 
@@ -265,14 +255,7 @@ class _TreeOutput:
         Returns:
             (Q, A, K) quantiles of each of the A records, in normalised units.
         """
-        conditional = self.conditional[:, torch.from_numpy(nodes)]
-        # The compiled kernels compute the same quantiles faster.
-        if self.kernels is None:
-            quantiles = conditional.quantiles(probabilities)
-        else:
-            quantiles = self.kernels.quantiles(conditional, probabilities)
-        quantile_array: Floats = quantiles.double().cpu().numpy()
-        return quantile_array
+        return self.conditional[:, nodes].quantiles(probabilities)
 
     def compute_surprise(self, nodes: Ints) -> Floats:
         """Return how improbable the values at some nodes of the tree of orders are.
@@ -287,8 +270,7 @@ class _TreeOutput:
             (A, K) −ln of the highest-density p-value (probability of a value at most as likely as the observed one) for
             each of A records, in nats; larger is more improbable.
         """
-        index = torch.from_numpy(nodes)
-        return -_compute_log_p_value(self.conditional[:, index], self.values[:, index], self.kernels)
+        return -self.conditional[:, nodes].compute_score_terms(self.values[:, nodes]).log_p_value
 
     def compute_centered_nll(self, nodes: Ints) -> Floats:
         """Return the centered NLL of the values at some nodes of the tree of orders: −ln p minus its expectation.
@@ -299,10 +281,7 @@ class _TreeOutput:
         Returns:
             (A, K) nats; positive if the value is less probable than usual.
         """
-        index = torch.from_numpy(nodes)
-        terms = _compute_score_terms(self.conditional[:, index], self.values[:, index], self.kernels)
-        centered: Floats = terms.centered_nll.double().cpu().numpy()
-        return centered
+        return self.conditional[:, nodes].compute_score_terms(self.values[:, nodes]).centered_nll
 
     def sum_without_each_item(self) -> Floats:
         """Return for each of n readings (the items) the surprisal that each record would have without this reading.
@@ -328,7 +307,7 @@ class _TreeOutput:
 
 
 def explain_records(
-    model: DEformer,
+    model: Model,
     codes: Ints,
     raw_values: Floats,
     unseen_labels: Sequence[Mapping[int, str]],
@@ -345,7 +324,7 @@ def explain_records(
     would have avoided the alert.
 
     Args:
-        model: The network, in evaluation mode.
+        model: The features, hyperparameters and weights.
         codes: (A, L) feature codes (indexes in the schema) in order of arrival, −1 as padding at the end; L is the
             number of readings of the longest record.
         raw_values: (A, L) values in raw units, or label codes; those of padding are ignored.
@@ -396,7 +375,7 @@ def explain_records(
 
 
 def explain_context(
-    model: DEformer,
+    model: Model,
     codes: Ints,
     raw_values: Floats,
     ages: Floats,
@@ -413,7 +392,7 @@ def explain_context(
     of them has one contribution, with its time. The suspects are readings of one sensor, or there are none.
 
     Args:
-        model: The network, in evaluation mode.
+        model: The features, hyperparameters and weights.
         codes: (L,) feature codes (indexes in the schema) of the context in the order of acceptance.
         raw_values: (L,) values in raw units, or label codes.
         ages: (L,) seconds from the origin of the record to each reading.
@@ -450,11 +429,11 @@ def explain_context(
     return _build_explanation(model.schema, findings, 0, codes, raw_values, unseen_labels, times)
 
 
-def _compute_context_findings(model: DEformer, group: _RecordGroup, evidence: AlertCause | None) -> _Findings:
+def _compute_context_findings(model: Model, group: _RecordGroup, evidence: AlertCause | None) -> _Findings:
     """Return the complete findings for the readings of one context of irregular readings.
 
     Args:
-        model: The network.
+        model: The model.
         group: The context, as a group of one record, with its candidates (readings that may become suspects).
         evidence: Which cumulative sum has raised the alert, None if it was none.
     """
@@ -481,7 +460,7 @@ def _compute_context_findings(model: DEformer, group: _RecordGroup, evidence: Al
     return findings
 
 
-def _find_suspect_readings(model: DEformer, group: _RecordGroup) -> Ints:
+def _find_suspect_readings(model: Model, group: _RecordGroup) -> Ints:
     """Return the readings of a context of irregular readings to which its alert is attributed: those of one sensor.
 
     A sensor that becomes faulty at some time has faulty readings from then on. For each sensor and each number j, the
@@ -494,7 +473,7 @@ def _find_suspect_readings(model: DEformer, group: _RecordGroup) -> Ints:
     sensor's readings. It is the mean over two orders of the sensors, of which one is the reverse of the other.
 
     Args:
-        model: The network.
+        model: The model.
         group: The context, as a group of one record with n candidates. Readings that are not candidates are given.
 
     Returns:
@@ -530,7 +509,7 @@ def _compute_excess_by_length(terms: Floats) -> Floats:
     return np.asarray(np.cumsum(terms[::-1]) - EARLIER_ONSET_COST * np.arange(len(terms)))
 
 
-def _find_readings_of_evidence(model: DEformer, group: _RecordGroup, kind: str) -> Ints:
+def _find_readings_of_evidence(model: Model, group: _RecordGroup, kind: str) -> Ints:
     """Return the readings of a context to which an alert is attributed that was raised by a sum of one sensor.
 
     The sensor is that of the last reading, which raised the alert. If the sensor repeats its value, the suspects are
@@ -538,7 +517,7 @@ def _find_readings_of_evidence(model: DEformer, group: _RecordGroup, kind: str) 
     (`_find_suspect_readings`). They are conditional on the readings of all other sensors.
 
     Args:
-        model: The network.
+        model: The model.
         group: The context, as a group of one record.
         kind: The kind of the sum.
 
@@ -610,12 +589,12 @@ def bound_num_nodes(num_items: int) -> int:
 
 
 def _compute_arrival_findings(
-    model: DEformer, codes: Ints, raw_values: Floats, kernels: CpuKernels | None, ages: Floats | None = None
+    model: Model, codes: Ints, raw_values: Floats, kernels: CpuKernels | None, ages: Floats | None = None
 ) -> _Findings:
     """Compute how improbable each reading was and which values were expected, given the readings that arrived before.
 
     Args:
-        model: The network.
+        model: The model.
         codes: (A, m) feature codes (indexes in the schema) of A records with m readings each, in order of arrival.
         raw_values: (A, m) values in raw units, or label codes.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
@@ -651,7 +630,7 @@ def _compute_arrival_findings(
 
 
 def _choose_candidates(
-    model: DEformer,
+    model: Model,
     codes: Ints,
     raw_values: Floats,
     is_decision_point: Bools,
@@ -666,7 +645,7 @@ def _choose_candidates(
     ones.
 
     Args:
-        model: The network.
+        model: The model.
         codes: (A, m) feature codes (indexes in the schema) in order of arrival, without padding. All records have
             equally many context features.
         raw_values: (A, m) values in raw units, or label codes.
@@ -713,7 +692,7 @@ def _make_rng(record_id: str) -> np.random.Generator:
     return np.random.default_rng(int.from_bytes(digest))
 
 
-def _compute_tree(model: DEformer, group: _RecordGroup, positions: Ints, tree: OrderTree) -> _TreeOutput:
+def _compute_tree(model: Model, group: _RecordGroup, positions: Ints, tree: OrderTree) -> _TreeOutput:
     """Compute the distributions of the readings of A records, for many orders of the readings in one forward pass.
 
     Each distribution is conditioned on the readings that come before in the order. The orders form a tree: a trie in
@@ -721,7 +700,7 @@ def _compute_tree(model: DEformer, group: _RecordGroup, positions: Ints, tree: O
     ancestors.
 
     Args:
-        model: The network.
+        model: The model.
         group: The A records.
         positions: (A, W) entry [a, w] is for the reading of record a that has number w in the tree. It is the position
             of this reading in the record's order of arrival, from 0.
@@ -732,21 +711,18 @@ def _compute_tree(model: DEformer, group: _RecordGroup, positions: Ints, tree: O
     """
     # (A, W): the readings in the numbering of the tree.
     codes = np.take_along_axis(group.codes, positions, 1)
-    values = to_tensor(np.take_along_axis(group.values, positions, 1), model)
-    ages = None
-    if group.ages is not None:  # float64, whatever the dtype of the model
-        ages = torch.from_numpy(np.take_along_axis(group.ages, positions, 1)).to(model.device)
-    with torch.inference_mode():
-        conditional = compute_tree_conditionals(model, tree, to_tensor(codes, model), values, group.kernels, ages)
-        node_values = values[:, torch.from_numpy(tree.reading_index).to(model.device)]  # (A, T)
-        surprisal = -conditional.log_prob(node_values).double().cpu().numpy()
+    values = np.take_along_axis(group.values, positions, 1)
+    ages = None if group.ages is None else np.take_along_axis(group.ages, positions, 1)
+    conditional = compute_conditionals(model, group.kernels, codes, values, ages, tree)
+    node_values = values[:, tree.reading_index]  # (A, T)
+    surprisal = -conditional.log_prob(node_values)
     node_codes = codes[:, tree.reading_index]
     # Context features condition the others but are not scored, so they add nothing to sums of surprisals.
     surprisal = np.where(model.schema.is_context[node_codes], 0.0, surprisal)
-    return _TreeOutput(tree, group.kernels, positions, node_codes, node_values, conditional, surprisal)
+    return _TreeOutput(tree, positions, node_codes, node_values, conditional, surprisal)
 
 
-def _find_suspects(model: DEformer, group: _RecordGroup, alert_rule: AlertRule) -> _Findings:
+def _find_suspects(model: Model, group: _RecordGroup, alert_rule: AlertRule) -> _Findings:
     """Find the suspects of A records, and compute the complete findings for their readings.
 
     Suspects are a small set of readings whose replacement by expected values avoids the alert; the other readings are
@@ -755,7 +731,7 @@ def _find_suspects(model: DEformer, group: _RecordGroup, alert_rule: AlertRule) 
     the reading whose removal leaves the smallest surprisal (sum of −ln p) of the trusted readings.
 
     Args:
-        model: The network.
+        model: The model.
         group: The A records with their candidates (readings that may become suspects).
         alert_rule: Decides whether a record with replaced readings still raises an alert.
 
@@ -807,7 +783,7 @@ def _find_suspects(model: DEformer, group: _RecordGroup, alert_rule: AlertRule) 
 
 
 def _try_single_suspects(
-    model: DEformer, group: _RecordGroup, output: _TreeOutput, alert_rule: AlertRule
+    model: Model, group: _RecordGroup, output: _TreeOutput, alert_rule: AlertRule
 ) -> tuple[Ints, Bools]:
     """Find for each of A records a single reading whose replacement by its expected value avoids the alert.
 
@@ -816,7 +792,7 @@ def _try_single_suspects(
     the first candidate is returned.
 
     Args:
-        model: The network.
+        model: The model.
         group: The A records with n candidates (readings to which the alert can be attributed) each.
         output: The network's output for orders of the readings, in which each candidate is last once or twice.
         alert_rule: Decides whether a record with a replaced reading still raises an alert.
@@ -894,7 +870,7 @@ def _store_attributions(findings: _Findings, group: _RecordGroup, output: _TreeO
 
 
 def _store_surprise_and_expected_values(
-    model: DEformer, findings: _Findings, rows: Ints, positions: Ints, output: _TreeOutput, nodes: Ints
+    model: Model, findings: _Findings, rows: Ints, positions: Ints, output: _TreeOutput, nodes: Ints
 ) -> None:
     """Store in the findings how improbable K readings of each of A records are, and which values were expected.
 
@@ -903,7 +879,7 @@ def _store_surprise_and_expected_values(
     readings at its ancestors. All records have the same tree, but a node can hold a different reading of each record.
 
     Args:
-        model: The network.
+        model: The model.
         findings: The findings to change.
         rows: (A,) the row of each record in the findings.
         positions: (A, K) for each record the positions of its readings at the nodes, in its order of arrival, from 0.
@@ -915,11 +891,11 @@ def _store_surprise_and_expected_values(
     findings.surprise[cells] = output.compute_surprise(nodes)
     quantiles = output.compute_quantiles(nodes, EXPECTED_QUANTILES)
     findings.expected[:, *cells] = schema.denormalise(codes, quantiles)
-    conditional = output.conditional[:, torch.from_numpy(nodes)]
-    findings.likeliest_label[cells] = find_likeliest_labels(schema, codes, conditional)
+    log_mass = output.conditional[:, nodes].get_log_mass()
+    findings.likeliest_label[cells] = find_likeliest_labels(schema, codes, log_mass)
 
 
-def _compute_replacements(model: DEformer, output: _TreeOutput, nodes: Ints) -> Floats:
+def _compute_replacements(model: Model, output: _TreeOutput, nodes: Ints) -> Floats:
     """Return the expected values by which readings are replaced, to test whether that avoids the alert.
 
     A continuous reading is replaced by its conditional median, rounded to the resolution of the sensor; a discrete one
@@ -927,7 +903,7 @@ def _compute_replacements(model: DEformer, output: _TreeOutput, nodes: Ints) -> 
     Each node stands for a reading given the readings at its ancestors.
 
     Args:
-        model: The network.
+        model: The model.
         output: The network's output at the nodes of the tree, for A records.
         nodes: (K,) indexes of the nodes whose readings are replaced.
 
@@ -937,12 +913,12 @@ def _compute_replacements(model: DEformer, output: _TreeOutput, nodes: Ints) -> 
     schema, codes = model.schema, output.codes[:, nodes]
     normalised_median = output.compute_quantiles(nodes, (0.5,))[0]
     number = round_to_quantum(schema, codes, schema.denormalise(codes, normalised_median))
-    label = find_likeliest_labels(schema, codes, output.conditional[:, torch.from_numpy(nodes)])
+    label = find_likeliest_labels(schema, codes, output.conditional[:, nodes].get_log_mass())
     return np.where(schema.is_discrete[codes], label, number)
 
 
 def _test_replacements(
-    model: DEformer, group: _RecordGroup, positions: Ints, replacements: Floats, sets: Ints, alert_rule: AlertRule
+    model: Model, group: _RecordGroup, positions: Ints, replacements: Floats, sets: Ints, alert_rule: AlertRule
 ) -> Bools:
     """Return whether the alert of each of A records is avoided if some of its readings are replaced by other values.
 
@@ -950,7 +926,7 @@ def _test_replacements(
     scored again in its order of arrival.
 
     Args:
-        model: The network.
+        model: The model.
         group: The A records with m readings each.
         positions: (A, K) positions, in the order of arrival, of readings that may be replaced.
         replacements: (A, K) the values that replace them, in raw units or label codes.
@@ -981,7 +957,7 @@ def _test_replacements(
 
 
 def _compute_max_statistics(
-    model: DEformer, kernels: CpuKernels | None, codes: Ints, values: Floats, is_decision_point: Bools
+    model: Model, kernels: CpuKernels | None, codes: Ints, values: Floats, is_decision_point: Bools
 ) -> Floats:
     """Return the anomaly score of each of R records after its last reading, (R,); larger is more anomalous.
 
@@ -990,45 +966,17 @@ def _compute_max_statistics(
     left out of this maximum.
 
     Args:
-        model: The network.
+        model: The model.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
         codes: (R, m) feature codes (indexes in the schema) of m readings in order of arrival, without padding.
         values: (R, m) values in normalised units, or label codes.
         is_decision_point: (R, m) whether the record can raise an alert after this reading.
     """
-    # Both functions compute the distribution of each reading given the readings before it in the record.
-    compute_conditionals = model.conditionals if kernels is None else kernels.conditionals_of_records
-    with torch.inference_mode():
-        value_tensor = to_tensor(values, model)
-        conditional = compute_conditionals(to_tensor(codes, model), value_tensor)
-        log_p_value = _compute_log_p_value(conditional, value_tensor, kernels)
+    log_p_value = compute_conditionals(model, kernels, codes, values).compute_score_terms(values).log_p_value
     is_scored = ~model.schema.is_context[codes]
     # The state after all readings contains the largest prefix statistic.
     _, state = advance_prefix_state(PrefixState.initial(len(codes)), log_p_value, is_scored, is_decision_point)
     return state.max_statistic
-
-
-def _compute_log_p_value(conditional: Conditional, values: torch.Tensor, kernels: CpuKernels | None) -> Floats:
-    """Return ln of the highest-density p-value of each value: the probability of a value that is at most as likely.
-
-    Args:
-        conditional: Distributions of any shape.
-        values: The values in normalised units or label codes, of the same shape.
-        kernels: The model's compiled kernels, or None to compute with PyTorch.
-
-    Returns:
-        Natural logarithms of the same shape.
-    """
-    log_p_array: Floats = _compute_score_terms(conditional, values, kernels).log_p_value.double().cpu().numpy()
-    return log_p_array
-
-
-def _compute_score_terms(conditional: Conditional, values: torch.Tensor, kernels: CpuKernels | None) -> ScoreTerms:
-    """Return how improbable each value is under its distribution. The arguments are those of `_compute_log_p_value`."""
-    # The network's distributions and the compiled kernels offer the same function. It computes −ln p of the values and
-    # the minimum, mean and variance of −ln p, from which the p-values of continuous features follow.
-    surprisal = conditional.compute_surprisal(values) if kernels is None else kernels.surprisal(conditional, values)
-    return conditional.compute_score_terms(values, surprisal)
 
 
 def _build_explanation(

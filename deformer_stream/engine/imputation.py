@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deformer_stream.engine.estimates import find_likeliest_labels, round_to_quantum
 from deformer_stream.engine.single_readings import check_single_readings
-from deformer_stream.kernels.kv_cache import TorchKVCache
+from deformer_stream.kernels.torch_kv_cache import TorchKVCache
 from deformer_stream.model.deformer import DEformer, KVCacheView, StepOutput, to_tensor
 from deformer_stream.model.distributions import Conditional
 from deformer_stream.model.schema import Schema
@@ -105,7 +106,7 @@ def describe_conditional(schema: Schema, codes: Ints, conditional: Conditional, 
     median, mode = (round_to_quantum(schema, codes, estimate) for estimate in (median, mode))
     # A discrete feature has no numbers, only a most probable label.
     is_discrete = schema.is_discrete[codes]
-    labels = find_likeliest_labels(schema, codes, conditional)
+    labels = find_likeliest_labels(schema, codes, conditional.log_mass.double().cpu().numpy())
     others = [np.where(is_discrete, np.nan, statistic) for statistic in (low, high, mean, mode)]
     return np.stack([np.where(is_discrete, labels, median), *others])
 
@@ -263,29 +264,6 @@ def _compute_conditionals(model: DEformer, codes: Ints, cache: KVCacheView | Non
         return conditional[:, 0]
 
 
-def find_likeliest_labels(schema: Schema, codes: Ints, conditional: Conditional) -> Ints:
-    """Return the code of the most probable label of each reading, among the labels that occurred in training.
-
-    A distribution also has a probability that another label occurs; it is ignored.
-
-    Args:
-        schema: Describes the features.
-        codes: Feature codes (indexes in the schema) of the readings, of any shape.
-        conditional: The distributions of the readings, of the same shape.
-
-    Returns:
-        Label codes of the same shape, 0 for continuous features.
-    """
-    # ln of the probability of each label. The last axis is long enough for the feature with most labels, and has one
-    # entry more: after the labels of a feature comes the probability of labels that did not occur in training.
-    log_mass = conditional.log_mass.double().cpu().numpy()
-    # A continuous feature has no labels. It is treated as if it had one, so that its result is 0.
-    num_labels = np.maximum(schema.label_counts[codes], 1)
-    is_own_label = np.arange(log_mass.shape[-1]) < num_labels[..., None]
-    likeliest: Ints = np.where(is_own_label, log_mass, -np.inf).argmax(-1)
-    return likeliest
-
-
 def compute_raw_bounds(schema: Schema) -> tuple[Floats, Floats]:
     """Return the lowest and the highest raw value that may be imputed for each of F features, two arrays (F,).
 
@@ -317,39 +295,6 @@ def denormalise_within_bounds(schema: Schema, codes: Ints, values: Floats) -> Fl
     """
     low, high = compute_raw_bounds(schema)
     return np.clip(schema.denormalise(codes, values), low[codes], high[codes])
-
-
-def round_to_quantum(schema: Schema, codes: Ints, values: Floats) -> Floats:
-    """Round raw values to the resolution of their sensors, so that imputed values look like measured ones.
-
-    The resolution of a sensor is called its quantum: its values are origin + k · quantum for integers k. Values of
-    features without a known quantum stay the same.
-
-    Args:
-        schema: Describes the features.
-        codes: Feature codes (indexes in the schema) in the shape of `values`.
-        values: Raw values, of any shape.
-
-    Returns:
-        The rounded values, in the same shape.
-    """
-    # Per feature: the quantum, NaN if it is not known; the lowest training value; and the origin.
-    feature_quantum = np.array([feature.quantum or np.nan for feature in schema.features])
-    feature_low = np.array([feature.low or 0.0 for feature in schema.features])
-    # The origin is 0 if the lowest training value is a multiple of the quantum, so that rounding errors of this value
-    # do not shift the others. Otherwise it is the lowest training value.
-    remainder = feature_low - feature_quantum * np.round(feature_low / feature_quantum)
-    feature_origin = np.where(np.abs(remainder) < 1e-6 * feature_quantum, 0.0, feature_low)
-    origin, quantum = feature_origin[codes], feature_quantum[codes]
-    with np.errstate(invalid="ignore"):
-        num_steps = np.round((values - origin) / quantum)
-        # For a quantum like 0.1, of which 1 is a multiple, k steps are computed as k / 10 and not as k · 0.1. In
-        # floating point, 3 / 10 equals 0.3, but 3 · 0.1 does not.
-        steps_per_unit = np.round(1 / quantum)
-        divides_unit = (steps_per_unit > 0) & (np.abs(steps_per_unit * quantum - 1) < 1e-9)
-        divisor = np.where(divides_unit, steps_per_unit, 1.0)  # never 0, so that no division fails
-        rounded = origin + np.where(divides_unit, num_steps / divisor, num_steps * quantum)
-    return np.where(np.isnan(quantum), values, rounded)
 
 
 def sample_records(

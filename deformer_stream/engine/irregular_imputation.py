@@ -30,12 +30,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deformer_stream.engine.estimates import round_to_quantum
 from deformer_stream.engine.imputation import (
     ImputedValues,
     compute_raw_bounds,
     denormalise_within_bounds,
     describe_conditional,
-    round_to_quantum,
 )
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.bounded_context import ContextLimit

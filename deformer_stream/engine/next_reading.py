@@ -43,18 +43,13 @@ from deformer_stream.engine.events import SuggestedReading
 from deformer_stream.engine.imputation import iterate_conditionals
 from deformer_stream.engine.records import RecordTable
 from deformer_stream.engine.single_readings import check_single_readings
+from deformer_stream.engine.suggestions import DEFAULT_NUM_DRAWS, DEFAULT_SUSPICIOUS, NextReading
 from deformer_stream.model.deformer import DEformer, to_tensor
 from deformer_stream.model.distributions import Conditional
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-
-DEFAULT_SUSPICIOUS = 0.2
-"""A record is suspicious if its p-value is at most this number."""
-
-DEFAULT_NUM_DRAWS = 32
-"""Number of values that stand for the conditional distribution of a continuous feature."""
 
 MAX_SUSPECTS = 3
 """Largest number of readings of a record that may be wrong according to the hypothesis, one at a time."""
@@ -64,25 +59,6 @@ PROBABILITY_DECIMALS = 4
 
 MAX_VALUES_PER_PASS = 65_536
 """Largest number of values whose p-values are computed at a time, which bounds the memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class NextReading:
-    """What a reading of a feature that a record does not have yet would show.
-
-    Attributes:
-        feature: Name of the feature.
-        alert_probability: Probability that the record raises an alert with this reading, if one of its suspicious
-            readings is wrong.
-        false_alarm_probability: The same probability if all readings come from the model, which is about the same for
-            all continuous features.
-        score_rise: Mean rise of the record's anomaly score, if one of its suspicious readings is wrong.
-    """
-
-    feature: str
-    alert_probability: float
-    false_alarm_probability: float
-    score_rise: float
 
 
 @dataclass(frozen=True, slots=True)

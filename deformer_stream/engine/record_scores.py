@@ -7,18 +7,20 @@ has compiled kernels, these functions use them. A record's scores are then the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import P_VALUE_EXPONENT
-from deformer_stream.calibration.torch_scoring import RecordScores, compute_centered_nll, score_records
+from deformer_stream.calibration.drift import RecordReadings
+from deformer_stream.calibration.score_sums import RecordScores
 from deformer_stream.engine.records import INITIAL_RUNNING, RUNNING_DTYPE
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch
-from deformer_stream.model.deformer import DEformer
+from deformer_stream.model.load_network import load_network
+from deformer_stream.model.parameters import Model
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -27,6 +29,8 @@ Bools = NDArray[np.bool_]
 READINGS_PER_PASS = 8_192
 """Number of readings, padding included, that are scored in one call of the kernels. It bounds memory and does not
 change any score."""
+CONTEXTS_PER_PASS = 16
+"""Number of contexts of irregular readings that go through the network together. It bounds memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class ScoredRecords:
     running: NDArray[np.void]
 
 
-def compute_record_scores(kernels: CpuKernels | None, model: DEformer, features: Ints, values: Floats) -> RecordScores:
+def compute_record_scores(kernels: CpuKernels | None, model: Model, features: Ints, values: Floats) -> RecordScores:
     """Score N complete records, and return one statistic per record and one sum per feature.
 
     The statistic of a record is its largest anomaly score over all prefixes (its first 1, 2, … readings), from which
@@ -57,7 +61,7 @@ def compute_record_scores(kernels: CpuKernels | None, model: DEformer, features:
 
     Args:
         kernels: The model's compiled kernels, or None to compute with PyTorch.
-        model: A model in eval mode.
+        model: The features, hyperparameters and weights.
         features: (N, L) feature codes of N records with at most L readings, in order of arrival. -1 is padding at the
             end of a row.
         values: (N, L) values in the model's normalised units; label codes of discrete features. Padding is ignored.
@@ -70,7 +74,11 @@ def compute_record_scores(kernels: CpuKernels | None, model: DEformer, features:
     """
     check_single_readings(model.schema, "score")
     if kernels is None:
-        return score_records(model, features, values)
+        network = load_network(model)
+        # Imported here, because it imports PyTorch.
+        from deformer_stream.calibration import torch_scoring
+
+        return torch_scoring.score_records(network, features, values)
     num_features = len(model.schema)
     scores = RecordScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
     for part in _score_in_passes(kernels, features, values):
@@ -82,7 +90,7 @@ def compute_record_scores(kernels: CpuKernels | None, model: DEformer, features:
     return scores
 
 
-def sum_centered_nll(kernels: CpuKernels | None, model: DEformer, features: Ints, values: Floats) -> Floats:
+def sum_centered_nll(kernels: CpuKernels | None, model: Model, features: Ints, values: Floats) -> Floats:
     """Return the sum of centered NLLs of each of N records, (N,) nats; larger is more anomalous.
 
     The centered NLL of a reading is its negative log-likelihood minus the entropy of its conditional (the model's
@@ -90,7 +98,7 @@ def sum_centered_nll(kernels: CpuKernels | None, model: DEformer, features: Ints
 
     Args:
         kernels: The model's compiled kernels, or None to compute with PyTorch.
-        model: A model in eval mode.
+        model: The features, hyperparameters and weights.
         features: (N, L) feature codes of N records with at most L readings, in order of arrival. -1 is padding at the
             end of a row.
         values: (N, L) values in the model's normalised units; label codes of discrete features. Padding is ignored.
@@ -100,10 +108,95 @@ def sum_centered_nll(kernels: CpuKernels | None, model: DEformer, features: Ints
     """
     check_single_readings(model.schema, "score")
     if kernels is None:
-        return compute_centered_nll(model, features, values)
+        network = load_network(model)
+        # Imported here, because it imports PyTorch.
+        from deformer_stream.calibration import torch_scoring
+
+        return torch_scoring.compute_centered_nll(network, features, values)
     # The kernels store the sum of centered NLLs in the field "excess".
     sums = [part.running["excess"] for part in _score_in_passes(kernels, features, values)]
     return np.concatenate([np.empty(0), *sums])  # the empty array keeps the result valid if there is no record
+
+
+def average_neg_log_p_by_feature(
+    kernels: CpuKernels | None, model: Model, records: Collection[RecordReadings]
+) -> dict[str, float]:
+    """Return the mean of −ln p over the readings of each feature, in nats, by the feature's name.
+
+    p is a reading's highest-density p-value: the probability of a value that is at most as likely as the observed one.
+
+    Args:
+        kernels: The model's compiled kernels, or None to compute with PyTorch.
+        model: The features, hyperparameters and weights.
+        records: The readings of each record; with their ages, if readings are irregular.
+
+    Returns:
+        The mean by feature name. Empty if readings are irregular and have no ages.
+    """
+    is_irregular = model.schema.reading_times is not None
+    if not records or (is_irregular and any(record.ages is None for record in records)):
+        return {}
+    # (R, L) for R records with at most L readings; the code −1 is padding at the end of a row.
+    max_readings = max(len(record.codes) for record in records)
+    codes = np.full((len(records), max_readings), -1, np.int64)
+    values, ages = np.zeros(codes.shape), np.zeros(codes.shape)
+    for row, record in enumerate(records):
+        codes[row, : len(record.codes)] = record.codes
+        values[row, : len(record.values)] = record.values
+        if record.ages is not None:
+            ages[row, : len(record.ages)] = record.ages
+    normalised_values = model.schema.normalise(np.maximum(codes, 0), values)  # padding needs a valid code
+    if not is_irregular:
+        scores = compute_record_scores(kernels, model, codes, normalised_values)
+    else:
+        num_context = np.array([record.num_context for record in records])
+        is_scored = (codes >= 0) & (np.arange(max_readings) >= num_context[:, None])
+        scores = _sum_neg_log_p(kernels, model, codes, normalised_values, ages, is_scored)
+    return scores.average_neg_log_p_by_feature(model.schema.names)
+
+
+def _sum_neg_log_p(
+    kernels: CpuKernels | None, model: Model, features: Ints, values: Floats, ages: Floats, is_scored: Bools
+) -> RecordScores:
+    """Return how improbable the irregular readings of each feature are, in N contexts of records.
+
+    Args:
+        kernels: The model's compiled kernels, or None to compute with PyTorch.
+        model: The features, hyperparameters and weights.
+        features: (N, L) feature codes of the readings of contexts, −1 as padding.
+        values: (N, L) values in normalised units, or label codes.
+        ages: (N, L) seconds from the origin of the record to each reading.
+        is_scored: (N, L) which readings are counted. Those of context features are never counted.
+
+    Returns:
+        For each feature the sum of −ln p-value over its readings and their number, without statistics of records.
+    """
+    if kernels is None:
+        network = load_network(model)
+        # Imported here, because it imports PyTorch.
+        from deformer_stream.calibration import torch_scoring
+
+        return torch_scoring.sum_neg_log_p(network, features, values, ages, is_scored, CONTEXTS_PER_PASS)
+    num_features = len(model.schema)
+    sums, counts = np.zeros(num_features), np.zeros(num_features, np.int64)
+    for start in range(0, len(features), CONTEXTS_PER_PASS):
+        part = slice(start, start + CONTEXTS_PER_PASS)
+        is_reading = features[part] >= 0
+        codes, num_readings = features[part][is_reading], is_reading.sum(1)
+        cache, pages = kernels.create_cache_of_records(len(num_readings), int(num_readings.max(initial=0)))
+        batch = RaggedBatch(
+            features=codes,
+            values=values[part][is_reading].astype(np.float32),
+            offsets=np.append(0, np.cumsum(num_readings)),
+            num_cached=np.zeros(len(num_readings), np.int64),
+            page_table=pages,
+            ages=ages[part][is_reading],
+        )
+        _, log_p_value, _ = kernels.score(cache, batch)
+        is_counted = is_scored[part][is_reading] & ~model.schema.is_context[codes]
+        sums += np.bincount(codes[is_counted], -log_p_value[is_counted].astype(np.float64), num_features)
+        counts += np.bincount(codes[is_counted], minlength=num_features)
+    return RecordScores(np.empty(0), sums, counts)
 
 
 def _score_in_passes(kernels: CpuKernels, features: Ints, values: Floats) -> Iterator[ScoredRecords]:
@@ -137,7 +230,7 @@ def _score_pass(kernels: CpuKernels, features: Ints, values: Floats) -> ScoredRe
     is_reading = features >= 0
     codes, num_records = features[is_reading], len(features)
     offsets = np.append(0, np.cumsum(is_reading.sum(1)))  # index of each record's first reading, followed by M
-    is_scored = ~kernels.model.schema.is_context[codes]
+    is_scored = ~kernels.parameters.schema.is_context[codes]
     running = np.full(num_records, INITIAL_RUNNING, RUNNING_DTYPE)
     terms = np.empty((3, len(codes)))  # rows: ln p, ln of the p-value, centered NLL (−ln p minus its expectation)
     if len(codes):

@@ -3,7 +3,8 @@
 `ModelVersion.score_readings` turns readings into log-likelihoods, running anomaly scores and p-values. It runs the
 network on the new readings (`ModelVersion._compute_score_terms`); the keys and values of earlier readings are in the KV
 cache. It then updates the running statistics of each record (`ModelVersion._update_statistics`). Both steps use the
-compiled CPU kernels if the model has them, and PyTorch otherwise.
+compiled CPU kernels if the model has them, and PyTorch otherwise (`torch_scorer`, the only module of the two that
+imports it).
 
 If readings are irregular, the context of a reading is bounded (`deformer_stream.model.bounded_context`). New readings
 are then scored in segments: a segment contains new readings of one record and one block. For them the cache holds the
@@ -13,12 +14,12 @@ are dropped, and those of the context of the new block are computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import (
@@ -45,38 +46,36 @@ from deformer_stream.calibration.cusum import (
     compute_statistics_by_kind,
     find_largest_kinds,
 )
+from deformer_stream.calibration.drift import RecordReadings
 from deformer_stream.calibration.marginals import find_log_p
 from deformer_stream.engine.events import AlertState
+from deformer_stream.engine.passes import MAX_READINGS_PER_PASS, PassReadings, group_by_length
 from deformer_stream.engine.record_contexts import ContextWalk, find_places
+from deformer_stream.engine.record_scores import average_neg_log_p_by_feature
 from deformer_stream.engine.records import RecordTable
 from deformer_stream.engine.ties import average_over_orders
-from deformer_stream.errors import ConfigError
+from deformer_stream.errors import ConfigError, InvariantViolated
 from deformer_stream.kernels.cpu import CpuKernels, CusumArguments, RaggedBatch
-from deformer_stream.kernels.cuda_graphs import CudaGraphs, ForwardInputs
-from deformer_stream.kernels.kv_cache import CacheShape, CpuKVCache, TorchKVCache, cache_shape
-from deformer_stream.model.deformer import DEformer, to_tensor
+from deformer_stream.kernels.kv_cache import CacheShape, CpuKVCache, PagePool, cpu_cache_shape
+from deformer_stream.model.exemplars import Exemplars
+from deformer_stream.model.load_network import load_network
+from deformer_stream.model.parameters import Model
 from deformer_stream.ragged import ragged_indices, run_boundaries
 
-Cache = TorchKVCache | CpuKVCache
+if TYPE_CHECKING:
+    from deformer_stream.engine.torch_scorer import TorchScorer
+    from deformer_stream.kernels.torch_kv_cache import TorchKVCache
+    from deformer_stream.model.deformer import DEformer
+
+Cache = PagePool
+"""A KV cache: `CpuKVCache` if a model has compiled kernels, `TorchKVCache` if not."""
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-MAX_READINGS_PER_PASS = 8_192
-"""Largest number of readings that go through the network in one pass. In PyTorch, cached readings count as well,
-because attention has to gather copies of them. Larger matrices are not faster, because their intermediate results no
-longer fit into the processor's cache."""
-
 MAX_BRANCHES = 128
 """Largest number of branches that the compiled kernels score in one call. A branch is a tie group (readings of one
 record with the same event time) in another order."""
-
-MAX_PADDING_RATIO = 1.25
-"""Largest ratio of padded to actual readings at which records with unequal numbers of readings share a padded pass."""
-
-SMALL_PASS_READINGS = 512
-"""Number of padded readings that a pass may hold in addition to `MAX_PADDING_RATIO`. A pass has a fixed cost, so a
-little padding is cheaper than another pass."""
 
 NO_ALPHAS = np.empty(0)
 """The false-alarm rates for readings that must not raise an alert, because they were scored before: none."""
@@ -123,42 +122,11 @@ class Segments:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PassReadings:
-    """The K readings of R records that go through the network in one pass, record after record.
-
-    The readings of a record are first those that are only added to the cache, because they were scored before and are
-    not cached any more, and then the new ones.
-
-    Attributes:
-        record_index: (R,) row of each record in the table of open records.
-        num_cached: (R,) number of readings of each record that the cache holds before the pass.
-        num_prefill_only: (R,) number of readings that are only added to the cache.
-        num_new: (R,) number of readings to score.
-        codes: (K,) feature codes (indexes in the schema).
-        values: (K,) values in normalised units, or label codes.
-        ages: (K,) float64 seconds from the origin of the record to each reading; None if readings are not irregular.
-    """
-
-    record_index: Ints
-    num_cached: Ints
-    num_prefill_only: Ints
-    num_new: Ints
-    codes: Ints
-    values: Floats
-    ages: Floats | None
-
-    @property
-    def num_processed(self) -> Ints:
-        """(R,) the number of readings of each record in the pass."""
-        return self.num_prefill_only + self.num_new
-
-
 class ModelVersion:
     """A model with its calibration, which scores all records that were opened while it was the current one.
 
     Attributes:
-        model: The network, in evaluation mode.
+        model: The features, hyperparameters and weights: `ModelParameters`, or the network in PyTorch.
         calibration: The scores of normal records, from which p-values are computed.
         fingerprint: A hash that identifies the model with its calibration.
         schema: Describes the features of the model.
@@ -172,14 +140,15 @@ class ModelVersion:
         ConfigError: The model is for irregular readings, but its contexts are not bounded.
     """
 
-    def __init__(self, model: DEformer, calibration: Calibration, fingerprint: str) -> None:
-        self.model, self.calibration, self.fingerprint = model.eval(), calibration, fingerprint
+    def __init__(self, model: Model, calibration: Calibration, fingerprint: str) -> None:
+        self.model, self.calibration, self.fingerprint = model, calibration, fingerprint
         self.schema = model.schema
         self._log_resolutions = compute_log_resolutions(model.schema)
         marginals = None if calibration.cusum_scale is None else calibration.cusum_scale.marginals
         self._level_log_p = None if marginals is None else marginals.compute_log_p_by_cell()
+        has_process = bool(model.config.neighbors and model.num_prior_components)
         # With cumulative sums, there is a fourth score term: ln of the p-value given the readings of other sensors.
-        self._has_others = calibration.cusum_scale is not None and model.process is not None
+        self._has_others = calibration.cusum_scale is not None and has_process
         self._num_terms = 4 if self._has_others else 3
         self.context_limit = model.config.context_limit if model.schema.reading_times is not None else None
         if model.schema.reading_times is not None and self.context_limit is None:
@@ -187,20 +156,49 @@ class ModelVersion:
                 "the model is for irregular readings, but its contexts are not bounded, so its records cannot be "
                 "scored as a stream: train the model with the hyperparameter context_block of at least 1"
             )
+        self._exemplars: Exemplars | None = None
+        if model.config.exemplars:
+            self._exemplars = Exemplars.from_parameters(model.extract_parameters())
         self.kernels = CpuKernels.for_model(model)
         # Copies of the cached readings before tie groups, so that other orders of a group do not change the cache.
         self._branch_cache: CpuKVCache | None = None
-        self._graph_runner: CudaGraphs | None = None  # runs the PyTorch model over the cache that was used last
-        # The compiled kernels and PyTorch store keys and values differently, so the last property tells them apart.
-        self.cache_shape: CacheShape = *cache_shape(model), None if self.kernels is None else model.config.precision
+        # Runs the network in PyTorch, None with compiled kernels.
+        self._network: TorchScorer | None = None
+        if self.kernels is None:
+            network = load_network(model)
+            # Imported here, because scoring with compiled kernels needs no PyTorch.
+            from deformer_stream.engine.torch_scorer import TorchScorer
+
+            self._network = TorchScorer(network, self._has_others)
+        self.cache_shape: CacheShape = self._get_cache_shape()
+
+    def _get_cache_shape(self) -> CacheShape:
+        """Return the properties of the network that determine the layout of its KV cache."""
+        return self._get_network().cache_shape if self.kernels is None else cpu_cache_shape(self.kernels.parameters)
+
+    def _get_network(self) -> TorchScorer:
+        """Return the network in PyTorch, which a model version without compiled kernels has."""
+        if self._network is None:
+            raise InvariantViolated("PyTorch scores a model with compiled kernels: this is a bug, please report it")
+        return self._network
+
+    @property
+    def network(self) -> DEformer:
+        """The network in PyTorch, for computations that the compiled kernels do not offer.
+
+        Raises:
+            ConfigError: PyTorch is not installed.
+        """
+        return load_network(self.model)
 
     def create_cache(self, max_bytes: int) -> Cache:
         """Return an empty KV cache for this model, with at most `max_bytes` bytes of keys and values."""
-        return TorchKVCache(self.model, max_bytes) if self.kernels is None else self.kernels.create_cache(max_bytes)
+        return (self._get_network() if self.kernels is None else self.kernels).create_cache(max_bytes)
 
     def release_cache(self) -> None:
         """Drop this object's reference to the KV cache that was used last, so that its memory can be freed."""
-        self._graph_runner = None
+        if self._network is not None:
+            self._network.release_cache()
 
     def score_readings(
         self, records: RecordTable, cache: Cache, record_index: Ints, seq: Ints, alphas: Floats
@@ -267,19 +265,23 @@ class ModelVersion:
             records: The table of records, in which the readings of these records are still available.
             record_index: (R,) row of each record in the table.
         """
-        ranking = self.model.ranking
+        exemplars = self._exemplars
         # Snapshots store the sum of centered NLLs under the name "excess".
         centered_nll = records.running["excess"][record_index]
         if records.is_irregular:
             # The variance of the sum grows with the number of readings, so records of 5 and of 1,500 readings would not
             # be comparable by their sums.
             return np.asarray(centered_nll / np.sqrt(np.maximum(records.running["scored"][record_index], 1)))
-        if ranking is None or not len(record_index):
+        if exemplars is None or not len(record_index):
             return centered_nll
         codes, values = records.log.gather_padded(record_index, records.num_readings[record_index])
         # Padding has the code −1, for which there are no units; `score` ignores its values.
         normalised_values = self.schema.normalise(np.maximum(codes, 0), values)
-        return ranking.score(codes, normalised_values, centered_nll)
+        return exemplars.score(codes, normalised_values, centered_nll)
+
+    def average_neg_log_p_by_feature(self, readings: Collection[RecordReadings]) -> dict[str, float]:
+        """Return the mean of −ln p over the readings of each feature, in nats, by the feature's name."""
+        return average_neg_log_p_by_feature(self.kernels, self.model, readings)
 
     def _compute_score_terms(
         self,
@@ -378,10 +380,10 @@ class ModelVersion:
             end = int(first[pass_records][-1] + num_new[pass_records][-1])
             span = slice(int(first[pass_records.start]), end)  # the readings of this pass
             readings = self._gather_readings(records, pass_segments, num_cached)
-            if self.kernels is not None and isinstance(cache, CpuKVCache):
-                self._score_ragged(self.kernels, cache, readings, out[:, span])
-            elif isinstance(cache, TorchKVCache):
-                self._score_padded_groups(cache, readings, out[:, span])
+            if self.kernels is not None:
+                self._score_ragged(self.kernels, cast(CpuKVCache, cache), readings, out[:, span])
+            else:
+                self._get_network().score(cast("TorchKVCache", cache), readings, out[:, span])
             if is_tied is not None and is_tied[span].any():
                 # The terms of tie groups must not depend on the order of their readings.
                 row, offset = ragged_indices(pass_segments.num_new)
@@ -454,68 +456,6 @@ class ModelVersion:
         out[:] = kernels.score(cache, ragged_batch, self._has_others)
         cache.num_cached_readings[readings.record_index] += num_processed
 
-    def _score_padded_groups(self, cache: TorchKVCache, readings: PassReadings, out: Floats) -> None:
-        """Score the new readings of R records by PyTorch, and add them to the cache.
-
-        Records with similar numbers of readings are scored together in one padded batch.
-
-        Args:
-            cache: The KV cache of the records: the network's keys and values of their earlier readings.
-            readings: The readings that go through the network, M of which are new.
-            out: (3, M) array that receives the results in three rows, one record after the other: ln p of the value; ln
-                of its p-value (probability of a value at most as likely); and centered NLL (−ln p minus its expected
-                value). (4, M) with the fourth row of `_compute_score_terms`.
-        """
-        num_new = readings.num_new
-        first = np.cumsum(num_new) - num_new  # index in `out` of the first new reading of each record
-        for group in _group_by_length(readings.num_processed, readings.num_cached):
-            is_new, padded_terms = self._score_padded(cache, readings, group)
-            # Copy the terms of new readings from the padded batch, which has a row per record of the group, to `out`.
-            # In a row, the new readings follow those that are only added to the cache.
-            row, column = np.nonzero(is_new)
-            offset = column - readings.num_prefill_only[group][row]
-            out[:, first[group][row] + offset] = padded_terms[:, is_new]
-
-    def _score_padded(self, cache: TorchKVCache, readings: PassReadings, group: Ints) -> tuple[Bools, Floats]:
-        """Score the new readings of G records by PyTorch in one padded batch, and add them to the cache.
-
-        All readings that the cache does not hold go through the network: the new ones, and earlier ones that are not
-        cached any more. The batch has L columns, as many as the record with most of these readings needs. The rows of
-        the other records are padded.
-
-        Args:
-            cache: The KV cache of the records: the network's keys and values of their earlier readings.
-            readings: The readings of R records that go through the network.
-            group: (G,) indexes of the records of the batch, from 0 to R − 1.
-
-        Returns:
-            Two arrays. First (G, L) whether an entry of the batch is a new reading, and neither padding nor a reading
-            that was scored before. Second (3, G, L) score terms: ln p of the value; ln of its p-value (probability of a
-            value at most as likely as the observed one); and centered NLL (−ln p minus its expected value). (4, G, L)
-            with the fourth row of `_compute_score_terms`.
-        """
-        record_index, num_processed = readings.record_index[group], readings.num_processed[group]
-        column = np.arange(int(num_processed.max()))
-        is_reading = column < num_processed[:, None]
-        # Padding reads the first reading of its record. The feature code −1 then marks it as padding.
-        first = (np.cumsum(readings.num_processed) - readings.num_processed)[group]
-        index = np.where(is_reading, first[:, None] + column, first[:, None])
-        features, values = np.where(is_reading, readings.codes[index], -1), readings.values[index]
-        ages = None if readings.ages is None else readings.ages[index]
-        # A runner belongs to one cache. On a GPU it captures passes and replays them, which is faster.
-        if self._graph_runner is None or self._graph_runner.cache is not cache:
-            self._graph_runner = CudaGraphs(self.model, cache)
-        # The cache holds a fixed number of tokens per reading: find the earlier ones, and allocate memory for new ones.
-        pages, num_tokens = cache.locate_tokens(record_index)
-        num_tokens_computed = len(column) * cache.tokens_per_reading  # per record, padding included
-        token_places, num_kept = cache.allocate_tokens(record_index, num_processed, num_tokens_computed)
-        inputs = ForwardInputs(features, values, pages, num_tokens, token_places)
-        terms = self._graph_runner(inputs, ages, self._has_others)
-        # Readings for which the cache has no memory are not kept. They are computed again with the next new reading.
-        cache.num_cached_readings[record_index] += num_kept
-        is_new = is_reading & (column >= readings.num_prefill_only[group][:, None])
-        return is_new, terms
-
     def _score_branches(
         self,
         records: RecordTable,
@@ -548,13 +488,14 @@ class ModelVersion:
         terms = np.empty((3, len(codes)))
         first = np.cumsum(length) - length  # index of the first reading of each branch
         values = self.schema.normalise(codes, raw_values)
-        if self.kernels is not None and isinstance(cache, CpuKVCache):
+        if self.kernels is not None:
             if self._branch_cache is None:
                 self._branch_cache = self.kernels.create_cache(MAX_BRANCHES * cache.pages_per_record * cache.page_bytes)
             num_calls = -(-len(record_index) // MAX_BRANCHES)  # rounded up
             for branches in np.array_split(np.arange(len(record_index)), num_calls):
                 # Each branch starts from a copy of the readings before it.
-                self._branch_cache.copy_from(cache, record_index[branches], num_before[branches], length[branches])
+                branch_records = record_index[branches], num_before[branches], length[branches]
+                self._branch_cache.copy_from(cast(CpuKVCache, cache), *branch_records)
                 span = slice(int(first[branches[0]]), int(first[branches[-1]] + length[branches[-1]]))
                 ragged_batch = RaggedBatch(
                     codes[span],
@@ -564,22 +505,9 @@ class ModelVersion:
                     self._branch_cache.page_table[: len(branches)],
                 )
                 terms[:, span] = self.kernels.score(self._branch_cache, ragged_batch)
-        elif isinstance(cache, TorchKVCache):
-            for branches in _group_by_length(length, num_before):
-                # One padded batch of branches with similar lengths; padding has the feature code −1.
-                column = np.arange(int(length[branches].max()))
-                is_valid = column < length[branches, None]
-                reading = np.where(is_valid, first[branches, None] + column, 0)
-                x = to_tensor(values[reading], self.model)
-                features = to_tensor(np.where(is_valid, codes[reading], -1), self.model)
-                with torch.inference_mode():
-                    # The new keys and values are not written to the cache.
-                    cached = cache.gather(record_index[branches], num_before[branches])
-                    conditional = self.model.forward_cached(features, x, cached).conditional
-                    scored = conditional.compute_score_terms(x, conditional.compute_surprisal(x))
-                padded_terms = (scored.log_prob, scored.log_p_value, scored.centered_nll)
-                arrays = [term.double().cpu().numpy()[is_valid] for term in padded_terms]
-                terms[:, reading[is_valid]] = np.stack(arrays)
+        else:
+            arguments = record_index, num_before, length, codes, values
+            terms[:] = self._get_network().score_branches(cast("TorchKVCache", cache), *arguments)
         return terms
 
     def _update_statistics(
@@ -726,7 +654,7 @@ def _advance_running(
     first, num_new = boundaries[:-1], boundaries[1:] - boundaries[:-1]
     score_rows[0] = terms[0] if is_scored is None else np.where(is_scored, terms[0], np.nan)
     # Records with similar numbers of readings are processed together, padded to the longest of them.
-    for rows in _group_by_length(num_new, np.zeros_like(num_new)):
+    for rows in group_by_length(num_new, np.zeros_like(num_new)):
         running_before = running[record_index[rows]]
         column = np.arange(int(num_new[rows].max()))
         is_valid = column < num_new[rows, None]
@@ -889,64 +817,3 @@ def _split_into_passes(
         end = max(start + 1, end)  # a single record always fits the cache
         yield slice(start, end)
         start = end
-
-
-def _group_by_length(num_processed: Ints, num_cached: Ints) -> Iterator[Ints]:
-    """Divide R records into groups for padded passes, so that little padding is computed.
-
-    In a pass, every record is padded to the longest one of its group. The records of a group therefore have similar
-    numbers of readings to process and similar numbers of cached readings.
-
-    Args:
-        num_processed: (R,) number of readings of each record that go through the network.
-        num_cached: (R,) number of readings of each record that attention reads from the KV cache.
-
-    Yields:
-        Indexes of the records of one group, each from 0 to R − 1.
-    """
-    max_readings = int((num_processed + num_cached).max(initial=0))
-    if len(num_processed) * max_readings <= SMALL_PASS_READINGS:
-        yield np.arange(len(num_processed))  # one small pass, whatever its padding
-        return
-    # Add records from the shortest to the longest, and begin a new group if padding would become too much.
-    order = np.argsort(num_processed, kind="stable")
-    # For each distinct length: where its records start in `order`, and how many there are.
-    lengths, starts, counts = np.unique(num_processed[order], return_index=True, return_counts=True)
-    group_start, group_readings = 0, 0  # start of the current group in `order`, and its readings without padding
-    for length, start, count in zip(lengths.tolist(), starts.tolist(), counts.tolist(), strict=True):
-        # Sizes of the current group if all records of this length are added, with and without padding.
-        padded_size = length * (start + count - group_start)
-        actual_size = group_readings + length * count
-        if padded_size > MAX_PADDING_RATIO * actual_size + SMALL_PASS_READINGS:
-            yield from _split_by_num_cached(order[group_start:start], num_processed, num_cached)
-            group_start, group_readings = start, 0
-        group_readings += length * count
-    yield from _split_by_num_cached(order[group_start:], num_processed, num_cached)
-
-
-def _split_by_num_cached(rows: Ints, num_processed: Ints, num_cached: Ints) -> Iterator[Ints]:
-    """Divide a group of records into smaller groups that fit one padded pass, records with few cached readings first.
-
-    A pass of G records computes matrices with G rows. Their number of columns is the largest number of readings of one
-    record, those in the pass and those in the cache together. Such a matrix has at most about `MAX_READINGS_PER_PASS`
-    entries.
-
-    Args:
-        rows: Indexes of the records of the group, some of 0 … R − 1.
-        num_processed: (R,) number of readings of each of R records that go through the network.
-        num_cached: (R,) number of readings of each record that attention reads from the KV cache.
-
-    Yields:
-        Indexes of the records of one smaller group.
-    """
-    rows = rows[np.argsort(num_cached[rows], kind="stable")]
-    max_processed = int(num_processed[rows].max())
-    start = 0
-    while start < len(rows):
-        # The exact number of columns needs the largest `num_cached` of the group, which depends on the group's size.
-        # The value of the first record is used instead. It is the smallest one, but seldom much smaller, because the
-        # records are sorted by it.
-        num_columns = max_processed + int(num_cached[rows[start]])
-        size = max(1, MAX_READINGS_PER_PASS // num_columns)
-        yield rows[start : start + size]
-        start += size

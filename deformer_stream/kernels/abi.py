@@ -12,9 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from deformer_stream.model.constants import (
     ACTIVATION_CODES,
@@ -73,19 +71,15 @@ INTEGER, REAL, ADDRESS = "integer", "real", "address"
 
 Kind = str | np.dtype[Any]
 """The kind of a field of a structure: `INTEGER`, `REAL`, `ADDRESS`, or the dtype of the array whose address it holds.
-The kind "factors" is an array of packed weights, in float32 or bfloat16."""
+The kind "factors" is an array of packed weights, in float32, or in bfloat16 as uint16."""
 
 _INT64, _FLOAT32, _FLOAT64 = np.dtype(np.int64), np.dtype(np.float32), np.dtype(np.float64)
 _BOOL, _BYTES, _INT8 = np.dtype(np.bool_), np.dtype(np.uint8), np.dtype(np.int8)
 _FACTORS = "factors"
-"""Kind of an array of packed weights of a Transformer layer: float32, or bfloat16, for which NumPy has no dtype."""
+"""Kind of an array of packed weights of a Transformer layer: float32, or bits of bfloat16 (NumPy has no such dtype)
+as uint16."""
 
-_TORCH_DTYPES: dict[Kind, tuple[torch.dtype, ...]] = {
-    _INT64: (torch.int64,),
-    _FLOAT32: (torch.float32,),
-    _FLOAT64: (torch.float64,),
-    _FACTORS: (torch.float32, torch.bfloat16),
-}
+_FACTOR_DTYPES = (_FLOAT32, np.dtype(np.uint16))
 _C_OBJECTS = (ctypes.Structure, ctypes.Array, ctypes.c_int64)
 _C_TYPES: dict[Kind, Any] = {INTEGER: ctypes.c_int64, REAL: ctypes.c_double}
 _NO_BYTES = ctypes.c_char * 0
@@ -96,48 +90,29 @@ def address_of(value: Any, kind: Kind, name: str) -> int | None:
     """Return the address of an array's first element for compiled code, after checking that the code can read it.
 
     Args:
-        value: A NumPy array or a tensor. None stands for no array, and None is returned for it (a null pointer in C).
-        kind: The dtype that compiled code expects, or "factors" for a tensor of packed weights (float32 or bfloat16).
+        value: A NumPy array. None stands for no array, and None is returned for it (a null pointer in C).
+        kind: The dtype that compiled code expects, or "factors" for packed weights (float32, or uint16 for bfloat16).
         name: The structure and field that the array is for, such as `Batch.values`, for the error message.
 
     Raises:
-        TypeError: The array has another dtype, is not contiguous, or is not in the memory of the CPU.
+        TypeError: The value is no array, has another dtype, or is not contiguous.
     """
     if value is None:
         return None
-    if isinstance(value, np.ndarray):
-        if value.dtype != kind:
-            raise TypeError(
-                f"the array {name} has dtype {value.dtype}, but the compiled kernels need {kind}: "
-                f"convert it with astype"
-            )
-        if not value.flags.c_contiguous:
-            raise TypeError(
-                f"the array {name} is not contiguous, but the compiled kernels need contiguous memory: convert it with "
-                f"numpy.ascontiguousarray"
-            )
-        return _address_of_array(value)
-    if not isinstance(value, Tensor):
+    if not isinstance(value, np.ndarray):
         raise TypeError(
-            f"{name} is a {type(value).__name__}, but the compiled kernels need an array or a tensor: convert it with "
-            f"numpy.asarray"
+            f"{name} is a {type(value).__name__}, but the compiled kernels need an array: convert it with numpy.asarray"
         )
-    if value.dtype not in _TORCH_DTYPES.get(kind, ()):
+    if value.dtype != kind and not (kind == _FACTORS and value.dtype in _FACTOR_DTYPES):
         raise TypeError(
-            f"the tensor {name} has dtype {value.dtype}, but the compiled kernels need {kind}: "
-            f"convert it with Tensor.to"
+            f"the array {name} has dtype {value.dtype}, but the compiled kernels need {kind}: convert it with astype"
         )
-    if not value.is_contiguous():
+    if not value.flags.c_contiguous:
         raise TypeError(
-            f"the tensor {name} is not contiguous, but the compiled kernels need contiguous memory: convert it with "
-            f"Tensor.contiguous"
+            f"the array {name} is not contiguous, but the compiled kernels need contiguous memory: convert it with "
+            f"numpy.ascontiguousarray"
         )
-    if not value.is_cpu:
-        raise TypeError(
-            f"the tensor {name} is on the device {value.device}, but the compiled kernels need it in CPU memory: "
-            f"copy it with Tensor.cpu"
-        )
-    return int(value.data_ptr())
+    return _address_of_array(value)
 
 
 def _address_of_array(array: Any) -> int:
@@ -162,8 +137,8 @@ class KernelStruct(ctypes.Structure):
     The constructor takes the value of every field by keyword. It keeps these values alive as long as the structure,
     because C stores only their addresses. The kind of a field determines which value it takes:
 
-    - A NumPy dtype: an array or a CPU tensor of this dtype, or None for a null pointer. C receives the address.
-    - "factors": the same, for packed weights in float32 or bfloat16.
+    - A NumPy dtype: an array of this dtype, or None for a null pointer. C receives the address.
+    - "factors": the same, for packed weights in float32, or in bfloat16 as uint16.
     - `ADDRESS`: another structure, an address as a number, or None for a null pointer.
     - `INTEGER` or `REAL`: a number (int64 or double in C).
 
@@ -228,7 +203,7 @@ def _address_of_object(value: Any, _kind: Kind, _name: str) -> int | None:
 def pack_array(struct_type: type[KernelStruct], structs: Sequence[KernelStruct]) -> Any:
     """Return a C array with copies of the given structures.
 
-    The array keeps the originals alive, and thus the NumPy arrays and tensors to which the structures point.
+    The array keeps the originals alive, and thus the NumPy arrays to which the structures point.
     """
     array: Any = (struct_type * len(structs))(*structs)
     array.referenced = list(structs)

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deformer_stream.kernels.kv_cache import TorchKVCache
+from deformer_stream.kernels.torch_kv_cache import TorchKVCache
 from deformer_stream.model.deformer import DEformer, KVCacheView, to_tensor
 from deformer_stream.model.gaussian_prior import PriorConditional
 

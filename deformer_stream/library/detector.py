@@ -23,7 +23,6 @@ from deformer_stream.codec import Order
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Contribution, EventBatch
 from deformer_stream.engine.explain import ExplanationEffort, explain_records
-from deformer_stream.engine.imputation import ImputedValues, impute, impute_quantiles, sample_completions
 from deformer_stream.engine.record_scores import compute_record_scores
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.errors import AlphaOutOfReachWarning, ArtifactError
@@ -35,12 +34,6 @@ from deformer_stream.library.frames import (
     read_single_record,
     read_tabular,
     warn,
-)
-from deformer_stream.library.readings import (
-    DRAW_COLUMN,
-    complete_readings,
-    compute_reading_quantiles,
-    impute_readings,
 )
 from deformer_stream.library.records import (
     Record,
@@ -60,10 +53,14 @@ from deformer_stream.library.results import (
     to_nullable,
 )
 from deformer_stream.library.scorer import Scorer
+from deformer_stream.model.load_network import load_network
 from deformer_stream.model.schema import Schema
 
 if TYPE_CHECKING:
     from narwhals.typing import IntoDataFrame
+
+    from deformer_stream.engine.imputation import ImputedValues
+    from deformer_stream.model.deformer import DEformer
 
 FrameT = TypeVar("FrameT", bound="IntoDataFrame")
 """The type of a data frame or an Arrow table. Results have the type of the input."""
@@ -112,7 +109,7 @@ class Detector:
     @cached_property
     def _cpu_kernels(self) -> CpuKernels | None:
         """The compiled CPU kernels that run the model; None if they do not support it, so that PyTorch runs it."""
-        return CpuKernels.for_model(self.artifact.model)
+        return CpuKernels.for_model(self.artifact.scoring_model)
 
     @property
     def schema(self) -> Schema:
@@ -123,6 +120,14 @@ class Detector:
     def fingerprint(self) -> str:
         """16 hexadecimal digits that identify the model and its calibration; each alert contains them."""
         return self.artifact.fingerprint
+
+    def _load_network(self) -> DEformer:
+        """Return the network in PyTorch, with which missing values are predicted.
+
+        Raises:
+            ConfigError: PyTorch is not installed.
+        """
+        return load_network(self.artifact.scoring_model, "the imputation of missing values")
 
     def __repr__(self) -> str:
         """Return the first features, the number of calibration records, the fingerprint and the model directory."""
@@ -179,7 +184,7 @@ class Detector:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how a pickle restores the detector: from its model directory, or from the files of a temporary one."""
-        device = str(self.artifact.model.device)
+        device = self.artifact.device
         if self._temporary_folder is not None:
             return _restore_from_files, (self._read_files(), device)
         return _restore_from_directory, (str(self.artifact.directory.absolute()), self.fingerprint, device)
@@ -259,7 +264,7 @@ class Detector:
         alphas = np.atleast_1d(np.asarray(alpha, np.float64))
         if not len(alphas) or not ((alphas > 0) & (alphas < 1)).all():
             raise ValueError(f"alpha is {alpha}, but it must be one or more false-alarm rates between 0 and 1")
-        model, calibration = self.artifact.model, self.artifact.calibration
+        model, calibration = self.artifact.scoring_model, self.artifact.calibration
         return Engine(model, calibration, self.fingerprint, alpha, limits, effort=effort, ties=ties)
 
     @overload
@@ -422,7 +427,7 @@ class Detector:
         if not len(rows):
             return explanations
         codes, raw_values = codes[rows], raw_values[rows]
-        model, alert_rule = self.artifact.model, self.artifact.calibration.make_alert_rule(alpha)
+        model, alert_rule = self.artifact.scoring_model, self.artifact.calibration.make_alert_rule(alpha)
         # A record without an id belongs to no calibration group and is compared with all calibration records.
         record_ids = [""] * len(rows)
         unseen = [unseen_labels[row] for row in rows.tolist()]
@@ -481,15 +486,20 @@ class Detector:
         """
         if not 0 < interval < 1:
             raise ValueError(f"interval is {interval}, but it must be a probability between 0 and 1")
+        network = self._load_network()
+        # Imported here, because these modules import PyTorch, which scoring does not need.
+        from deformer_stream.engine import imputation
+        from deformer_stream.library import readings
+
         if self.schema.reading_times is not None:
-            return impute_readings(self.artifact.model, self.codec, records, interval, bounds, columns)
+            return readings.impute_readings(network, self.codec, records, interval, bounds, columns)
         table = read_tabular(records, self.schema, columns)
         if bounds and not isinstance(table, FrameRecords):
             raise ValueError(
                 "bounds=True adds columns and needs a data frame or an Arrow table; pass one, or leave it out"
             )
         values = self._read_values(records, table)
-        imputed = impute(self.artifact.model, values, np.isnan(values), interval)
+        imputed = imputation.impute(network, values, np.isnan(values), interval)
         if table is None:
             imputations = [self._describe_imputation(imputed, row) for row in range(len(values))]
             return imputations[0] if read_single_record(records) is not None else imputations
@@ -591,12 +601,17 @@ class Detector:
             raise ValueError(
                 f"qs is {list(qs)}, but it must be one or more probabilities of quantiles, each between 0 and 1"
             )
+        network = self._load_network()
+        # Imported here, because these modules import PyTorch, which scoring does not need.
+        from deformer_stream.engine import imputation
+        from deformer_stream.library import readings
+
         if self.schema.reading_times is not None:
-            return compute_reading_quantiles(self.artifact.model, self.codec, records, qs, columns)
+            return readings.compute_reading_quantiles(network, self.codec, records, qs, columns)
         table = read_tabular(records, self.schema, columns)
         values = self._read_values(records, table)
         # (Q, N, F) for Q probabilities, N records and F features, NaN for features that were not imputed.
-        quantiles = impute_quantiles(self.artifact.model, values, np.isnan(values), qs)
+        quantiles = imputation.impute_quantiles(network, values, np.isnan(values), qs)
         if table is None:
             found = [
                 {
@@ -665,12 +680,17 @@ class Detector:
         """
         if draws < 1:
             raise ValueError(f"draws is {draws}, but the number of completed records to return must be at least 1")
+        network = self._load_network()
+        # Imported here, because these modules import PyTorch, which scoring does not need.
+        from deformer_stream.engine import imputation
+        from deformer_stream.library import readings
+
         if self.schema.reading_times is not None:
-            return complete_readings(self.artifact.model, self.codec, records, draws, seed, columns)
+            return readings.complete_readings(network, self.codec, records, draws, seed, columns)
         table = read_tabular(records, self.schema, columns)
         values = self._read_values(records, table)
         # (draws, N, F) values of N records and F features.
-        completions = sample_completions(self.artifact.model, values, np.isnan(values), draws, seed)
+        completions = imputation.sample_completions(network, values, np.isnan(values), draws, seed)
         if table is None:
             completed = [[make_record(row, self.schema) for row in completions[:, i]] for i in range(len(values))]
             return completed[0] if read_single_record(records) is not None else completed
@@ -679,7 +699,7 @@ class Detector:
         # (draws, N, F) to (N, draws, F) to (N · draws, F), so that the copies of a row are adjacent.
         filled = self._fill_columns(table, drawn.transpose(1, 0, 2).reshape(len(rows), -1), rows)
         if isinstance(table, FrameRecords):
-            filled[DRAW_COLUMN] = pa.array(np.tile(np.arange(draws), len(values)))
+            filled[readings.DRAW_COLUMN] = pa.array(np.tile(np.arange(draws), len(values)))
         return table.replace_columns(filled, rows)
 
     def _read_values(self, records: Any, table: TabularRecords | None) -> NDArray[np.float64]:

@@ -13,7 +13,7 @@ import numpy as np
 from deformer_stream.calibration.conformal import TiePolicy
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Alert, EventBatch, Rejection
-from deformer_stream.engine.next_reading import DEFAULT_NUM_DRAWS, DEFAULT_SUSPICIOUS, NextReading
+from deformer_stream.engine.suggestions import DEFAULT_NUM_DRAWS, DEFAULT_SUSPICIOUS, NextReading
 from deformer_stream.library.records import NOT_CONVERTED, Value, encode_json, make_codec, make_messages, to_json_type
 from deformer_stream.model.schema import Schema
 from deformer_stream.runtime.timing import WallClock

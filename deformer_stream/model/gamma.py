@@ -34,12 +34,13 @@ def log_gamma_sf(shape: NDArray[np.floating], x: NDArray[np.floating]) -> Floats
         x: The arguments, of the same size. The result is 0 for arguments that are not positive.
 
     Returns:
-        Natural logarithms, of the same size. NaN if an argument is NaN.
+        Natural logarithms, of the same size. NaN if an argument is NaN, or if a shape parameter is not finite.
     """
     a, x = np.broadcast_arrays(np.asarray(shape, np.float64), np.asarray(x, np.float64))
     flat_a, flat_x = a.ravel(), x.ravel()
-    result = np.select([np.isnan(flat_x), np.isposinf(flat_x)], [np.nan, -np.inf], 0.0)
-    is_positive = (flat_x > 0) & np.isfinite(flat_x)
+    is_nan = np.isnan(flat_x) | ~np.isfinite(flat_a)
+    result = np.select([is_nan, np.isposinf(flat_x)], [np.nan, -np.inf], 0.0)
+    is_positive = (flat_x > 0) & np.isfinite(flat_x) & ~is_nan
     is_near = is_positive & (flat_x < flat_a + 1)
     for is_member, compute in ((is_near, _sum_series), (is_positive & ~is_near, _evaluate_fraction)):
         if is_member.any():
@@ -94,6 +95,7 @@ def _evaluate_fraction(a: Floats, x: Floats, log_factor: Floats) -> Floats:
         h = h * step
         is_active = np.abs(step - 1.0) > _TOLERANCE
         value[index[~is_active]] = h[~is_active]
-        index, a, b, c, d, h = (array[is_active] for array in (index, a, b, c, d, h))
+        index = index[is_active]
+        a, b, c, d, h = a[is_active], b[is_active], c[is_active], d[is_active], h[is_active]
     value[index] = h
     return np.asarray(log_factor + np.log(value))

@@ -67,12 +67,14 @@ class ModelParameters:
         config: The hyperparameters of the network.
         arrays: The weights by their keys in model.safetensors (`describe_tensors`).
         kernel_library: The compiled CPU kernels that score with these weights, None if PyTorch has to.
+        network: The network in PyTorch; None until `load_network.load_network` builds it.
     """
 
     schema: Schema
     config: ModelConfig
     arrays: Mapping[str, Array]
     kernel_library: ctypes.CDLL | None = None
+    network: Any = None  # a `DEformer`, whose module imports this one
 
     @property
     def num_prior_components(self) -> int:
@@ -100,9 +102,10 @@ class ModelParameters:
         return bool(self.arrays["head.project.weight"].dtype == np.float32)
 
     @property
-    def num_values(self) -> int:
-        """The number of weights."""
-        return sum(array.size for array in self.arrays.values())
+    def num_learned_values(self) -> int:
+        """The number of weights that training learns by gradients, without priors and exemplars."""
+        fitted = "gaussians.", "process.", "ranking."
+        return sum(array.size for name, array in self.arrays.items() if not name.startswith(fitted))
 
     def extract_parameters(self) -> ModelParameters:
         """Return this object."""

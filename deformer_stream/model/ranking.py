@@ -17,19 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from deformer_stream.model.schema import Feature, Schema
+from deformer_stream.model.exemplars import NUM_NEIGHBORS, compute_positions, has_unordered_labels
+from deformer_stream.model.schema import Schema
 
 FloatArray = NDArray[np.float64]
 
-NUM_NEIGHBORS = 3
-"""The number of nearest exemplars (stored training records) over which the distance of a record is averaged."""
-CENTERED_NLL_WEIGHT = 0.25
-"""The weight in the ranking score of the centered NLL (negative log-likelihood minus its expectation).
-
-The weight of the distance to the nearest exemplars is 1.
-"""
-MAX_POSITION = 1e6
-"""The limit to which the positions of readings are clipped, so that sums of their differences are finite in float32."""
 MAX_DIFFERENCES = 4_000_000
 """The largest number of differences between readings of records and of exemplars that are computed at once."""
 
@@ -67,8 +59,7 @@ class Ranking(nn.Module):
     def __init__(self, schema: Schema, num_exemplars: int) -> None:
         super().__init__()
         self.schema = schema
-        self.label_positions = [_compute_label_positions(feature) for feature in schema.features]
-        is_text_label = [feature.kind == "discrete" and not _has_numeric_labels(feature) for feature in schema.features]
+        is_text_label = [has_unordered_labels(feature) for feature in schema.features]
         # Labels that are not numbers have no order: they are only compared for equality.
         self.register_buffer("is_text_label", torch.tensor(is_text_label), persistent=False)
         cycle_lengths = torch.tensor(schema.cycle_lengths) if schema.is_cyclic.any() else None
@@ -86,12 +77,7 @@ class Ranking(nn.Module):
         return len(self.positions)
 
     def compute_positions(self, values: FloatArray) -> Tensor:
-        """Return the number that represents each reading (its position) when records are compared.
-
-        The position of a number is (number − location) / scale, with the location and the scale of its feature. This is
-        the normalised value without the logarithm that `Schema.normalise` applies to large values. If all labels of a
-        feature are texts of numbers, the position of a label is its number, otherwise its code. All labels that did not
-        occur in training have one position, which is greater than those of the known labels.
+        """Return the number that represents each reading (`exemplars.compute_positions`).
 
         Args:
             values: (R, F), for each of R records the normalised values or label codes of the F features; any value for
@@ -100,19 +86,7 @@ class Ranking(nn.Module):
         Returns:
             (R, F) float32 positions, not yet divided by the deviations of the features.
         """
-        codes = np.arange(len(self.schema))
-        # Go back to raw values to remove the logarithm.
-        raw_values = self.schema.denormalise(np.broadcast_to(codes, values.shape), values)
-        positions = np.empty_like(raw_values)
-        for code, (feature, label_positions) in enumerate(zip(self.schema.features, self.label_positions, strict=True)):
-            if label_positions is None:
-                positions[:, code] = (raw_values[:, code] - feature.location) / feature.scale
-            else:
-                # The last position is for all codes after the known labels. A missing reading can have any value.
-                label_codes = np.clip(values[:, code], 0, len(label_positions) - 1).astype(np.int64)
-                positions[:, code] = label_positions[label_codes]
-        # The limits keep the sums of differences finite in float32.
-        return torch.from_numpy(np.clip(positions, -MAX_POSITION, MAX_POSITION)).float()
+        return torch.from_numpy(compute_positions(self.schema, values))
 
     def compute_distances(self, positions: Tensor, known: Tensor, own_exemplar: Tensor | None = None) -> Tensor:
         """Return the mean distance of each record to its nearest exemplars (stored training records).
@@ -179,64 +153,3 @@ class Ranking(nn.Module):
         num_features = positions.shape[1]
         num_shared = both_known.sum(-1).clamp(min=1)  # at least 1, to avoid a division by 0
         return (differences * both_known).sum(-1) * num_features / num_shared
-
-    def score(self, codes: NDArray[np.int64], values: FloatArray, centered_nll: FloatArray) -> FloatArray:
-        """Return the anomaly score of complete records; larger is more anomalous.
-
-        The score is the distance to the nearest exemplars (stored training records) plus `CENTERED_NLL_WEIGHT` times
-        the centered NLL (negative log-likelihood minus its expectation). Both terms are first standardised: 0 is the
-        median of normal records, 1 is their 90% quantile.
-
-        Args:
-            codes: (R, L), for each of R records the feature codes (indexes in the schema) of at most L readings in any
-                order; −1 for padding.
-            values: (R, L), the normalised values of continuous features and the label codes of discrete ones.
-            centered_nll: (R,), the sum of the centered NLLs of the record's readings.
-
-        Returns:
-            (R,), the scores of the records.
-        """
-        num_features = len(self.schema)
-        # Sort the readings of each record by feature. Padding is written to an extra column.
-        columns = np.where(codes < 0, num_features, codes)
-        value_by_feature = np.zeros((len(codes), num_features + 1))
-        known = np.zeros((len(codes), num_features + 1), bool)
-        np.put_along_axis(value_by_feature, columns, values, 1)
-        np.put_along_axis(known, columns, codes >= 0, 1)
-        device = self.positions.device
-        positions = self.compute_positions(value_by_feature[:, :num_features]).to(device) / self.deviations
-        is_known = torch.from_numpy(known[:, :num_features]).to(device)
-        distances = self.compute_distances(positions, is_known).double().cpu().numpy()
-        (distance_median, distance_spread), (nll_median, nll_spread) = self.typical.double().cpu().numpy()
-        distance_score = (distances - distance_median) / distance_spread
-        nll_score = (centered_nll - nll_median) / nll_spread
-        score: FloatArray = distance_score + CENTERED_NLL_WEIGHT * nll_score
-        return score
-
-
-def _has_numeric_labels(feature: Feature) -> bool:
-    """Return whether all labels of a discrete feature are texts of finite numbers, such as "2" or "0.5"."""
-    try:
-        return all(np.isfinite(float(label)) for label in feature.labels)
-    except ValueError:
-        return False
-
-
-def _compute_label_positions(feature: Feature) -> FloatArray | None:
-    """Return the number that represents each label of a feature (its position) when readings are compared.
-
-    If all labels are texts of numbers, their positions are these numbers. Otherwise they are the label codes.
-
-    Returns:
-        An array with one position for each label, in the order of the label codes. One more position at the end is for
-        all labels that did not occur in training. None for a continuous feature.
-    """
-    if feature.kind == "continuous":
-        return None
-    if not _has_numeric_labels(feature):
-        return np.arange(len(feature.labels) + 1, dtype=np.float64)
-    numbers = np.array([float(label) for label in feature.labels])
-    # The position of labels that did not occur in training is greater than all others. Its distance from the greatest
-    # label is the range of the labels, but at least 1.
-    unseen_position = numbers.max() + max(float(np.ptp(numbers)), 1.0)
-    return np.append(numbers, unseen_position)

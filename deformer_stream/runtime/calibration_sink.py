@@ -10,12 +10,14 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.drift import RecordReadings, average_neg_log_p_by_feature
+from deformer_stream.calibration.drift import RecordReadings
 from deformer_stream.calibration.seen_records import RecordHasher
 from deformer_stream.codec.payloads import Messages, Payload, UnreadablePayload, WideRows
 from deformer_stream.engine.events import Effects
+from deformer_stream.engine.record_scores import average_neg_log_p_by_feature
 from deformer_stream.errors import ConfigError
-from deformer_stream.model.deformer import DEformer
+from deformer_stream.kernels.cpu import CpuKernels
+from deformer_stream.model.parameters import Model
 from deformer_stream.model.schema import Schema
 
 NUM_RECORDS_WITH_READINGS = 2_000
@@ -103,7 +105,7 @@ class MaxStatisticSink:
             if record_id in self._readings_by_record or len(self._readings_by_record) < self._max_kept_records:
                 self._readings_by_record.setdefault(record_id, []).append((code, value))
 
-    def average_neg_log_p_by_feature(self, model: DEformer, record_ids: Collection[str]) -> dict[str, float]:
+    def average_neg_log_p_by_feature(self, model: Model, record_ids: Collection[str]) -> dict[str, float]:
         """Return the mean negative log p-value of the kept readings of each feature, over some records.
 
         It is stored with the calibration, so that a later change of a feature can be detected.
@@ -122,7 +124,7 @@ class MaxStatisticSink:
         for readings in (kept for record_id, kept in self._readings_by_record.items() if record_id in chosen):
             codes, values = zip(*readings, strict=True)
             records.append(RecordReadings(np.array(codes, np.int64), np.array(values)))
-        return average_neg_log_p_by_feature(model, records)
+        return average_neg_log_p_by_feature(CpuKernels.for_model(model), model, records)
 
     def find_arrival_order(self, order_of_rows: str, requested_order: str | None) -> str:
         """Return the name of the order in which the readings of the collected records were scored.

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import Effects
-from deformer_stream.engine.next_reading import DEFAULT_SUSPICIOUS, arrange_by_next_reading
 from deformer_stream.engine.record_scores import compute_record_scores
+from deformer_stream.engine.suggestions import DEFAULT_SUSPICIOUS
 from deformer_stream.kernels.cpu import CpuKernels
-from deformer_stream.model.deformer import DEformer
+from deformer_stream.model.load_network import load_network
+from deformer_stream.model.parameters import Model
 from deformer_stream.model.schema import Schema
 
 Floats = NDArray[np.float64]
@@ -84,7 +85,7 @@ class RecordReadingsSink:
 
 
 def score_in_chosen_order(
-    model: DEformer,
+    model: Model,
     calibration: Calibration,
     record_ids: Sequence[str],
     values: Floats,
@@ -95,7 +96,7 @@ def score_in_chosen_order(
     """Return the anomaly scores of N records whose readings are taken in the chosen order, (N,).
 
     Args:
-        model: The network, in evaluation mode.
+        model: The features, hyperparameters and weights.
         calibration: The calibration whose p-values decide which records are suspicious.
         record_ids: N record ids.
         values: (N, F) values in raw units or label codes, NaN if missing.
@@ -104,14 +105,18 @@ def score_in_chosen_order(
         suspicious: Largest p-value of a suspicious record.
 
     Raises:
-        ConfigError: The readings of the model are irregular.
+        ConfigError: The readings of the model are irregular, or PyTorch is not installed.
     """
+    network = load_network(model, "choosing the next reading")
+    # Imported here, because it imports PyTorch.
+    from deformer_stream.engine.next_reading import arrange_by_next_reading
+
     kernels = CpuKernels.for_model(model)
     scores = [np.empty(0)]
     for start in range(0, len(values), RECORDS_PER_PASS):
         part = slice(start, start + RECORDS_PER_PASS)
         chosen = arrange_by_next_reading(
-            model, calibration, record_ids[part], values[part], orders[part], alpha, suspicious
+            network, calibration, record_ids[part], values[part], orders[part], alpha, suspicious
         )
         codes = np.maximum(chosen, 0)
         normalised = model.schema.normalise(codes, np.take_along_axis(values[part], codes, 1))

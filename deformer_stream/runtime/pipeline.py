@@ -424,7 +424,7 @@ class Pipeline:
         # The policy in use may differ from the option. It is always "rescore" if the new model has other features or
         # labels, or handles equal event times differently.
         policy = self.engine.change_model(
-            artifact.model, artifact.calibration, artifact.fingerprint, self.open_records, at_once=False
+            artifact.scoring_model, artifact.calibration, artifact.fingerprint, self.open_records, at_once=False
         )
         if self._group_source is None:
             self.recovery.advance(self.codec, self._now())  # no partition can wait

@@ -17,13 +17,13 @@ from deformer_stream.calibration.drift import (
     DriftAlarm,
     DriftMonitor,
     RankBins,
-    average_neg_log_p_by_feature,
     find_shifted_features,
     make_notice_id,
 )
 from deformer_stream.calibration.drift_state import FeatureShift
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import CloseReason, Decisions
+from deformer_stream.engine.record_scores import average_neg_log_p_by_feature
 from tests.engine.restarts import Event, make_batch, make_calibrated_model
 
 Floats = NDArray[np.float64]
@@ -197,7 +197,7 @@ def test_bins_cover_all_ranks() -> None:
 def test_shifted_features_are_sorted_by_increase() -> None:
     shifts = find_shifted_features({"a": 3.0, "b": 1.5, "c": 9.0, "d": 0.5}, {"a": 1.0, "b": 1.4, "c": 8.5})
     assert shifts == (FeatureShift("a", 3.0, 1.0), FeatureShift("c", 9.0, 8.5), FeatureShift("b", 1.5, 1.4))
-    assert average_neg_log_p_by_feature(make_calibrated_model()[0], []) == {}
+    assert average_neg_log_p_by_feature(None, make_calibrated_model()[0], []) == {}
 
 
 def make_engine(level: float | None, limits: Limits | None = None) -> Engine:

@@ -24,7 +24,8 @@ from deformer_stream.engine.explain import (
     explain_records,
 )
 from deformer_stream.engine.imputation import impute
-from deformer_stream.engine.order_trees import build_order_tree, compute_tree_conditionals
+from deformer_stream.engine.order_trees import build_order_tree
+from deformer_stream.engine.torch_conditionals import compute_tree_conditionals
 from deformer_stream.model.deformer import DEformer, ModelConfig, to_tensor
 from deformer_stream.model.schema import Feature, Schema
 from tests.engine.random_models import configs, draw_records, make_model, normalise_values, schemas

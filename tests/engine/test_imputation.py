@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from deformer_stream.engine import imputation
-from deformer_stream.kernels.kv_cache import TorchKVCache
+from deformer_stream.kernels.torch_kv_cache import TorchKVCache
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import LINEAR_LIMIT, Feature, Schema
 from tests.engine.random_models import configs, make_model, schemas

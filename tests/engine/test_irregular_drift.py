@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.calibration.drift import RecordReadings, average_neg_log_p_by_feature
+from deformer_stream.calibration.drift import RecordReadings
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.last_context import find_last_context
+from deformer_stream.engine.record_scores import average_neg_log_p_by_feature
 from deformer_stream.kernels.library import load_library
 from tests.engine.irregular_streams import LIMIT, MINUTE, make_engine
 from tests.engine.irregular_streams import make_model as make_random_model
@@ -75,10 +76,12 @@ def test_the_last_context_is_that_of_the_last_reading(num_readings: int) -> None
 def test_means_count_the_readings_of_the_block_only() -> None:
     model = make_random_model()
     codes, values, ages = np.array([0, 1, 0, 2]), np.array([0.1, 50.0, 0.2, 0.3]), 60.0 * np.arange(4, dtype=np.float64)
-    means = average_neg_log_p_by_feature(model, [RecordReadings(codes, values, ages, 2)])
+    means = average_neg_log_p_by_feature(None, model, [RecordReadings(codes, values, ages, 2)])
     assert set(means) == {"sensor0", "sensor2"}
     # Contexts of other lengths do not change a record's part.
     longer = RecordReadings(np.array([0] * 9), np.zeros(9), 60.0 * np.arange(9, dtype=np.float64), 9)
-    assert average_neg_log_p_by_feature(model, [RecordReadings(codes, values, ages, 2), longer]) == pytest.approx(means)
+    assert average_neg_log_p_by_feature(None, model, [RecordReadings(codes, values, ages, 2), longer]) == pytest.approx(
+        means
+    )
     assert all(math.isfinite(mean) and mean > 0 for mean in means.values())
-    assert average_neg_log_p_by_feature(model, [RecordReadings(codes, values)]) == {}
+    assert average_neg_log_p_by_feature(None, model, [RecordReadings(codes, values)]) == {}

@@ -18,7 +18,8 @@ from deformer_stream.engine import explain
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import Alert, EventBatch, Explanation
 from deformer_stream.engine.explain import ExplanationEffort, explain_context
-from deformer_stream.engine.order_trees import build_chain_tree, build_order_tree, compute_tree_conditionals
+from deformer_stream.engine.order_trees import build_chain_tree, build_order_tree
+from deformer_stream.engine.torch_conditionals import compute_tree_conditionals
 from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import DEformer, ModelConfig
@@ -104,7 +105,7 @@ def explain_one(
 ) -> Explanation:
     times = np.round(1e6 * ages).astype(np.int64)
     kernels = get_kernels(neighbors)
-    return explain_context(kernels.model, codes, values, ages, times, "r", {}, effort, kernels)
+    return explain_context(kernels.parameters, codes, values, ages, times, "r", {}, effort, kernels)
 
 
 def make_process_batch(records: list[tuple[Ints, Floats, Floats]]) -> EventBatch:
@@ -263,8 +264,8 @@ def test_compiled_kernels_and_pytorch_explain_alike() -> None:
     values[codes == 1] += 1.5
     times = np.arange(25)
     kernels = get_kernels()
-    compiled = explain_context(kernels.model, codes, values, ages, times, "r", {}, "full", kernels)
-    reference = explain_context(kernels.model, codes, values, ages, times, "r", {}, "full", None)
+    compiled = explain_context(kernels.parameters, codes, values, ages, times, "r", {}, "full", kernels)
+    reference = explain_context(kernels.parameters, codes, values, ages, times, "r", {}, "full", None)
     assert [part.suspect for part in compiled.contributions] == [part.suspect for part in reference.contributions]
     by_time = {part.time: part for part in reference.contributions}
     for part in compiled.contributions:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from deformer_stream import model_store
+from deformer_stream.model.exemplars import Exemplars
 from deformer_stream.model_store import Artifact
 
 GOLDEN = Path(__file__).parent
@@ -47,17 +48,20 @@ def test_scores_are_those_of_the_release_that_wrote_the_model(artifact: Artifact
 
 
 def test_ranking_is_that_of_the_release_that_wrote_the_model(artifact: Artifact) -> None:
-    ranking = artifact.model.ranking
-    assert ranking is not None
+    exemplars = Exemplars.from_parameters(artifact.scoring_model.extract_parameters())
+    assert exemplars is not None
     codes, raw_values = np.array(EXPECTED["features"]), np.array(EXPECTED["values"])
     values = artifact.schema.normalise(np.maximum(codes, 0), raw_values)
-    scores = ranking.score(codes, values, np.zeros(len(codes)))
+    scores = exemplars.score(codes, values, np.zeros(len(codes)))
     np.testing.assert_allclose(scores, EXPECTED["ranking"], rtol=1e-5)
 
 
 def test_model_is_written_with_the_same_keys_and_bytes(artifact: Artifact, tmp_path: Path) -> None:
     """The keys of the manifest and of the weights are a file format, whatever the names in the code are."""
-    model_store.write(tmp_path / "model", artifact.model, artifact.calibration, artifact.manifest["training"], "")
+    training = artifact.manifest["training"]
+    model_store.write(tmp_path / "model", artifact.scoring_model, artifact.calibration, training, "")
+    fingerprint = model_store.write(tmp_path / "network", artifact.model, artifact.calibration, training, "")
+    assert fingerprint == artifact.fingerprint, "the network in PyTorch has the same weights"
     original_weights = (GOLDEN / "model.v1" / model_store.WEIGHTS).read_bytes()
     assert (tmp_path / "model" / model_store.WEIGHTS).read_bytes() == original_weights
     manifest = model_store.read_manifest(tmp_path / "model")

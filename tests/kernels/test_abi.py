@@ -100,11 +100,9 @@ def small_batch(kernels: CpuKernels) -> tuple[CpuKVCache, RaggedBatch]:
         ),
         ("values", np.zeros(3), "Batch.values has dtype float64, but the compiled kernels need float32"),
         ("values", np.zeros(6, np.float32)[::2], "Batch.values is not contiguous"),
-        ("depths", [0, 1, 2], "Batch.depths is a list, but the compiled kernels need an array or a tensor"),
+        ("depths", [0, 1, 2], "Batch.depths is a list, but the compiled kernels need an array"),
         ("page_table", np.zeros((1, 9), np.int64)[:, ::3], "Batch.page_table is not contiguous"),
-        ("values", torch.zeros(3, dtype=torch.float64), "Batch.values has dtype torch.float64"),
-        ("values", torch.zeros(6)[::2], "Batch.values is not contiguous"),
-        ("values", torch.zeros(3, device="meta"), "Batch.values is on the device meta"),
+        ("values", torch.zeros(3), "Batch.values is a Tensor, but the compiled kernels need an array"),
     ],
 )
 def test_array_that_does_not_fit_is_refused_by_name(name: str, wrong: Any, message: str) -> None:

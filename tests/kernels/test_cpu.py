@@ -39,15 +39,17 @@ from deformer_stream.calibration.cusum import (
     find_largest_kinds,
 )
 from deformer_stream.calibration.marginals import Marginals
+from deformer_stream.engine.conditionals import compute_conditionals
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Contribution
 from deformer_stream.engine.explain import explain_records
-from deformer_stream.engine.order_trees import build_order_tree, compute_tree_conditionals
+from deformer_stream.engine.order_trees import build_order_tree
 from deformer_stream.engine.records import INITIAL_RUNNING
 from deformer_stream.kernels import library
 from deformer_stream.kernels.cpu import CpuKernels, CusumArguments, RaggedBatch, is_supported
 from deformer_stream.kernels.kv_cache import CpuKVCache
 from deformer_stream.kernels.library import load_library
+from deformer_stream.model.conditional_arrays import ConditionalArrays
 from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
 from deformer_stream.model.distributions import Conditional
 from deformer_stream.model.schema import Feature, Schema
@@ -90,6 +92,17 @@ def attach_kernels(model: DEformer) -> DEformer:
     model.kernel_library = load_library(model.config.precision == "bfloat16")
     assert model.kernel_library is not None, "the tests need compiled kernels: run `make kernels`"
     return model
+
+
+def to_torch(arrays: ConditionalArrays) -> Conditional:
+    """Return distributions as those of PyTorch, in float32."""
+    fields = (torch.from_numpy(np.ascontiguousarray(getattr(arrays, name))) for name in ConditionalArrays.__slots__)
+    return Conditional(*(t.float() if t.is_floating_point() else t for t in fields))
+
+
+def to_arrays(conditional: Conditional) -> ConditionalArrays:
+    """Return distributions of PyTorch as arrays."""
+    return ConditionalArrays(*(getattr(conditional, name).numpy() for name in ConditionalArrays.__slots__))
 
 
 def kernels_of(model: DEformer) -> CpuKernels:
@@ -351,12 +364,17 @@ def test_score_terms_and_conditionals_equal_pytorchs(
     batch = RaggedBatch(codes.ravel(), values.numpy().ravel(), L * np.arange(5), no_past, cache.page_table)
     with torch.inference_mode():
         by_pytorch = model.conditionals(features, values)
-        by_kernels = kernels.conditionals(cache, batch).reshape(4, L)
+        arrays = kernels.conditionals(cache, batch).reshape(4, L)
+        by_kernels = to_torch(arrays)
         expected = by_pytorch.compute_score_terms(values, by_pytorch.compute_surprisal(values))
         of_conditionals = by_kernels.compute_score_terms(values, by_kernels.compute_surprisal(values))
+    of_arrays = arrays.compute_score_terms(values, kernels.surprisal(arrays, values))
+    np.testing.assert_allclose(arrays.log_prob(values), expected.log_prob.numpy(), rtol=1e-3, atol=2e-3)
     terms = kernels.score(cache, batch).reshape(3, 4, L)
-    for term, pytorch_term, conditional_term in zip(terms, astuple(expected), astuple(of_conditionals), strict=True):
+    all_terms = zip(terms, astuple(expected), astuple(of_conditionals), astuple(of_arrays), strict=True)
+    for term, pytorch_term, conditional_term, array_term in all_terms:
         np.testing.assert_allclose(term, pytorch_term.numpy(), rtol=1e-3, atol=2e-3)
+        np.testing.assert_allclose(array_term, conditional_term.numpy(), rtol=1e-4, atol=2e-3)
         # At the mode, ln p-value falls like the square root of the surprisal minus its minimum. This difference has the
         # rounding errors of float32, of the order of 1e-6, so those of ln p-value are of the order of 1e-3.
         np.testing.assert_allclose(term, conditional_term.numpy(), rtol=1e-4, atol=2e-3)
@@ -396,11 +414,11 @@ def test_surprisals_of_extreme_mixtures_equal_pytorchs() -> None:
         log_weights = torch.log_softmax(30 * weights, -1)
         mixture = Conditional(no_labels[:, 0] > 0, log_weights, 5 * means, (2 * scales).exp(), no_labels)
         values = 10 * torch.randn(40, generator=generator)
-        expected, got = mixture.compute_surprisal(values), kernels.surprisal(mixture, values)
+        expected, got = mixture.compute_surprisal(values), kernels.surprisal(to_arrays(mixture), values)
         assert expected is not None
         assert got is not None
         for a, b in zip(astuple(got), astuple(expected), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(a, b.numpy(), rtol=1e-4, atol=1e-4)
 
 
 def test_quantiles_have_the_requested_mass_below_them() -> None:
@@ -412,8 +430,9 @@ def test_quantiles_have_the_requested_mass_below_them() -> None:
         no_labels = torch.zeros((2, 20, 1))
         log_weights = torch.log_softmax(2 * weights, -1)
         mixture = Conditional(no_labels[..., 0] > 0, log_weights, 3 * means, scales.exp(), no_labels)
-        for p, quantiles in zip(probabilities, kernels.quantiles(mixture, probabilities), strict=True):
-            torch.testing.assert_close(mixture.cdf(quantiles), torch.full((2, 20), p), rtol=0, atol=2e-6)
+        for p, quantiles in zip(probabilities, kernels.quantiles(to_arrays(mixture), probabilities), strict=True):
+            mass = mixture.cdf(torch.from_numpy(quantiles).float())
+            torch.testing.assert_close(mass, torch.full((2, 20), p), rtol=0, atol=2e-6)
 
 
 @settings(max_examples=25, deadline=None)
@@ -423,14 +442,14 @@ def test_conditionals_of_order_trees_equal_pytorchs(
 ) -> None:
     model, num_readings = attach_kernels(make_model(schema, shape, seed, torch.float32)), len(schema)
     codes, raw_values = draw_records(schema, 3, seed)
-    features, values = torch.from_numpy(codes), torch.from_numpy(normalise_values(schema, codes, raw_values)).float()
+    values = torch.from_numpy(normalise_values(schema, codes, raw_values)).float()
     num_fixed, num_extra = (num_readings // 3, num_readings // 4) if seed % 2 else (0, 0)
     tree = build_order_tree(num_fixed, num_readings - num_fixed - num_extra, num_extra, is_mirrored)
-    node_values = values[:, tree.reading_index]
-    with torch.inference_mode():
-        got = compute_tree_conditionals(model, tree, features, values, kernels_of(model)).log_prob(node_values)
-        expected = compute_tree_conditionals(model, tree, features, values).log_prob(node_values)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-3)
+    arguments = codes, values.double().numpy(), None, tree
+    node_values = values[:, tree.reading_index].numpy()
+    got = compute_conditionals(model, kernels_of(model), *arguments).log_prob(node_values)
+    expected = compute_conditionals(model, None, *arguments).log_prob(node_values)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-3)
 
 
 def list_numbers(part: Contribution) -> list[float]:

@@ -16,7 +16,7 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.kernels import cuda_graphs
 from deformer_stream.kernels.cuda_graphs import Capture, CudaGraphs, ForwardInputs, ForwardPass, round_up_shape
-from deformer_stream.kernels.kv_cache import TorchKVCache
+from deformer_stream.kernels.torch_kv_cache import TorchKVCache
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import Schema
 from tests.engine.fake_gpu import CapturableOnly, capture_on_cpu, fake_gpu, move_to_fake_gpu

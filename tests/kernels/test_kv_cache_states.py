@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from deformer_stream.kernels.kv_cache import TorchKVCache
+from deformer_stream.kernels.torch_kv_cache import TorchKVCache
 from deformer_stream.model.deformer import DEformer, ModelConfig, StepOutput
 from deformer_stream.model.distributions import Conditional
 from deformer_stream.model.schema import Feature, Schema

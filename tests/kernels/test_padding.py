@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.kernels import cuda_graphs
 from deformer_stream.kernels.cuda_graphs import Capture, CudaGraphs, ForwardInputs
-from deformer_stream.kernels.kv_cache import TorchKVCache
+from deformer_stream.kernels.torch_kv_cache import TorchKVCache
 from deformer_stream.model.deformer import AttentionContext, DEformer, ModelConfig
 from deformer_stream.model.schema import Feature, Schema
 from tests.engine.fake_gpu import capture_on_cpu

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from deformer_stream.model.deformer import ModelConfig
+from deformer_stream.model.exemplars import Exemplars
 from deformer_stream.model.ranking import Ranking
 from deformer_stream.model.schema import SECONDS_PER_DAY, Feature, Schema
 from deformer_stream.model.time_slots import expand_time_slots
@@ -118,3 +119,8 @@ def test_ranking_measures_distances_the_shorter_way_around_the_cycle() -> None:
     distances = ranking.compute_distances(positions / ranking.deviations, known)
     expected = [0.0, 120 / 25_000 / 2, (day / 2 - 60) / 25_000 / 2, 4.0]
     torch.testing.assert_close(distances.tolist(), expected, rtol=0, atol=1e-5)
+    buffers = (getattr(ranking, name).numpy() for name in ("positions", "known", "deviations", "typical"))
+    without_torch = Exemplars(SCHEMA, *buffers).compute_distances(
+        (positions / ranking.deviations).numpy(), known.numpy()
+    )
+    np.testing.assert_allclose(without_torch, expected, rtol=0, atol=1e-5)

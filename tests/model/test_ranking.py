@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from deformer_stream.model.ranking import CENTERED_NLL_WEIGHT, Ranking
+from deformer_stream.model.exemplars import CENTERED_NLL_WEIGHT, Exemplars
+from deformer_stream.model.ranking import Ranking
 from deformer_stream.model.schema import Feature, Schema
 
 SCHEMA = Schema(
@@ -30,13 +31,27 @@ def make_ranking(exemplars: np.ndarray, known: np.ndarray | None = None) -> Rank
     return ranking
 
 
+def make_exemplars(ranking: Ranking) -> Exemplars:
+    """Return what scores records without PyTorch."""
+    buffers = (getattr(ranking, name).numpy() for name in ("positions", "known", "deviations", "typical"))
+    return Exemplars(SCHEMA, *buffers)
+
+
 def score(ranking: Ranking, *records: dict[int, float], centered_nll: float = 0.0) -> list[float]:
     """Return the scores of records that are given as {feature code: value}, in arrival order."""
     codes = np.full((len(records), 4), -1)
     values = np.zeros((len(records), 4))
     for i, record in enumerate(records):
         codes[i, : len(record)], values[i, : len(record)] = list(record), list(record.values())
-    return list(ranking.score(codes, values, np.full(len(records), centered_nll)).tolist())
+    exemplars = make_exemplars(ranking)
+    positions = np.concatenate([ranking.positions, np.zeros((1, 4))]).astype(np.float32)  # one of them all unknown
+    known = np.concatenate([ranking.known, np.zeros((1, 4), bool)])
+    rng = np.random.default_rng(0)
+    for is_known in (known, np.ones_like(known), rng.random(known.shape) < 0.5):
+        # The distances are those that training computes with PyTorch.
+        expected = ranking.compute_distances(torch.from_numpy(positions), torch.from_numpy(is_known))
+        np.testing.assert_allclose(exemplars.compute_distances(positions, is_known), expected.numpy(), rtol=1e-5)
+    return list(exemplars.score(codes, values, np.full(len(records), centered_nll)).tolist())
 
 
 def test_score_is_the_mean_distance_to_the_nearest_exemplars() -> None:

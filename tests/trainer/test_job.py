@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from deformer_stream import model_store
-from deformer_stream.calibration.torch_scoring import RecordScores
+from deformer_stream.calibration.score_sums import RecordScores
 from deformer_stream.model.distributions import Head
 from deformer_stream.settings.commands import ScoringSettings
 from tests.trainer.tables import correlated, mixed, write

@@ -1,0 +1,189 @@
+"""Ranking of complete records by their distance to the nearest exemplars, as `ranking.Ranking` does, without PyTorch.
+
+Shapes use these letters: R is the number of records, F the number of features, M the number of exemplars (stored
+training records).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deformer_stream.model.parameters import ModelParameters
+from deformer_stream.model.schema import Feature, Schema
+
+Floats = NDArray[np.float64]
+Singles = NDArray[np.float32]
+Bools = NDArray[np.bool_]
+
+NUM_NEIGHBORS = 3
+"""The number of nearest exemplars (stored training records) over which the distance of a record is averaged."""
+CENTERED_NLL_WEIGHT = 0.25
+"""The weight in the ranking score of the centered NLL (negative log-likelihood minus its expectation).
+
+The weight of the distance to the nearest exemplars is 1.
+"""
+MAX_POSITION = 1e6
+"""The limit to which the positions of readings are clipped, so that sums of their differences are finite in float32."""
+MAX_DIFFERENCES = 1_000_000
+"""The largest number of differences between readings of records and of exemplars that are computed at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exemplars:
+    """The stored training records of a model, with which complete records are compared.
+
+    Attributes:
+        schema: The F features.
+        positions: (M, F) the positions of the readings of the exemplars, divided by `deviations`.
+        known: (M, F) false where the exemplar has no reading of the feature.
+        deviations: (F,) the typical difference of each feature.
+        typical: (2, 2) statistics of normal records. Row 0 is for the distance, row 1 for the centered NLL; column 0 is
+            the median, column 1 the difference between the 90% quantile and the median.
+    """
+
+    schema: Schema
+    positions: Singles
+    known: Bools
+    deviations: Singles
+    typical: Floats
+
+    @staticmethod
+    def from_parameters(parameters: ModelParameters) -> Exemplars | None:
+        """Return the exemplars of a model, None if it has none."""
+        if "ranking.positions" not in parameters.arrays:
+            return None
+        arrays = (parameters.arrays[f"ranking.{name}"] for name in ("positions", "known", "deviations", "typical"))
+        return Exemplars(parameters.schema, *arrays)
+
+    def score(self, codes: NDArray[np.int64], values: Floats, centered_nll: Floats) -> Floats:
+        """Return the anomaly score of complete records; larger is more anomalous.
+
+        The score is the distance to the nearest exemplars (stored training records) plus `CENTERED_NLL_WEIGHT` times
+        the centered NLL (negative log-likelihood minus its expectation). Both terms are first standardised: 0 is the
+        median of normal records, 1 is their 90% quantile.
+
+        Args:
+            codes: (R, L), for each of R records the feature codes (indexes in the schema) of at most L readings in any
+                order; −1 for padding.
+            values: (R, L), the normalised values of continuous features and the label codes of discrete ones.
+            centered_nll: (R,), the sum of the centered NLLs of the record's readings.
+
+        Returns:
+            (R,), the scores of the records.
+        """
+        num_features = len(self.schema)
+        # Sort the readings of each record by feature. Padding is written to an extra column.
+        columns = np.where(codes < 0, num_features, codes)
+        value_by_feature = np.zeros((len(codes), num_features + 1))
+        known = np.zeros((len(codes), num_features + 1), bool)
+        np.put_along_axis(value_by_feature, columns, values, 1)
+        np.put_along_axis(known, columns, codes >= 0, 1)
+        positions = compute_positions(self.schema, value_by_feature[:, :num_features]) / self.deviations
+        distances = self.compute_distances(positions, known[:, :num_features])
+        (distance_median, distance_spread), (nll_median, nll_spread) = self.typical
+        distance_score = (distances - distance_median) / distance_spread
+        nll_score = (centered_nll - nll_median) / nll_spread
+        score: Floats = distance_score + CENTERED_NLL_WEIGHT * nll_score
+        return score
+
+    def compute_distances(self, positions: Singles, known: Bools) -> Floats:
+        """Return the mean distance of each record to its nearest exemplars, (R,).
+
+        The distance of two records is the sum of the absolute differences of positions over the features that both
+        records have. It is multiplied by F / (number of these features), so that records with missing readings are
+        comparable. Two values of a cyclic feature, such as times of day, differ by the shorter way around the cycle.
+        Two different labels that are not numbers differ by 1, divided by the deviation of the feature.
+
+        Args:
+            positions: (R, F) the positions of the readings of R records, divided by the attribute `deviations`.
+            known: (R, F) false where the record has no reading of the feature. Its position is then ignored.
+        """
+        num_records, num_features = positions.shape
+        num_neighbors = min(NUM_NEIGHBORS, len(self.positions))
+        rows_at_once = max(1, MAX_DIFFERENCES // max(1, self.positions.size))
+        distances = np.empty(num_records)
+        is_text_label = np.array([has_unordered_labels(feature) for feature in self.schema.features])
+        has_cycles = bool(self.schema.is_cyclic.any())
+        for start in range(0, num_records, rows_at_once):
+            rows = slice(start, start + rows_at_once)
+            differences = np.abs(positions[rows, None] - self.positions)  # (rows, M, F)
+            if has_cycles:
+                # The length is infinite for features that are not cyclic; their differences stay unchanged.
+                cycle_lengths = self.schema.cycle_lengths.astype(np.float32) / self.deviations
+                differences = np.where(np.isinf(cycle_lengths), differences, np.mod(differences, cycle_lengths))
+                differences = np.minimum(differences, cycle_lengths - differences)
+            if is_text_label.any():
+                differences = np.where(is_text_label, (differences > 0) / self.deviations, differences)
+            both_known = known[rows, None] & self.known
+            num_shared = np.maximum(both_known.sum(-1), 1)  # at least 1, to avoid a division by 0
+            of_exemplars = (differences * both_known).sum(-1) * num_features / num_shared  # (rows, M)
+            distances[rows] = np.partition(of_exemplars, num_neighbors - 1, 1)[:, :num_neighbors].mean(1)
+        return distances
+
+
+def compute_positions(schema: Schema, values: Floats) -> Singles:
+    """Return the number that represents each reading (its position) when records are compared.
+
+    The position of a number is (number − location) / scale, with the location and the scale of its feature. This is
+    the normalised value without the logarithm that `Schema.normalise` applies to large values. If all labels of a
+    feature are texts of numbers, the position of a label is its number, otherwise its code. All labels that did not
+    occur in training have one position, which is greater than those of the known labels.
+
+    Args:
+        schema: The F features.
+        values: (R, F), for each of R records the normalised values or label codes of the F features; any value for
+            a missing reading.
+
+    Returns:
+        (R, F) float32 positions, not yet divided by the deviations of the features.
+    """
+    codes = np.arange(len(schema))
+    # Go back to raw values to remove the logarithm.
+    raw_values = schema.denormalise(np.broadcast_to(codes, values.shape), values)
+    positions = np.empty_like(raw_values)
+    for code, feature in enumerate(schema.features):
+        label_positions = compute_label_positions(feature)
+        if label_positions is None:
+            positions[:, code] = (raw_values[:, code] - feature.location) / feature.scale
+        else:
+            # The last position is for all codes after the known labels. A missing reading can have any value.
+            label_codes = np.clip(values[:, code], 0, len(label_positions) - 1).astype(np.int64)
+            positions[:, code] = label_positions[label_codes]
+    # The limits keep the sums of differences finite in float32.
+    return np.clip(positions, -MAX_POSITION, MAX_POSITION).astype(np.float32)
+
+
+def compute_label_positions(feature: Feature) -> Floats | None:
+    """Return the number that represents each label of a feature (its position) when readings are compared.
+
+    If all labels are texts of numbers, their positions are these numbers. Otherwise they are the label codes.
+
+    Returns:
+        An array with one position for each label, in the order of the label codes. One more position at the end is for
+        all labels that did not occur in training. None for a continuous feature.
+    """
+    if feature.kind == "continuous":
+        return None
+    if not _has_numeric_labels(feature):
+        return np.arange(len(feature.labels) + 1, dtype=np.float64)
+    numbers = np.array([float(label) for label in feature.labels])
+    # The position of labels that did not occur in training is greater than all others. Its distance from the greatest
+    # label is the range of the labels, but at least 1.
+    unseen_position = numbers.max() + max(float(np.ptp(numbers)), 1.0)
+    return np.append(numbers, unseen_position)
+
+
+def has_unordered_labels(feature: Feature) -> bool:
+    """Return whether a feature has labels without an order, which are only compared for equality."""
+    return feature.kind == "discrete" and not _has_numeric_labels(feature)
+
+
+def _has_numeric_labels(feature: Feature) -> bool:
+    """Return whether all labels of a discrete feature are texts of finite numbers, such as "2" or "0.5"."""
+    try:
+        return all(np.isfinite(float(label)) for label in feature.labels)
+    except ValueError:
+        return False

@@ -1,0 +1,167 @@
+"""Where the compiled kernels run, models are read and records are scored without PyTorch, with the same bits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from deformer_stream import model_store
+from tests.commands import list_events, make_record_table
+from tests.engine.random_models import make_model
+from tests.models import SCHEMA, make_calibration
+
+pytestmark = pytest.mark.slow
+
+WITHOUT_TORCH = """
+import sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NoTorch())
+"""
+RUN_COMMAND = """
+from deformer_stream.cli.main import main
+sys.exit(main())
+"""
+SCORE = """
+import json, numpy as np, deformer_stream
+detector = deformer_stream.load(sys.argv[1])
+events = json.load(open(sys.argv[2]))
+scorer = detector.scorer(alpha=[0.5, 0.01])
+updates = [scorer.update(e["record"], e["feature"], e["value"], e["time"]) for e in events]
+rows = {}
+for e in events:
+    rows.setdefault(e["record"], {})[e["feature"]] = e["value"]
+scores = detector.score(list(rows.values()))
+explained = detector.explain(list(rows.values())[:5], alpha=0.5)
+print(json.dumps({
+    "updates": [(u.log_likelihood, u.running_log_likelihood, u.score, u.p_value, len(u.alerts)) for u in updates],
+    "alerts": [repr(a) for u in updates for a in u.alerts],
+    "scores": repr([getattr(scores, name).tolist() for name in scores.__slots__]),
+    "explained": repr(explained),
+    "torch": "torch" in sys.modules,
+}))
+"""
+
+
+def run_python(code: str, *arguments: str | Path, has_torch: bool, code_expected: int = 0) -> str:
+    """Run Python code in a new process, with or without PyTorch, and return its output."""
+    prefix = "import sys" if has_torch else WITHOUT_TORCH
+    command = [sys.executable, "-c", prefix + "\n" + code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == code_expected, done.stderr
+    return done.stdout if code_expected == 0 else done.stderr
+
+
+def write_model(folder: Path, **changes: Any) -> Path:
+    """Write a model directory with random weights, and return its path."""
+    base = model_store.ModelConfig(
+        d_model=64, layers=2, heads=2, feedforward=64, mixtures=4, embedding=6, hidden=(16,), **changes
+    )
+    model = make_model(SCHEMA, base, 3, torch.float32)
+    model_store.write(folder / "model", model, make_calibration(model), {}, "")
+    return folder / "model"
+
+
+@pytest.fixture(params=[{"gaussians": 3, "exemplars": 4}, {"memory": "all", "precision": "bfloat16"}])
+def model(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    return write_model(tmp_path, **request.param)
+
+
+def test_library_scores_and_explains_with_the_same_bits(model: Path, tmp_path: Path) -> None:
+    events = tmp_path / "events.json"
+    events.write_text(json.dumps(list_events(make_record_table())))
+    with_torch = json.loads(run_python("import torch\n" + SCORE, model, events, has_torch=True))
+    without_torch = json.loads(run_python(SCORE, model, events, has_torch=False))
+    assert (with_torch.pop("torch"), without_torch.pop("torch")) == (True, False)
+    assert with_torch["alerts"], "the test needs alerts"
+    assert without_torch == with_torch
+    # If it is installed, PyTorch is not imported either.
+    assert not json.loads(run_python(SCORE, model, events, has_torch=True))["torch"]
+
+
+def test_scores_are_those_of_pytorch(model: Path, tmp_path: Path) -> None:
+    """The reference runs without the compiled kernels."""
+    events = tmp_path / "events.json"
+    events.write_text(json.dumps(list_events(make_record_table())[:200]))
+    compiled = json.loads(run_python(SCORE, model, events, has_torch=False))["updates"]
+    off = "import torch\nfrom deformer_stream.kernels import cpu\ncpu.is_supported = lambda model: False\n"
+    off += "from deformer_stream import model_store\nmodel_store.is_supported = lambda model: False\n"
+    reference = json.loads(run_python(off + SCORE, model, events, has_torch=True))["updates"]
+    is_low_precision = "bfloat16" in (model / "manifest.json").read_text()
+    compared = zip(np.array(compiled).T[:3], np.array(reference).T[:3], strict=True)
+    for got, expected in compared:
+        np.testing.assert_allclose(got, expected, rtol=0.05 if is_low_precision else 1e-3, atol=5e-3)
+
+
+def test_replay_and_consume_write_the_same_bits(model: Path, tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    events.write_text("".join(json.dumps(event) + "\n" for event in list_events(make_record_table())))
+    results = []
+    for has_torch in (True, False):
+        folder = tmp_path / ("with" if has_torch else "without")
+        folder.mkdir()
+        outputs = "--output", folder / "scores.parquet", "--records", folder / "records.parquet"
+        alerts = "--alpha", "0.5,0.05", "--alerts", folder / "alerts.jsonl"
+        replay = "replay", events, "--model", model, *outputs, *alerts
+        run_python(RUN_COMMAND, *replay, has_torch=has_torch)
+        consumed = folder / "consumed.jsonl"
+        consume = "consume", "--source", events, "--model", model, "--alpha", "0.5,0.05", "--alerts", consumed
+        run_python(RUN_COMMAND, *consume, "--drift", "5", has_torch=has_torch)
+        tables = [pq.read_table(folder / name).to_pylist() for name in ("scores.parquet", "records.parquet")]
+        results.append((repr(tables), (folder / "alerts.jsonl").read_text(), consumed.read_text()))
+    assert results[0][1], "the test needs alerts"
+    assert results[0] == results[1]
+
+
+def test_calibrate_writes_the_same_model(model: Path, tmp_path: Path) -> None:
+    table = tmp_path / "normal.parquet"
+    pq.write_table(make_record_table(), table)
+    manifests = []
+    for has_torch in (True, False):
+        out = tmp_path / ("with" if has_torch else "without")
+        run_python(RUN_COMMAND, "calibrate", table, "--model", model, "--out", out, has_torch=has_torch)
+        manifests.append(model_store.read_manifest(out))
+    assert manifests[0] == manifests[1]
+    assert manifests[0]["calibration"]["surprise"], "the means of the features are scored, too"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "subject"),
+    [
+        (["replay", "EVENTS", "--model", "MODEL", "--compiled", "off"], "scoring without compiled kernels"),
+        (["replay", "EVENTS", "--model", "MODEL", "--device", "cuda"], "--device cuda"),
+        (["replay", "EVENTS", "--model", "MODEL", "--next-reading", "1"], "stating the reading to take next"),
+        (["impute", "EVENTS", "--model", "MODEL", "--output", "OUT"], "this command"),
+        (["demo"], "this command"),
+    ],
+)
+def test_what_needs_pytorch_says_so_in_one_line(tmp_path: Path, arguments: list[str], subject: str) -> None:
+    events = tmp_path / "events.csv"
+    events.write_text("record,temperature\na,1.0\n")
+    places = {"EVENTS": str(events), "MODEL": str(write_model(tmp_path)), "OUT": str(tmp_path / "out.csv")}
+    words = [places.get(word, word) for word in arguments]
+    error = run_python(RUN_COMMAND, *words, has_torch=False, code_expected=2)
+    (line,) = error.splitlines()
+    assert f"{subject} needs PyTorch" in line
+    assert "pip install 'deformer-stream[train]'" in line
+
+
+def test_training_without_pytorch_says_so_in_one_line(tmp_path: Path) -> None:
+    table = tmp_path / "normal.csv"
+    table.write_text("a,b\n" + "1.0,2.0\n" * 50)
+    code = "from trainer.cli import main\nsys.exit(main())"
+    error = run_python(code, table, "--out", tmp_path / "m", has_torch=False, code_expected=2)
+    (line,) = error.splitlines()
+    assert "this command needs PyTorch" in line
