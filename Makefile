@@ -39,7 +39,7 @@ $(VENV)/.build: $(VENV)/.made constraints.txt
 	@touch $@
 
 $(VENV)/.run: $(VENV)/.build pyproject.toml constraints.txt
-	$(call install,.)
+	$(call install,.[train])
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
