@@ -60,7 +60,7 @@ class Environment:
         subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
         install = [self.bin / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         if is_fresh:
-            subprocess.run([*install, "-c", "constraints.txt", wheel], check=True)
+            subprocess.run([*install, "-c", "constraints.txt", f"{wheel}[train]"], check=True)
         else:
             version = f"python{sys.version_info.major}.{sys.version_info.minor}"
             site_packages = folder / "venv" / "lib" / version / "site-packages"
