@@ -12,16 +12,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from kafka import KafkaConsumer
-from kafka.structs import OffsetAndMetadata, TopicPartition
-
-from connectors.kafka.batches import OutgoingMessage
 from connectors.kafka.client import DELIVERY_SECONDS
-from connectors.kafka.delivery import Delivery
-from connectors.kafka.state import CommitAttempt, StateReference, StateTopic
+from connectors.kafka.delivery import Delivery, do_nothing
+from connectors.kafka.ports import CommittedOffset, Consumer, Offsets, OutgoingMessage, TopicPartition
+from connectors.kafka.state import CommitAttempt, StateReference, StateTopic, make_model_metadata
 from deformer_stream.runtime.ports import PartitionState
 
-Offsets = dict[TopicPartition, OffsetAndMetadata]
+REQUEST_SECONDS = 5.0
+"""Seconds that one request for committed offsets may take; it is repeated if the response takes longer."""
 
 
 class CommitRequest(NamedTuple):
@@ -63,22 +61,26 @@ class CommitManager:
     find out whether the attempt took effect. If it did, its messages are not sent again.
 
     The order of calls is `begin`, then `send` (or `begin_sending`, then `send`) and `mark_committed`. After a failed
-    attempt, `recover` comes first. Methods that send requests raise exceptions of kafka-python; `recover` raises also
-    `DeformerError`.
+    attempt, `recover` comes first. Methods that send requests raise `DeformerError`.
 
     Args:
         consumer: The consumer whose offsets are committed.
         delivery: Buffers outgoing messages and sends them with a commit. None commits offsets only.
         state: The state topic, or None to save no state.
+        model: Fingerprint of the model, which the metadata of the committed offsets state.
 
     Attributes:
+        model: Fingerprint of the model that the metadata of the next attempts state.
         reference_by_partition: For each partition, where its saved state is stored in the state topic.
         has_commit: Whether a commit is in progress: it was begun, and neither completed nor given up.
         confirmed_at: `time.monotonic()` of the last successful commit that included offsets.
     """
 
-    def __init__(self, consumer: KafkaConsumer, delivery: Delivery | None, state: StateTopic | None) -> None:
+    def __init__(
+        self, consumer: Consumer, delivery: Delivery | None, state: StateTopic | None, model: str = ""
+    ) -> None:
         self._consumer, self._delivery, self._state = consumer, delivery, state
+        self.model = model
         self.reference_by_partition: dict[TopicPartition, StateReference] = {}
         self._committed_positions: dict[TopicPartition, int] = {}
         self.has_commit = False
@@ -87,6 +89,7 @@ class CommitManager:
         # The last attempt, from the time when its offsets are computed until it is known to have taken effect.
         self._attempt: CommitAttempt | None = None
         self._run_id, self._num_attempts = uuid.uuid4().hex[:12], 0  # together a unique name of each attempt
+        self._writer_by_partition: dict[TopicPartition, str] = {}  # unique for the time that the partition is ours
         self.confirmed_at = time.monotonic()
 
     @property
@@ -134,11 +137,11 @@ class CommitManager:
         if self._delivery is not None:
             self._delivery.seal_pending()
 
-    def begin_sending(self, group: Any, on_committed: Callable[[], None]) -> bool:
+    def begin_sending(self, membership: Any, on_committed: Callable[[], None]) -> bool:
         """Start the first attempt to commit in the background, if it is a transaction.
 
         Args:
-            group: The consumer group, as `KafkaConsumer.group_metadata` describes it.
+            membership: The consumer group, as `Consumer.membership` describes it.
             on_committed: A function that a background thread calls after the attempt has taken effect.
 
         Returns:
@@ -155,10 +158,10 @@ class CommitManager:
         if not _needs_transaction(delivery, payload):
             return False
         compute_offsets = self._make_offsets_function(payload)
-        delivery.begin(delivery.transaction(payload.messages, compute_offsets, group, on_committed))
+        delivery.begin(delivery.transaction(payload.messages, compute_offsets, membership, on_committed))
         return True
 
-    def _make_offsets_function(self, payload: CommitPayload) -> Callable[[Callable[[], list[int]]], Offsets]:
+    def _make_offsets_function(self, payload: CommitPayload) -> Callable[[list[int]], Offsets]:
         """Return a function that computes the offsets to commit, for `Delivery.transaction`.
 
         The metadata of a committed offset state where the saved state is stored. A new snapshot (complete state) is
@@ -168,16 +171,14 @@ class CommitManager:
             payload: What the transaction makes durable.
 
         Returns:
-            The function `compute_offsets`. Its argument is another function, which waits until the state messages are
-            written and returns their offsets.
+            The function `compute_offsets`. Its argument is the offsets of the state messages.
         """
 
-        def compute_offsets(wait_for_message_offsets: Callable[[], list[int]]) -> Offsets:
+        def compute_offsets(message_offsets: list[int]) -> Offsets:
             """Return the offsets to commit, and store the attempt in `self._attempt`.
 
             If the response to the transaction is lost, `recover` compares the attempt with the committed offsets.
             """
-            message_offsets = wait_for_message_offsets() if payload.snapshot_starts else []
             attempt = self._plan_attempt(payload, message_offsets)
             if payload is self._payload:  # otherwise this attempt has timed out and a later one has replaced it
                 self._attempt = attempt
@@ -185,56 +186,58 @@ class CommitManager:
 
         return compute_offsets
 
-    def send(self, group: Any, timeout: float | None = None) -> Offsets | None:
+    def send(
+        self, membership: Any, timeout: float | None = None, on_wait: Callable[[], None] = do_nothing
+    ) -> Offsets | None:
         """Make one attempt to commit. If `begin_sending` has started one in the background, wait for that one instead.
 
         A transaction sends the messages and commits the offsets. Without one, the messages are sent, and the caller
         must commit the offsets.
 
         Args:
-            group: The consumer group, as `KafkaConsumer.group_metadata` describes it. It is not used if an attempt is
-                in the background.
-            timeout: Maximum time to wait in seconds. None waits until kafka-python itself has given up.
+            membership: The consumer group, as `Consumer.membership` describes it. It is not used if an attempt is in
+                the background.
+            timeout: Maximum time to wait in seconds. None waits until the client itself has given up.
+            on_wait: A function that is called again and again during the wait.
 
         Returns:
             The offsets that the caller must commit, or None if the transaction has committed them.
         """
         delivery = self._delivery
         if delivery is not None and self.is_in_background:
-            delivery.end(timeout)
+            delivery.end(timeout, on_wait)
             return None
         payload = self._encode_request()
         if delivery is not None and _needs_transaction(delivery, payload):
             # The transaction calls `compute_offsets` when it sends the offsets; this also sets `self._attempt`.
             compute_offsets = self._make_offsets_function(payload)
-            transaction = delivery.transaction(payload.messages, compute_offsets, group)
-            if timeout is None:
-                delivery.commit(transaction)
-            else:  # in a background thread, so that waiting can stop at the timeout even if the call still runs
-                delivery.begin(transaction)
-                delivery.end(timeout)
+            delivery.begin(delivery.transaction(payload.messages, compute_offsets, membership))
+            delivery.end(timeout, on_wait)
             return None
         # Without transactions, or with nothing to send. Without `Delivery` there is no state topic, thus no messages.
-        message_offsets = [] if delivery is None else delivery.send(payload.messages, timeout)
+        message_offsets: list[int] = []
+        if delivery is not None:
+            seconds = DELIVERY_SECONDS if timeout is None else timeout
+            message_offsets = delivery.send(payload.messages, seconds, on_wait)
         # The metadata of the committed offsets state at which offset of the state topic a new snapshot begins.
         self._attempt = self._plan_attempt(payload, message_offsets)
         return self._attempt.offsets
 
-    def renew_producer(self) -> None:
+    def renew_producer(self, on_wait: Callable[[], None] = do_nothing) -> None:
         """Replace the producer after a failed attempt to commit; this ends the transaction of that attempt.
 
         An open transaction would hide later messages from consumers that read only committed messages.
         """
         if self._delivery is not None and self._delivery.has_failed:
-            self._delivery.renew_producer()
+            self._delivery.renew_producer(on_wait)
 
-    def recover(self) -> None:
+    def recover(self, on_wait: Callable[[], None] = do_nothing) -> None:
         """Prepare the next attempt to commit after one that failed or whose outcome is unknown; otherwise do nothing.
 
         The transaction of the earlier attempt is ended. If that attempt took effect, its offsets, states and messages
         are recorded as committed. The next attempt then does not send them again.
         """
-        self.renew_producer()
+        self.renew_producer(on_wait)
         if self._attempt is not None:
             self._apply_if_committed(self._attempt)
 
@@ -256,6 +259,7 @@ class CommitManager:
         for tp in partitions:
             self.reference_by_partition.pop(tp, None)
             self._committed_positions.pop(tp, None)
+            self._writer_by_partition.pop(tp, None)
             if self._attempt is not None:
                 self._attempt.offsets.pop(tp, None)
             self._request.positions.pop(tp, None)
@@ -280,15 +284,21 @@ class CommitManager:
                 if state.snapshot is not None:
                     snapshot_starts.append((tp, len(messages)))
                 state_messages, references[tp] = self._state.encode(
-                    tp.partition, position, state, references.get(tp), commit_name
+                    tp.partition, position, state, references.get(tp), commit_name, self._get_writer(tp)
                 )
                 messages += state_messages
         # Partitions without new state get the name too, because `_apply_if_committed` recognises the attempt by it.
-        references = {tp: replace(reference, commit=commit_name) for tp, reference in references.items()}
+        references = {
+            tp: replace(reference, commit=commit_name, model=self.model) for tp, reference in references.items()
+        }
         # A copy, because `remove_partitions` changes the request while an attempt is in the background.
         request = self._request._replace(positions=dict(self._request.positions))
         self._payload = CommitPayload(request, messages, references, snapshot_starts)
         return self._payload
+
+    def _get_writer(self, tp: TopicPartition) -> str:
+        """Return a name of this process that no other process has, and that changes if the partition leaves it."""
+        return self._writer_by_partition.setdefault(tp, f"{self._run_id}.{self._num_attempts}")
 
     def _plan_attempt(self, payload: CommitPayload, message_offsets: list[int]) -> CommitAttempt:
         """Return an attempt: the offsets to commit, with metadata that state where each partition's state is stored.
@@ -302,12 +312,11 @@ class CommitManager:
         references = payload.references
         for tp, message_index in payload.snapshot_starts:
             references[tp] = replace(references[tp], first_offset=message_offsets[message_index])
-        unknown_leader_epoch = -1
         # An offset is committed if it has changed or if there is new state. With `confirm_unchanged` all are committed,
         # so that the broker checks that this process is still a member of the group.
         offsets = {
-            tp: OffsetAndMetadata(
-                position, references[tp].to_metadata() if tp in references else "", unknown_leader_epoch
+            tp: CommittedOffset(
+                position, references[tp].to_metadata() if tp in references else make_model_metadata(self.model)
             )
             for tp, position in positions.items()
             if confirm_unchanged or self._committed_positions.get(tp) != position or tp.partition in states
@@ -321,7 +330,7 @@ class CommitManager:
         effect together, so one partition with the attempt's metadata is enough.
         """
         for tp in attempt.offsets.keys() & attempt.references.keys():
-            committed = self._consumer.committed(tp, metadata=True, timeout_ms=DELIVERY_SECONDS * 1000)
+            committed = self._consumer.fetch_committed([tp], REQUEST_SECONDS)[tp]
             if committed is not None and committed.metadata == attempt.references[tp].to_metadata():
                 return self._apply_effect(attempt)
 

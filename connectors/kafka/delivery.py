@@ -12,32 +12,33 @@ transaction before the first new message.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-import kafka.errors as errors
-from kafka import KafkaProducer
+from connectors.kafka.client import DELIVERY_SECONDS, MESSAGE_TOO_LARGE, estimate_size, load_client, make_error
+from connectors.kafka.ports import KafkaCluster, Offsets, OutgoingMessage, Producer, ProducerFenced
+from deformer_stream.errors import DeformerError, Unavailable
 
-from connectors.kafka.batches import OutgoingMessage, estimate_size
-from connectors.kafka.client import (
-    CONNECT_SECONDS,
-    DELIVERY_SECONDS,
-    FLUSH_SECONDS,
-    connect,
-    create_producer,
-    translate_errors,
-)
-from connectors.kafka.transactions import Offsets, Transactions
-from deformer_stream.errors import DeformerError
-
-BATCH_BYTES = 16_384
-"""Size of the batches of a producer without transactions."""
 TRANSACTION_SECONDS = 30.0
 """Seconds of silence after which the broker aborts a transaction. Readers of the topics wait for it."""
 
+WAIT_SECONDS = 1.0
+"""Longest time in seconds between two calls of `on_wait` while this process waits for the brokers."""
+
 Result = TypeVar("Result")
-Producer = TypeVar("Producer")
+
+
+def do_nothing() -> None:
+    """Do nothing; the default of functions that are called at certain moments."""
+
+
+def make_transactional_id(*names: str) -> str:
+    """Return a transactional id that differs for different names: the group, the topic and the process.
+
+    The id begins with the first name, so that a permission for a prefix of it can be granted.
+    """
+    return "/".join(name.replace("%", "%25").replace("/", "%2F") for name in names)
 
 
 class Delivery:
@@ -47,8 +48,7 @@ class Delivery:
     one, messages are sent before the offsets are committed ("at-least-once").
 
     Args:
-        bootstrap_servers: Comma-separated host:port pairs.
-        security: kafka-python's keyword arguments for encryption and login; None for a plain connection without login.
+        cluster: The brokers.
         max_bytes_by_topic: For each topic that messages are sent to, the largest message that it accepts, in bytes.
         transactional_id: Identifies the producer to the broker; of several processes with the same id, only the latest
             may write. None sends without transactions.
@@ -63,24 +63,18 @@ class Delivery:
     """
 
     def __init__(
-        self,
-        bootstrap_servers: str,
-        security: dict[str, Any] | None,
-        max_bytes_by_topic: dict[str, int],
-        transactional_id: str | None = None,
+        self, cluster: KafkaCluster, max_bytes_by_topic: dict[str, int], transactional_id: str | None = None
     ) -> None:
-        self._servers, self._security = bootstrap_servers, security
+        self._cluster, self._transactional_id = cluster, transactional_id
         self.max_bytes_by_topic = max_bytes_by_topic
-        self._transactional_id = transactional_id
         # A message moves from each of these lists to the next, and is removed from the last one when it is committed.
         self._pending: list[OutgoingMessage] = []  # put by sinks since the last commit began
         self._sealed: list[OutgoingMessage] = []  # part of the commit in progress; the next attempt sends it
         self._sent: list[OutgoingMessage] = []  # sent by an attempt, not known to be committed
-        self._producer: KafkaProducer | Transactions | None = None
+        self._producer: Producer | None = None
         self._background_call: _BackgroundCall[None] | None = None  # the transaction that `begin` has started
         self.has_failed = False
-        # Create the first producer.
-        self.renew_producer()
+        self._open_producer()
 
     @property
     def is_transactional(self) -> bool:
@@ -90,9 +84,9 @@ class Delivery:
     def put(self, message: OutgoingMessage) -> None:
         """Add a message to the buffer; raise `ConfigError` if it is too large for its topic."""
         if estimate_size(message) > self.max_bytes_by_topic[message.topic]:
-            # Raise the same error as if the broker had refused the message, which would end the producer.
-            with translate_errors(self._servers, f"writing to topic {message.topic!r}"):
-                raise errors.MessageSizeTooLargeError()
+            # The broker would refuse the message, which ends the producer.
+            action = f"writing to topic {message.topic!r}"
+            raise make_error(MESSAGE_TOO_LARGE, self._cluster.servers, action, "MessageSizeTooLarge")
         self._pending.append(message)
 
     def drop_partitions(self, partitions: Iterable[int]) -> None:
@@ -111,78 +105,88 @@ class Delivery:
         """Whether the commit in progress has messages, sent or not."""
         return bool(self._sent or self._sealed)
 
-    def send(self, state_messages: Sequence[OutgoingMessage], timeout: float | None = None) -> list[int]:
+    def send(
+        self,
+        state_messages: Sequence[OutgoingMessage],
+        timeout: float = DELIVERY_SECONDS,
+        on_wait: Callable[[], None] = do_nothing,
+    ) -> list[int]:
         """Send the messages of the commit in progress and then `state_messages`, without a transaction.
 
         The method returns when the brokers have acknowledged all messages.
 
         Args:
             state_messages: Messages for the topic that stores the state of open records.
-            timeout: Maximum time to wait in seconds. None waits until kafka-python itself has given up, at most
-                `FLUSH_SECONDS + DELIVERY_SECONDS`.
+            timeout: Maximum time to wait in seconds.
+            on_wait: A function that is called again and again during the wait.
 
         Returns:
             The offsets that the state messages got.
 
         Raises:
-            KafkaError: A message could not be sent, or the brokers did not acknowledge it in time.
+            Unavailable: The brokers did not acknowledge a message in time.
+            ConfigError: The brokers refuse a message.
         """
         messages = self._collect_messages(state_messages)
         if not messages:
             return []
-        producer = self._require_producer(KafkaProducer)
-        call = _BackgroundCall(lambda: _send_all(producer, messages))
-        offsets = self._record_failure(lambda: call.result(timeout))
+        producer = self._require_producer()
+        call = _BackgroundCall(lambda: producer.send(messages, timeout))
+        offsets = self._record_failure(lambda: call.result(timeout, on_wait))
         first_state_message = len(messages) - len(state_messages)
         return offsets[first_state_message:]
 
     def transaction(
         self,
         state_messages: Sequence[OutgoingMessage],
-        compute_offsets: Callable[[Callable[[], list[int]]], Offsets],
-        group: Any,
-        on_committed: Callable[[], None] = lambda: None,
+        compute_offsets: Callable[[list[int]], Offsets],
+        membership: Any,
+        on_committed: Callable[[], None] = do_nothing,
     ) -> Callable[[], None]:
         """Return a function that commits a transaction: the messages of the commit in progress, and `state_messages`.
 
-        Nothing is sent before the function is called; pass it to `commit` or `begin`.
+        Nothing is sent before the function is called; pass it to `begin`.
 
         Args:
             state_messages: Messages for the topic that stores the state of open records.
-            compute_offsets: A function that returns the consumed offsets to commit. It is called with another function,
-                which waits for the offsets of the state messages and returns them.
-            group: The consumer group, as `KafkaConsumer.group_metadata` describes it.
+            compute_offsets: A function that returns the consumed offsets to commit, given the offsets that the state
+                messages got.
+            membership: The consumer group, as `Consumer.membership` describes it.
             on_committed: A function that the same thread calls after the transaction is committed.
         """
-        messages, transactions = self._collect_messages(state_messages), self._require_producer(Transactions)
+        messages, producer = self._collect_messages(state_messages), self._require_producer()
         first_state_message = len(messages) - len(state_messages)
-
-        def compute_offsets_from_all(wait_for_offsets: Callable[[], list[int]]) -> Offsets:
-            """Call `compute_offsets` with the offsets of the state messages only."""
-            return compute_offsets(lambda: wait_for_offsets()[first_state_message:])
 
         def run() -> None:
             """Commit the transaction and call `on_committed`."""
-            transactions.commit(messages, compute_offsets_from_all, group)
+            began_at = time.monotonic()
+
+            def get_remaining() -> float:
+                """Return the seconds that are left for the transaction."""
+                return began_at + DELIVERY_SECONDS - time.monotonic()
+
+            try:
+                producer.begin_transaction()
+                message_offsets = producer.send(messages, get_remaining())
+                offsets = compute_offsets(message_offsets[first_state_message:])
+                if offsets:
+                    producer.send_offsets(offsets, membership, get_remaining())
+                producer.commit_transaction(get_remaining())
+            except ProducerFenced as error:
+                open_seconds = time.monotonic() - began_at
+                if open_seconds < TRANSACTION_SECONDS:
+                    raise
+                # The broker itself ends a transaction that is open for too long, and then refuses its producer.
+                raise Unavailable(
+                    f"the broker has aborted the transaction, because it was open for {open_seconds:.0f} s: nothing is "
+                    "lost, the commit is repeated"
+                ) from error
             on_committed()
 
         return run
 
-    def commit(self, transaction: Callable[[], None]) -> None:
-        """Commit a transaction and return when it is committed.
-
-        Args:
-            transaction: A function that `transaction` has returned.
-
-        Raises:
-            KafkaError: The transaction failed.
-        """
-        self._record_failure(transaction)
-
     def begin(self, transaction: Callable[[], None]) -> None:
         """Commit a transaction in a background thread; `end` waits for it and raises its errors.
-
-        If there is nothing else to do meanwhile, `commit` is faster, because it needs no switch between threads.
 
         Args:
             transaction: A function that `transaction` has returned.
@@ -199,92 +203,66 @@ class Delivery:
         """Whether the transaction in the background has ended, successfully or not, so that `end` returns at once."""
         return self._background_call is not None and self._background_call.is_finished
 
-    def end(self, timeout: float | None = None) -> None:
+    def end(self, timeout: float | None = None, on_wait: Callable[[], None] = do_nothing) -> None:
         """Wait for the transaction in the background, if any, and raise its error if it failed.
 
         Args:
-            timeout: Maximum time to wait in seconds. None waits until kafka-python itself has given up, at most
-                `FLUSH_SECONDS + DELIVERY_SECONDS`.
+            timeout: Maximum time to wait in seconds. None waits until the transaction itself has given up.
+            on_wait: A function that is called again and again during the wait.
+
+        Raises:
+            Unavailable: The transaction failed or has not ended in time.
+            ProducerFenced: Another process uses the same transactional id.
+            ConfigError: The brokers refuse a message.
         """
         call, self._background_call = self._background_call, None
         if call is not None:
-            self._record_failure(lambda: call.result(timeout))
+            self._record_failure(lambda: call.result(timeout, on_wait))
 
     def mark_committed(self) -> None:
         """Remove the messages that the last attempt has sent, because they are committed."""
         self._sent.clear()
 
-    def renew_producer(self) -> None:
-        """Create the producer, at start or in place of one that has failed.
+    def renew_producer(self, on_wait: Callable[[], None] = do_nothing) -> None:
+        """Replace a producer that has failed.
 
         Before the method returns, the broker has ended the failed producer's open transaction.
+
+        Args:
+            on_wait: A function that is called again and again while the new producer connects.
         """
-        self._discard_producer()
         self._background_call = None
-        is_transactional = self._transactional_id is not None
-        self._producer = self._open_transactions() if is_transactional else self._create_producer()
+        _BackgroundCall(self._open_producer).result(None, on_wait)
         self.has_failed = False
 
-    def _create_producer(self) -> KafkaProducer:
-        """Return a producer without transactions."""
-        sizes = self.max_bytes_by_topic.values()
-        return create_producer(
-            self._servers, self._security, max_request_size=max(sizes), batch_size=min(BATCH_BYTES, *sizes)
-        )
-
-    def _open_transactions(self) -> Transactions:
-        """Return a transactional producer. An earlier one with the same transactional id can no longer write."""
-        transactions = connect(
-            Transactions,
-            self._servers,
-            self._security,
-            transactional_id=self._transactional_id,
-            limits=self.max_bytes_by_topic,
-            transaction_timeout=TRANSACTION_SECONDS,
-            call_timeout=DELIVERY_SECONDS,
-        )
-        try:
-            with translate_errors(self._servers, f"opening a transaction as {self._transactional_id!r}"):
-                transactions.open()
-        except DeformerError:
-            transactions.close()
-            raise
-        return transactions
+    def _open_producer(self) -> None:
+        """Close the producer, if there is one, and create another."""
+        self.close()
+        max_bytes = max(self.max_bytes_by_topic.values())
+        open_producer = load_client(self._cluster).open_producer
+        producer = open_producer(self._cluster, self._transactional_id, TRANSACTION_SECONDS, max_bytes)
+        if self.is_transactional:
+            try:
+                producer.open_transactions(DELIVERY_SECONDS)
+            except DeformerError:
+                producer.close()
+                raise
+        self._producer = producer
 
     def close(self) -> None:
         """Close the producer; messages that were not sent are dropped."""
-        if isinstance(self._producer, KafkaProducer) and not self.has_failed:
-            with translate_errors(self._servers, "closing the producer"):
-                self._producer.close(timeout=CONNECT_SECONDS)
-                self._producer = None
-        self._discard_producer()
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            producer.close()
 
-    def _discard_producer(self) -> None:
-        """Close a producer that may have failed, without waiting for messages that it still holds.
-
-        `KafkaProducer.close` would wait for them, and leave its thread running if that fails.
-        """
-        if isinstance(self._producer, Transactions):
-            self._producer.close()
-        elif self._producer is not None:
-            self._producer._sender.force_close()  # drops its messages, so that `close` in the thread ends soon
-            threading.Thread(target=_close_producer, args=(self._producer,), daemon=True).start()
-        self._producer = None
-
-    def _require_producer(self, producer_type: type[Producer]) -> Producer:
+    def _require_producer(self) -> Producer:
         """Return the producer.
 
-        Args:
-            producer_type: The class that it must have: `Transactions` or `KafkaProducer`.
-
         Raises:
-            KafkaConnectionError: There is no producer of this class, or it has failed, so that `renew_producer` must be
-                called first.
+            Unavailable: There is none, or it has failed, so that `renew_producer` must be called first.
         """
-        if not isinstance(self._producer, producer_type) or self.has_failed:
-            raise errors.KafkaConnectionError(
-                "the Kafka producer has failed and cannot send again: replace it with renew_producer"
-            )
+        if self._producer is None or self.has_failed:
+            raise Unavailable("the Kafka producer has failed and cannot send again: replace it with renew_producer")
         return self._producer
 
     def _collect_messages(self, state_messages: Sequence[OutgoingMessage]) -> list[OutgoingMessage]:
@@ -304,31 +282,6 @@ class Delivery:
         except BaseException:
             self.has_failed = True
             raise
-
-
-def _send_all(producer: KafkaProducer, messages: Sequence[OutgoingMessage]) -> list[int]:
-    """Send messages, wait until the brokers have acknowledged them, and return their offsets in the same order."""
-    futures = [
-        producer.send(
-            message.topic,
-            value=message.value,
-            key=message.key,
-            headers=message.headers,
-            partition=message.partition,
-        )
-        for message in messages
-    ]
-    producer.flush(timeout=FLUSH_SECONDS)
-    for future in futures:  # `flush` does not raise the errors of single messages
-        if future.failed():
-            raise future.exception
-    return [int(future.value.offset) for future in futures]
-
-
-def _close_producer(producer: KafkaProducer) -> None:
-    """Close a producer that has failed, and ignore errors, because nothing depends on its messages any more."""
-    with suppress(errors.KafkaError):
-        producer.close(timeout=FLUSH_SECONDS)
 
 
 class _BackgroundCall(Generic[Result]):
@@ -357,23 +310,26 @@ class _BackgroundCall(Generic[Result]):
         """Whether the call has ended: it has returned or raised."""
         return not self._thread.is_alive()
 
-    def result(self, timeout: float | None) -> Result:
+    def result(self, timeout: float | None, on_wait: Callable[[], None]) -> Result:
         """Wait for the end of the call and return its result.
 
         Args:
-            timeout: Maximum time to wait in seconds. None waits for `FLUSH_SECONDS + DELIVERY_SECONDS`; by then
-                kafka-python itself has given up every message.
+            timeout: Maximum time to wait in seconds. None waits for three times `DELIVERY_SECONDS`; by then the client
+                itself has given up every request.
+            on_wait: A function that is called every `WAIT_SECONDS` during the wait.
 
         Raises:
-            KafkaTimeoutError: The call has not ended in time. Its thread continues, but its result is lost.
+            Unavailable: The call has not ended in time. Its thread continues, but its result is lost.
             BaseException: The exception that the call raised.
         """
-        seconds = FLUSH_SECONDS + DELIVERY_SECONDS if timeout is None else max(0.0, timeout)
-        self._thread.join(seconds)
+        seconds = 3 * DELIVERY_SECONDS if timeout is None else max(0.0, timeout)
+        deadline = time.monotonic() + seconds
+        self._thread.join(min(WAIT_SECONDS, seconds))
+        while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+            on_wait()
+            self._thread.join(min(WAIT_SECONDS, left))
         if self._errors:
             raise self._errors[0]
         if not self._results:
-            raise errors.KafkaTimeoutError(
-                f"the Kafka broker did not respond within {seconds:g} s: check that it is running"
-            )
+            raise Unavailable(f"the Kafka broker did not respond within {seconds:g} s: check that it is running")
         return self._results[0]

@@ -342,7 +342,7 @@ class KafkaPythonConsumer:
         # Partitions that were assigned or stopped and for which `start` was not called since.
         self._stopped: set[TopicPartition] = set()
         self._unpositioned: set[TopicPartition] = set()  # assigned, but `start` was never called
-        self._revocation: _Revocation | None = None  # the revoked partitions whose offsets are being committed
+        self._revocations: deque[_Revocation] = deque()  # commits of revoked partitions that the handler awaits
         self._session = options.session_seconds
         self._consumer: Any = _connect(
             KafkaConsumer,
@@ -367,8 +367,8 @@ class KafkaPythonConsumer:
         listener = _RebalanceListener(self._on_assigned, self._on_revoked, self._on_lost)
         with translate_errors(self._servers, f"subscribing to topic {topic!r}", ValueError, TypeError):
             self._consumer.subscribe([topic], listener=listener)
-            # If the group assigns partitions before the metadata have arrived, this member gets none for a long time.
-            self._consumer.partitions_for_topic(topic)
+            # Wait for metadata. If they arrived after this member has joined, it would join a second time.
+            self._consumer.topics()
 
     def assign(self, start_offsets: Mapping[TopicPartition, int]) -> None:
         """Read the given partitions from the given offsets on."""
@@ -556,21 +556,19 @@ class KafkaPythonConsumer:
         offsets = {} if self._handler is None else self._handler.on_revoked(partitions)
         self._stopped -= partitions
         self._unpositioned -= partitions
-        self._revocation = _Revocation()
+        revocation = _Revocation()
+        self._revocations.append(revocation)
         if offsets:
-            self._revocation.follow(self._consumer.commit_async(_to_client_offsets(offsets)))
+            revocation.follow(self._consumer.commit_async(_to_client_offsets(offsets)))
         else:
-            self._revocation.finish(None)
+            revocation.finish(None)
 
     def _finish_revocation(self) -> None:
         """Wait until the offsets of revoked partitions are committed, and report the result to the handler."""
-        revocation, self._revocation = self._revocation, None
-        if revocation is None or self._handler is None:
-            return
-        error = revocation.wait(self._session / 2)
-        self._handler.on_revoked_committed(
-            None if error is None else translate(error, self._servers, "committing the offsets of revoked partitions")
-        )
+        while self._revocations and self._handler is not None:
+            error = self._revocations.popleft().wait(self._session / 2)
+            action = "committing the offsets of revoked partitions"
+            self._handler.on_revoked_committed(None if error is None else translate(error, self._servers, action))
 
     def _on_lost(self, lost: Iterable[Any]) -> None:
         """Drop partitions that other members own already."""
@@ -657,15 +655,26 @@ class KafkaPythonProducer:
             return [int(future.get(timeout=0).offset) for future in futures]
 
     def _send(self, message: OutgoingMessage) -> Any:
-        """Send one message, and return the future of its acknowledgement."""
-        return self._producer.send(
-            message.topic,
-            value=message.value,
-            key=message.key,
-            headers=list(message.headers),
-            partition=message.partition,
-            timestamp_ms=message.time,
-        )
+        """Send one message, and return the future of its acknowledgement.
+
+        Raises:
+            Unavailable: The topic has no such partition, or has got it since this producer requested the metadata.
+        """
+        try:
+            return self._producer.send(
+                message.topic,
+                value=message.value,
+                key=message.key,
+                headers=list(message.headers),
+                partition=message.partition,
+                timestamp_ms=message.time,
+            )
+        except ValueError as error:
+            if message.partition is None or message.partition in self._producer.partitions_for(message.topic):
+                raise
+            raise Unavailable(
+                f"partition {message.partition} of topic {message.topic!r} is not known yet: add it if it is missing"
+            ) from error
 
     def enqueue(self, message: OutgoingMessage) -> None:
         """Send a message without waiting; blocks while too many are not acknowledged."""

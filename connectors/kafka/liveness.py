@@ -6,13 +6,11 @@ Both would otherwise look like an idle stream.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
-import kafka.errors as errors
-from kafka import KafkaConsumer, TopicPartition
-
-from connectors.kafka.client import translate
+from connectors.kafka.ports import Consumer, TopicPartition
 from deformer_stream import log
-from deformer_stream.errors import Unavailable
+from deformer_stream.errors import DeformerError, Unavailable
 
 PROBE_SECONDS = 10.0
 """Seconds between two requests for the end offsets of idle partitions."""
@@ -29,15 +27,19 @@ class LivenessCheck:
 
     Args:
         consumer: The consumer to check.
-        bootstrap_servers: The brokers' addresses, for messages.
+        servers: The brokers' addresses, for messages.
         topic: The topic that is consumed. If no partition is assigned, the end of its first partition is requested.
         patience: Seconds without a response of the brokers after which `Unavailable` is raised. It is also raised if a
             partition with unread messages has delivered none for as long.
+
+    Attributes:
+        end_offsets: The end offset of each partition at the last request.
     """
 
-    def __init__(self, consumer: KafkaConsumer, bootstrap_servers: str, topic: str, patience: float) -> None:
-        self._consumer, self._servers, self._patience = consumer, bootstrap_servers, patience
+    def __init__(self, consumer: Consumer, servers: str, topic: str, patience: float) -> None:
+        self._consumer, self._servers, self._patience = consumer, servers, patience
         self._first_partition = TopicPartition(topic, 0)  # its end is requested if no partition is assigned
+        self.end_offsets: dict[TopicPartition, int] = {}
         # All times are monotonic.
         self._failing_since: float | None = None  # when the first of the latest consecutive polls failed
         self._warned_at = -PROBE_SECONDS  # long ago, so that the first failure is logged at once
@@ -45,37 +47,35 @@ class LivenessCheck:
         # The position of each partition (-1 if unknown), and when it last changed.
         self._last_progress: dict[TopicPartition, tuple[int, float]] = {}
 
-    def record_failure(self, error: Exception) -> None:
+    def record_failure(self, error: DeformerError) -> None:
         """Record that a poll of the consumer failed, and raise if retrying is no longer useful.
-
-        Args:
-            error: The exception of kafka-python.
 
         Raises:
             DeformerError: The error is permanent, or all polls have failed for longer than the constructor's
                 `patience` (in seconds).
         """
         now = time.monotonic()
-        translated = translate(error, self._servers, f"reading topic {self._first_partition.topic!r}")
-        is_permanent = not isinstance(translated, Unavailable)
+        is_permanent = not isinstance(error, Unavailable)
         if is_permanent:
-            raise translated from error
+            raise error
         self._failing_since = self._failing_since or now
         if now - self._failing_since > self._patience:
-            raise translated from error
+            raise error
         if now - self._warned_at >= PROBE_SECONDS:
             self._warned_at = now
-            log.get_logger("kafka").warning("poll_failed_retrying", error=type(error).__name__)
+            log.get_logger("kafka").warning("poll_failed_retrying", error=str(error))
 
     def record_success(self) -> None:
         """Record that a poll of the consumer did not fail, whether or not it returned messages."""
         self._failing_since = None
 
-    def check_progress(self) -> None:
+    def check_progress(self, active: Iterable[TopicPartition]) -> None:
         """Check, once in `PROBE_SECONDS`, that the brokers respond and no partition has stopped delivering messages.
 
-        It is called after each poll and usually returns at once. Otherwise it requests the end offsets of partitions
-        whose position has not changed since the last check.
+        It is called after each poll and usually returns at once.
+
+        Args:
+            active: The partitions that are being read.
 
         Raises:
             Unavailable: The brokers have not responded for longer than the constructor's `patience` (in seconds), or a
@@ -86,20 +86,15 @@ class LivenessCheck:
         if now - self._requested_at < PROBE_SECONDS:
             return
         self._requested_at = now
-        active = self._consumer.assignment() - self._consumer.paused()
-        self._last_progress = {tp: progress for tp, progress in self._last_progress.items() if tp in active}
-        idle = [tp for tp in active if not self._record_progress(tp, now)]
-        # Without active partitions, any partition serves to check that the brokers respond.
-        requested = idle if active else [self._first_partition]
-        if not requested:  # all partitions have delivered messages, so the brokers respond
+        tps = list(active)
+        self._last_progress = {tp: progress for tp, progress in self._last_progress.items() if tp in tps}
+        idle = [tp for tp in tps if not self._record_progress(tp, now)]
+        if tps and not idle:  # all partitions have delivered messages, so the brokers respond
             self._responded_at = now
-            return
         try:
-            end_offsets = self._consumer.end_offsets(requested, timeout_ms=RESPONSE_SECONDS * 1000)
-        except errors.KafkaError as error:
-            translated = translate(error, self._servers, "requesting the end offsets of partitions")
-            if not isinstance(translated, Unavailable):
-                raise translated from error
+            # Without active partitions, any partition serves to check that the brokers respond.
+            self.end_offsets = self._consumer.fetch_end_offsets(tps or [self._first_partition], RESPONSE_SECONDS)
+        except Unavailable as error:
             silent_seconds = now - self._responded_at
             if silent_seconds > self._patience:
                 raise Unavailable(self._describe_silence(silent_seconds)) from error
@@ -108,23 +103,28 @@ class LivenessCheck:
         self._responded_at = now
         for tp in idle:
             position, idle_since = self._last_progress[tp]
-            has_unread_messages = end_offsets[tp] > position
+            end_offset = self.end_offsets.get(tp, position)
+            has_unread_messages = end_offset > position
             if not has_unread_messages:
                 self._last_progress[tp] = position, now
             elif now - idle_since > self._patience:
                 raise Unavailable(
                     f"topic {tp.topic!r}, partition {tp.partition} delivers nothing from offset {position} on, "
-                    f"although its end offset is {end_offsets[tp]}: check the brokers that hold it"
+                    f"although its end offset is {end_offset}: check the brokers that hold it"
                 )
 
     def _describe_silence(self, seconds: float) -> str:
         """Return the message about brokers that have not returned end offsets for a number of seconds.
 
         The client also retries if a broker responds that it does not have the topic, for example because it was started
-        again without its data. The topic is then missing in the metadata that the client has received.
+        again without its data.
         """
         topic = self._first_partition.topic
-        if self._consumer.partitions_for_topic(topic):
+        try:
+            has_topic = self._consumer.fetch_num_partitions(topic, RESPONSE_SECONDS) > 0
+        except DeformerError:
+            has_topic = True  # unknown
+        if has_topic:
             return f"Kafka at {self._servers} has not responded for {seconds:.0f} s: check the brokers"
         return (
             f"Kafka at {self._servers} responds, but has had no topic {topic!r} for {seconds:.0f} s: check whether the "
@@ -140,9 +140,9 @@ class LivenessCheck:
             tp: The partition.
             now: The present time, as `time.monotonic()`.
         """
-        position = self._consumer.position(tp, timeout_ms=0)
+        position = self._consumer.get_position(tp)
         last_progress = self._last_progress.get(tp)
         has_changed = last_progress is None or position is None or last_progress[0] != position
         if has_changed:
-            self._last_progress[tp] = (-1 if position is None else int(position), now)
+            self._last_progress[tp] = (-1 if position is None else position, now)
         return has_changed

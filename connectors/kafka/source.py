@@ -2,41 +2,48 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
-import kafka.errors as errors
-from kafka import KafkaConsumer
-from kafka.structs import ConsumerGroupMetadata, MemberState, TopicPartition
+import numpy as np
 
-from connectors.kafka.bounded_fetch import FetchLimits, limit_fetches
-from connectors.kafka.client import CONNECT_SECONDS, DELIVERY_SECONDS, connect, translate, translate_errors
-from connectors.kafka.commits import CommitManager
-from connectors.kafka.delivery import Delivery
-from connectors.kafka.group import RebalanceListener, SameModelAssignor
+from connectors.kafka.client import DELIVERY_SECONDS, INVALID_NAME, load_client, make_error
+from connectors.kafka.commits import REQUEST_SECONDS, CommitManager
+from connectors.kafka.delivery import Delivery, do_nothing
 from connectors.kafka.liveness import LivenessCheck
-from connectors.kafka.record_columns import MessageColumns, to_messages
-from connectors.kafka.start_point import LostState, find_start
-from connectors.kafka.state import StateTopic
-from deformer_stream import log
-from deformer_stream.errors import DeformerError, InvariantViolated, Unavailable
-from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult, RestoredPartition
-
-_REBALANCING = (
-    errors.RebalanceInProgressError,
-    errors.CommitFailedError,
-    errors.IllegalGenerationError,
-    errors.UnknownMemberIdError,
+from connectors.kafka.ports import (
+    Consumer,
+    ConsumerOptions,
+    KafkaCluster,
+    MessageColumns,
+    OffsetOutOfRange,
+    Offsets,
+    ProducerFenced,
+    RebalanceInProgress,
+    TopicPartition,
 )
-HEARTBEAT_SECONDS = 1.0
-"""Seconds between heartbeats. A member is informed of a rebalance with the response to a heartbeat."""
+from connectors.kafka.start_point import LostState, PendingStart, StartPoint, complete_start, find_start
+from connectors.kafka.state import StateTopic, parse_model
+from deformer_stream import log
+from deformer_stream.codec.payloads import Messages
+from deformer_stream.engine.events import NO_TIME
+from deformer_stream.errors import ConfigError, DeformerError, Unavailable
+from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult, RestoredPartition
 
 RETRY_SECONDS = 0.5
 """Seconds to wait after a failed poll or commit before the next attempt."""
+
 CONFIRM_SECONDS = 10.0
 """Seconds after which unchanged offsets are committed again. If another process uses the same instance name, the broker
-refuses the commit, so that this process ends."""
+refuses the commit, so that this process ends. The metadata of all partitions then state the models in use."""
+
+RESTORE_SECONDS = 1.0
+"""Seconds that one poll may spend on restoring partitions; the next poll goes on."""
+
+_VALID_TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
 
 
 def _collect_no_state(partitions: frozenset[int]) -> Mapping[int, PartitionState]:
@@ -55,37 +62,42 @@ class KafkaSource:
     Only the thread that created the object may use it.
 
     Args:
-        bootstrap_servers: Comma-separated host:port pairs.
+        cluster: The brokers and the client library.
         topic: The topic to consume.
         group: Name of the consumer group.
         start: Where a group without committed offsets begins: with the earliest event of each partition, or with the
-            first event that is sent after the start.
-        security: kafka-python's keyword arguments for encryption and login; None for a plain connection without login.
-            They are never logged.
+            first event that is sent after the start. Partitions that are added later begin with their first event.
         max_poll_records: Largest number of messages in one poll.
         session_seconds: If the group receives no heartbeat of this member for this long, its partitions go to others.
         delivery: Buffers outgoing messages and sends them with a commit. Give `delivery` and `state` together or
             neither.
         state: The topic that stores the state of open records.
         on_lost_state: What to do if saved state, or events that it needs, are gone; see `LostState`.
-        model: Fingerprint (hash) of the model. A member whose model differs from the group's gets no partitions.
+        model: Fingerprint (hash) of the model. A process whose model differs from the group's is refused.
         instance: A name of this process that stays the same over restarts, so that a restart moves no partitions. None
             if there is no such name.
         patience: Seconds without a response after which the brokers count as unavailable and an error is raised.
-        fetch_limits: Largest sizes of messages and batches, or None for the defaults.
+
+    Attributes:
+        topic: The topic that is consumed.
+        partitions: Number of its partitions when the object was created.
+        collect_state: A function that returns the state of partitions, set by the pipeline. It is called before they
+            are given up.
+        on_wait: A function that is called at least every few seconds while a method waits for the brokers.
+        waiting_partitions: Partitions of which polls return no messages and for which nothing is committed, set by the
+            pipeline.
 
     Raises:
         Unavailable: No broker responds, or the topic does not exist.
-        ConfigError: The broker refuses the connection.
+        ConfigError: The broker refuses the connection, or the group uses another model.
     """
 
     def __init__(
         self,
-        bootstrap_servers: str,
+        cluster: KafkaCluster,
         topic: str,
         group: str,
         start: Literal["earliest", "latest"] = "earliest",
-        security: dict[str, Any] | None = None,
         max_poll_records: int = 8192,
         session_seconds: float = 45.0,
         *,
@@ -95,64 +107,90 @@ class KafkaSource:
         model: str = "",
         instance: str | None = None,
         patience: float = 120.0,
-        fetch_limits: FetchLimits | None = None,
     ) -> None:
         self.topic = topic
         self.collect_state: CollectState = _collect_no_state
-        self._servers, self._start = bootstrap_servers, start
+        self.on_wait: Callable[[], None] = do_nothing
+        self.waiting_partitions: frozenset[int] = frozenset()
+        self._cluster, self._group, self._instance, self._start = cluster, group, instance, start
         self._state, self._on_lost_state = state, on_lost_state
         self._session, self._patience = session_seconds, patience
-        self._assignor = SameModelAssignor(model)
         # Offset of the next event of each partition, after all polls, and after the polls whose effects are written.
         self._polled_positions: dict[TopicPartition, int] = {}
         self._written_positions: dict[TopicPartition, int] = {}
         # Times at which partitions were assigned that are not restored yet.
         self._assigned_at: dict[TopicPartition, float] = {}
+        self._pending_starts: dict[TopicPartition, PendingStart] = {}  # those whose saved state is being read
+        self._reader = None if state is None else state.open_reader()
         self._restore_error = ""  # the last logged reason why a restore failed
+        self._start_offsets: dict[TopicPartition, int] = {}  # where the reading of each partition began
+        self._stopped_at: dict[TopicPartition, int] = {}  # positions of the partitions of `waiting_partitions`
         # Committed offsets of partitions whose earlier events (the history) are still being read again.
         self._history_ends: dict[TopicPartition, int] = {}
         self._revoked: list[int] = []  # revoked since the last poll
-        self._is_closed = False
-        self._consumer: KafkaConsumer = connect(
-            KafkaConsumer,
-            bootstrap_servers,
-            security,
-            group_id=group,
-            group_instance_id=instance,
-            enable_auto_commit=False,
-            auto_offset_reset="none",  # `find_start` decides where a partition begins
-            isolation_level="read_committed",
-            allow_auto_create_topics=False,
-            partition_assignment_strategy=[self._assignor],
-            max_poll_records=max_poll_records,
-            session_timeout_ms=int(session_seconds * 1000),
+        # Revoked partitions whose offsets the consumer is committing, and whether there are any to commit.
+        self._revocations: deque[tuple[frozenset[TopicPartition], bool]] = deque()
+        self._fatal_error: Exception | None = None  # of a commit of revoked partitions; raised by the next poll
+        self._has_joined = self._has_owned = self._is_closed = False
+        if not _VALID_TOPIC.fullmatch(topic):
+            raise make_error(INVALID_NAME, cluster.servers, f"looking for topic {topic!r}", "InvalidTopic")
+        options = ConsumerOptions(
+            group=group,
+            instance=instance,
+            session_seconds=session_seconds,
             # A process that hangs loses its membership in half of the time that the commits of the others wait for it.
-            max_poll_interval_ms=int(max(session_seconds, patience / 2) * 1000),
-            heartbeat_interval_ms=int(HEARTBEAT_SECONDS * 1000),
+            max_poll_seconds=max(session_seconds, patience / 2),
+            max_messages=max_poll_records,
         )
-        limit_fetches(self._consumer, fetch_limits)
-        self._commits = CommitManager(self._consumer, delivery, state)
-        self._liveness = LivenessCheck(self._consumer, bootstrap_servers, topic, patience)
+        self._consumer: Consumer = load_client(cluster).open_consumer(cluster, options)
+        self._commits = CommitManager(self._consumer, delivery, state, model)
+        self._liveness = LivenessCheck(self._consumer, cluster.servers, topic, patience)
         try:
-            with translate_errors(bootstrap_servers, f"looking for topic {topic!r}", ValueError, TypeError):
-                self._consumer.subscribe(
-                    [topic], listener=RebalanceListener(self._on_assigned, self._on_revoked, self._on_lost)
-                )
-                self.partitions = len(self._consumer.partitions_for_topic(topic))
+            self.partitions = self._num_state_partitions = self._consumer.fetch_num_partitions(topic, DELIVERY_SECONDS)
             if not self.partitions:
-                raise Unavailable(f"topic {topic!r} does not exist on {bootstrap_servers}: create it or check --topic")
+                raise Unavailable(f"topic {topic!r} does not exist on {cluster.servers}: create it or check --topic")
+            self._check_model()
+            self._consumer.subscribe(topic, self)
         except DeformerError:
             self.close()
             raise
 
+    def _check_model(self) -> None:
+        """Raise `ConfigError` if other processes of the group own partitions, and all of them use another model.
+
+        The metadata of the committed offsets state the models. Processes that own partitions commit them again every
+        `CONFIRM_SECONDS`, so the model can be changed in one process after the other.
+        """
+        model = self._commits.model
+        if not model:
+            return
+        admin = load_client(self._cluster).open_admin(self._cluster)
+        try:
+            members = admin.describe_group(self._group, DELIVERY_SECONDS)
+        finally:
+            admin.close()
+        # After a restart with the same instance name, the group still lists the previous process.
+        others = [member for member in members if member.instance is None or member.instance != self._instance]
+        ours = self._consumer.assignment
+        if not any(member.partitions and not member.partitions & ours for member in others):
+            return
+        tps = [TopicPartition(self.topic, number) for number in range(self.partitions)]
+        committed = self._consumer.fetch_committed(tps, DELIVERY_SECONDS)
+        models = {parse_model(offset.metadata) for offset in committed.values() if offset is not None} - {""}
+        if models and model not in models:
+            raise ConfigError(
+                f"the consumer group uses model {min(models)}, this process has model {model}: give both the same "
+                "model, or choose another --group"
+            )
+
     @property
     def model_fingerprint(self) -> str:
-        """The fingerprint of this member's model, which it sends to the group at the next rebalance."""
-        return self._assignor.model
+        """The fingerprint of this member's model, which the metadata of the next commits state."""
+        return self._commits.model
 
     @model_fingerprint.setter
     def model_fingerprint(self, fingerprint: str) -> None:
-        self._assignor.model = fingerprint
+        self._commits.model = fingerprint
 
     @property
     def is_exhausted(self) -> bool:
@@ -162,13 +200,21 @@ class KafkaSource:
     @property
     def assigned_partitions(self) -> frozenset[int]:
         """The numbers of the partitions that this process owns."""
-        return frozenset(tp.partition for tp in self._consumer.assignment())
+        return frozenset(tp.partition for tp in self._consumer.assignment)
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether the group has accepted this process as a member, with or without partitions."""
+        self._has_joined = self._has_joined or self._consumer.membership is not None
+        return self._has_joined
 
     def poll(self, timeout: float) -> PollResult:
         """Return the events that are available, in order within each partition.
 
         Call it only after the effects of all earlier polls (such as alerts) are written to the sinks. So if a partition
         is revoked during the call, the events of these polls are committed.
+
+        Assigned partitions are restored for at most `RESTORE_SECONDS` in one call; the next calls go on.
 
         Args:
             timeout: Maximum time to wait for events, in seconds.
@@ -178,25 +224,28 @@ class KafkaSource:
             last call.
 
         Raises:
-            ConfigError: The group uses another model.
+            ConfigError: Another process uses the same transactional id, or the broker refuses a request.
             StateError: The saved state of a partition is gone.
             Unavailable: The brokers have not responded for longer than the constructor's `patience` (in seconds).
         """
         self._written_positions = dict(self._polled_positions)
         if self._must_end_commit():
             self.end_commit()
-        fetched = self._fetch(timeout)  # partitions may be assigned, and revoked ones committed, during this call
+        self._stop_waiting_partitions()
+        # Partitions may be assigned, and revoked ones committed, during this call.
+        columns = self._fetch(0.0 if self._assigned_at else timeout)
+        if self._fatal_error is not None:
+            raise self._fatal_error
         self._end_failed_transaction()
-        self._assignor.check_admission()
-        for tp, chunks in fetched.items():
-            last_offset = int(chunks[-1].offsets[-1])
-            self._polled_positions[tp] = last_offset + 1
+        if columns is not None:
+            for number in np.unique(columns.partitions).tolist():
+                last_offset = int(columns.offsets[columns.partitions == number].max())
+                self._polled_positions[TopicPartition(self.topic, number)] = last_offset + 1
         revoked, self._revoked = tuple(sorted(self._revoked)), []
-        restored = tuple(self._restore_assigned())
-        with translate_errors(self._servers, f"reading topic {self.topic!r}"):
-            self._liveness.check_progress()
-            caught_up = self._pop_caught_up()
-        return PollResult(to_messages(self.topic, fetched), revoked, restored, caught_up)
+        restored = self._restore_assigned()
+        self._liveness.check_progress(self._list_active())
+        data = None if columns is None else make_messages(self.topic, columns)
+        return PollResult(data, revoked, tuple(restored), self._pop_caught_up())
 
     def _must_end_commit(self) -> bool:
         """Return whether the commit in progress must be ended before the next poll.
@@ -213,30 +262,28 @@ class KafkaSource:
         has_unrestored_partitions = bool(self._assigned_at)
         if has_unrestored_partitions or not commits.is_in_background:
             return True
-        is_rebalancing = self._get_membership() is None
+        is_rebalancing = self._consumer.membership is None
         return is_rebalancing
 
     def prefetch(self) -> None:
-        """Start to fetch messages for the next `poll`. Does not block."""
-        self._consumer._fetcher.prefetch()
+        """Do nothing, because the client libraries fetch messages in the background all the time."""
 
-    def _poll(self, timeout: float) -> dict[TopicPartition, list[MessageColumns]]:
-        """Poll kafka-python's consumer for at most `timeout` seconds, and return the messages by partition.
+    def _stop_waiting_partitions(self) -> None:
+        """Stop reading the partitions of `waiting_partitions`, and continue with those that wait no longer."""
+        for tp in self._list_active():
+            if tp.partition in self.waiting_partitions:
+                position = self._consumer.get_position(tp)
+                self._stopped_at[tp] = self._start_offsets[tp] if position is None else position
+                self._consumer.stop([tp])
+        for tp in [tp for tp in self._stopped_at if tp.partition not in self.waiting_partitions]:
+            self._consumer.start(tp, self._stopped_at.pop(tp))
 
-        kafka-python wraps an exception that a rebalance callback has raised in a KafkaError. Here the original
-        exception is raised.
-        """
-        try:
-            return dict(self._consumer.poll(timeout_ms=timeout * 1000))
-        except errors.KafkaError as error:
-            original = error.__cause__
-            # A wrapped exception is of the class KafkaError itself. All other errors of kafka-python are of subclasses.
-            if type(error) is errors.KafkaError and original is not None:
-                raise original from None
-            raise
+    def _list_active(self) -> list[TopicPartition]:
+        """Return the partitions that are being read."""
+        return [tp for tp in self._consumer.assignment if tp not in self._assigned_at and tp not in self._stopped_at]
 
-    def _fetch(self, timeout: float) -> dict[TopicPartition, list[MessageColumns]]:
-        """Poll kafka-python's consumer and handle its errors.
+    def _fetch(self, timeout: float) -> MessageColumns | None:
+        """Poll the consumer and handle its errors.
 
         Partitions whose next offset no longer exists are restored again from their committed offset.
 
@@ -244,28 +291,29 @@ class KafkaSource:
             timeout: Maximum time to wait for messages, in seconds.
 
         Returns:
-            The messages by partition; none if the poll failed and a later one may succeed.
+            The messages, or None if there are none, or if the poll failed and a later one may succeed.
 
         Raises:
             DeformerError: The error is permanent, or polls have failed for longer than the constructor's `patience` (in
                 seconds).
         """
         try:
-            fetched = self._poll(timeout)
+            columns = self._consumer.poll(timeout)
             self._liveness.record_success()
-            return fetched
-        except errors.OffsetOutOfRangeError as error:
+            return columns
+        except OffsetOutOfRange as error:
             # Messages expired before they were read, or the topic was replaced.
-            (offset_by_partition,) = error.args
-            offsets = {tp.partition: offset_by_partition[tp] for tp in offset_by_partition}
+            offsets = {tp.partition: offset for tp, offset in error.offset_by_partition.items()}
             log.get_logger("kafka").warning("offset_out_of_range", offsets=offsets)
             # Treat the partitions as if they were revoked and assigned again.
-            self._remove_partitions(offset_by_partition)
-            self._on_assigned(offset_by_partition)
-        except (errors.KafkaError, OSError) as error:
+            partitions = frozenset(error.offset_by_partition) & self._consumer.assignment
+            self._consumer.stop(partitions)
+            self._remove_partitions(partitions)
+            self.on_assigned(partitions)
+        except DeformerError as error:
             self._liveness.record_failure(error)
             time.sleep(min(timeout, RETRY_SECONDS))
-        return {}
+        return None
 
     def _end_failed_transaction(self) -> None:
         """End the transaction that a failed commit of revoked partitions has left open.
@@ -276,7 +324,7 @@ class KafkaSource:
         # With a commit in progress, its next attempt ends the transaction.
         if self._commits.has_failed and not self._commits.has_commit:
             try:
-                self._commits.renew_producer()
+                self._commits.renew_producer(self.on_wait)
             except Unavailable as error:
                 log.get_logger("kafka").debug("producer_renewal_failed", error=str(error))
 
@@ -285,49 +333,121 @@ class KafkaSource:
 
         The history of a partition is the events before its committed offset, which are read again to restore its state.
         """
-        # kafka-python's position is compared, because it passes transaction markers, which no poll returns.
-        caught_up = [tp for tp, end_offset in self._history_ends.items() if self._get_position(tp) >= end_offset]
-        for tp in caught_up:
-            del self._history_ends[tp]
-            self._polled_positions[tp] = self._get_position(tp)
-        return tuple(tp.partition for tp in caught_up)
+        # The client's position is compared, because it passes transaction markers, which no poll returns.
+        caught_up = []
+        for tp, end_offset in list(self._history_ends.items()):
+            position = self._consumer.get_position(tp)
+            if self._start_offsets[tp] >= end_offset or (position is not None and position >= end_offset):
+                del self._history_ends[tp]
+                self._polled_positions[tp] = self._start_offsets[tp] if position is None else position
+                caught_up.append(tp.partition)
+        return tuple(caught_up)
 
-    def _restore_assigned(self) -> Iterator[RestoredPartition]:
-        """Restore the partitions that were assigned since the last call, and yield the saved state of each.
+    # --- restoring assigned partitions --------------------------------------------------------------------------------
+
+    def _restore_assigned(self) -> list[RestoredPartition]:
+        """Restore partitions that were assigned, for at most `RESTORE_SECONDS`, and return those that are complete.
 
         If the brokers do not respond, the remaining partitions are restored by a later call.
 
         Raises:
             Unavailable: A partition could not be restored for longer than the constructor's `patience` (in seconds).
+            StateError: The saved state of a partition is gone.
+            ConfigError: The state topic needs more partitions, and this user may not add them.
         """
-        for tp in sorted(self._assigned_at):
-            try:
-                yield self._restore(tp)
-            except Unavailable as error:
-                if time.monotonic() - self._assigned_at[tp] > self._patience:
-                    raise
-                if str(error) != self._restore_error:  # log a repeated error once
-                    self._restore_error = str(error)
-                    log.get_logger("kafka").warning("restore_failed_retrying", partition=tp.partition, error=str(error))
-                return
-            del self._assigned_at[tp]
+        restored: list[RestoredPartition] = []
+        if not self._assigned_at:
+            return restored
+        deadline = time.monotonic() + RESTORE_SECONDS
+        try:
+            self._find_starts(restored)
+            if self._pending_starts and self._reader is not None:
+                states = self._reader.read(max(0.0, deadline - time.monotonic()), self.on_wait)
+                for number, state in states.items():
+                    tp = TopicPartition(self.topic, number)
+                    pending = self._pending_starts.pop(tp)
+                    restored.append(self._begin(tp, complete_start(pending, state, self._on_lost_state)))
             self._restore_error = ""
+        except Unavailable as error:
+            if time.monotonic() - min(self._assigned_at.values()) > self._patience:
+                raise
+            if str(error) != self._restore_error:  # log a repeated error once
+                self._restore_error = str(error)
+                log.get_logger("kafka").warning("restore_failed_retrying", error=str(error))
+            time.sleep(RETRY_SECONDS)
+            self.on_wait()
+        return restored
 
-    def _restore(self, tp: TopicPartition) -> RestoredPartition:
-        """Return the saved state of one partition, and set the consumer to the first event that must be read for it."""
-        with translate_errors(self._servers, f"restoring partition {tp.partition} of topic {self.topic!r}"):
-            start = find_start(self._consumer, tp, self._start, self._state, self._on_lost_state)
-            self._consumer.seek(tp, start.position)
-            self._consumer.resume(tp)
+    def _find_starts(self, restored: list[RestoredPartition]) -> None:
+        """Find where to begin the partitions that were assigned newly, and begin those without saved state.
+
+        Args:
+            restored: A list to which the partitions that have begun are appended.
+        """
+        tps = sorted(tp for tp in self._assigned_at if tp not in self._pending_starts)
+        if not tps:
+            return
+        self._add_state_partitions(max(tp.partition for tp in tps) + 1)
+        committed = self._consumer.fetch_committed(tps, REQUEST_SECONDS)
+        models = {parse_model(offset.metadata) for offset in committed.values() if offset is not None}
+        if not self._has_owned and models - {"", self._commits.model}:
+            self._check_model()  # a process with another model has started at the same time
+        self._has_owned = True
+        first_offsets = self._consumer.fetch_first_offsets(tps, REQUEST_SECONDS)
+        end_offsets = self._consumer.fetch_end_offsets(tps, REQUEST_SECONDS)
+        for tp in tps:
+            is_new = tp.partition >= self.partitions  # it was added after this process had started
+            policy: Literal["earliest", "latest"] = "earliest" if is_new else self._start
+            offset = committed[tp]
+            if offset is None and self._has_state(tp):
+                log.get_logger("kafka").warning("state_without_committed_offset", partition=tp.partition, start=policy)
+            start = find_start(tp, offset, first_offsets[tp], end_offsets[tp], policy, self._on_lost_state)
+            if isinstance(start, StartPoint):
+                restored.append(self._begin(tp, start))
+            elif self._reader is None:
+                without_state = RestoredPartition(tp.partition, start.resume_offset)
+                restored.append(self._begin(tp, StartPoint(without_state, start.resume_offset)))
+            else:
+                self._pending_starts[tp] = start
+                self._reader.add(tp.partition, start.reference)
+
+    def _begin(self, tp: TopicPartition, start: StartPoint) -> RestoredPartition:
+        """Begin to read a partition, and return its state for the engine."""
+        self._consumer.start(tp, start.position)
+        del self._assigned_at[tp]
+        self._start_offsets[tp] = start.position
         if start.reference is not None:
             self._commits.reference_by_partition[tp] = start.reference
         self._history_ends[tp] = start.restored.committed_offset  # events before it only rebuild the state
         return start.restored
 
-    def _get_position(self, tp: TopicPartition) -> int:
-        """Return the offset of the next event to read from a partition, or -1 if it is unknown."""
-        position = self._consumer.position(tp, timeout_ms=0)
-        return -1 if position is None else int(position)
+    def _has_state(self, tp: TopicPartition) -> bool:
+        """Return whether the state topic has messages of a partition."""
+        if self._state is None:
+            return False
+        state_tp = TopicPartition(self._state.topic, tp.partition)
+        return self._consumer.fetch_end_offsets([state_tp], REQUEST_SECONDS)[state_tp] > 0
+
+    def _add_state_partitions(self, num_needed: int) -> None:
+        """Add partitions to the state topic if the topic that is consumed has got more since the start."""
+        if self._state is None or num_needed <= self._num_state_partitions:
+            return
+        topic = self._state.topic
+        admin = load_client(self._cluster).open_admin(self._cluster)
+        try:
+            if admin.describe_topics([topic], REQUEST_SECONDS)[topic].num_partitions < num_needed:
+                admin.add_partitions(topic, num_needed, REQUEST_SECONDS)
+                log.get_logger("kafka").info("partitions_added", topic=topic, partitions=num_needed)
+        except (ConfigError, KeyError) as error:
+            raise ConfigError(
+                f"topic {self.topic!r} has got more partitions, but this user may not add partitions to topic "
+                f"{topic!r}, which needs {num_needed}, too: add them, or grant the permission ALTER"
+            ) from error
+        finally:
+            admin.close()
+        self._num_state_partitions = num_needed
+
+    # --- commits ------------------------------------------------------------------------------------------------------
 
     def commit(self, states: Mapping[int, PartitionState] = NO_STATE) -> None:
         """Commit the offsets of all polled events, the given states, and what sinks have written.
@@ -347,7 +467,7 @@ class KafkaSource:
         self.end_commit()
 
     def begin_commit(
-        self, states: Mapping[int, PartitionState] = NO_STATE, on_committed: Callable[[], None] = lambda: None
+        self, states: Mapping[int, PartitionState] = NO_STATE, on_committed: Callable[[], None] = do_nothing
     ) -> None:
         """Begin a commit like `commit`, and return before it has ended if it can run in the background.
 
@@ -360,9 +480,9 @@ class KafkaSource:
                 not called if the attempt in the background failed and was repeated.
         """
         self._prepare_commit(states)
-        group = self._get_membership()
+        membership = self._consumer.membership
         # Without membership (during a rebalance), or if no background attempt was started, commit before returning.
-        if group is None or not self._commits.begin_sending(group, on_committed):
+        if membership is None or not self._commits.begin_sending(membership, on_committed):
             self.end_commit()
             on_committed()
 
@@ -385,85 +505,82 @@ class KafkaSource:
         Raises:
             Unavailable: The commit has failed for longer than the constructor's `patience` (in seconds). No further
                 attempt is made.
-            ConfigError: The broker refuses the commit. No further attempt is made.
+            ConfigError: The broker refuses the commit, or another process uses the same transactional id. No further
+                attempt is made.
         """
         deadline = time.monotonic() + self._patience
         logged_errors: set[str] = set()  # each kind of error is logged once per commit
-        is_retry = False
+        is_retry, serve_seconds = False, 0.1
         while self._commits.has_commit:
             try:
+                if self._fatal_error is not None:
+                    raise self._fatal_error
                 if is_retry:  # a rebalance may have caused the failure
-                    self._finish_rebalance()
+                    self._consumer.serve_group(serve_seconds)
+                    serve_seconds = min(2 * serve_seconds, 1.0)
                 self._try_to_commit()
-            except (errors.KafkaError, OSError, Unavailable) as error:
-                translated = error if isinstance(error, Unavailable) else translate(error, self._servers, "committing")
-                is_permanent = not isinstance(translated, Unavailable)
+            except DeformerError as error:
+                is_permanent = not isinstance(error, Unavailable)
                 if is_permanent or time.monotonic() > deadline:
                     self._commits.give_up()
-                    raise translated from error
-                error_name = type(error).__name__
+                    raise
+                error_name = type(error.__cause__ or error).__name__
                 if error_name not in logged_errors:
-                    log.get_logger("kafka").warning("commit_failed_retrying", error=error_name)
+                    log.get_logger("kafka").warning("commit_failed_retrying", error=str(error))
                     logged_errors.add(error_name)
-                if not isinstance(error, _REBALANCING):  # `_finish_rebalance` waits for the end of a rebalance
+                if not isinstance(error, RebalanceInProgress):  # `serve_group` waits for the end of a rebalance
                     time.sleep(RETRY_SECONDS)
                 is_retry = True
+                self.on_wait()
 
     def _try_to_commit(self) -> None:
         """Make one attempt to commit, or wait for the attempt in the background.
 
         Raises:
-            KafkaError: The attempt failed.
-            Unavailable: The producer could not be replaced after a failed attempt.
+            Unavailable: The attempt failed, or the producer could not be replaced after a failed attempt.
         """
-        group = None  # an attempt in the background received the group when it was started
+        membership = None  # an attempt in the background received the membership when it was started
         if not self._commits.is_in_background:
-            group = self._get_membership()
-            if group is None:
-                raise errors.RebalanceInProgressError()  # `end_commit` completes the rebalance and tries again
-            self._commits.recover()  # does nothing if no earlier attempt has failed
-        offsets = self._commits.send(group)
-        if offsets is not None:  # they were not committed in a transaction
-            self._consumer.commit(offsets, timeout_ms=DELIVERY_SECONDS * 1000)
+            membership = self._consumer.membership
+            if membership is None and self._consumer.assignment:
+                # `end_commit` completes the rebalance and tries again.
+                raise RebalanceInProgress("the consumer group is rebalancing, so no offsets can be committed now")
+            self._commits.recover(self.on_wait)  # does nothing if no earlier attempt has failed
+        offsets = self._commits.send(membership, on_wait=self.on_wait)
+        if offsets:  # they were not committed in a transaction
+            self._commit_offsets(offsets)
         self._commits.mark_committed()
 
-    def _get_membership(self) -> ConsumerGroupMetadata | None:
-        """Return the group's name with this member's id and generation, or None during a rebalance."""
-        group = self._consumer.group_metadata()
-        is_rebalancing = self._consumer.assignment() and group.state is not MemberState.STABLE
-        return None if is_rebalancing else group
+    def _commit_offsets(self, offsets: Offsets) -> None:
+        """Commit offsets without a transaction; repeat the request until `DELIVERY_SECONDS` have passed."""
+        deadline = time.monotonic() + DELIVERY_SECONDS
+        while True:
+            try:
+                return self._consumer.commit(offsets, REQUEST_SECONDS)
+            except RebalanceInProgress:
+                raise
+            except Unavailable:
+                if time.monotonic() > deadline:
+                    raise
+            self.on_wait()
 
     def _collect_positions(self) -> dict[TopicPartition, int]:
-        """Return the offset of the next event to read from each partition, except partitions that are being restored.
+        """Return the offset of the next event to read from each partition, except partitions that cannot be committed.
 
-        A partition is being restored until its saved state is loaded and the events before its committed offset, which
-        bring that state up to date, are read again. Until then, its offset must not be committed.
+        A partition cannot be committed while it is being restored: until its saved state is loaded and the events
+        before its committed offset, which bring that state up to date, are read again. The same is true of
+        `waiting_partitions`.
         """
+        committable = filter(self._is_committable, self._consumer.assignment)
+        positions = {tp: self._consumer.get_position(tp) for tp in committable}
+        return {tp: position for tp, position in positions.items() if position is not None}
+
+    def _is_committable(self, tp: TopicPartition) -> bool:
+        """Return whether the state of a partition is complete, so that its offset may be committed."""
         # `_assigned_at` holds partitions whose saved state is not loaded yet. `_history_ends` holds those whose earlier
         # events are still being read again.
-        restored = [
-            tp for tp in self._consumer.assignment() if tp not in self._history_ends and tp not in self._assigned_at
-        ]
-        positions = {tp: self._get_position(tp) for tp in restored}  # -1 if unknown
-        return {tp: position for tp, position in positions.items() if position >= 0}
-
-    def _finish_rebalance(self) -> None:
-        """Poll kafka-python's consumer once, so that it takes part in a rebalance of its group.
-
-        The poll must return no messages, because the caller is in the middle of a commit. So all partitions are paused
-        during the poll and resumed after it.
-        """
-        active = [tp for tp in self._consumer.assignment() if tp not in self._consumer.paused()]
-        self._consumer.pause(*active)
-        try:
-            if self._poll(0.1):
-                raise InvariantViolated(
-                    "kafka-python has returned messages of a paused partition; this is a bug, please report it"
-                )
-        finally:
-            # Partitions that were assigned meanwhile stay paused until `_restore` resumes them.
-            resumable = self._consumer.assignment() - self._assigned_at.keys()
-            self._consumer.resume(*[tp for tp in active if tp in resumable])
+        is_restored = tp not in self._history_ends and tp not in self._assigned_at
+        return is_restored and tp not in self._stopped_at and tp.partition not in self.waiting_partitions
 
     def get_lag(self) -> dict[tuple[str, int], int]:
         """Return the number of unread messages of each assigned partition, as far as it is known without a request.
@@ -472,10 +589,13 @@ class KafkaSource:
             A mapping from (topic, partition number) to the number of messages.
         """
         lag_by_partition = {}
-        for tp in self._consumer.assignment():
-            end_offset, position = self._consumer.highwater(tp), self._consumer.position(tp, timeout_ms=0)
-            if end_offset is not None and position is not None:
-                lag_by_partition[tp.topic, tp.partition] = max(0, end_offset - position)
+        for tp in self._consumer.assignment:
+            position = self._consumer.get_position(tp)
+            # The response with messages can be older than the last request for end offsets.
+            ends = (self._consumer.get_known_end(tp), self._liveness.end_offsets.get(tp))
+            known_ends = [end_offset for end_offset in ends if end_offset is not None]
+            if position is not None and known_ends:
+                lag_by_partition[tp.topic, tp.partition] = max(0, max(known_ends) - position)
         return lag_by_partition
 
     def close(self) -> None:
@@ -484,86 +604,151 @@ class KafkaSource:
         Without an instance name, this process leaves the group, and its partitions move to other members at once. With
         an instance name, it stays a member until its session times out, so that a restart moves no partitions.
         """
-        self._is_closed = True  # `_on_revoked`, which the consumer may call while it closes, then commits nothing
-        with translate_errors(self._servers, "closing the consumer"):
-            self._consumer.close(autocommit=False, timeout_ms=CONNECT_SECONDS * 1000)
+        self._is_closed = True  # `on_revoked`, which the consumer may call while it closes, then commits nothing
+        self._consumer.close()
+        if self._reader is not None:
+            self._reader.close()
 
-    # `RebalanceListener` calls the following methods in kafka-python's thread, while our thread waits inside a call.
+    # --- rebalances: `ports.RebalanceHandler` -------------------------------------------------------------------------
+    # The consumer calls the following methods, possibly in another thread, while our thread waits inside a call.
 
-    def _on_assigned(self, partitions: Iterable[TopicPartition]) -> None:
-        """Pause newly assigned partitions until the next `poll` has restored their state."""
+    def on_assigned(self, partitions: frozenset[TopicPartition]) -> None:
+        """Note newly assigned partitions, which the next polls restore."""
         for tp in partitions:
-            self._consumer.seek(tp, 0)  # any position, so that kafka-python does not look for one
-            self._consumer.pause(tp)
             self._assigned_at[tp] = time.monotonic()
         numbers = sorted(tp.partition for tp in partitions)
         log.get_logger("kafka").info("partitions_assigned", topic=self.topic, partitions=numbers)
 
-    async def _on_revoked(self, partitions: Iterable[TopicPartition]) -> None:
+    def on_revoked(self, partitions: frozenset[TopicPartition]) -> Offsets:
         """Commit the offsets and the state of revoked partitions, so that the next owner continues there.
 
         Only events whose effects are written are committed. Nothing is committed while the source is being closed.
 
         Args:
             partitions: The partitions that this process must give up.
-        """
-        # `_history_ends` holds partitions whose state is not restored yet; nothing new can be committed for them.
-        committable = {tp for tp in partitions if tp in self._written_positions and tp not in self._history_ends}
-        if committable and not self._is_closed:
-            deadline = time.monotonic() + self._session / 2  # no heartbeat is sent during this commit
-            try:
-                # A commit in progress is older than the state of the revoked partitions, so it comes first.
-                if self._commits.has_commit:
-                    await self._commit_within(deadline)
-                states = self.collect_state(frozenset(tp.partition for tp in committable))
-                positions = {
-                    tp: offset for tp, offset in self._written_positions.items() if tp not in self._history_ends
-                }
-                self._commits.begin(positions, states)
-                try:
-                    await self._commit_within(deadline)
-                finally:  # no later attempt could commit these partitions, because they belong to the next owner then
-                    self._commits.give_up()
-            except (errors.KafkaError, DeformerError) as error:
-                # The next owner repeats these messages. Raising here would end the group's rebalance instead.
-                log.get_logger("kafka").warning("revoked_partitions_not_committed", error=type(error).__name__)
-        self._remove_partitions(partitions)
 
-    async def _commit_within(self, deadline: float) -> None:
-        """Commit once, before a deadline. If a commit already runs in the background, wait for that one instead.
+        Returns:
+            The offsets that the consumer must commit; none if a transaction has committed them.
+        """
+        committable = {tp for tp in partitions if tp in self._written_positions and self._is_committable(tp)}
+        offsets = None if self._is_closed or not committable else self._commit_revoked(committable)
+        self._revocations.append((partitions, offsets is not None))
+        return offsets or {}
+
+    def _commit_revoked(self, revoked: Iterable[TopicPartition]) -> Offsets | None:
+        """Send a commit with the state of revoked partitions, after the commit in progress.
+
+        Args:
+            revoked: The partitions.
+
+        Returns:
+            The offsets that the consumer must commit; none if a transaction has committed them. None if it failed.
+        """
+        deadline = time.monotonic() + self._session / 2  # perhaps no heartbeat is sent during this commit
+        offsets: dict[TopicPartition, Any] = {}
+        try:
+            # A commit in progress is older than the state of the revoked partitions, so it comes first.
+            if self._commits.has_commit:
+                offsets |= self._send_within(deadline)
+                # Its messages are written. If its offsets are not, later ones replace them.
+                self._commits.mark_committed()
+            states = self.collect_state(frozenset(tp.partition for tp in revoked))
+            positions = {tp: offset for tp, offset in self._written_positions.items() if self._is_committable(tp)}
+            self._commits.begin(positions, states)
+            try:
+                offsets |= self._send_within(deadline)
+            except DeformerError:
+                self._commits.give_up()  # no later attempt could commit these partitions
+                raise
+        except DeformerError as error:
+            # The next owner repeats these messages. Raising here would end the group's rebalance instead.
+            log.get_logger("kafka").warning("revoked_partitions_not_committed", error=str(error))
+            if isinstance(error, ProducerFenced):
+                self._fatal_error = error
+            return None
+        except Exception as error:  # a bug in the function that collects the state
+            self._fatal_error = error
+            return None
+        return offsets
+
+    def _send_within(self, deadline: float) -> Offsets:
+        """Send a commit once, before a deadline. If it already runs in the background, wait for that instead.
 
         Args:
             deadline: The deadline, as `time.monotonic()`.
 
+        Returns:
+            The offsets that must be committed; none if a transaction has committed them.
+
         Raises:
-            KafkaError: The commit failed or took too long. It is also raised if an earlier commit has an unknown
+            Unavailable: The commit failed or took too long. It is also raised if an earlier commit has an unknown
                 outcome, because too little time is left to find it out.
         """
         if self._commits.has_failed:
-            # `_on_revoked` logs this. Nothing is lost: the next owner processes the uncommitted messages again.
-            raise errors.KafkaConnectionError(
+            # `_commit_revoked` logs this. Nothing is lost: the next owner processes the uncommitted messages again.
+            raise Unavailable(
                 "cannot commit offsets, because the outcome of the previous commit is unknown: nothing is lost, the "
                 "next owner of the partitions processes their messages again"
             )
-        offsets = self._commits.send(self._consumer.group_metadata(), deadline - time.monotonic())
-        if offsets is not None:
-            await self._consumer.commit_async(offsets)
-        self._commits.mark_committed()
+        return self._commits.send(self._consumer.membership, deadline - time.monotonic()) or {}
 
-    def _on_lost(self, partitions: Iterable[TopicPartition]) -> None:
+    def on_revoked_committed(self, error: Exception | None) -> None:
+        """End the commit of revoked partitions, and list them as revoked."""
+        partitions, has_commit = self._revocations.popleft()
+        if has_commit:
+            if error is None:
+                self._commits.mark_committed()
+            else:
+                log.get_logger("kafka").warning("revoked_partitions_not_committed", error=str(error))
+                self._commits.give_up()  # no later attempt could commit these partitions
+        self._remove_partitions(partitions)
+
+    def on_lost(self, partitions: frozenset[TopicPartition]) -> None:
         """Remove partitions that other members own already, because the group has removed this member.
 
         Args:
             partitions: The partitions that this process owned.
         """
-        self._assignor.clear_assignment()
         self._remove_partitions(partitions)
 
     def _remove_partitions(self, partitions: Iterable[TopicPartition]) -> None:
         """Delete what is stored about partitions that now belong to another process, and list them as revoked."""
+        stored: tuple[dict[TopicPartition, Any], ...] = (
+            self._polled_positions,
+            self._written_positions,
+            self._history_ends,
+            self._start_offsets,
+            self._stopped_at,
+            self._assigned_at,
+            self._pending_starts,
+        )
         for tp in partitions:
-            for value_by_partition in (self._polled_positions, self._written_positions, self._history_ends):
+            for value_by_partition in stored:
                 value_by_partition.pop(tp, None)
-            self._assigned_at.pop(tp, None)
+            if self._reader is not None:
+                self._reader.remove(tp.partition)
             self._revoked.append(tp.partition)
         self._commits.remove_partitions(partitions)
+
+
+def make_messages(topic: str, columns: MessageColumns) -> Messages:
+    """Return the messages of one poll in the form that the decoders accept.
+
+    Args:
+        topic: The topic of all messages.
+        columns: The messages.
+
+    Returns:
+        The messages, with timestamps in microseconds; a timestamp before 1970 or of 2⁵³ milliseconds or more counts as
+        missing.
+    """
+    millis = columns.times
+    is_plausible = (millis >= 0) & (millis < 2**53)  # senders may state any number; larger ones would overflow
+    return Messages(
+        topic=topic,
+        keys=columns.keys,
+        payloads=list(columns.values),
+        times=np.where(is_plausible, millis * 1000, NO_TIME),
+        partitions=columns.partitions,
+        offsets=columns.offsets,
+    )

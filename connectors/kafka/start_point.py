@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kafka import KafkaConsumer, TopicPartition
-
-from connectors.kafka.client import DELIVERY_SECONDS
-from connectors.kafka.state import StateReference, StateTopic
+from connectors.kafka.ports import CommittedOffset, TopicPartition
+from connectors.kafka.state import SavedState, StateReference
 from deformer_stream import log
 from deformer_stream.errors import StateError
 from deformer_stream.runtime.ports import RestoredPartition
@@ -36,64 +34,85 @@ class StartPoint:
     reference: StateReference | None = None
 
 
-def find_start(
-    consumer: KafkaConsumer,
-    tp: TopicPartition,
-    start: Literal["earliest", "latest"],
-    state: StateTopic | None,
-    on_lost_state: LostState,
-) -> StartPoint:
-    """Return where to begin reading a partition that was assigned to this process, with its saved state.
+@dataclass(frozen=True, slots=True)
+class PendingStart:
+    """A partition that begins with saved state, which must be read first.
 
-    The metadata of the committed offset states where the saved state is stored. If it states nothing, for instance
-    after a commit by another program, reading begins at the committed offset without open records. The function waits
-    for open transactions of the state topic to end.
+    Attributes:
+        tp: The partition.
+        reference: Where the state is stored in the state topic.
+        resume_offset: Offset of the first event that was not processed and still exists.
+        first_offset: Offset of the first event that still exists.
+    """
+
+    tp: TopicPartition
+    reference: StateReference
+    resume_offset: int
+    first_offset: int
+
+
+def find_start(
+    tp: TopicPartition,
+    committed: CommittedOffset | None,
+    first_offset: int,
+    end_offset: int,
+    start: Literal["earliest", "latest"],
+    on_lost_state: LostState,
+) -> StartPoint | PendingStart:
+    """Return where to begin reading a partition, or that its saved state must be read first.
+
+    The metadata of the committed offset state where the saved state is stored. If they state nothing, for instance
+    after a commit by another program, reading begins at the committed offset without open records.
 
     Args:
-        consumer: The consumer that owns the partition.
         tp: The partition.
+        committed: The committed offset of the group, or None.
+        first_offset: Offset of the first event that the partition still holds.
+        end_offset: Offset of the next event that is sent to it.
         start: Where to begin if there is no committed offset: "earliest" for the first event of the partition, "latest"
             for the next event that is sent.
-        state: The state topic, or None if no state is saved.
-        on_lost_state: What to do if the saved state, or events that it needs, are gone. "refuse" raises an error.
-            "rebuild" rebuilds open records from the events that still exist. "forget" begins without open records.
+        on_lost_state: What to do if events, or the reference to the saved state, are gone.
 
     Raises:
-        StateError: The saved state, or events that it needs, are gone and `on_lost_state` is "refuse".
-        KafkaError: The broker does not respond, or refuses a request.
+        StateError: Events or the reference are gone and `on_lost_state` is "refuse".
     """
-    timeout_ms = int(DELIVERY_SECONDS * 1000)
-    committed = consumer.committed(tp, metadata=True, timeout_ms=timeout_ms)
-    first_offset = consumer.beginning_offsets([tp], timeout_ms=timeout_ms)[tp]
-    end_offset = consumer.end_offsets([tp], timeout_ms=timeout_ms)[tp]
     if committed is None:
-        state_partition = TopicPartition("" if state is None else state.topic, tp.partition)
-        if state is not None and consumer.end_offsets([state_partition], timeout_ms=timeout_ms)[state_partition]:
-            log.get_logger("kafka").warning("state_without_committed_offset", partition=tp.partition, start=start)
         position = first_offset if start == "earliest" else end_offset
         return StartPoint(RestoredPartition(tp.partition, position), position)
     if committed.offset > end_offset:
         loss = f"the group has consumed up to offset {committed.offset}, but the topic ends at {end_offset}"
         _handle_lost_state(tp, on_lost_state, f"{loss}: it was replaced")
         return StartPoint(RestoredPartition(tp.partition, first_offset), first_offset)
-    resume_offset = max(committed.offset, first_offset)  # the first event that was not processed and still exists
+    resume_offset = max(committed.offset, first_offset)
     if committed.offset < first_offset:
         num_expired = first_offset - committed.offset
         _handle_lost_state(tp, on_lost_state, f"{num_expired} messages expired before they were consumed")
-    without_state = StartPoint(RestoredPartition(tp.partition, resume_offset), resume_offset)
-    if state is None:
-        return without_state
     try:
         reference = StateReference.parse(committed.metadata)
-        if reference is None:
-            log.get_logger("kafka").info("commit_without_state", partition=tp.partition)
-            return without_state
-        snapshot, decisions = state.read(tp.partition, reference)
     except StateError as error:
-        _handle_lost_state(tp, on_lost_state, str(error))
-        # Events before `resume_offset` are read again only to rebuild open records; they have no effects.
-        position = first_offset if on_lost_state == "rebuild" else resume_offset
-        return StartPoint(RestoredPartition(tp.partition, resume_offset), position)
+        return _start_without_state(tp, resume_offset, first_offset, on_lost_state, error)
+    if reference is None:
+        log.get_logger("kafka").info("commit_without_state", partition=tp.partition)
+        return StartPoint(RestoredPartition(tp.partition, resume_offset), resume_offset)
+    return PendingStart(tp, reference, resume_offset, first_offset)
+
+
+def complete_start(pending: PendingStart, state: SavedState | StateError, on_lost_state: LostState) -> StartPoint:
+    """Return where to begin reading a partition whose saved state was read.
+
+    Args:
+        pending: What `find_start` has returned.
+        state: The snapshot with the decisions after it, or the error that they are gone.
+        on_lost_state: What to do if the saved state, or events that it needs, are gone.
+
+    Raises:
+        StateError: The saved state, or events that it needs, are gone and `on_lost_state` is "refuse".
+    """
+    tp, reference = pending.tp, pending.reference
+    resume_offset, first_offset = pending.resume_offset, pending.first_offset
+    if isinstance(state, StateError):
+        return _start_without_state(tp, resume_offset, first_offset, on_lost_state, state)
+    snapshot, decisions = state
     # The snapshot holds the state at `reference.position`; the events from there on bring it up to date.
     if reference.position < first_offset:
         loss = (
@@ -101,9 +120,19 @@ def find_start(
         )
         _handle_lost_state(tp, on_lost_state, loss)
         if on_lost_state == "forget":
-            return without_state
+            return StartPoint(RestoredPartition(tp.partition, resume_offset), resume_offset)
     restored = RestoredPartition(tp.partition, resume_offset, snapshot, decisions)
     return StartPoint(restored, max(reference.position, first_offset), reference)
+
+
+def _start_without_state(
+    tp: TopicPartition, resume_offset: int, first_offset: int, on_lost_state: LostState, error: StateError
+) -> StartPoint:
+    """Return where to begin a partition whose saved state is gone; raise `StateError` if that is refused."""
+    _handle_lost_state(tp, on_lost_state, str(error))
+    # Events before `resume_offset` are read again only to rebuild open records; they have no effects.
+    position = first_offset if on_lost_state == "rebuild" else resume_offset
+    return StartPoint(RestoredPartition(tp.partition, resume_offset), position)
 
 
 def _handle_lost_state(tp: TopicPartition, on_lost_state: LostState, loss: str) -> None:

@@ -4,24 +4,33 @@ The state topic has as many partitions as the events topic; partition p holds th
 snapshot is a sequence of messages, and so are the decisions that a later commit adds. Each sequence carries the name of
 its commit and of the commit before. The metadata of the committed offset names the last sequence. So a reader follows
 the chain backwards and ignores sequences whose commit failed, or that a process sent after it had lost the partition.
-Keys alternate between two sets from one snapshot to the next, so compaction never removes what the last commit refers
-to.
+
+The keys of the messages begin with the name of their writer: one process while it owns the partition without a break.
+So a process that has lost the partition cannot overwrite what its successor needs. One writer alternates between two
+sets of keys from one snapshot to the next, so compaction never removes what the last commit refers to. The messages of
+earlier writers are deleted by tombstones, together with the second snapshot of their successor.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import orjson
-from kafka import KafkaConsumer, TopicPartition
-from kafka.structs import OffsetAndMetadata
 
-from connectors.kafka.batches import OutgoingMessage
-from connectors.kafka.client import CONNECT_SECONDS, connect, translate_errors
-from connectors.kafka.delivery import TRANSACTION_SECONDS
+from connectors.kafka.client import load_client
+from connectors.kafka.delivery import TRANSACTION_SECONDS, do_nothing
+from connectors.kafka.ports import (
+    Admin,
+    CommittedOffset,
+    Consumer,
+    ConsumerOptions,
+    KafkaCluster,
+    OutgoingMessage,
+    TopicPartition,
+)
 from deformer_stream.errors import ConfigError, InvariantViolated, StateError
 from deformer_stream.runtime.ports import PartitionState
 
@@ -29,6 +38,12 @@ FORMAT_VERSION = 1
 METADATA_PREFIX = '{"deformer":'
 RESERVED_BYTES = 4096
 """Bytes of a message that are reserved for its key and headers."""
+
+MAX_WRITERS = 16
+"""Largest number of earlier writers whose keys the metadata list; the keys of others are never deleted."""
+
+REQUEST_SECONDS = 5.0
+"""Seconds that one request for the end of the state topic may take."""
 
 MAX_VISIBILITY_SECONDS = 2 * TRANSACTION_SECONDS
 """Seconds until a committed message is certainly visible.
@@ -43,6 +58,10 @@ STATE_TOPIC_SETTINGS = {
     "min.cleanable.dirty.ratio": "0.1",
 }
 """Settings of a state topic that is created here. It is compacted soon, because only the latest snapshots matter."""
+
+NumKeysByWriter = tuple[tuple[str, int], ...]
+"""Pairs of a writer's name and the number of its keys in each of its two sets. The name is empty for a version of this
+package whose keys had no name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +80,9 @@ class StateReference:
         last_commit: Name of the commit that wrote the last of these messages.
         commit: Name of the latest commit, whether or not it wrote any. If the response to a commit is lost, this name
             in the committed metadata shows that it took effect.
+        writer: Name of the writer of the snapshot, with which its keys begin.
+        num_keys_by_writer: The keys that exist in the state topic.
+        model: Fingerprint of the model of the process that committed.
     """
 
     position: int
@@ -69,11 +91,20 @@ class StateReference:
     num_messages: int
     last_commit: str
     commit: str
+    writer: str = ""
+    num_keys_by_writer: NumKeysByWriter = ()
+    model: str = ""
 
     def to_metadata(self) -> str:
         """Return the reference as JSON text, to be stored as the metadata of the committed offset."""
         numbers = [self.position, int(self.uses_even_keys), self.first_offset, self.num_messages]
-        return orjson.dumps({"deformer": FORMAT_VERSION, "kept": [*numbers, self.last_commit, self.commit]}).decode()
+        document = {
+            "deformer": FORMAT_VERSION,
+            "kept": [*numbers, self.last_commit, self.commit],
+            "keys": [self.writer, *self.num_keys_by_writer],
+            "model": self.model,
+        }
+        return orjson.dumps(document).decode()
 
     @staticmethod
     def parse(metadata: str) -> StateReference | None:
@@ -83,8 +114,7 @@ class StateReference:
             metadata: The metadata of the committed offset; an empty text if there is none.
 
         Returns:
-            The reference. None if the text does not begin with `METADATA_PREFIX`, because then another program has
-            committed the offset.
+            The reference. None if the offset was committed without state, or by another program.
 
         Raises:
             StateError: The metadata is damaged or has another format version.
@@ -102,16 +132,48 @@ class StateReference:
                     f"the saved state has format version {document['deformer']!r}, but this package reads "
                     f"{FORMAT_VERSION}: use the version of deformer-stream that wrote it"
                 )
+            if "kept" not in document and "model" in document:
+                return None
             position, uses_even_keys, first_offset, num_messages, last_commit, commit = document["kept"]
-        except (orjson.JSONDecodeError, TypeError, KeyError, ValueError):
+            writer, *pairs = document.get("keys", [""])
+            num_keys_by_writer = tuple((name, number) for name, number in pairs)
+            model = document.get("model", "")
+        except (orjson.JSONDecodeError, TypeError, KeyError, ValueError, AttributeError):
             raise damaged_error from None
-        numbers = position, uses_even_keys, first_offset, num_messages
+        numbers = position, uses_even_keys, first_offset, num_messages, *(number for _, number in num_keys_by_writer)
         # `to_metadata` writes the boolean `uses_even_keys` as 0 or 1, so JSON's true and false are invalid here.
         has_valid_numbers = all(type(number) is int and number >= 0 for number in numbers)
-        has_valid_names = isinstance(last_commit, str) and isinstance(commit, str)
-        if not (has_valid_numbers and has_valid_names):
+        names = last_commit, commit, writer, model, *(name for name, _ in num_keys_by_writer)
+        if not (has_valid_numbers and all(isinstance(name, str) for name in names)):
             raise damaged_error
-        return StateReference(position, bool(uses_even_keys), first_offset, num_messages, last_commit, commit)
+        return StateReference(
+            position,
+            bool(uses_even_keys),
+            first_offset,
+            num_messages,
+            last_commit,
+            commit,
+            writer,
+            # A reference of an older version does not list its keys, which have no writer's name.
+            num_keys_by_writer or (("", num_messages),),
+            model,
+        )
+
+
+def make_model_metadata(model: str) -> str:
+    """Return the metadata of an offset that is committed without state; they state the model's fingerprint."""
+    return orjson.dumps({"deformer": FORMAT_VERSION, "model": model}).decode() if model else ""
+
+
+def parse_model(metadata: str) -> str:
+    """Return the fingerprint of the model that the metadata of a committed offset state, empty if they state none."""
+    if not metadata.startswith(METADATA_PREFIX):
+        return ""
+    try:
+        model = orjson.loads(metadata).get("model", "")
+    except (orjson.JSONDecodeError, AttributeError):
+        return ""  # `StateReference.parse` reports damaged metadata
+    return model if isinstance(model, str) else ""
 
 
 class CommitAttempt(NamedTuple):
@@ -126,7 +188,7 @@ class CommitAttempt(NamedTuple):
         states: The states that this attempt saved, by partition number.
     """
 
-    offsets: dict[TopicPartition, OffsetAndMetadata]
+    offsets: dict[TopicPartition, CommittedOffset]
     references: dict[TopicPartition, StateReference]
     states: dict[int, PartitionState]
 
@@ -134,12 +196,11 @@ class CommitAttempt(NamedTuple):
 class StateTopic:
     """The compacted topic that stores the state of partitions.
 
-    Its methods encode the state of a partition as messages of this topic, and read the saved state back.
+    Its methods encode the state of a partition as messages of this topic, and read saved state back.
 
     Args:
-        bootstrap_servers: Comma-separated host:port pairs.
+        cluster: The brokers.
         topic: Name of the state topic.
-        security: kafka-python's keyword arguments for encryption and login; None for a plain connection without login.
         max_message_bytes: Largest message that the topic accepts, in bytes.
         verify: A function that is called with a snapshot and its decisions after they were read. It raises `StateError`
             if they cannot be decoded. None skips this check.
@@ -150,9 +211,8 @@ class StateTopic:
 
     def __init__(
         self,
-        bootstrap_servers: str,
+        cluster: KafkaCluster,
         topic: str,
-        security: dict[str, Any] | None,
         max_message_bytes: int,
         verify: Callable[[bytes, tuple[bytes, ...]], None] | None = None,
     ) -> None:
@@ -163,7 +223,7 @@ class StateTopic:
                 f"{2 * RESERVED_BYTES} or more"
             )
         self.topic = topic
-        self._servers, self._security = bootstrap_servers, security
+        self._cluster = cluster
         self._chunk_bytes = max_message_bytes - RESERVED_BYTES
         self._verify = verify
 
@@ -174,6 +234,7 @@ class StateTopic:
         state: PartitionState,
         reference: StateReference | None,
         commit_name: str,
+        writer: str,
     ) -> tuple[list[OutgoingMessage], StateReference]:
         """Encode the state of a partition as messages of the state topic.
 
@@ -184,6 +245,7 @@ class StateTopic:
                 and alerts raised).
             reference: Where the state before this commit is stored, or None if none is.
             commit_name: A new, unique name of the commit.
+            writer: A name of this process, unique for the time in which it owns the partition without a break.
 
         Returns:
             The messages, and the reference to the state after the commit. If `state` is a snapshot, the caller must set
@@ -192,11 +254,15 @@ class StateTopic:
         Raises:
             InvariantViolated: There are decisions, but no snapshot that they follow.
         """
+        num_keys = dict(() if reference is None else reference.num_keys_by_writer)
+        outdated: dict[str, int] = {}  # keys that no commit needs, neither this one nor the one before
         if state.snapshot is not None:
             value, previous_commit = state.snapshot, ""  # a snapshot replaces everything that was saved before
             uses_even_keys = reference is None or not reference.uses_even_keys
+            if reference is not None and reference.writer == writer:
+                outdated = {name: count for name, count in num_keys.items() if name != writer}
             reference = StateReference(
-                position, uses_even_keys, first_offset=0, num_messages=0, last_commit="", commit=""
+                position, uses_even_keys, first_offset=0, num_messages=0, last_commit="", commit="", writer=writer
             )
         elif state.decisions is not None and reference is not None:
             value, previous_commit = state.decisions, reference.last_commit
@@ -214,120 +280,211 @@ class StateTopic:
         messages = []
         chunk_starts = range(0, max(1, len(value)), self._chunk_bytes)  # an empty value still needs a message
         for message_number, start in enumerate(chunk_starts, reference.num_messages):
-            key = b"%d/%06d" % (reference.uses_even_keys, message_number)
+            key = _make_key(writer, reference.uses_even_keys, message_number)
             chunk = value[start : start + self._chunk_bytes]
             messages.append(OutgoingMessage(partition, self.topic, key, chunk, headers, partition))
         num_messages = reference.num_messages + len(messages)
-        return messages, replace(reference, num_messages=num_messages, last_commit=commit_name, commit=commit_name)
+        messages += [
+            OutgoingMessage(partition, self.topic, _make_key(name, is_even, number), None, [], partition)
+            for name, count in outdated.items()
+            for is_even in (False, True)
+            for number in range(count)
+        ]
+        num_keys[writer] = max(num_keys.get(writer, 0), num_messages)
+        remaining = [(name, count) for name, count in num_keys.items() if name not in outdated]
+        return messages, replace(
+            reference,
+            num_messages=num_messages,
+            last_commit=commit_name,
+            commit=commit_name,
+            num_keys_by_writer=tuple(remaining[-MAX_WRITERS:]),
+        )
 
-    def read(self, partition: int, reference: StateReference) -> tuple[bytes, tuple[bytes, ...]]:
-        """Read the saved state of a partition.
+    def open_reader(self) -> StateReader:
+        """Return a reader of saved state."""
+        return StateReader(self._cluster, self.topic, self._verify)
 
-        Args:
-            partition: Number of the partition.
-            reference: Where the state is stored.
+
+def _make_key(writer: str, is_even: bool, number: int) -> bytes:
+    """Return the key of a message; keys of versions before writers had names begin with the set."""
+    key = b"%d/%06d" % (is_even, number)
+    return b"%s/%s" % (writer.encode(), key) if writer else key
+
+
+@dataclass
+class _PendingRead:
+    """A partition whose saved state is being read.
+
+    Attributes:
+        reference: Where its state is stored.
+        next_offset: Offset after the last message that was read.
+        deadline: `time.monotonic()` after which every committed message is certainly visible.
+        sequences: For the name of each commit, the name of the commit before it (empty if it wrote a snapshot), and the
+            values of the messages that it wrote.
+    """
+
+    reference: StateReference
+    next_offset: int
+    deadline: float
+    sequences: dict[str, tuple[str, list[bytes]]] = field(default_factory=dict)
+
+    def follow_chain(self) -> list[list[bytes]]:
+        """Return what the commits up to the last one have written, by following each commit to the one before it.
 
         Returns:
-            The snapshot (the complete state), and the decisions of each commit after it, in order.
+            The message values of each commit, oldest commit first: those of a snapshot, then those of decisions.
+            Messages that do not exist any more are missing.
+        """
+        newest_first: list[list[bytes]] = []
+        commit_name = self.reference.last_commit
+        while commit_name in self.sequences and len(newest_first) < len(self.sequences):  # the latter ends a cycle
+            commit_name, values = self.sequences[commit_name]
+            newest_first.append(values)
+        return newest_first[::-1]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all messages of the state were read."""
+        return _count_messages(self.follow_chain()) == self.reference.num_messages
+
+
+SavedState = tuple[bytes, tuple[bytes, ...]]
+"""A snapshot (the complete state), and the decisions of each commit after it, in order."""
+
+
+class StateReader:
+    """A reader of the saved state of several partitions, which does a part of the work in each call.
+
+    It connects when the first partition is added, and disconnects when none is left.
+
+    Args:
+        cluster: The brokers.
+        topic: The state topic.
+        verify: A function that raises `StateError` if a snapshot and its decisions cannot be decoded, or None.
+    """
+
+    def __init__(
+        self, cluster: KafkaCluster, topic: str, verify: Callable[[bytes, tuple[bytes, ...]], None] | None
+    ) -> None:
+        self._cluster, self._topic, self._verify = cluster, topic, verify
+        self._consumer: Consumer | None = None
+        self._admin: Admin | None = None
+        self._pending: dict[int, _PendingRead] = {}
+        self._is_assigned = False  # whether the consumer reads all pending partitions
+
+    def add(self, partition: int, reference: StateReference) -> None:
+        """Begin to read the state of a partition."""
+        deadline = time.monotonic() + MAX_VISIBILITY_SECONDS  # the broker has ended older transactions by then
+        self._pending[partition] = _PendingRead(reference, reference.first_offset, deadline)
+        self._is_assigned = False
+
+    def remove(self, partition: int) -> None:
+        """Stop reading the state of a partition."""
+        if self._pending.pop(partition, None) is not None and self._consumer is not None:
+            self._consumer.stop([TopicPartition(self._topic, partition)])
+
+    def read(self, seconds: float, on_wait: Callable[[], None] = do_nothing) -> dict[int, SavedState | StateError]:
+        """Read for at most `seconds` seconds, and return the states that are complete.
+
+        Messages of open transactions are awaited.
+
+        Args:
+            seconds: Time to spend. A request that the brokers do not answer may take `REQUEST_SECONDS` longer.
+            on_wait: A function that is called again and again.
+
+        Returns:
+            For each partition that is done, its state, or the error that a part of it is missing or damaged.
 
         Raises:
-            StateError: A part of the state is missing or damaged.
-            Unavailable: No broker responds.
+            Unavailable: No broker responds. A later call goes on.
         """
-        tp = TopicPartition(self.topic, partition)
-        sequences: dict[str, tuple[str, list[bytes]]] = {}  # commit name → previous commit name, values
-        consumer: KafkaConsumer = connect(
-            KafkaConsumer,
-            self._servers,
-            self._security,
-            isolation_level="read_committed",
-            auto_offset_reset="earliest",
-            enable_auto_commit=False,
-            allow_auto_create_topics=False,
-        )
-        try:
-            with translate_errors(self._servers, f"reading topic {self.topic!r}"):
-                consumer.assign([tp])
-                consumer.seek(tp, reference.first_offset)
-                for commit_name, previous_commit, value in self._iterate_visible(consumer, tp):
-                    _, values = sequences.setdefault(commit_name, (previous_commit, []))
-                    values.append(value)
-                    # Stop as soon as the state is complete, because the topic may have more messages.
-                    if commit_name != reference.last_commit:
-                        continue
-                    if _count_messages(_follow_chain(sequences, commit_name)) == reference.num_messages:
-                        break
-        finally:
-            consumer.close(autocommit=False, timeout_ms=CONNECT_SECONDS * 1000)
-        chain = _follow_chain(sequences, reference.last_commit)
-        if _count_messages(chain) != reference.num_messages:
+        done: dict[int, SavedState | StateError] = {}
+        deadline = time.monotonic() + seconds
+        while self._pending:
+            consumer = self._open_consumer()
+            records = consumer.poll_messages(0.1)
+            for record in records:
+                self._add_message(record.partition, record.offset, record.value, dict(record.headers))
+            complete = {partition for partition, pending in self._pending.items() if pending.is_complete}
+            if not records and len(complete) < len(self._pending):
+                complete |= self._find_ended(consumer)
+            for partition in complete:
+                done[partition] = self._finish(partition)
+            on_wait()
+            if time.monotonic() > deadline:
+                break
+        if not self._pending:
+            self.close()
+        return done
+
+    def _open_consumer(self) -> Consumer:
+        """Return a consumer that reads the pending partitions."""
+        if self._consumer is None:
+            self._consumer = load_client(self._cluster).open_consumer(self._cluster, ConsumerOptions())
+            self._is_assigned = False
+        if not self._is_assigned:
+            self._consumer.assign(
+                {TopicPartition(self._topic, number): pending.next_offset for number, pending in self._pending.items()}
+            )
+            self._is_assigned = True
+        return self._consumer
+
+    def _add_message(self, partition: int, offset: int, value: bytes | None, headers: Mapping[str, bytes]) -> None:
+        """Store a message, unless it is a tombstone or another program has written it."""
+        pending = self._pending.get(partition)
+        if pending is None or offset < pending.next_offset:
+            return
+        pending.next_offset = offset + 1
+        if value is not None and headers.keys() >= {"commit", "after"}:
+            commit_name, previous = (headers[name].decode(errors="replace") for name in ("commit", "after"))
+            pending.sequences.setdefault(commit_name, (previous, []))[1].append(value)
+
+    def _find_ended(self, consumer: Consumer) -> set[int]:
+        """Return the pending partitions whose messages were all read, without any that could still become visible."""
+        tps = {partition: TopicPartition(self._topic, partition) for partition in self._pending}
+        visible_ends = consumer.fetch_end_offsets(tps.values(), REQUEST_SECONDS)
+        at_end = {p: tp for p, tp in tps.items() if (consumer.get_position(tp) or 0) >= visible_ends[tp]}
+        if not at_end:
+            return set()
+        if self._admin is None:
+            self._admin = load_client(self._cluster).open_admin(self._cluster)
+        log_ends = self._admin.fetch_log_ends(at_end.values(), REQUEST_SECONDS)
+        # Without open transactions, the end of the log is the end of the visible messages.
+        now = time.monotonic()
+        return {
+            partition
+            for partition, tp in at_end.items()
+            if (consumer.get_position(tp) or 0) >= log_ends[tp] or now > self._pending[partition].deadline
+        }
+
+    def _finish(self, partition: int) -> SavedState | StateError:
+        """Remove a partition from those that are read, and return its state, or the error if it is incomplete."""
+        pending = self._pending[partition]
+        self.remove(partition)
+        chain = pending.follow_chain()
+        if not pending.is_complete:
             # `find_start` states the values of --lost-state and what they do.
-            raise StateError(
-                f"the saved state of partition {partition} is incomplete: it has {reference.num_messages} messages, "
-                f"but the state topic {self.topic!r} contains only {_count_messages(chain)} of them from offset "
-                f"{reference.first_offset} on. The others, or the whole topic, were probably deleted, so the open "
-                "records cannot be restored (see --lost-state)"
+            return StateError(
+                f"the saved state of partition {partition} is incomplete: it has {pending.reference.num_messages} "
+                f"messages, but the state topic {self._topic!r} contains only {_count_messages(chain)} of them from "
+                f"offset {pending.reference.first_offset} on. The others, or the whole topic, were probably deleted, "
+                "so the open records cannot be restored (see --lost-state)"
             )
         snapshot, *decisions = map(b"".join, chain)  # the messages of each commit are chunks of one value
         if self._verify is not None:
-            self._verify(snapshot, tuple(decisions))
+            try:
+                self._verify(snapshot, tuple(decisions))
+            except StateError as error:
+                return error
         return snapshot, tuple(decisions)
 
-    def _iterate_visible(self, consumer: KafkaConsumer, tp: TopicPartition) -> Iterator[tuple[str, str, bytes]]:
-        """Read committed messages of the state topic up to its end, and wait for those whose transaction is still open.
-
-        Args:
-            consumer: A consumer with isolation level "read_committed", positioned at the first message to read.
-            tp: The partition of the state topic.
-
-        Yields:
-            The name of the commit that wrote the message, the name of the commit before it, and the message's value.
-        """
-        deadline = time.monotonic() + MAX_VISIBILITY_SECONDS  # the broker has ended older transactions by then
-        while True:
-            committed_end = consumer.end_offsets([tp])[tp]  # messages of open transactions are beyond it
-            for records in consumer.poll(timeout_ms=200).values():
-                for record in records:
-                    headers = {name: (value or b"").decode(errors="replace") for name, value in record.headers}
-                    # Skip messages that another program has written to the topic.
-                    is_state_message = record.value is not None and headers.keys() >= {"commit", "after"}
-                    if is_state_message:
-                        yield headers["commit"], headers["after"], record.value
-            position = consumer.position(tp)
-            # Without open transactions, the end of the log is the end of the committed messages.
-            if position >= committed_end and (position >= self._get_log_end(tp) or time.monotonic() > deadline):
-                return
-
-    def _get_log_end(self, tp: TopicPartition) -> int:
-        """Return the end offset of a partition, messages of open transactions included.
-
-        It needs a consumer of its own, because the isolation level is a setting of the consumer.
-        """
-        consumer: KafkaConsumer = connect(KafkaConsumer, self._servers, self._security)
-        try:
-            return int(consumer.end_offsets([tp])[tp])
-        finally:
-            consumer.close(autocommit=False, timeout_ms=CONNECT_SECONDS * 1000)
-
-
-def _follow_chain(sequences: Mapping[str, tuple[str, list[bytes]]], last_commit: str) -> list[list[bytes]]:
-    """Return what the commits up to `last_commit` have written, found by following each commit to the one before it.
-
-    Args:
-        sequences: For the name of each commit, the name of the commit before it (empty if it wrote a snapshot), and the
-            values of the messages that it wrote.
-        last_commit: The name of the commit to begin with.
-
-    Returns:
-        The message values of each commit, oldest commit first: those of a snapshot, then those of decisions. Messages
-        that do not exist any more are missing.
-    """
-    newest_first: list[list[bytes]] = []
-    commit_name = last_commit
-    while commit_name in sequences and len(newest_first) < len(sequences):  # the second condition ends a cycle
-        commit_name, values = sequences[commit_name]
-        newest_first.append(values)
-    return newest_first[::-1]
+    def close(self) -> None:
+        """Close the connections."""
+        if self._consumer is not None:
+            self._consumer.close()
+        if self._admin is not None:
+            self._admin.close()
+        self._consumer = self._admin = None
 
 
 def _count_messages(chain: list[list[bytes]]) -> int:

@@ -160,6 +160,7 @@ def _connect(
         describe_incident_topics,
         ensure_topics,
     )
+    from connectors.kafka.delivery import make_transactional_id
     from connectors.kafka.state import STATE_TOPIC_SETTINGS
     from deformer_stream import log
     from deformer_stream.calibration.incident_budget import describe_plan
@@ -169,7 +170,6 @@ def _connect(
     from deformer_stream.runtime.incident_pipeline import IncidentPipeline
     from deformer_stream.runtime.incident_plan import DetectionPlan, load_detection_plan
 
-    servers, security = settings.bootstrap_servers, settings.make_security_arguments()
     cluster = make_cluster(settings)
     is_transactional = settings.delivery == "exactly-once"
 
@@ -186,19 +186,19 @@ def _connect(
     specs[topics.state] = {"num_partitions": num_partitions, "configs": dict(STATE_TOPIC_SETTINGS)}
     limits = ensure_topics(cluster, specs, settings.missing_topics == "create")
     group = f"{settings.group}-{topics.events}-incidents"
-    transactional_id = f"{group}-{settings.instance or uuid.uuid4().hex[:12]}"
-    delivery = Delivery(servers, security, limits, transactional_id if is_transactional else None)
+    instance = settings.instance or uuid.uuid4().hex[:12]
+    transactional_id = make_transactional_id(group, topics.evidence, instance)
+    delivery = Delivery(cluster, limits, transactional_id if is_transactional else None)
     cleanup.callback(delivery.close)
     source = KafkaSource(
-        servers,
+        cluster,
         topics.evidence,
         group,
         settings.from_,
-        security,
         MAX_POLL_MESSAGES,
         session_seconds=settings.session_timeout,
         delivery=delivery,
-        state=StateTopic(servers, topics.state, security, limits[topics.state], check_incident_state),
+        state=StateTopic(cluster, topics.state, limits[topics.state], check_incident_state),
         on_lost_state=settings.lost_state,
         instance=settings.instance,
         patience=settings.patience,

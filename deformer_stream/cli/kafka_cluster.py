@@ -27,7 +27,6 @@ def make_cluster(settings: KafkaSettings, servers: str | None = None) -> KafkaCl
     return KafkaCluster(
         servers or settings.bootstrap_servers,
         settings.make_security_arguments(),
-        # The source of events still uses kafka-python, so auto does, too.
-        "kafka-python" if settings.client == "auto" else choose_library(settings.client),
+        choose_library(settings.client),
         settings.get_client_options(),
     )

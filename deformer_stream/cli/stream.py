@@ -261,7 +261,6 @@ def _connect_to_kafka(
 
     from connectors.kafka import (
         Delivery,
-        FetchLimits,
         KafkaEvidenceSink,
         KafkaSink,
         KafkaSource,
@@ -271,11 +270,11 @@ def _connect_to_kafka(
         describe_output_topics,
         ensure_topics,
     )
+    from connectors.kafka.delivery import make_transactional_id
     from deformer_stream.cli.kafka_cluster import make_cluster
     from deformer_stream.codec.state import check_state
     from deformer_stream.errors import ConfigError
 
-    security = settings.make_security_arguments()
     cluster = make_cluster(settings, servers)
     alerts_topic = settings.alerts_topic or f"{topic}-alerts"
     dead_letter_topic = settings.dead_letter_topic or f"{topic}-dead-letter"
@@ -294,29 +293,27 @@ def _connect_to_kafka(
         topics |= describe_evidence_topic(evidence_topic)
     # `limits` has the size of the largest message that each topic accepts.
     limits = ensure_topics(cluster, topics, settings.missing_topics == "create")
-    transactional_id = f"{settings.group}-{settings.instance or uuid.uuid4().hex[:12]}"
+    transactional_id = make_transactional_id(settings.group, topic, settings.instance or uuid.uuid4().hex[:12])
     is_transactional = settings.delivery == "exactly-once"
-    delivery = Delivery(servers, security, limits, transactional_id if is_transactional else None)
+    delivery = Delivery(cluster, limits, transactional_id if is_transactional else None)
     sinks: list[Sink] = [KafkaSink(alerts_topic, dead_letter_topic, codec, delivery, topic)]
     if has_evidence:
         sinks.append(KafkaEvidenceSink(evidence_topic, delivery, topic))
     for sink in sinks:
         cleanup.callback(sink.close)
     source = KafkaSource(
-        servers,
+        cluster,
         topic,
         settings.group,
         settings.from_,
-        security,
         max_poll_records=settings.max_poll_records,
         session_seconds=settings.session_timeout,
         delivery=delivery,
-        state=StateTopic(servers, state_topic, security, limits[state_topic], check_state),
+        state=StateTopic(cluster, state_topic, limits[state_topic], check_state),
         on_lost_state=settings.lost_state,
         model=model,
         instance=settings.instance,
         patience=settings.patience,
-        fetch_limits=FetchLimits.for_messages_of(settings.max_message_bytes),
     )
     cleanup.callback(source.close)
     return source, sinks

@@ -13,26 +13,31 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kafka import KafkaConsumer, KafkaProducer
-
+from connectors.kafka.client import choose_library
 from connectors.kafka.sink import KafkaSink
-from connectors.kafka.transactions import Transactions
 from deformer_stream.cli import main
 from deformer_stream.engine.engine import Engine
 from deformer_stream.runtime.incident_pipeline import IncidentPipeline
 from deformer_stream.runtime.recovery import Recovery
+
+if choose_library("auto") == "librdkafka":
+    from connectors.kafka.librdkafka_client import LibrdkafkaConsumer as Consumer
+    from connectors.kafka.librdkafka_client import LibrdkafkaProducer as Producer
+else:
+    from connectors.kafka.kafka_python_client import KafkaPythonConsumer as Consumer  # type: ignore[assignment]
+    from connectors.kafka.kafka_python_client import KafkaPythonProducer as Producer  # type: ignore[assignment]
 
 STEPS: dict[str, tuple[type, str, bool]] = {
     "3-handled": (Engine, "handle", True),
     "4-writing": (KafkaSink, "write", False),
     "5.1-flushed": (KafkaSink, "flush", True),
     "5.2-saved": (Recovery, "collect_state", True),
-    "5.3-begun": (Transactions, "add_partitions_and_group", True),
-    "5.3-sending-offsets": (Transactions, "send_offsets", False),
-    "5.3-answered": (Transactions, "end", False),
-    "5.3-transaction-ended": (Transactions, "end", True),
-    "5.3-transmitted": (KafkaProducer, "flush", True),
-    "5.3-offsets-committed": (KafkaConsumer, "commit", True),
+    "5.3-begun": (Producer, "begin_transaction", True),
+    "5.3-sending-offsets": (Producer, "send_offsets", False),
+    "5.3-answered": (Producer, "commit_transaction", False),
+    "5.3-transaction-ended": (Producer, "commit_transaction", True),
+    "5.3-transmitted": (Producer, "send", True),
+    "5.3-offsets-committed": (Consumer, "commit", True),
     "5.3-recorded": (Recovery, "mark_committed", False),
 }
 """By name of the step, the class and the method that execute it, and whether the process dies after the call instead
@@ -46,7 +51,7 @@ INCIDENT_STEPS: dict[str, tuple[type, str, bool]] = {
 }
 """The same for `deformer-stream incidents`, which has the steps of transactions, too."""
 
-TRANSACTIONS = {step for step, (kind, _, _) in STEPS.items() if kind is Transactions}
+TRANSACTIONS = {"5.3-begun", "5.3-sending-offsets", "5.3-answered", "5.3-transaction-ended"}
 """Steps that exist only with transactions."""
 
 NO_TRANSACTIONS = {"5.3-transmitted"}

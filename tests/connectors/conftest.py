@@ -19,7 +19,7 @@ def open_reader(kafka: SimpleNamespace) -> Iterator[Callable[..., Reader]]:
     opened: list[KafkaSource] = []
 
     def make(topic: str, group: str = "g", **options: Any) -> Reader:
-        opened.append(KafkaSource(kafka.bootstrap, topic, f"{group}-{topic}", **options))
+        opened.append(KafkaSource(kafka.cluster, topic, f"{group}-{topic}", **options))
         return Reader(opened[-1])
 
     yield make
@@ -33,7 +33,7 @@ def group(kafka: SimpleNamespace, topic: Topic, monkeypatch: pytest.MonkeyPatch)
 
     The members have shorter heartbeats than those of the program, so that rebalances are fast.
     """
-    monkeypatch.setattr("connectors.kafka.source.HEARTBEAT_SECONDS", 0.25)
+    monkeypatch.setattr("connectors.kafka.client.HEARTBEAT_SECONDS", 0.25)
     made: list[Group] = []
 
     def make(partitions: int = 1, mode: str = MODES[0], **state: str) -> Group:

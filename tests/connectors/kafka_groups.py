@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 from kafka.admin import MemberToRemove
 from kafka.errors import KafkaError, RetriableError
-from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata, TopicPartition
+from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata
 
 from connectors.kafka import (
     Delivery,
@@ -25,7 +25,9 @@ from connectors.kafka import (
     ensure_topics,
     produce,
 )
-from connectors.kafka.batches import OutgoingMessage
+from connectors.kafka.ports import CommittedOffset, OutgoingMessage
+from connectors.kafka.ports import TopicPartition as Partition
+from connectors.kafka.state import parse_model
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.errors import DeformerError
 from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, RestoredPartition
@@ -323,11 +325,11 @@ class Group:
         """Return a delivery; `name` makes its transactional id the same for several of them."""
         self._opened += 1
         transactional_id = f"{self.name}-{name or self._opened}" if self.mode == "exactly-once" else None
-        return Delivery(self.bootstrap, None, self.max_bytes_by_topic, transactional_id)
+        return Delivery(self.cluster, self.max_bytes_by_topic, transactional_id)
 
     def open_state_topic(self) -> StateTopic:
         """Return the state topic of the group."""
-        return StateTopic(self.bootstrap, self.state_topic, None, self.max_bytes_by_topic[self.state_topic])
+        return StateTopic(self.cluster, self.state_topic, self.max_bytes_by_topic[self.state_topic])
 
     def open(self, instance: str | None = None, model: str = "m", **options: Any) -> tuple[KafkaSource, Delivery]:
         """Return a source and its delivery, connected as the program connects them."""
@@ -335,7 +337,7 @@ class Group:
         shared = {"delivery": delivery, "state": self.open_state_topic(), "model": model, "instance": instance}
         quick = {"session_seconds": 10.0, "patience": TIMEOUT_SECONDS}
         try:
-            source = KafkaSource(self.bootstrap, self.topic, self.name, **{**quick, **shared, **options})
+            source = KafkaSource(self.cluster, self.topic, self.name, **{**quick, **shared, **options})
         except DeformerError:
             delivery.close()
             raise
@@ -377,10 +379,10 @@ class Group:
             return delivery.send(state)
         found: list[int] = []
 
-        def offsets(sent: Callable[[], list[int]]) -> dict[TopicPartition, OffsetAndMetadata]:
-            found.extend(sent())
+        def offsets(sent: list[int]) -> dict[Partition, CommittedOffset]:
+            found.extend(sent)
             meanwhile()
-            return {TopicPartition(self.topic, 0): OffsetAndMetadata(7, "some metadata", -1)}
+            return {Partition(self.topic, 0): CommittedOffset(7, "some metadata")}
 
         delivery.begin(delivery.transaction(state, offsets, member or ConsumerGroupMetadata(self.name, -1, "", None)))
         delivery.end()
@@ -388,7 +390,7 @@ class Group:
 
     def remove_member(self, member: Member | Reader) -> None:
         """Remove a member from the group, as if its process had been killed and its session had timed out."""
-        gone = MemberToRemove(member.source._consumer.group_metadata().member_id)
+        gone = MemberToRemove(member.source._consumer.membership.member_id)
         with open_admin(self.bootstrap) as admin:
             admin.remove_group_members(self.name, [gone])
 
@@ -407,6 +409,10 @@ class Group:
     def read_positions(self) -> dict[int, int]:
         """Return the committed offset by partition."""
         return {partition: offset.offset for partition, offset in self.read_committed().items()}
+
+    def read_models(self) -> set[str]:
+        """Return the models that the metadata of the committed offsets state."""
+        return {parse_model(offset.metadata) for offset in self.read_committed().values()}
 
     def list_alerts(self) -> list[bytes]:
         """Return the keys of the alerts that a reader of committed messages sees, in order within each partition."""

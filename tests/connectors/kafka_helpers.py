@@ -64,7 +64,7 @@ def make_sink(
     specs = describe_output_topics(alerts or "no alerts", letters or "no letters", "no state", partitions)
     topics = {name: specs[name] for name in (alerts, letters) if name is not None}
     limits = ensure_topics(KafkaCluster(bootstrap), topics)
-    return FlushingSink(alerts, letters, encoder, Delivery(bootstrap, None, limits))
+    return FlushingSink(alerts, letters, encoder, Delivery(KafkaCluster(bootstrap), limits))
 
 
 def make_alert(record: str, message: int = 0) -> Alert:

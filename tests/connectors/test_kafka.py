@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from kafka import KafkaAdminClient, KafkaProducer
-from kafka import errors as refusals
 from kafka.admin import MemberToRemove
 
 from connectors.kafka import produce
+from connectors.kafka.ports import RebalanceInProgress
 from deformer_stream.codec.payloads import Messages
 from tests.connectors.kafka_groups import poll_in_background
 from tests.connectors.kafka_helpers import (
@@ -192,7 +192,7 @@ def test_commit_that_was_refused_during_a_rebalance_is_repeated(
     def commit(*args: Any, **kwargs: Any) -> None:
         if len(refused) < 2:
             refused.append(reader.source.assigned_partitions)
-            raise refusals.RebalanceInProgressError()
+            raise RebalanceInProgress("refused")
         original_commit(*args, **kwargs)
 
     monkeypatch.setattr(reader.source._consumer, "commit", commit)
@@ -212,7 +212,7 @@ def test_removed_member_commits_nothing_and_reports_its_lost_partitions(
     first = open_reader(name)
     first.read(10)
     admin = KafkaAdminClient(bootstrap_servers=kafka.bootstrap)
-    admin.remove_group_members(f"g-{name}", [MemberToRemove(first.source._consumer.group_metadata().member_id)])
+    admin.remove_group_members(f"g-{name}", [MemberToRemove(first.source._consumer.membership.member_id)])
     admin.close()
     first.source.commit()
     wait_until(lambda: first.poll(0.1) is not None and first.revoked == [0], "the loss reported")

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from kafka import errors as refusals
 
-from connectors.kafka.transactions import Transactions
+from connectors.kafka.kafka_python_client import KafkaPythonProducer
+from deformer_stream.errors import Unavailable
 from tests.connectors.kafka_groups import Group, Member, list_alert_keys, poll_in_background
 from tests.connectors.kafka_helpers import wait_until
 
@@ -27,17 +27,17 @@ class DelayedTransactions:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.go, self.failing = threading.Event(), 0
         self.waiting = threading.Event()
-        original_end = Transactions.end
+        original_end = KafkaPythonProducer.commit_transaction
 
-        def end_delayed(transactions: Transactions) -> None:
+        def end_delayed(producer: KafkaPythonProducer, timeout: float) -> None:
             self.waiting.set()
             assert self.go.wait(60.0), "the test must set the event `go`"
             if self.failing:
                 self.failing -= 1
-                raise refusals.KafkaTimeoutError()
-            original_end(transactions)
+                raise Unavailable("no response")
+            original_end(producer, timeout)
 
-        patch.setattr(Transactions, "end", end_delayed)
+        patch.setattr(KafkaPythonProducer, "commit_transaction", end_delayed)
 
 
 @pytest.fixture

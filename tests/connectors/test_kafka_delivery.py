@@ -8,14 +8,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from kafka import KafkaConsumer, TopicPartition
-from kafka import errors as refusals
-from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata
+from kafka.structs import ConsumerGroupMetadata
 
 from connectors.kafka import Delivery
-from connectors.kafka.batches import OutgoingMessage
-from connectors.kafka.transactions import Transactions
-from deformer_stream.errors import ConfigError
+from connectors.kafka.delivery import make_transactional_id
+from connectors.kafka.kafka_python_client import KafkaPythonConsumer, KafkaPythonProducer
+from connectors.kafka.ports import (
+    CommittedOffset,
+    OutgoingMessage,
+    ProducerFenced,
+    RebalanceInProgress,
+    TopicPartition,
+)
+from deformer_stream.errors import ConfigError, DeformerError, Unavailable
 from tests.connectors.kafka_groups import Group, Member, list_alert_keys, poll_in_background
 from tests.connectors.kafka_helpers import read_topic, wait_for_transactions, wait_until
 
@@ -123,7 +128,7 @@ def commit_with_outdated_membership(world: Group, delivery: Delivery, opened: li
 
 def commit_with_closed_producer(world: Group, delivery: Delivery, opened: list[Delivery]) -> None:
     """Commit with connections that are closed."""
-    assert isinstance(delivery._producer, Transactions)
+    assert delivery._producer is not None
     delivery._producer.close()
     world.commit(delivery, [make_state_message(world, 0)])
 
@@ -142,9 +147,9 @@ def commit_after_takeover(world: Group, delivery: Delivery, opened: list[Deliver
 @pytest.mark.parametrize(
     ("fail", "error"),
     [
-        (commit_with_outdated_membership, refusals.CommitFailedError),
-        (commit_with_closed_producer, refusals.KafkaConnectionError),
-        (commit_after_takeover, refusals.ProducerFencedError),
+        (commit_with_outdated_membership, RebalanceInProgress),
+        (commit_with_closed_producer, DeformerError),
+        (commit_after_takeover, ProducerFenced),
     ],
 )
 def test_messages_of_a_failed_transaction_are_sent_once_by_the_new_producer(
@@ -160,7 +165,7 @@ def test_messages_of_a_failed_transaction_are_sent_once_by_the_new_producer(
     with pytest.raises(error):
         fail(world, delivery, opened)
     assert delivery.has_failed
-    with pytest.raises(refusals.KafkaError):  # a producer that has failed is not used again
+    with pytest.raises(Unavailable):  # a producer that has failed is not used again
         world.commit(delivery)
     delivery.renew_producer()
     assert not delivery.has_failed
@@ -185,12 +190,12 @@ def test_commit_without_response_is_abandoned_with_its_thread(
     delivery.seal_pending()
     no_membership = ConsumerGroupMetadata(world.name, -1, "", None)
 
-    def hang(sent: Callable[[], list[int]]) -> dict[TopicPartition, OffsetAndMetadata]:
+    def hang(sent: list[int]) -> dict[TopicPartition, CommittedOffset]:
         go.wait(60.0)
         return {}
 
     delivery.begin(delivery.transaction([], hang, no_membership))
-    with pytest.raises(refusals.KafkaTimeoutError):
+    with pytest.raises(Unavailable):
         delivery.end(timeout=0.2)
     delivery.renew_producer()
     send_and_mark_committed(world, delivery)
@@ -237,7 +242,7 @@ def test_messages_of_revoked_partitions_are_dropped_from_a_failed_transaction(
     delivery = open_delivery(world, opened)
     for i in range(4):
         delivery.put(make_alert_message(world, i, source=i % 2))
-    with pytest.raises(refusals.CommitFailedError):
+    with pytest.raises(RebalanceInProgress):
         commit_with_outdated_membership(world, delivery, opened)
     delivery.drop_partitions([0])
     delivery.renew_producer()
@@ -284,8 +289,8 @@ class LostResponse:
 
     def __init__(self, member: Member, patch: pytest.MonkeyPatch, takes_effect: bool) -> None:
         self.times = 1
-        last = "end" if member.delivery.is_transactional else "commit"
-        client: Any = Transactions if member.delivery.is_transactional else KafkaConsumer
+        last = "commit_transaction" if member.delivery.is_transactional else "commit"
+        client: Any = KafkaPythonProducer if member.delivery.is_transactional else KafkaPythonConsumer
         original = getattr(client, last)
 
         def act(*args: Any, **options: Any) -> None:
@@ -294,7 +299,7 @@ class LostResponse:
             if takes_effect or not lost:
                 original(*args, **options)
             if lost:
-                raise refusals.KafkaTimeoutError()
+                raise Unavailable("no response")
 
         patch.setattr(client, last, act)
 
@@ -373,3 +378,52 @@ def test_second_revocation_before_the_outcome_of_the_first_is_known(
             first.commit()
             wait_until(lambda: bool(first.poll()) and world.has_consumed_all(first, second, third), "all messages")
     world.check_effects(first, second, third)
+
+
+# --- two processes with one transactional id --------------------------------------------------------------------------
+
+
+def test_process_whose_transactional_id_is_used_by_another_one_ends(group: Callable[..., Group]) -> None:
+    """Otherwise it would take the id back, and the two would abort each other's transactions."""
+    world = group(2)
+    world.produce(40)
+    first = world.add_member()
+    first.read(40)
+    other = Delivery(world.cluster, world.max_bytes_by_topic, first.delivery._transactional_id)
+    with pytest.raises(ProducerFenced, match="give each process its own --instance"):
+        first.commit()
+    world.commit(other, [make_state_message(world, 0)])  # the other one can still write
+    other.close()
+
+
+def test_transaction_that_the_broker_has_ended_is_repeated(
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a pause of the process, the broker has aborted its transaction, and refuses the producer as if another
+    process had its id.
+    """
+    world = group(2)
+    world.produce(40)
+    member = world.add_member()
+    member.read(40)
+    original, refused = KafkaPythonProducer.send_offsets, []
+
+    def refuse_once(*args: Any, **options: Any) -> None:
+        if not refused:
+            refused.append(True)
+            raise ProducerFenced("another process writes under the same transactional id")
+        original(*args, **options)
+
+    monkeypatch.setattr(KafkaPythonProducer, "send_offsets", refuse_once)
+    monkeypatch.setattr("connectors.kafka.delivery.TRANSACTION_SECONDS", 0.0)
+    member.commit()
+    assert refused
+    monkeypatch.setattr("connectors.kafka.delivery.TRANSACTION_SECONDS", 30.0)
+    world.check_effects(member)
+
+
+def test_transactional_ids_of_different_names_differ() -> None:
+    names = [("a-b", "c"), ("a", "b-c"), ("a/b", "c"), ("a", "b/c"), ("a%2Fb", "c")]
+    ids = {make_transactional_id("group", *pair) for pair in names}
+    assert len(ids) == len(names)
+    assert all(name.startswith("group/") for name in ids)

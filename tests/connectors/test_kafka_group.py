@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-from kafka import errors as refusals
-from kafka.protocol.consumer.metadata import ConsumerProtocolSubscription
+from kafka.coordinator.assignors.cooperative_sticky import CooperativeStickyAssignor
 
 from connectors.kafka import KafkaSource, produce
-from connectors.kafka.group import SameModelAssignor
-from deformer_stream.errors import ConfigError, DeformerError
+from connectors.kafka.ports import RebalanceInProgress
+from deformer_stream.errors import ConfigError
 from deformer_stream.runtime.ports import PartitionState
 from tests.connectors.kafka_groups import MODES, Group, Member, list_alert_keys, poll_in_background
 from tests.connectors.kafka_helpers import make_messages, wait_until
@@ -19,27 +19,28 @@ from tests.connectors.kafka_helpers import make_messages, wait_until
 pytestmark = pytest.mark.kafka
 
 
-def get_refusal(member: Member) -> str:
-    """Return the error of a member that the group refuses."""
+def get_refusal(world: Group, model: str) -> str:
+    """Return the error of a process with a model that the group refuses."""
     with pytest.raises(ConfigError) as caught:
-        wait_until(lambda: bool(member.poll()) and False, "a refusal")
-    member.close()
+        world.add_member(model=model)
     return str(caught.value)
 
 
 # --- one model for all ------------------------------------------------------------------------------------------------
 
 
-def test_member_with_another_model_is_refused(group: Callable[..., Group]) -> None:
+def test_process_with_another_model_is_refused(group: Callable[..., Group]) -> None:
     world, ours, theirs = group(2), "b", "a"
     first = world.add_member(model=ours)
     first.poll_until_assigned(0, 1)
+    first.commit()
     with poll_in_background(first.poll):
-        said = get_refusal(world.add_member(model=theirs))
+        said = get_refusal(world, theirs)
         assert said == (
             f"the consumer group uses model {ours}, this process has model {theirs}: give both the same model, or "
             "choose another --group"
         )
+        assert first.source.assigned_partitions == {0, 1}
         second = world.add_member(model=ours)
         wait_until(
             lambda: bool(second.poll()) and len(second.source.assigned_partitions) == 1,
@@ -48,52 +49,59 @@ def test_member_with_another_model_is_refused(group: Callable[..., Group]) -> No
     assert len(first.source.assigned_partitions) == 1
 
 
-def test_one_of_two_models_that_start_together_is_refused(group: Callable[..., Group]) -> None:
+def test_process_with_another_model_that_has_joined_already_is_refused(group: Callable[..., Group]) -> None:
+    """When it joined, no offset was committed yet that would have stated the model of the group."""
     world = group(4)
-    members = [world.add_member(model=model) for model in "ab"]
-    failed: dict[int, DeformerError] = {}
-    served = threading.Event()
-
-    def poll_until_refused(i: int) -> None:
-        try:
-            wait_until(lambda: bool(members[i].poll()) and (served.is_set() or bool(failed)), "a refusal")
-        except DeformerError as error:
-            failed[i] = error
-            members[i].close()
-
-    threads = [threading.Thread(target=poll_until_refused, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(failed) == 1
-    ((loser, error),) = failed.items()
-    assert isinstance(error, ConfigError)
-    assert f"the consumer group uses model {'ab'[1 - loser]}" in str(error)
-    members[1 - loser].poll_until_assigned(0, 1, 2, 3)
+    first, second = world.add_member(model="a"), world.add_member(model="b")
+    first.poll_until_assigned(0, 1, 2, 3)
+    first.commit()
+    with poll_in_background(first.poll), pytest.raises(ConfigError, match="the consumer group uses model a"):
+        wait_until(lambda: bool(second.poll()) and False, "a refusal")
+    second.close()
+    first.poll_until_assigned(0, 1, 2, 3)
 
 
-def test_model_can_be_changed_in_one_process_after_the_other(group: Callable[..., Group]) -> None:
-    """Members that own partitions keep them with any model. A new member may have the model of any of them."""
+def test_group_whose_processes_have_ended_takes_another_model(group: Callable[..., Group]) -> None:
+    world = group(2)
+    first = world.add_member(model="a")
+    first.poll_until_assigned(0, 1)
+    first.commit()
+    first.close()
+    world.add_member(model="b").poll_until_assigned(0, 1)
+
+
+def test_model_can_be_changed_in_one_process_after_the_other(
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that own partitions keep them with any model. A new one may have the model of any of them."""
+    monkeypatch.setattr("connectors.kafka.source.CONFIRM_SECONDS", 0.0)
     world = group(6)
     first = world.add_member(model="old")
     first.poll_until_assigned(*range(6))
-    with poll_in_background(first.poll):
+    first.commit()
+
+    def turn(member: Member) -> None:
+        member.poll()
+        member.commit()
+
+    with poll_in_background(lambda: turn(first)):
         second = world.add_member(model="old")
-        wait_until(lambda: bool(second.poll()) and len(second.source.assigned_partitions) == 3, "3 + 3")
+        wait_until(lambda: turn(second) is None and len(second.source.assigned_partitions) == 3, "3 + 3")
         first.source.model_fingerprint = "new"
-        with poll_in_background(second.poll):
+        with poll_in_background(lambda: turn(second)):
+            wait_until(lambda: world.read_models() == {"new", "old"}, "commits with both models")
             third = world.add_member(model="new")
-            wait_until(lambda: bool(third.poll()) and len(third.source.assigned_partitions) == 2, "2 + 2 + 2")
-            with poll_in_background(third.poll):
-                assert "uses model" in get_refusal(world.add_member(model="newer"))
+            wait_until(lambda: turn(third) is None and len(third.source.assigned_partitions) == 2, "2 + 2 + 2")
+            with poll_in_background(lambda: turn(third)):
+                assert "uses model" in get_refusal(world, "newer")
             second.source.model_fingerprint = "new"
             third.close()
-            assert "uses model new, this process has model old" in get_refusal(world.add_member(model="old"))
             wait_until(
                 lambda: len(first.source.assigned_partitions) == len(second.source.assigned_partitions) == 3,
                 "3 + 3 again",
             )
+            wait_until(lambda: world.read_models() == {"new"}, "commits with the new model")
+            assert "uses model new, this process has model old" in get_refusal(world, "old")
 
 
 # --- instances that keep their place ----------------------------------------------------------------------------------
@@ -163,7 +171,7 @@ def test_older_of_two_processes_with_one_instance_name_ends(
             return False
 
         with pytest.raises(
-            ConfigError, match="another process of the group uses this instance name: give each process its own"
+            ConfigError, match=r"another process .* this instance name|the same transactional id: give each process its own"
         ):
             wait_until(poll_older, "an error because of the other process")
         older.close()
@@ -212,7 +220,7 @@ def test_partition_is_revoked_while_a_commit_is_repeated(
     def refuse(source: KafkaSource) -> None:
         if source is first.source and len(source.assigned_partitions) == 2:
             attempts.append(source.assigned_partitions)
-            raise refusals.RebalanceInProgressError()
+            raise RebalanceInProgress("refused")
         original(source)
 
     monkeypatch.setattr(KafkaSource, "_try_to_commit", refuse)
@@ -238,7 +246,7 @@ def test_commit_of_revoked_partitions_has_a_deadline(
     first, second = world.add_member(session_seconds=6.0), world.add_member(session_seconds=6.0)
     first.read(40)
     hanging = threading.Event()
-    monkeypatch.setattr(first.delivery._producer, "end", lambda: hanging.wait(30.0) or None)
+    monkeypatch.setattr(first.delivery._producer, "commit_transaction", lambda timeout: hanging.wait(30.0) or None)
 
     def poll_first() -> None:
         first.poll()
@@ -254,9 +262,7 @@ def test_commit_of_revoked_partitions_has_a_deadline(
 
 
 def test_exception_of_collect_state_is_raised(group: Callable[..., Group]) -> None:
-    """The client wraps exceptions of the rebalance listener. They must not be treated as failures of the broker and
-    retried.
-    """
+    """Exceptions of the pipeline must not be treated as failures of the broker and retried."""
     world = group(2)
     world.produce(40)
     first, second = world.add_member(), world.add_member()
@@ -297,14 +303,14 @@ def test_member_that_rejoins_claims_no_partitions(group: Callable[..., Group], m
     member = world.add_member()
     member.poll_until_assigned(0, 1, 2, 3)
     claims: list[list[int]] = []
-    original = SameModelAssignor.metadata
+    original = CooperativeStickyAssignor.metadata
 
-    def metadata(assignor: SameModelAssignor, topics: set[str]) -> ConsumerProtocolSubscription:
+    def metadata(assignor: CooperativeStickyAssignor, topics: set[str]) -> Any:
         subscription = original(assignor, topics)
         claims.append(sorted(p for claim in subscription.owned_partitions for p in claim.partitions))
         return subscription
 
-    monkeypatch.setattr(SameModelAssignor, "metadata", metadata)
+    monkeypatch.setattr(CooperativeStickyAssignor, "metadata", metadata)
     world.remove_member(member)
     wait_until(
         lambda: bool(member.poll()) and sorted(member.revoked) == [0, 1, 2, 3], "a report of the lost partitions"

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kafka import KafkaConsumer, TopicPartition
 from structlog.testing import capture_logs
 
 from connectors.kafka import KafkaCluster, ensure_topics, produce
+from connectors.kafka.client import load_client
 from connectors.kafka.liveness import LivenessCheck
+from connectors.kafka.ports import Consumer, ConsumerOptions, TopicPartition
 from deformer_stream.errors import Unavailable
 from tests.conftest import start_broker
 from tests.connectors.kafka_groups import MODES, Group, poll_in_background
@@ -39,67 +40,62 @@ def check_with_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def consumer(kafka: SimpleNamespace) -> Iterator[KafkaConsumer]:
-    consumer = KafkaConsumer(bootstrap_servers=kafka.bootstrap, enable_auto_commit=False)
+def consumer(kafka: SimpleNamespace) -> Iterator[Consumer]:
+    consumer = load_client(kafka.cluster).open_consumer(kafka.cluster, ConsumerOptions())
     yield consumer
     consumer.close()
 
 
-def assign_at(consumer: KafkaConsumer, tp: TopicPartition, position: int) -> None:
-    """Assign a partition to a consumer and seek to an offset."""
-    consumer.assign([tp])
-    consumer.seek(tp, position)
+def assign_at(consumer: Consumer, tp: TopicPartition, position: int) -> None:
+    """Assign a partition to a consumer at an offset."""
+    consumer.assign({tp: position})
 
 
-def test_partition_that_delivers_nothing_is_reported(
-    kafka: SimpleNamespace, topic: Topic, consumer: KafkaConsumer
-) -> None:
+def test_partition_that_delivers_nothing_is_reported(kafka: SimpleNamespace, topic: Topic, consumer: Consumer) -> None:
     """The partition has messages, but the test does not poll."""
     tp = TopicPartition(topic(1), 0)
     produce(kafka.cluster, tp.topic, make_messages(3))
     assign_at(consumer, tp, 1)
     check = LivenessCheck(consumer, kafka.bootstrap, tp.topic, PATIENCE_SECONDS)
-    check.check_progress()
+    check.check_progress([tp])
     time.sleep(PATIENCE_SECONDS)
     with pytest.raises(
         Unavailable, match=r"partition 0 delivers nothing from offset 1 on, although its end offset is 3"
     ) as caught:
-        wait_until(lambda: check.check_progress() is None and time.sleep(0.05) is not None, "an error")
+        wait_until(lambda: check.check_progress([tp]) is None and time.sleep(0.05) is not None, "an error")
     assert tp.topic in str(caught.value)
     assign_at(consumer, tp, 2)
-    check.check_progress()  # the position has changed
+    check.check_progress([tp])  # the position has changed
 
 
-def test_partition_without_messages_is_not_reported(
-    kafka: SimpleNamespace, topic: Topic, consumer: KafkaConsumer
-) -> None:
+def test_partition_without_messages_is_not_reported(kafka: SimpleNamespace, topic: Topic, consumer: Consumer) -> None:
     """The first message after a long pause does not count as delayed."""
     tp = TopicPartition(topic(1), 0)
     produce(kafka.cluster, tp.topic, make_messages(3))
     assign_at(consumer, tp, 3)
     check = LivenessCheck(consumer, kafka.bootstrap, tp.topic, 1.0)
     for _ in range(6):
-        check.check_progress()
+        check.check_progress([tp])
         time.sleep(0.25)
     produce(kafka.cluster, tp.topic, make_messages(1))
-    check.check_progress()
+    check.check_progress([tp])
 
 
 def test_partition_that_was_assigned_elsewhere_is_not_reported(
-    kafka: SimpleNamespace, topic: Topic, consumer: KafkaConsumer
+    kafka: SimpleNamespace, topic: Topic, consumer: Consumer
 ) -> None:
     """The partition is assigned again at the offset at which it was revoked."""
     tp, other = TopicPartition(topic(1), 0), TopicPartition(topic(1), 0)
     produce(kafka.cluster, tp.topic, make_messages(3))
     check = LivenessCheck(consumer, kafka.bootstrap, tp.topic, 1.0)
     assign_at(consumer, tp, 1)
-    check.check_progress()
-    check.check_progress()
+    check.check_progress([tp])
+    check.check_progress([tp])
     assign_at(consumer, other, 0)
-    check.check_progress()
+    check.check_progress([other])
     time.sleep(1.1)
     assign_at(consumer, tp, 1)
-    check.check_progress()
+    check.check_progress([tp])
 
 
 # --- a broker that is away --------------------------------------------------------------------------------------------
@@ -144,9 +140,10 @@ def test_broker_outage(own_broker: Any, worlds: list[Group], monkeypatch: pytest
 
     When the broker stops, there are handled messages that are not committed, and a rebalance is about to begin.
     """
-    for module in ("client", "delivery", "source", "start_point"):
+    for module in ("client", "delivery", "source", "commits"):
         monkeypatch.setattr(f"connectors.kafka.{module}.DELIVERY_SECONDS", 3.0)
-    monkeypatch.setattr("connectors.kafka.delivery.FLUSH_SECONDS", 2.0)
+    monkeypatch.setattr("connectors.kafka.commits.REQUEST_SECONDS", 2.0)
+    monkeypatch.setattr("connectors.kafka.source.REQUEST_SECONDS", 2.0)
     *worlds, other = worlds
     patient = [world.add_member(patience=60.0, max_poll_records=20) for world in worlds]
     for member in patient:

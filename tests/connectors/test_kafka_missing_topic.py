@@ -6,36 +6,33 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kafka import TopicPartition
-from kafka.errors import KafkaTimeoutError
 
 from connectors.kafka.liveness import LivenessCheck
+from connectors.kafka.ports import TopicPartition
 from deformer_stream.errors import Unavailable
 
 
 @pytest.mark.parametrize(
-    ("partitions", "message"),
+    ("num_partitions", "message"),
     [
-        (set(), "Kafka at host:9092 responds, but has had no topic 'sensors' for \\d+ s: check whether"),
-        ({0}, "Kafka at host:9092 has not responded for \\d+ s: check the brokers"),
+        (0, "Kafka at host:9092 responds, but has had no topic 'sensors' for \\d+ s: check whether"),
+        (1, "Kafka at host:9092 has not responded for \\d+ s: check the brokers"),
     ],
 )
 def test_missing_topic_is_distinguished_from_a_silent_broker(
-    monkeypatch: pytest.MonkeyPatch, partitions: set[int], message: str
+    monkeypatch: pytest.MonkeyPatch, num_partitions: int, message: str
 ) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise KafkaTimeoutError("Failed to get offsets by timestamps")
+        raise Unavailable("no response")
 
     tp = TopicPartition("sensors", 0)
     consumer: Any = SimpleNamespace(
-        assignment=lambda: {tp},
-        paused=set,
-        position=lambda tp, timeout_ms: 5,
-        end_offsets=fail,
-        partitions_for_topic=lambda topic: partitions,
+        get_position=lambda tp: 5,
+        fetch_end_offsets=fail,
+        fetch_num_partitions=lambda topic, timeout: num_partitions,
     )
     monkeypatch.setattr("connectors.kafka.liveness.PROBE_SECONDS", 0.0)
     check = LivenessCheck(consumer, "host:9092", "sensors", 0.0)
-    check.check_progress()  # the position is new, so nothing is requested
+    check.check_progress([tp])  # the position is new, so the broker counts as responding
     with pytest.raises(Unavailable, match=message):
-        check.check_progress()
+        check.check_progress([tp])

@@ -8,15 +8,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import kafka.errors as refusals
 import numpy as np
 import pytest
-from kafka import KafkaConsumer
 from kafka.admin import ConfigResource, ConfigResourceType
 
 from connectors.kafka import produce
+from connectors.kafka.kafka_python_client import KafkaPythonConsumer, KafkaPythonProducer
 from connectors.kafka.state import StateReference
-from connectors.kafka.transactions import Transactions
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.runtime.ports import PartitionState, RestoredPartition
 from tests.connectors.kafka_groups import MODES, Group, Reader, list_alert_keys
@@ -42,7 +40,7 @@ CLEANER = "log.cleaner.backoff.ms"
 
 def fail(*args: object, **options: object) -> None:
     """Raise a time-out in place of a call of the client."""
-    raise refusals.KafkaTimeoutError()
+    raise Unavailable("no response")
 
 
 End = Callable[[Group, Reader], None]
@@ -105,8 +103,8 @@ def test_state_that_was_not_committed_is_not_restored(
     reader.read(20)
 
     with monkeypatch.context() as patch:
-        patch.setattr(KafkaConsumer, "commit", fail)  # the last step in each mode
-        patch.setattr(Transactions, "end", fail)
+        patch.setattr(KafkaPythonConsumer, "commit", fail)  # the last step in each mode
+        patch.setattr(KafkaPythonProducer, "commit_transaction", fail)
         for saved in (PartitionState(decisions=b"never"), PartitionState(snapshot=b"never")):
             with pytest.raises(Unavailable):
                 reader.source.commit({0: saved})
@@ -134,7 +132,7 @@ def test_run_that_ended_within_a_transaction(
     the next run has the same name.
     """
     monkeypatch.setattr("connectors.kafka.delivery.TRANSACTION_SECONDS", 1.0)
-    monkeypatch.setattr("connectors.kafka.start_point.DELIVERY_SECONDS", 2.0)
+    monkeypatch.setattr("connectors.kafka.source.REQUEST_SECONDS", 2.0)
     world = group()
     world.produce(20)
     reader, _ = restore(world, instance=instance, max_poll_records=10)
@@ -142,11 +140,11 @@ def test_run_that_ended_within_a_transaction(
     reader.source.commit({0: PartitionState(snapshot=b"in force")})
     reader.read(20)
 
-    def kill_process(transactions: Transactions) -> None:
+    def kill_process(producer: KafkaPythonProducer, timeout: float) -> None:
         raise ProcessKilled
 
     with monkeypatch.context() as patch:
-        patch.setattr(Transactions, "end", kill_process)
+        patch.setattr(KafkaPythonProducer, "commit_transaction", kill_process)
         with pytest.raises(ProcessKilled):
             reader.source.commit({0: PartitionState(snapshot=b"never")})
     if instance is None:
@@ -183,14 +181,18 @@ def test_many_decisions_are_restored_in_order(either: Callable[..., Group]) -> N
     """To save time, the test sends the decisions of many commits together."""
     world = either()
     state, delivery = world.open_state_topic(), world.open_delivery()
-    messages, kept = state.encode(0, 0, PartitionState(snapshot=LARGE), None, "c")
+    messages, kept = state.encode(0, 0, PartitionState(snapshot=LARGE), None, "c", "w")
     decisions = tuple(b"%d" % i * (i % 7) for i in range(1500))
     for i, decided in enumerate(decisions):
-        more, kept = state.encode(0, i, PartitionState(decisions=decided), kept, f"c{i}")
+        more, kept = state.encode(0, i, PartitionState(decisions=decided), kept, f"c{i}", "w")
         messages += more
     at = world.commit(delivery, messages)[0]
     delivery.close()
-    assert state.read(0, replace(kept, first_offset=at)) == (LARGE, decisions)
+    reader = state.open_reader()
+    reader.add(0, replace(kept, first_offset=at))
+    done: dict[int, Any] = {}
+    wait_until(lambda: bool(done.update(reader.read(0.5)) or done), "the state")
+    assert done == {0: (LARGE, decisions)}
 
 
 def test_decisions_larger_than_a_message_are_restored(either: Callable[..., Group]) -> None:
@@ -265,7 +267,7 @@ def test_compaction_keeps_the_committed_state(group: Callable[..., Group], monke
         assert kept is not None
         wait_until(lambda: get_first_offset() > 0, "the removal of the first snapshot")
         with monkeypatch.context() as patch:
-            patch.setattr(KafkaConsumer, "commit", fail)
+            patch.setattr(KafkaPythonConsumer, "commit", fail)
             for saved in (b"never", LARGE[:30_000], b"never"):
                 for kind in ("snapshot", "decisions"):
                     with pytest.raises(Unavailable):
@@ -310,3 +312,61 @@ def test_alerts_and_state_are_complete_after_runs_of_random_length(either: Calla
     assert set(world.list_alerts()) == set(list_alert_keys(world.read_positions()))
     if world.mode == "exactly-once":
         assert sorted(world.list_alerts()) == list_alert_keys(world.read_positions())
+
+
+def list_keys(world: Group) -> set[bytes]:
+    """Return the keys in the state topic whose last message is not a tombstone."""
+    last_values = {record.key: record.value for record in read_topic(world.bootstrap, world.state_topic)}
+    return {key for key, value in last_values.items() if value is not None}
+
+
+def test_process_that_lost_its_partition_cannot_overwrite_the_state_of_the_next_owner(
+    group: Callable[..., Group],
+) -> None:
+    """Without transactions, its messages arrive in the state topic. They have other keys, and compaction keeps both."""
+    world = group(mode="at-least-once")
+    world.produce(20)
+    older, _ = restore(world)
+    older.read(20)
+    for i in range(3):
+        older.source.commit({0: PartitionState(snapshot=b"older %d" % i)})
+    (reference,) = (StateReference.parse(offset.metadata) for offset in world.read_committed().values())
+    keys_before = list_keys(world)
+    world.remove_member(older)
+    newer, begun = restore(world)
+    assert begun.snapshot == b"older 2"
+    newer.source.commit({0: PartitionState(snapshot=b"newer")})
+    zombie, delivery = world.open_state_topic(), world.open_delivery()
+    assert reference is not None
+    for i in range(2):  # the older process does not know that it has lost the partition
+        state = PartitionState(snapshot=b"zombie")
+        messages, reference = zombie.encode(0, 20, state, reference, f"z{i}", reference.writer)
+        assert {message.key for message in messages} <= keys_before
+        world.commit(delivery, messages)
+    delivery.close()
+    newer.close()
+    assert restore(world)[1] == RestoredPartition(0, 20, b"newer")
+
+
+def test_keys_of_earlier_owners_are_deleted(either: Callable[..., Group]) -> None:
+    world = either()
+    world.produce(20)
+    for snapshots in (1, 1, 3):
+        reader, _ = restore(world)
+        reader.poll_until_assigned(0)
+        for i in range(snapshots):
+            reader.source.commit({0: PartitionState(snapshot=LARGE if i == 0 else b"small")})
+        reader.source.commit({0: PartitionState(decisions=b"decided")})
+        reader.close()
+    (reference,) = (StateReference.parse(offset.metadata) for offset in world.read_committed().values())
+    assert reference is not None
+    assert [writer for writer, _ in reference.num_keys_by_writer] == [reference.writer]
+    assert all(key.startswith(reference.writer.encode()) for key in list_keys(world))
+    assert restore(world)[1].snapshot == b"small"
+
+
+def test_reference_of_an_older_version_is_read() -> None:
+    metadata = '{"deformer":1,"kept":[7,1,3,2,"a-2","a-3"]}'
+    reference = StateReference.parse(metadata)
+    assert reference == StateReference(7, True, 3, 2, "a-2", "a-3", num_keys_by_writer=(("", 2),))
+    assert StateReference.parse(reference.to_metadata()) == reference

@@ -37,7 +37,7 @@ class TestKafkaSource(SourceContract):
             produce(kafka.cluster, name, [(d["record"].encode(), orjson.dumps(d), None) for d in documents])
 
         def open_() -> KafkaSource:
-            return KafkaSource(kafka.bootstrap, name, group, max_poll_records=7)
+            return KafkaSource(kafka.cluster, name, group, max_poll_records=7)
 
         return SourceUnderTest(publish, open_, is_finite=False, has_offsets=True)
 
@@ -99,7 +99,7 @@ class TestKafkaEvidence(SinkContract):
             return [(None, encode_evidence(batch)) for batch in make_evidence(effects)[0]]
 
         return SinkUnderTest(
-            lambda: FlushingEvidenceSink(name, Delivery(kafka.bootstrap, None, limits), "events"),
+            lambda: FlushingEvidenceSink(name, Delivery(kafka.cluster, limits), "events"),
             lambda: read_topic(kafka.bootstrap, name),
             expected,
             all_or_nothing=True,
