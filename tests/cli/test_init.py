@@ -18,6 +18,7 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 
+from connectors.kafka.ports import KafkaCluster
 from deformer_stream.cli.init import command as init
 from deformer_stream.cli.init.config_file import needs_folds
 from deformer_stream.cli.init.messages import convert_to_table
@@ -454,6 +455,36 @@ def test_a_topic(cli: RunCommand, plant: Path, kafka: SimpleNamespace, topic: Ca
     assert config["consume"]["topic"] == name
     assert config["train"]["window"] == "10s"
     assert "    deformer-stream consume" in result.out.splitlines()
+
+
+def test_the_connection_is_written_without_secrets(
+    cli: RunCommand, plant: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters: list[KafkaCluster] = []
+
+    def read_messages(cluster: KafkaCluster, *_: Any) -> list[tuple[bytes, int]]:
+        clusters.append(cluster)
+        readings = ({"device": "a", "feature": "flow", "value": i, "time": 1_767_225_600 + i} for i in range(300))
+        return [(json.dumps(reading).encode(), 0) for reading in readings]
+
+    monkeypatch.setattr("connectors.kafka.sample.read_messages", read_messages)
+    Path("token").write_text("hunter2\n")
+    login = ["--sasl-mechanism", "OAUTHBEARER", "--sasl-oauth-token-file", "token"]
+    client = ["--client", "kafka-python", "--client-option", "client_id=hunter2"]
+    words = ["--topic", "t", "--yes", "--security-protocol", "SASL_SSL", *login, *client]
+    result = cli("init", *words)
+    assert result.code == 0, result.err
+    config = read_config()
+    assert config["client"] == "kafka-python"
+    assert config["sasl-mechanism"] == "OAUTHBEARER"
+    assert config["sasl-oauth-token-file"] == "token"
+    assert config["security-protocol"] == "SASL_SSL"
+    assert not {"client-option", "sasl-username", "ssl-cafile"} & config.keys()
+    assert "hunter2" not in Path("deformer.toml").read_text()
+    (cluster,) = clusters
+    assert cluster.options == {"client_id": "hunter2"}
+    assert cluster.security["sasl_oauth_token_file"] == "token"
+    assert "hunter2" not in repr(cluster)
 
 
 @pytest.mark.kafka

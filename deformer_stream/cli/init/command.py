@@ -197,6 +197,7 @@ def _look_at_topic(settings: InitSettings, topic: str) -> tuple[TableView, Mappi
     from deformer_stream.cli.init.table_view import look_at_table
     from deformer_stream.cli.kafka_cluster import make_cluster
     from deformer_stream.errors import map_write_errors
+    from deformer_stream.settings.kafka import KafkaSettings
     from deformer_stream.tables.table import Table
 
     limit = None if settings.save is not None else TOPIC_MESSAGES
@@ -210,18 +211,10 @@ def _look_at_topic(settings: InitSettings, topic: str) -> tuple[TableView, Mappi
     kafka: dict[str, Any] = {}
     if settings.bootstrap_servers != "localhost:9092":
         kafka["bootstrap_servers"] = settings.bootstrap_servers
-    # Passwords are never written.
-    for name in (
-        "security_protocol",
-        "ssl_cafile",
-        "ssl_certfile",
-        "ssl_keyfile",
-        "ssl_password_file",
-        "sasl_mechanism",
-        "sasl_username",
-        "sasl_password_file",
-    ):
+    for name, info in KafkaSettings.model_fields.items():
+        # Passwords and options of the client library, which may be secrets, are never written.
+        is_written = name == "client" or name.startswith(("security_", "ssl_", "sasl_"))
         value = getattr(settings, name)
-        if value is not None and value != "PLAINTEXT":
+        if is_written and name != "sasl_password" and value != info.default:
             kafka[name] = str(value)
     return view, kafka | fields
