@@ -340,6 +340,7 @@ class Recovery:
         state = self._engine.snapshot(partition, now)
         snapshot = encode_snapshot(state if self._saves_event_times else replace(state, latest_event_time=None))
         process.release_free_memory()  # encoding uses several times the size of the snapshot
+        self._metrics.record_progress()  # there may be many partitions
         duration = self._now() - start
         # Snapshots of all partitions together may take at most this share of the time. `min_interval` is the interval
         # of a partition's snapshots at which they take exactly this share, if all take as long as this one.

@@ -1,0 +1,160 @@
+"""Tests of /healthz and /readyz of a running consumer: during an outage of the brokers, a restore and a rolling update.
+
+`make test-outage` runs the outage with 90 seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from connectors.kafka import ensure_topics, produce
+from deformer_stream.runtime.metrics import STALL_SECONDS
+from tests.conftest import start_broker
+from tests.integration.programs import Cluster, RunningConsumer
+
+pytestmark = pytest.mark.kafka
+
+OUTAGE_SECONDS = float(os.environ.get("DEFORMER_OUTAGE_SECONDS", STALL_SECONDS + 8))
+"""Length of the outage, longer than a process may be without progress."""
+
+FEATURES = ("temperature", "pressure", "vibration")
+
+
+@pytest.fixture(params=["kafka-python", "librdkafka"])
+def client(request: pytest.FixtureRequest) -> str:
+    """Return the name of a client library."""
+    return str(request.param)
+
+
+def make_options(bootstrap: str, topic: str, model: Path, client: str, *more: object) -> list[object]:
+    """Return the options of a consumer whose group has the name of the topic."""
+    return [
+        *("--topic", topic, "--group", topic, "--bootstrap-servers", bootstrap, "--model", model, "--alerts", ""),
+        *("--record-timeout", "1d", "--client", client, "--explanations", "off", *more),
+    ]
+
+
+def send(cluster: Cluster, topic: str, first: int, count: int) -> None:
+    """Send one reading for each of `count` records, whose ids are numbered from `first` on."""
+    events = [{"record": f"r{first + i}", "feature": FEATURES[i % 3], "value": 0.1 * (i % 7)} for i in range(count)]
+    produce(cluster.brokers, topic, [(event["record"].encode(), json.dumps(event).encode(), None) for event in events])
+
+
+def probe(consumer: RunningConsumer, path: str) -> int:
+    """Return the status of a health check, 0 if the server is not reachable."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{consumer.port}{path}", timeout=10) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+    except (urllib.error.URLError, ConnectionError):
+        return 0
+
+
+def wait_until_ready(consumer: RunningConsumer) -> None:
+    """Wait until /readyz answers 200."""
+    consumer.wait_for(lambda: probe(consumer, "/readyz") == 200, "/readyz", pause=0.2)
+
+
+def test_a_consumer_lives_through_an_outage_of_the_brokers(client: str, model_dir: Path, tmp_path: Path) -> None:
+    """Both health checks pass all the time. Afterwards everything is consumed, by the same process."""
+    with start_broker() as broker:
+        cluster, name = Cluster(broker.bootstrap), "events"
+        ensure_topics(cluster.brokers, {name: {"num_partitions": 2}})
+        options = make_options(broker.bootstrap, name, model_dir, client, "--patience", "10m")
+        with RunningConsumer(tmp_path / "consumer.log", *options) as consumer:
+            wait_until_ready(consumer)
+            send(cluster, name, 0, 500)
+            consumer.wait_for(cluster.is_consumed(name, name), "the first events")
+            send(cluster, name, 500, 2_000)
+            broker.kill(1)  # probably during a commit
+            end, seen = time.monotonic() + OUTAGE_SECONDS, list[tuple[int, int]]()
+            while time.monotonic() < end:
+                seen.append((probe(consumer, "/healthz"), probe(consumer, "/readyz")))
+                time.sleep(0.5)
+            assert consumer.process.poll() is None, consumer.read_log()
+            assert set(seen) == {(200, 200)}
+            broker.start_node(1)
+            cluster.close()
+            cluster = Cluster(broker.bootstrap)
+            send(cluster, name, 2_500, 100)
+            consumer.wait_for(cluster.is_consumed(name, name), "the events after the outage", pause=0.5)
+            assert consumer.stop()["events"] == 2_600
+        cluster.close()
+
+
+def test_a_consumer_is_ready_when_its_partitions_are_restored(
+    client: str, cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path
+) -> None:
+    """While it restores, /healthz passes and /readyz does not."""
+    name = topic(4)
+    send(cluster, name, 0, 20_000)
+    # Without snapshots, everything is read and scored again after a kill.
+    options = make_options(cluster.bootstrap, name, model_dir, client, "--snapshot-interval", "1d")
+    with RunningConsumer(tmp_path / "first.log", *options) as consumer:
+        consumer.wait_for(cluster.is_consumed(name, name), "the events", pause=0.5)
+        consumer.process.send_signal(signal.SIGKILL)
+        consumer.process.wait()
+    with RunningConsumer(tmp_path / "second.log", *options) as consumer:
+        seen = list[tuple[int, int]]()
+
+        def is_ready() -> bool:
+            # In this order, so that a 200 of /readyz is never followed by a failed health check of the same moment.
+            seen.append((probe(consumer, "/readyz"), probe(consumer, "/healthz")))
+            return seen[-1][0] == 200
+
+        consumer.wait_for(is_ready, "/readyz", pause=0.02)
+        assert len(consumer.list_log_events("partition_restored")) == 4
+        assert {healthy for _, healthy in seen} <= {0, 200}
+        assert 503 in {ready for ready, _ in seen}
+        assert consumer.read_metrics()["deformer_partitions_restoring"] == 0
+        consumer.stop()
+
+
+def test_rolling_update_with_more_replicas_than_partitions(
+    client: str, cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path
+) -> None:
+    """Three replicas share two partitions. All are ready, and each is restarted after the one before is ready again."""
+    name, num_replicas = topic(2), 3
+    num_sent = 0
+
+    def start(replica: int, number: int) -> RunningConsumer:
+        options = make_options(cluster.bootstrap, name, model_dir, client, "--instance", f"pod-{replica}")
+        return RunningConsumer(tmp_path / f"{replica}-{number}.log", *options)
+
+    def send_and_wait() -> None:
+        nonlocal num_sent
+        send(cluster, name, num_sent, 200)
+        num_sent += 200
+        replicas[0].wait_for(cluster.is_consumed(name, name), "the events", pause=0.5)
+
+    replicas = [start(replica, 0) for replica in range(num_replicas)]
+    num_scored = 0
+    try:
+        for replica in replicas:
+            wait_until_ready(replica)
+        send_and_wait()
+        for i in range(num_replicas):
+            num_scored += replicas[i].stop()["events"]
+            replicas[i] = start(i, 1)
+            wait_until_ready(replicas[i])
+            send_and_wait()
+            assert {probe(replica, "/healthz") for replica in replicas} == {200}
+        num_restored = [len(replica.list_log_events("partition_restored")) for replica in replicas]
+        assert 0 in num_restored, "a spare replica is ready without a partition"
+        num_scored += sum(replica.stop()["events"] for replica in replicas)
+    finally:
+        for replica in replicas:
+            replica.process.kill()
+            replica.process.wait()
+    assert num_scored == num_sent
