@@ -83,7 +83,6 @@ class Messages:
             self.offsets[indices],
         )
 
-
     @staticmethod
     def concatenate(parts: Sequence[Messages]) -> Messages:
         """Return the messages of several polls of one topic as one value, in the order of `parts`, which has some."""
