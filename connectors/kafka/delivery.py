@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from connectors.kafka.client import DELIVERY_SECONDS, MESSAGE_TOO_LARGE, estimate_size, load_client, make_error
-from connectors.kafka.ports import KafkaCluster, Offsets, OutgoingMessage, Producer, ProducerFenced
+from connectors.kafka.ports import MAX_BATCH_BYTES, KafkaCluster, Offsets, OutgoingMessage, Producer, ProducerFenced
 from deformer_stream.errors import DeformerError, Unavailable
 
 TRANSACTION_SECONDS = 30.0
@@ -238,9 +238,15 @@ class Delivery:
     def _open_producer(self) -> None:
         """Close the producer, if there is one, and create another."""
         self.close()
-        max_bytes = max(self.max_bytes_by_topic.values())
-        open_producer = load_client(self._cluster).open_producer
-        producer = open_producer(self._cluster, self._transactional_id, TRANSACTION_SECONDS, max_bytes)
+        limits = self.max_bytes_by_topic.values()
+        producer = load_client(self._cluster).open_producer(
+            self._cluster,
+            self._transactional_id,
+            TRANSACTION_SECONDS,
+            max_message_bytes=max(limits),
+            # The broker compares the size of a batch, and no client knows the limit of each topic.
+            max_batch_bytes=min(MAX_BATCH_BYTES, *limits),
+        )
         if self.is_transactional:
             try:
                 producer.open_transactions(DELIVERY_SECONDS)

@@ -29,6 +29,7 @@ from kafka.structs import MemberState, OffsetAndMetadata
 from connectors.kafka import client
 from connectors.kafka.client import Failure, make_error
 from connectors.kafka.ports import (
+    MAX_BATCH_BYTES,
     CommittedOffset,
     ConsumerOptions,
     GroupMember,
@@ -46,9 +47,6 @@ from connectors.kafka.ports import (
 )
 from connectors.kafka.tokens import TokenProvider, make_token_provider
 from deformer_stream.errors import ConfigError, DeformerError, InvariantViolated, Unavailable
-
-MAX_BATCH_BYTES = 131_072
-"""Largest batch of messages that a producer sends, in bytes; a message that is larger forms a batch of its own."""
 
 FETCH_BYTES = 8 * 2**20
 """Largest response to a fetch request, in bytes of compressed batches. Together with the limit per partition, it bounds
@@ -621,11 +619,17 @@ class KafkaPythonProducer:
         cluster: The brokers.
         transactional_id: Identifies the producer to the broker, or None to send without transactions.
         transaction_seconds: Seconds after which the broker aborts a transaction that was not ended.
-        max_bytes: Largest message in bytes.
+        max_message_bytes: Largest message in bytes.
+        max_batch_bytes: Largest batch of several messages in bytes.
     """
 
     def __init__(
-        self, cluster: KafkaCluster, transactional_id: str | None, transaction_seconds: float, max_bytes: int
+        self,
+        cluster: KafkaCluster,
+        transactional_id: str | None,
+        transaction_seconds: float,
+        max_message_bytes: int,
+        max_batch_bytes: int,
     ) -> None:
         self._servers = cluster.servers
         self._futures: deque[Any] = deque()  # of messages that `enqueue` has sent
@@ -638,8 +642,8 @@ class KafkaPythonProducer:
             acks="all",
             enable_idempotence=True,
             compression_type="lz4" if importlib.util.find_spec("lz4") is not None else None,
-            batch_size=min(MAX_BATCH_BYTES, max_bytes),
-            max_request_size=max_bytes,
+            batch_size=max_batch_bytes,
+            max_request_size=max_message_bytes,
             max_block_ms=_to_milliseconds(client.DELIVERY_SECONDS),
             delivery_timeout_ms=_to_milliseconds(client.DELIVERY_SECONDS),
             # kafka-python requires that a request times out before the delivery does.
@@ -915,10 +919,14 @@ def open_consumer(cluster: KafkaCluster, options: ConsumerOptions) -> KafkaPytho
 
 
 def open_producer(
-    cluster: KafkaCluster, transactional_id: str | None, transaction_seconds: float, max_bytes: int
+    cluster: KafkaCluster,
+    transactional_id: str | None,
+    transaction_seconds: float,
+    max_message_bytes: int,
+    max_batch_bytes: int = MAX_BATCH_BYTES,
 ) -> KafkaPythonProducer:
     """Connect a producer."""
-    return KafkaPythonProducer(cluster, transactional_id, transaction_seconds, max_bytes)
+    return KafkaPythonProducer(cluster, transactional_id, transaction_seconds, max_message_bytes, max_batch_bytes)
 
 
 def open_admin(cluster: KafkaCluster) -> KafkaPythonAdmin:

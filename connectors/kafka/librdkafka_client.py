@@ -25,6 +25,7 @@ from connectors.kafka.librdkafka_connection import (
     to_client_partition,
 )
 from connectors.kafka.ports import (
+    MAX_BATCH_BYTES,
     CommittedOffset,
     ConsumerOptions,
     KafkaCluster,
@@ -37,9 +38,6 @@ from connectors.kafka.ports import (
     TopicPartition,
 )
 from deformer_stream.errors import DeformerError, InvariantViolated, Unavailable
-
-BATCH_BYTES = 262_144
-"""Largest number of bytes of a batch of outgoing messages, before compression. A larger message is sent alone."""
 
 QUEUED_KIB = 32 * 1024
 """KiB of fetched messages that wait for `poll`; reached, librdkafka fetches no more."""
@@ -450,7 +448,12 @@ class LibrdkafkaProducer:
     """An idempotent producer; see `connectors.kafka.ports.Producer`."""
 
     def __init__(
-        self, cluster: KafkaCluster, transactional_id: str | None, transaction_seconds: float, max_message_bytes: int
+        self,
+        cluster: KafkaCluster,
+        transactional_id: str | None,
+        transaction_seconds: float,
+        max_message_bytes: int,
+        max_batch_bytes: int,
     ) -> None:
         self._cluster = cluster
         self._enqueue_error: KafkaError | None = None  # the first one since the last `flush`
@@ -460,7 +463,7 @@ class LibrdkafkaProducer:
             # kafka-python, which other processes may use, reads lz4 only with this package.
             "compression.type": "lz4" if importlib.util.find_spec("lz4") is not None else "none",
             "message.max.bytes": max(1000, max_message_bytes),
-            "batch.size": BATCH_BYTES,
+            "batch.size": max_batch_bytes,
             "partitioner": "murmur2_random",  # as other Kafka clients choose the partition
         }
         if transactional_id is not None:
@@ -589,10 +592,14 @@ def open_consumer(cluster: KafkaCluster, options: ConsumerOptions) -> Librdkafka
 
 
 def open_producer(
-    cluster: KafkaCluster, transactional_id: str | None, transaction_seconds: float, max_message_bytes: int
+    cluster: KafkaCluster,
+    transactional_id: str | None,
+    transaction_seconds: float,
+    max_message_bytes: int,
+    max_batch_bytes: int = MAX_BATCH_BYTES,
 ) -> LibrdkafkaProducer:
     """Connect a producer; see `connectors.kafka.ports.ClientModule.open_producer`."""
-    return LibrdkafkaProducer(cluster, transactional_id, transaction_seconds, max_message_bytes)
+    return LibrdkafkaProducer(cluster, transactional_id, transaction_seconds, max_message_bytes, max_batch_bytes)
 
 
 def open_admin(cluster: KafkaCluster) -> LibrdkafkaAdmin:

@@ -22,6 +22,9 @@ ClientLibrary = Literal["kafka-python", "librdkafka"]
 
 Header = tuple[str, bytes]
 
+MAX_BATCH_BYTES = 131_072
+"""Largest batch of messages that a producer sends, in bytes; a message that is larger forms a batch of its own."""
+
 
 class TopicPartition(NamedTuple):
     """A partition of a topic."""
@@ -389,15 +392,29 @@ class Admin(Protocol):
         """Close the connections. It does not raise."""
 
 
+class OpenProducer(Protocol):
+    """A function that connects a producer."""
+
+    def __call__(
+        self,
+        cluster: KafkaCluster,
+        transactional_id: str | None,
+        transaction_seconds: float,
+        max_message_bytes: int,
+        max_batch_bytes: int = MAX_BATCH_BYTES,
+    ) -> Producer:
+        """Return a producer; see `ClientModule.open_producer`."""
+
+
 class ClientModule(Protocol):
     """The functions of a module that implements this interface for a client library."""
 
     open_consumer: Callable[[KafkaCluster, ConsumerOptions], Consumer]
     """Connect a consumer. Raises `Unavailable` if no broker responds, `ConfigError` if the login is refused."""
 
-    open_producer: Callable[[KafkaCluster, str | None, float, int], Producer]
+    open_producer: OpenProducer
     """Connect a producer: cluster, transactional id or None, seconds after which the broker aborts a transaction that
-    was not ended, largest message in bytes."""
+    was not ended, largest message in bytes, largest batch of several messages in bytes."""
 
     open_admin: Callable[[KafkaCluster], Admin]
     """Connect an admin client."""
