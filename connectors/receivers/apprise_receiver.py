@@ -11,6 +11,7 @@ from connectors.receivers.http import make_identity, to_printable_line
 from deformer_stream.codec.incident_text import list_facts, summarize_incident
 from deformer_stream.errors import ConfigError
 from deformer_stream.runtime.incident_ports import Notification, TemporaryFailure
+from deformer_stream.settings.option_files import read_option_file
 
 INSTALL_HINT = "pip install 'deformer-stream[notify]'"
 APP_NAME = "deformer-stream"
@@ -101,13 +102,7 @@ def read_addresses(path: Path) -> list[str]:
     Raises:
         ConfigError: The file cannot be read, or has no address.
     """
-    try:
-        lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", "it is not UTF-8 text")
-        raise ConfigError(
-            f"--notify-file {path} cannot be read ({reason}): check the path and the permissions"
-        ) from None
+    lines = [line.strip() for line in read_option_file("--notify-file", path).splitlines()]
     addresses = [line for line in lines if line and not line.startswith("#")]
     if not addresses:
         raise ConfigError(f"--notify-file {path} has no address: write one in each line")

@@ -119,9 +119,6 @@ def summarize_incidents(sink: IncidentSink) -> str:
     return text
 
 
-DEFAULT_BUDGET = "1 per 30d"
-"""The budget for which `calibrate --incidents` prints whether it is in reach; the default of --incident-budget."""
-
 
 def calibrate_incidents(settings: CalibrateSettings) -> int:
     """Calibrate the segments of the incident budget only, and write them to the model directory.
@@ -200,6 +197,7 @@ def _collect_segments(
         fit_tail_of_manifest,
     )
     from deformer_stream.runtime.incident_plan import REORDER_MICROS, make_get_device
+    from deformer_stream.settings.incident_rule import DEFAULT_BUDGET
 
     manifest = read_manifest(directory)
     model = str(manifest["fingerprint"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ IncidentLabel = Literal["true", "false-alarm", "maintenance"]
 """What a person says about an incident."""
 Label = Literal[IncidentLabel, "cleared"]
 """The label of a message of `TOPIC-feedback`; "cleared" takes an earlier label back."""
+LABELS: tuple[Label, ...] = get_args(Label)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,12 @@ import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from deformer_stream.calibration.false_alarm_patterns import MIN_COSINE, PatternAdjuster, PatternState
+from deformer_stream.calibration.false_alarm_patterns import (
+    MAX_RECORDS_SINCE_ALERT,
+    MIN_COSINE,
+    PatternAdjuster,
+    PatternState,
+)
 from deformer_stream.calibration.incident_budget import BudgetPlan
 from deformer_stream.calibration.incident_evidence import (
     INITIAL_STATE,
@@ -113,7 +118,7 @@ class TrackerOptions:
     """
 
     quiet: int = MICROS_PER_MINUTE
-    min_quiet_records: int = 10
+    min_quiet_records: int = MAX_RECORDS_SINCE_ALERT
     gap: int = 10 * MICROS_PER_MINUTE
     reorder: int = 0
     min_cosine: float = MIN_COSINE

@@ -31,7 +31,7 @@ from deformer_stream.codec.feedback_messages import MAX_NAME_CHARS, MAX_NOTE_CHA
 from deformer_stream.codec.validation import MAX_TEXT_CHARS
 from deformer_stream.errors import InputError, Unavailable
 from deformer_stream.incidents.device import WHOLE_STREAM
-from deformer_stream.incidents.events import FeedbackLabel, Label
+from deformer_stream.incidents.events import LABELS, FeedbackLabel, Label
 from deformer_stream.page import views
 from deformer_stream.page.followers import LogFollower
 from deformer_stream.page.live import ChangeNotifier
@@ -51,12 +51,6 @@ from deformer_stream.page.texts import Clock
 from deformer_stream.page.views import Notice
 from deformer_stream.runtime.incident_ports import FeedbackLog
 
-LABELS: dict[str, Label] = {
-    "true": "true",
-    "false-alarm": "false-alarm",
-    "maintenance": "maintenance",
-    "cleared": "cleared",
-}
 MAX_PASSWORD_CHECKS = 2
 """Maximum number of passwords that are checked at the same time. Each check takes 32 MiB of memory and a core."""
 STATIC_SECONDS = 365 * 24 * 3600
@@ -291,7 +285,7 @@ class Page:
 
         if not self.signer.check_form_token(session, form.get("token", "")):
             return await respond_error(403, "The page was too old, and nothing was stored. Press the button again.")
-        label = LABELS.get(form.get("label", ""))
+        label = next((label for label in LABELS if label == form.get("label")), None)
         if label is None:
             return await respond_error(400, "The label is unknown, and nothing was stored. Press the button again.")
         shown = await run_in_threadpool(self._find_incident, request)

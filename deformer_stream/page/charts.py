@@ -11,16 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deformer_stream.incidents.events import Incident, SuspectReadings, Timeline
+from deformer_stream.incidents.series import MAX_TIMELINE_POINTS
 from deformer_stream.page.texts import DAY, HOUR, MINUTE, SECOND, Clock, format_evidence, format_range
 from deformer_stream.report.pages import format_number
 
 PATH_SIZE = 1000
 """Width and height of the coordinates of paths."""
-MAX_TIMELINE_POINTS, MAX_READING_MARKS = 240, 240
-"""Maximum numbers of points that a chart shows, whatever the message of an incident contains.
+MAX_READING_MARKS = MAX_TIMELINE_POINTS
+"""Maximum number of readings that a chart shows, whatever the message of an incident contains.
 
-Of neighbouring points of the evidence, the one with the largest evidence is shown, and the last point always. Of
-readings, all n-th ones are shown, and the last one.
+If a message has more, all n-th readings are shown, and the last one. The evidence has at most `MAX_TIMELINE_POINTS`
+points: of neighbouring points, the one with the largest evidence is shown, and the last point always.
 """
 MAX_TICKS, MAX_TICKS_OF_READINGS = 4, 3
 """Maximum number of intervals between ticks, so that their texts fit on a phone. Charts of readings are narrower."""

@@ -37,6 +37,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deformer_stream.codec.feedback_messages import MAX_NAME_CHARS
 from deformer_stream.errors import ConfigError
+from deformer_stream.settings.option_files import read_option_file
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -152,7 +153,7 @@ def read_credentials(token_file: Path | None, users_file: Path | None) -> Creden
     if token_file is not None and users_file is not None:
         raise ConfigError("--token-file and --users-file cannot be used together: give one of them")
     if token_file is not None:
-        token = _read_text(token_file, "--token-file").strip()
+        token = read_option_file("--token-file", token_file).strip()
         if not MIN_TOKEN_CHARS <= len(token) <= MAX_SECRET_BYTES or "\n" in token:
             raise ConfigError(
                 f"--token-file {token_file} does not hold one line of {MIN_TOKEN_CHARS} to {MAX_SECRET_BYTES} "
@@ -160,22 +161,8 @@ def read_credentials(token_file: Path | None, users_file: Path | None) -> Creden
             )
         return Credentials(token=token)
     if users_file is not None:
-        return Credentials(hash_by_user=_parse_users(_read_text(users_file, "--users-file"), users_file))
+        return Credentials(hash_by_user=_parse_users(read_option_file("--users-file", users_file), users_file))
     return Credentials()
-
-
-def _read_text(path: Path, flag: str) -> str:
-    """Return the text of a small file that an option names.
-
-    Raises:
-        ConfigError: The file cannot be read.
-    """
-    try:
-        with path.open(encoding="utf-8") as file:
-            return file.read(2**20)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(f"{flag} {path} cannot be read ({reason}): check the path and its permissions") from None
 
 
 def _parse_users(text: str, path: Path) -> dict[str, str]:

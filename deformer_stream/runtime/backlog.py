@@ -6,7 +6,26 @@ The last message of an incident determines what the receiver has to show:
     resolved or silenced             the receiver must not show it:  "resolve"
 
 If an incident was resolved before the receiver was notified of its opening, the opening and the resolution are both
-sent. An incident that was silenced all the time is not sent at all. The terms of this module are:
+sent. An incident that was silenced all the time is not sent at all. `Backlog._choose_action` decides by this table:
+
+    in the log      silenced   at the receiver       owed
+    open            no         hidden                open
+    open            no         opening, resolving    open       (again, with the same key)
+    open            no         shown                 update, if it wants updates and this one was not sent; else nothing
+    open            yes        hidden                nothing
+    open            yes        any other             resolve
+    resolved        no         hidden, opening       open, and then resolve; nothing if finished
+    resolved        no         shown, resolving      resolve
+    resolved        yes        hidden                nothing
+    resolved        yes        any other             resolve
+
+The four states at the receiver (`incident_ports.Knowledge`) are made of two flags of an `Entry`:
+
+                        is_shown = False     is_shown = True
+    is_uncertain = False    hidden               shown
+    is_uncertain = True     opening              resolving
+
+The other terms of this module are:
 
     owed        the receiver has not accepted this notification yet
     shown       the receiver shows the incident as open

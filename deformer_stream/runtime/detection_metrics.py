@@ -44,8 +44,8 @@ class DetectionMetrics:
             _PREFIX + "evidence_unusual_total",
             "Number of closed records that came too late to be handled in order of time (late), have no time "
             "(untimed), came again (repeated), or were scored by a model to which the incident budget does not apply "
-            "(other_model); of alerts that were dropped because too many records had not closed (dropped_alerts); and of "
-            "members that a fleet incident does not list because it has too many (unlisted_members).",
+            "(other_model). Also alerts that were dropped because too many records had not closed (dropped_alerts), "
+            "and members that a fleet incident does not list because it has too many (unlisted_members).",
             ["kind"],
             registry=self.registry,
         )

@@ -317,6 +317,11 @@ class WorkerThread:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
+    @property
+    def name(self) -> str:
+        """Name of the thread."""
+        return self._name
+
     def start(self) -> None:
         """Start the thread, and wait until the worker is created.
 
@@ -403,5 +408,11 @@ class Notifier:
         for worker in self._workers:
             worker.request_stop()
         deadline = time.monotonic() + timeout
-        for worker in self._workers:
-            worker.join(max(0.0, deadline - time.monotonic()))
+        hanging = [worker.name for worker in self._workers if not worker.join(max(0.0, deadline - time.monotonic()))]
+        if hanging:
+            log.get_logger("notification").warning(
+                "workers_not_stopped",
+                workers=hanging,
+                seconds=timeout,
+                message="what they were sending is sent again after the next start",
+            )

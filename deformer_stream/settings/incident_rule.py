@@ -8,12 +8,15 @@ from pydantic import Field
 
 from deformer_stream.settings.base import Duration, Settings, text_default
 
+DEFAULT_BUDGET = "1 per 30d"
+"""Default of --incident-budget. `calibrate --incidents` prints whether it is in reach."""
+
 
 class IncidentRuleSettings(Settings):
     """The options that determine when incidents open and resolve. `replay --incidents` has them, too."""
 
     incident_budget: str = Field(
-        "1 per 30d",
+        DEFAULT_BUDGET,
         description='Largest number of false incidents of one device in a period, such as "1 per 30d". Units: s, m, h, '
         "d and w.",
     )

@@ -12,6 +12,7 @@ from pydantic_settings import NoDecode
 
 from deformer_stream.errors import ConfigError
 from deformer_stream.settings.base import METAVAR_BY_PARSER, Settings, text_default, to_flag
+from deformer_stream.settings.option_files import read_option_file
 
 SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER", "AWS_MSK_IAM", "GSSAPI"]
 
@@ -284,11 +285,7 @@ def read_secret(flag: str, path: Path) -> str:
     Raises:
         ConfigError: The file cannot be read, or its first line is empty.
     """
-    try:
-        secret = path.read_text("utf-8").split("\n", 1)[0]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", "it is not UTF-8 text")  # a UnicodeDecodeError has no `strerror`
-        raise ConfigError(f"{flag} {path} cannot be read ({reason}): check the path and the permissions") from None
+    secret = read_option_file(flag, path).split("\n", 1)[0]
     if not secret:
         raise ConfigError(f"{flag} {path} has an empty first line: write the secret there")
     return secret

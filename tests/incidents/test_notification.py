@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
@@ -20,7 +21,13 @@ from deformer_stream.incidents.overlay import Overlay
 from deformer_stream.runtime.backlog import MAX_NOTED_INCIDENTS, Backlog
 from deformer_stream.runtime.incident_memory import MemoryFeedbackLog, MemoryIncidentLog
 from deformer_stream.runtime.incident_metrics import DeliveryMetrics, OpenIncidentMetrics
-from deformer_stream.runtime.incident_ports import LoggedIncident, PermanentFailure, TemporaryFailure
+from deformer_stream.runtime.incident_ports import (
+    DeliveryProgress,
+    Knowledge,
+    LoggedIncident,
+    PermanentFailure,
+    TemporaryFailure,
+)
 from deformer_stream.runtime.notification import (
     MAX_RETRY_SECONDS,
     REFUSED_RETRY_SECONDS,
@@ -579,8 +586,14 @@ def test_a_hanging_receiver_does_not_block_the_others() -> None:
     assert hanging.is_called.wait(WAIT_SECONDS)
     assert has_all.wait(WAIT_SECONDS)
     assert hanging.accepted == []
+    with structlog.testing.capture_logs() as lines:
+        notifier.close(0.0)
+    (line,) = (line for line in lines if line["event"] == "workers_not_stopped")
+    assert "hanging" in line["workers"]
     hanging.release.set()
-    notifier.close(WAIT_SECONDS)
+    with structlog.testing.capture_logs() as lines:
+        notifier.close(WAIT_SECONDS)
+    assert not lines, "all workers have stopped"
     assert healthy.is_closed
     assert hanging.is_closed
 
@@ -618,6 +631,39 @@ def test_a_worker_that_cannot_be_created_ends_the_start() -> None:
     with pytest.raises(Unavailable):
         notifier.start()
     assert running.join(WAIT_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("is_resolved", "is_silenced", "knowledge", "owed"),
+    [
+        (False, False, "hidden", "open"),
+        (False, False, "opening", "open"),
+        (False, False, "resolving", "open"),
+        (False, False, "shown", None),
+        (False, True, "hidden", None),
+        (False, True, "opening", "resolve"),
+        (False, True, "shown", "resolve"),
+        (False, True, "resolving", "resolve"),
+        (True, False, "hidden", "open"),
+        (True, False, "opening", "open"),
+        (True, False, "shown", "resolve"),
+        (True, False, "resolving", "resolve"),
+        (True, True, "hidden", None),
+        (True, True, "opening", "resolve"),
+        (True, True, "shown", "resolve"),
+        (True, True, "resolving", "resolve"),
+    ],
+)
+def test_the_table_of_states(is_resolved: bool, is_silenced: bool, knowledge: Knowledge, owed: str | None) -> None:
+    """The table in the docstring of `backlog`."""
+    incident = make_states(1)[2 if is_resolved else 0]
+    labels = [make_label("false-alarm", 1, incident=incident.id)] if is_silenced else []
+    progress = {0: DeliveryProgress(1, {incident.id: knowledge})}
+    backlog = Backlog(False, progress, {0: 0}, Overlay(labels))
+    backlog.add(LoggedIncident(incident, 0, 0), 0.0)
+    backlog.start(0.0)
+    entry = backlog.find_due(0.0)
+    assert (None if entry is None else entry.owed) == owed
 
 
 def test_numbers_of_open_and_silenced_incidents() -> None:

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deformer_stream.incidents.events import SuspectReadings, Timeline
+from deformer_stream.incidents.series import MAX_TIMELINE_POINTS
 from deformer_stream.page.charts import (
     MAX_READING_MARKS,
     MAX_TICKS,
-    MAX_TIMELINE_POINTS,
     draw_readings,
     draw_sparkline,
     draw_timeline,
