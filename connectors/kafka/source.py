@@ -572,7 +572,8 @@ class KafkaSource:
         `waiting_partitions`.
         """
         committable = filter(self._is_committable, self._consumer.assignment)
-        positions = {tp: self._consumer.get_position(tp) for tp in committable}
+        # A partition that waits no longer is stopped until the next poll, which starts it where it was stopped.
+        positions = {tp: self._stopped_at.get(tp, self._consumer.get_position(tp)) for tp in committable}
         return {tp: position for tp, position in positions.items() if position is not None}
 
     def _is_committable(self, tp: TopicPartition) -> bool:
@@ -580,7 +581,7 @@ class KafkaSource:
         # `_assigned_at` holds partitions whose saved state is not loaded yet. `_history_ends` holds those whose earlier
         # events are still being read again.
         is_restored = tp not in self._history_ends and tp not in self._assigned_at
-        return is_restored and tp not in self._stopped_at and tp.partition not in self.waiting_partitions
+        return is_restored and tp.partition not in self.waiting_partitions
 
     def get_lag(self) -> dict[tuple[str, int], int]:
         """Return the number of unread messages of each assigned partition, as far as it is known without a request.
