@@ -50,12 +50,12 @@ class FlushingSink(KafkaSink):
 
 
 def make_sink(
-    bootstrap: str, alerts: str | None, letters: str | None, encoder: Any, partitions: int = 1
+    cluster: KafkaCluster, alerts: str | None, letters: str | None, encoder: Any, partitions: int = 1
 ) -> FlushingSink:
     """Return a sink, after creating its topics as `consume` does.
 
     Args:
-        bootstrap: The broker.
+        cluster: The broker.
         alerts: The topic of alerts, or None.
         letters: The topic of dead letters, or None.
         encoder: The encoder of alerts.
@@ -63,8 +63,8 @@ def make_sink(
     """
     specs = describe_output_topics(alerts or "no alerts", letters or "no letters", "no state", partitions)
     topics = {name: specs[name] for name in (alerts, letters) if name is not None}
-    limits = ensure_topics(KafkaCluster(bootstrap), topics)
-    return FlushingSink(alerts, letters, encoder, Delivery(KafkaCluster(bootstrap), limits))
+    limits = ensure_topics(cluster, topics)
+    return FlushingSink(alerts, letters, encoder, Delivery(cluster, limits))
 
 
 def make_alert(record: str, message: int = 0) -> Alert:

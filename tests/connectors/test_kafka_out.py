@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 
-from connectors.kafka import KafkaSink, produce
+from connectors.kafka import KafkaCluster, KafkaSink, produce
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.events import Rejection, RejectionReason, StormNotice
 from deformer_stream.errors import ConfigError
@@ -23,13 +23,19 @@ from tests.contracts.effects import make_drift_notice
 pytestmark = pytest.mark.kafka
 
 
+@pytest.fixture(params=["kafka-python", "librdkafka"])
+def kafka(request: pytest.FixtureRequest, kafka: SimpleNamespace) -> SimpleNamespace:
+    """Return the broker; each test runs with both client libraries."""
+    return SimpleNamespace(bootstrap=kafka.bootstrap, cluster=KafkaCluster(kafka.bootstrap, library=request.param))
+
+
 @pytest.fixture
 def open_sink(kafka: SimpleNamespace) -> Iterator[Callable[..., KafkaSink]]:
     """Return a function that opens a sink for alerts and dead letters."""
     opened: list[KafkaSink] = []
 
     def make(alerts: str | None, letters: str | None, **options: Any) -> KafkaSink:
-        opened.append(make_sink(kafka.bootstrap, alerts, letters, FakeAlertEncoder(), **options))
+        opened.append(make_sink(kafka.cluster, alerts, letters, FakeAlertEncoder(), **options))
         return opened[-1]
 
     yield make

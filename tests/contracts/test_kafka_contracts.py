@@ -68,7 +68,7 @@ class TestKafkaAlerts(SinkContract):
             return [(alert.record.encode(), encode_alert(alert, data)) for alert in effects.alerts]
 
         return SinkUnderTest(
-            lambda: make_sink(kafka.bootstrap, name, None, PublicEncoder()),
+            lambda: make_sink(kafka.cluster, name, None, PublicEncoder()),
             lambda: read_topic(kafka.bootstrap, name),
             expected,
             all_or_nothing=True,
@@ -117,7 +117,7 @@ class TestKafkaDeadLetters(SinkContract):
             return [(data.keys[r.message_index], data.payloads[r.message_index] or b"") for r in effects.rejections]
 
         return SinkUnderTest(
-            lambda: make_sink(kafka.bootstrap, None, name, PublicEncoder()),
+            lambda: make_sink(kafka.cluster, None, name, PublicEncoder()),
             lambda: read_topic(kafka.bootstrap, name),
             expected,
             all_or_nothing=True,
