@@ -25,6 +25,7 @@ from deformer_stream.kernels import library
 from deformer_stream.runtime.process import limit_thread_spinning
 
 if TYPE_CHECKING:
+    from connectors.kafka.ports import ClientLibrary, KafkaCluster
     from deformer_stream.model_store import Artifact
 
 limit_thread_spinning()
@@ -54,21 +55,60 @@ def load_broker_script() -> ModuleType:
     return importlib.import_module("broker")
 
 
+CLIENT_LIBRARIES: tuple[ClientLibrary, ...] = ("kafka-python", "librdkafka")
+
+
+def get_client_library() -> ClientLibrary:
+    """Return the client library for Kafka with which a test runs.
+
+    It is that of the environment variable DEFORMER_TEST_CLIENT, which the fixture `client_library` sets.
+    """
+    name = os.environ.get("DEFORMER_TEST_CLIENT", CLIENT_LIBRARIES[0])
+    return next(library for library in CLIENT_LIBRARIES if library == name)
+
+
+def make_cluster(bootstrap: str) -> KafkaCluster:
+    """Return the settings of a connection to a broker of tests."""
+    from connectors.kafka.ports import KafkaCluster
+
+    return KafkaCluster(bootstrap, library=get_client_library())
+
+
+@pytest.fixture(params=CLIENT_LIBRARIES)
+def client_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ClientLibrary:
+    """Run a test with each client library in turn, in this process and in the programs that it starts."""
+    monkeypatch.setenv("DEFORMER_TEST_CLIENT", request.param)
+    return get_client_library()
+
+
+class KafkaOfTests:
+    """A broker of tests.
+
+    Attributes:
+        bootstrap: Its address.
+    """
+
+    def __init__(self, bootstrap: str) -> None:
+        self.bootstrap = bootstrap
+
+    @property
+    def cluster(self) -> KafkaCluster:
+        """The settings of a connection to it."""
+        return make_cluster(self.bootstrap)
+
+
 @pytest.fixture(scope="session")
-def kafka() -> Iterator[SimpleNamespace]:
-    """Start a broker for the test session of this process; `.bootstrap` is its address, and `.cluster` the same for our
-    client.
+def kafka() -> Iterator[KafkaOfTests]:
+    """Start a broker for the test session of this process.
 
     If the environment variable DEFORMER_TEST_BOOTSTRAP is set, the broker at that address is used instead.
     """
-    from connectors.kafka.ports import KafkaCluster
-
     given = os.environ.get("DEFORMER_TEST_BOOTSTRAP")
     if given:
-        yield SimpleNamespace(bootstrap=given, cluster=KafkaCluster(given))
+        yield KafkaOfTests(given)
         return
     with start_broker() as broker:
-        yield SimpleNamespace(bootstrap=broker.bootstrap, cluster=KafkaCluster(broker.bootstrap))
+        yield KafkaOfTests(broker.bootstrap)
 
 
 def find_free_port() -> int:
@@ -175,8 +215,10 @@ def cli(
     import signal
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    library = get_client_library()
     for name in [name for name in os.environ if name.startswith("DEFORMER_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("DEFORMER_CLIENT", library)
 
     def run(*words: object, program: str = "deformer-stream") -> SimpleNamespace:
         from deformer_stream.cli import main as command_line

@@ -494,7 +494,8 @@ class KafkaPythonConsumer:
             for tp in tps:
                 remaining_ms = _to_milliseconds(deadline - time.monotonic())
                 found = self._consumer.committed(KafkaTopicPartition(*tp), metadata=True, timeout_ms=remaining_ms)
-                committed[tp] = None if found is None else CommittedOffset(found.offset, found.metadata or "")
+                # A member that uses librdkafka through confluent-kafka appends a null character.
+                committed[tp] = found and CommittedOffset(found.offset, (found.metadata or "").rstrip("\0"))
         return committed
 
     def fetch_first_offsets(self, tps: Iterable[TopicPartition], timeout: float) -> dict[TopicPartition, int]:

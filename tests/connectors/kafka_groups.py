@@ -17,7 +17,6 @@ from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata
 
 from connectors.kafka import (
     Delivery,
-    KafkaCluster,
     KafkaSink,
     KafkaSource,
     StateTopic,
@@ -31,6 +30,7 @@ from connectors.kafka.state import parse_model
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.errors import DeformerError
 from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, RestoredPartition
+from tests.conftest import make_cluster
 from tests.connectors.kafka_helpers import (
     TIMEOUT_SECONDS,
     FakeAlertEncoder,
@@ -308,12 +308,12 @@ class Group:
 
     def __init__(self, bootstrap: str, topic: str, partitions: int, mode: str = MODES[0], **state: str) -> None:
         self.bootstrap, self.topic, self.mode = bootstrap, topic, mode
-        self.cluster = KafkaCluster(bootstrap)
+        self.cluster = make_cluster(bootstrap)
         self.name = f"g-{topic}"
         self.alerts_topic, self.letters_topic, self.state_topic = f"{topic}-a", f"{topic}-d", f"{topic}-state"
         self.topics = describe_output_topics(self.alerts_topic, self.letters_topic, self.state_topic, partitions)
         self.topics[self.state_topic]["configs"] |= state
-        self.max_bytes_by_topic = ensure_topics(KafkaCluster(bootstrap), self.topics)
+        self.max_bytes_by_topic = ensure_topics(self.cluster, self.topics)
         self.members: list[Member | Reader] = []
         self._opened = self.num_sent = 0
 
@@ -404,7 +404,11 @@ class Group:
                 except RetriableError:
                     assert time.monotonic() < deadline, "time-out while reading the committed offsets"
                 else:
-                    return {tp.partition: offset for tp, offset in offsets.items() if offset.offset >= 0}
+                    return {
+                        tp.partition: offset._replace(metadata=offset.metadata.rstrip("\0"))  # of confluent-kafka
+                        for tp, offset in offsets.items()
+                        if offset.offset >= 0
+                    }
 
     def read_positions(self) -> dict[int, int]:
         """Return the committed offset by partition."""

@@ -382,6 +382,19 @@ def test_committed_metadata_are_read_back(clients: Clients) -> None:
     assert stranger.fetch_committed([plain], SECONDS) == {plain: CommittedOffset(8, "")}
 
 
+def test_both_libraries_read_the_same_metadata(kafka: SimpleNamespace) -> None:
+    with ExitStack() as stack:
+        writers = [Clients(KafkaCluster(kafka.bootstrap, library=library), stack) for library in LIBRARIES]
+        topic = writers[0].create_topic(len(writers))
+        expected = {
+            TopicPartition(topic, number): CommittedOffset(number, '{"a": 1}') for number in range(len(writers))
+        }
+        for clients, (tp, committed) in zip(writers, expected.items(), strict=True):
+            clients.open_consumer(group=topic).commit({tp: committed}, SECONDS)
+        for clients in writers:
+            assert clients.open_consumer(group=topic).fetch_committed(expected, SECONDS) == expected
+
+
 def test_aborted_transaction_commits_neither_messages_nor_offsets(clients: Clients) -> None:
     topic = clients.create_topic()
     tp = TopicPartition(topic, 0)

@@ -18,7 +18,7 @@ from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 from kafka.errors import RetriableError
 
 from connectors.kafka.ports import KafkaCluster
-from tests.conftest import find_free_port
+from tests.conftest import find_free_port, get_client_library
 
 TIMEOUT_SECONDS = 120.0
 PROGRAMS = {"deformer-stream": "deformer_stream.cli.main", "deformer-train": "trainer.cli"}
@@ -32,10 +32,11 @@ def make_command(program: str, *words: object) -> list[str]:
 def make_environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return this process's environment without variables that configure the programs.
 
-    The number of threads is 1, because several programs share the machine. `variables` are added.
+    The number of threads is 1, because several programs share the machine. The client library for Kafka is that of the
+    test. `variables` are added.
     """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("DEFORMER_")}
-    return {**clean, "OMP_NUM_THREADS": "1", **(variables or {})}
+    return {**clean, "OMP_NUM_THREADS": "1", "DEFORMER_CLIENT": get_client_library(), **(variables or {})}
 
 
 def run(
