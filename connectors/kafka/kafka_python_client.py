@@ -635,6 +635,7 @@ class KafkaPythonProducer:
         self._servers = cluster.servers
         self._futures: deque[Any] = deque()  # of messages that `enqueue` has sent
         self._enqueue_error: DeformerError | None = None  # the first one since the last `flush`
+        self._is_closed = False
         self._producer: Any = _connect(
             KafkaProducer,
             cluster,
@@ -734,6 +735,8 @@ class KafkaPythonProducer:
             Unavailable: The function has not ended in time. Its thread continues until the producer is closed.
             DeformerError: The function has failed.
         """
+        if self._is_closed:  # the function would wait forever
+            raise make_error(client.NO_RESPONSE, self._servers, action, "ProducerClosed")
         raised: list[Exception] = []
         ended = threading.Event()
 
@@ -755,6 +758,7 @@ class KafkaPythonProducer:
 
     def close(self) -> None:
         """Close at once. Messages that were not acknowledged are dropped when their time-out has passed."""
+        self._is_closed = True
         try:
             self._producer.close(timeout=0)
         except errors.KafkaError:

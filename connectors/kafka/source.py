@@ -175,7 +175,10 @@ class KafkaSource:
         if not any(member.partitions and not member.partitions & ours for member in others):
             return
         tps = [TopicPartition(self.topic, number) for number in range(self.partitions)]
-        committed = self._consumer.fetch_committed(tps, DELIVERY_SECONDS)
+        try:
+            committed = self._consumer.fetch_committed(tps, REQUEST_SECONDS)
+        except Unavailable:  # for example during a transaction; it is checked again when partitions are assigned
+            return
         models = {parse_model(offset.metadata) for offset in committed.values() if offset is not None} - {""}
         if models and model not in models:
             raise ConfigError(
@@ -553,7 +556,7 @@ class KafkaSource:
 
     def _commit_offsets(self, offsets: Offsets) -> None:
         """Commit offsets without a transaction; repeat the request until `DELIVERY_SECONDS` have passed."""
-        deadline = time.monotonic() + DELIVERY_SECONDS
+        deadline = time.monotonic() + min(DELIVERY_SECONDS, self._patience)
         while True:
             try:
                 return self._consumer.commit(offsets, REQUEST_SECONDS)

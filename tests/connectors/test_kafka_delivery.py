@@ -411,11 +411,12 @@ def test_transaction_that_the_broker_has_ended_is_repeated(
     def refuse_once(*args: Any, **options: Any) -> None:
         if not refused:
             refused.append(True)
+            time.sleep(1.1)  # longer than the time-out of the transaction
             raise ProducerFenced("another process writes under the same transactional id")
         original(*args, **options)
 
     monkeypatch.setattr(KafkaPythonProducer, "send_offsets", refuse_once)
-    monkeypatch.setattr("connectors.kafka.delivery.TRANSACTION_SECONDS", 0.0)
+    monkeypatch.setattr("connectors.kafka.delivery.TRANSACTION_SECONDS", 1.0)
     member.commit()
     assert refused
     monkeypatch.setattr("connectors.kafka.delivery.TRANSACTION_SECONDS", 30.0)
