@@ -163,24 +163,25 @@ class ModelVersion:
         # Copies of the cached readings before tie groups, so that other orders of a group do not change the cache.
         self._branch_cache: CpuKVCache | None = None
         # Runs the network in PyTorch, None with compiled kernels.
-        self._network: TorchScorer | None = None
+        self._torch_scorer: TorchScorer | None = None
         if self.kernels is None:
             network = load_network(model)
             # Imported here, because scoring with compiled kernels needs no PyTorch.
             from deformer_stream.engine.torch_scorer import TorchScorer
 
-            self._network = TorchScorer(network, self._has_others)
+            self._torch_scorer = TorchScorer(network, self._has_others)
         self.cache_shape: CacheShape = self._get_cache_shape()
 
     def _get_cache_shape(self) -> CacheShape:
         """Return the properties of the network that determine the layout of its KV cache."""
-        return self._get_network().cache_shape if self.kernels is None else cpu_cache_shape(self.kernels.parameters)
+        return self.torch_scorer.cache_shape if self.kernels is None else cpu_cache_shape(self.kernels.parameters)
 
-    def _get_network(self) -> TorchScorer:
+    @property
+    def torch_scorer(self) -> TorchScorer:
         """Return the network in PyTorch, which a model version without compiled kernels has."""
-        if self._network is None:
+        if self._torch_scorer is None:
             raise InvariantViolated("PyTorch scores a model with compiled kernels: this is a bug, please report it")
-        return self._network
+        return self._torch_scorer
 
     @property
     def network(self) -> DEformer:
@@ -193,12 +194,12 @@ class ModelVersion:
 
     def create_cache(self, max_bytes: int) -> Cache:
         """Return an empty KV cache for this model, with at most `max_bytes` bytes of keys and values."""
-        return (self._get_network() if self.kernels is None else self.kernels).create_cache(max_bytes)
+        return (self.torch_scorer if self.kernels is None else self.kernels).create_cache(max_bytes)
 
     def release_cache(self) -> None:
         """Drop this object's reference to the KV cache that was used last, so that its memory can be freed."""
-        if self._network is not None:
-            self._network.release_cache()
+        if self._torch_scorer is not None:
+            self._torch_scorer.release_cache()
 
     def score_readings(
         self, records: RecordTable, cache: Cache, record_index: Ints, seq: Ints, alphas: Floats
@@ -383,7 +384,7 @@ class ModelVersion:
             if self.kernels is not None:
                 self._score_ragged(self.kernels, cast(CpuKVCache, cache), readings, out[:, span])
             else:
-                self._get_network().score(cast("TorchKVCache", cache), readings, out[:, span])
+                self.torch_scorer.score(cast("TorchKVCache", cache), readings, out[:, span])
             if is_tied is not None and is_tied[span].any():
                 # The terms of tie groups must not depend on the order of their readings.
                 row, offset = ragged_indices(pass_segments.num_new)
@@ -507,7 +508,7 @@ class ModelVersion:
                 terms[:, span] = self.kernels.score(self._branch_cache, ragged_batch)
         else:
             arguments = record_index, num_before, length, codes, values
-            terms[:] = self._get_network().score_branches(cast("TorchKVCache", cache), *arguments)
+            terms[:] = self.torch_scorer.score_branches(cast("TorchKVCache", cache), *arguments)
         return terms
 
     def _update_statistics(

@@ -26,12 +26,13 @@ class TorchScorer:
     Attributes:
         model: The network, in evaluation mode.
         cache_shape: The properties of the network that determine the layout of its KV cache.
+        graph_runner: Runs the network over the cache that was used last; on a GPU as captured graphs. None before.
     """
 
     def __init__(self, model: DEformer, has_others: bool) -> None:
         self.model, self._has_others = model.eval(), has_others
         self.cache_shape = torch_cache_shape(self.model)
-        self._graph_runner: CudaGraphs | None = None  # runs the model over the cache that was used last
+        self.graph_runner: CudaGraphs | None = None
 
     def create_cache(self, max_bytes: int) -> TorchKVCache:
         """Return an empty KV cache, with at most `max_bytes` bytes of keys and values."""
@@ -39,7 +40,7 @@ class TorchScorer:
 
     def release_cache(self) -> None:
         """Drop this object's reference to the KV cache that was used last, so that its memory can be freed."""
-        self._graph_runner = None
+        self.graph_runner = None
 
     def score(self, cache: TorchKVCache, readings: PassReadings, out: Floats) -> None:
         """Score the new readings of R records, and add them to the cache.
@@ -90,14 +91,14 @@ class TorchScorer:
         features, values = np.where(is_reading, readings.codes[index], -1), readings.values[index]
         ages = None if readings.ages is None else readings.ages[index]
         # A runner belongs to one cache. On a GPU it captures passes and replays them, which is faster.
-        if self._graph_runner is None or self._graph_runner.cache is not cache:
-            self._graph_runner = CudaGraphs(self.model, cache)
+        if self.graph_runner is None or self.graph_runner.cache is not cache:
+            self.graph_runner = CudaGraphs(self.model, cache)
         # The cache holds a fixed number of tokens per reading: find the earlier ones, and allocate memory for new ones.
         pages, num_tokens = cache.locate_tokens(record_index)
         num_tokens_computed = len(column) * cache.tokens_per_reading  # per record, padding included
         token_places, num_kept = cache.allocate_tokens(record_index, num_processed, num_tokens_computed)
         inputs = ForwardInputs(features, values, pages, num_tokens, token_places)
-        terms = self._graph_runner(inputs, ages, self._has_others)
+        terms = self.graph_runner(inputs, ages, self._has_others)
         # Readings for which the cache has no memory are not kept. They are computed again with the next new reading.
         cache.num_cached_readings[record_index] += num_kept
         is_new = is_reading & (column >= readings.num_prefill_only[group][:, None])

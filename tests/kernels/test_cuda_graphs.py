@@ -43,8 +43,8 @@ def stream_records(
 
 
 def captured_graphs(engine: Engine) -> dict[cuda_graphs.BatchShape, cuda_graphs.CapturedGraph]:
-    assert engine.current_version._graph_runner is not None
-    return engine.current_version._graph_runner.graph_by_shape
+    assert engine.current_version.torch_scorer.graph_runner is not None
+    return engine.current_version.torch_scorer.graph_runner.graph_by_shape
 
 
 def assert_same_results(a: Collected, b: Collected) -> None:

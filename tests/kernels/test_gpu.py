@@ -99,8 +99,8 @@ def test_streamed_records_have_the_cpus_scores_and_alerts(
     calibration = calibrate(on_cpu)
     cpu_results, _ = stream_records(on_cpu, calibration, max_batch, cache_bytes=cache_bytes)
     gpu_results, engine = stream_records(on_gpu, calibration, max_batch, cache_bytes=cache_bytes)
-    assert engine.current_version._graph_runner is not None
-    assert engine.current_version._graph_runner.graph_by_shape or max_batch > NUM_RECORDS, "no graph was captured"
+    assert engine.current_version.torch_scorer.graph_runner is not None
+    assert engine.current_version.torch_scorer.graph_runner.graph_by_shape or max_batch > NUM_RECORDS, "no graph was captured"
     assert_same_readings(cpu_results, gpu_results, tolerance_of(change))
     if "precision" not in change:
         # A p-value is a rank, so it may change if a score moves past one of the calibration scores.
@@ -116,8 +116,8 @@ def test_graphs_give_the_scores_of_single_operators(change: dict[str, Any]) -> N
     with patch.object(cuda_graphs, "create_capture", lambda device: None):
         cpu_results, _ = stream_records(on_gpu, calibration)
     gpu_results, engine = stream_records(on_gpu, calibration)
-    assert engine.current_version._graph_runner is not None
-    assert len(engine.current_version._graph_runner.graph_by_shape) > 1
+    assert engine.current_version.torch_scorer.graph_runner is not None
+    assert len(engine.current_version.torch_scorer.graph_runner.graph_by_shape) > 1
     assert_same_readings(cpu_results, gpu_results, tolerance_of(change))
 
 
