@@ -113,7 +113,10 @@ class AlertBuilder:
         else:
             num_seen = num_readings
             num_expected = self._count_expected_features(batch, readings, arrivals, alerting)
-        suggestions = self._suggest(batch, readings, arrivals, alerting, scored) if self.max_suggested else {}
+        is_incomplete = num_seen < num_expected
+        suggestions = {}
+        if self.max_suggested and not self.records.is_irregular:
+            suggestions = self._suggest(batch, readings, arrivals, alerting, is_incomplete, scored)
         alerts = []
         for i, reading in enumerate(alerting.tolist()):
             event = int(readings.event_indices[reading])
@@ -154,31 +157,28 @@ class AlertBuilder:
         readings: AcceptedReadings,
         arrivals: AcceptedReadings,
         alerting: Ints,
+        is_incomplete: Bools,
         scored: ScoredReadings,
     ) -> dict[int, SuggestedReading]:
-        """Return the reading to take next of alerting records that stay open, by their indexes in `alerting`.
+        """Return the reading to take next of records that alert before they are complete, by indexes in `alerting`.
 
         Only the first `max_suggested` of these records get a suggestion, because each of them delays the alerts of the
-        batch. Later readings of the batch are ignored, so that a suggestion does not depend on how the input is divided
-        into batches. For irregular readings there are no suggestions.
+        batch. Later readings of the batch are ignored, and so is the end of a record. Apart from the bound, a
+        suggestion therefore does not depend on how the input is divided into batches.
 
         Args:
             batch: As for `build`.
             readings: As for `build`.
             arrivals: As for `build`.
             alerting: (A,) indexes into `readings` of the readings that raise alerts.
+            is_incomplete: (A,) whether the record lacks an expected feature at its alert.
             scored: As for `build`.
         """
         from deformer_stream.engine.next_reading import collect_alerted_records, suggest_readings
 
-        stays_open = [
-            i
-            for i, index in enumerate(readings.record_indices[alerting].tolist())
-            if index not in readings.close_reasons
-        ]
-        if self.records.is_irregular or not stays_open:
+        chosen = np.flatnonzero(is_incomplete)[: self.max_suggested]
+        if not len(chosen):
             return {}
-        chosen = np.array(stays_open[: self.max_suggested])
         rows = alerting[chosen]
         record_index, num_readings = readings.record_indices[rows], readings.seq[rows] + 1
         declared_later = np.zeros((len(chosen), len(self.records.schema)), bool)

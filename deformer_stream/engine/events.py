@@ -393,8 +393,8 @@ class Alert:
             expected given all other features, there would be no alert. None if no set was found or searched for.
         evidence: Which cumulative sum has raised the alert. None if the model has no cumulative sums, or if the anomaly
             score has not risen with this reading. The latter is possible after a change of the model or of the alphas.
-        next_reading: The reading to take next. None unless suggestions were requested, and if the record is closed, has
-            no feature left, or exceeds the number of records of a batch that get one.
+        next_reading: The reading to take next. None unless suggestions were requested, and if the record lacks no
+            feature, or exceeds the number of records of a batch that get one.
     """
 
     id: str

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from deformer_stream import model_store
 from deformer_stream.codec.encode_evidence import decode_evidence
 from tests.commands import RunCommand, assert_command_failed, read_json_lines
 
@@ -41,6 +42,38 @@ def test_replay_writes_evidence_of_each_record_and_alert(
         seen |= {alert.record for alert in batch.alerts}
         alerted = batch.closed.is_alerted.tolist()
         assert {r for r, is_alerted in zip(batch.closed.record_ids, alerted, strict=True) if is_alerted} <= seen
+
+
+def test_alerts_name_the_reading_to_take_next_on_request(
+    cli: RunCommand, model_dir: Path, lines: Path, tmp_path: Path
+) -> None:
+    """The readings of all records are interleaved, so that records stay open after their alerts."""
+    documents, rows = {}, {}
+    for number in ("0", "2", "1000"):
+        alerts, evidence = tmp_path / f"alerts-{number}.jsonl", tmp_path / f"evidence-{number}.jsonl"
+        outputs = ("--alerts", alerts, "--evidence", evidence, "--next-reading", number)
+        result = cli("replay", lines, "--model", model_dir, "--alpha", "0.5,0.05", *outputs)
+        assert result.code == 0, result.err
+        documents[number] = read_json_lines(alerts)
+        rows[number] = [alert for line in evidence.read_bytes().splitlines() for alert in decode_evidence(line).alerts]
+    assert not any("next_reading" in document for document in documents["0"])
+    suggested = [one for one in documents["1000"] if "next_reading" in one]
+    assert suggested
+    schema = model_store.read(model_dir).schema
+    features = {feature.name for feature in schema.features if not feature.context}
+    for document in documents["1000"]:
+        missing = features - {reading["feature"] for reading in document["contributions"]}
+        assert bool(missing) == (document in suggested)
+        if not missing:  # only a context feature may be missing
+            continue
+        suggestion = document["next_reading"]
+        assert suggestion["feature"] in missing
+        assert suggestion["alpha"] == (0.05 if document["severity"] == 1 and document["p_value"] > 0.05 else None)
+    assert sum("next_reading" in document for document in documents["2"]) in range(1, len(suggested))
+    stated = [row.next_reading and row.next_reading.feature for row in rows["1000"]]
+    assert stated == [(document.get("next_reading") or {}).get("feature") for document in documents["1000"]]
+    without = [{name: value for name, value in one.items() if name != "next_reading"} for one in documents["1000"]]
+    assert without == documents["0"]
 
 
 def test_evidence_needs_times(cli: RunCommand, model_dir: Path, table: pa.Table, tmp_path: Path) -> None:

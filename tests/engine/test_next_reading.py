@@ -330,11 +330,11 @@ def test_an_alert_of_an_open_record_suggests_the_reading_that_is_ranked_first(mo
 def test_only_the_first_records_of_a_batch_get_a_suggestion(model: DEformer) -> None:
     engine = Engine(model, make_calibration(model), "f", 0.9, max_suggested=2)
     batches = [make_events(model, f"r{number}", [2, 0], [9.0, 35.0]) for number in range(4)]
-    batch = EventBatch(
-        [record for one in batches for record in one.record_ids],
-        *(np.concatenate([getattr(one, name) for one in batches]) for name in ("features", "values", "times")),
-        *(np.zeros(8, np.int32), np.zeros(8, np.int32)),
+    features, values, times = (
+        np.concatenate([getattr(one, name) for one in batches]) for name in ("features", "values", "times")
     )
+    zeros = np.zeros(8, np.int32)
+    batch = EventBatch([record for one in batches for record in one.record_ids], features, values, times, zeros, zeros)
     alerts = engine.handle(batch, 1).alerts
     assert [alert.next_reading is not None for alert in alerts] == [True, True, False, False]
     without = Engine(model, make_calibration(model), "f", 0.9).handle(batch, 1).alerts
@@ -355,9 +355,17 @@ def test_a_feature_that_will_not_be_observed_is_not_suggested(model: DEformer) -
     assert [alert.next_reading for alert in found if alert.record == "r4"] in ([None], [])
 
 
-def test_a_closed_record_gets_no_suggestion(model: DEformer) -> None:
-    engine = Engine(model, make_calibration(model), "f", 0.9, max_suggested=1)
-    codes = list(range(len(model.schema)))
-    alerts = engine.handle(make_events(model, "r", codes, [9.0, 1.5, 2.0, 1.0, 1.0, 60.0]), 1).alerts
-    assert alerts
-    assert all(alert.next_reading is None for alert in alerts)
+def test_the_suggestion_is_that_of_the_record_at_its_alert_also_if_the_batch_completes_it(model: DEformer) -> None:
+    codes, raw_values = list(range(len(model.schema))), [9.0, 1.5, 2.0, 1.0, 1.0, 60.0]
+    cut, whole = (raise_alerts(model, codes, raw_values, cuts) for cuts in ([1, 2, 3, 4, 5], []))
+    assert [alert.next_reading for alert in cut] == [alert.next_reading for alert in whole]
+    assert any(alert.next_reading for alert in whole)
+
+
+def test_a_complete_record_gets_no_suggestion(model: DEformer) -> None:
+    engine = Engine(model, make_calibration(model), "f", 1e-9, max_suggested=1)
+    engine.handle(make_events(model, "r", [5, 1, 2, 3, 4], [60.0, 1.5, 2.0, 1.0, 1.0]), 1)
+    engine.alphas = np.array([1.0 - 1e-12])
+    (alert,) = engine.handle(make_events(model, "r", [0], [35.0], [9]), 2).alerts
+    assert alert.features_seen == alert.features_expected
+    assert alert.next_reading is None
