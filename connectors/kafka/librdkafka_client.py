@@ -18,6 +18,7 @@ from confluent_kafka.admin import OffsetSpec
 from connectors.kafka import client
 from connectors.kafka.librdkafka_admin import LibrdkafkaAdmin
 from connectors.kafka.librdkafka_connection import (
+    DROPPED_CODES,
     PROBE_SECONDS,
     UNREADABLE_CODES,
     connect,
@@ -104,6 +105,8 @@ class LibrdkafkaConsumer:
         if options.instance is not None:
             settings["group.instance.id"] = options.instance
         self._client, self._events = connect(rd.Consumer, cluster, settings)
+        if options.instance is not None:  # a consumer has no other fatal error
+            self._events.probable_fatal = KafkaError(KafkaError.FENCED_INSTANCE_ID, fatal=True)
 
     def subscribe(self, topic: str, handler: RebalanceHandler) -> None:
         """Join the consumer group; the group then assigns partitions, one by one."""
@@ -493,7 +496,8 @@ class LibrdkafkaProducer:
                 break
         self._flush(deadline)
         if errors:
-            raise self._events.translate(errors[0], "sending messages")
+            causes = [error for error in errors if error.code() not in DROPPED_CODES]
+            raise self._events.translate((causes or errors)[0], "sending messages")
         return offsets
 
     def enqueue(self, message: OutgoingMessage) -> None:

@@ -55,7 +55,7 @@ _REBALANCE_CODES = frozenset(
 )
 _FENCED_CODES = frozenset({KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH})
 LOGIN_CODES = frozenset({KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED})
-_DROPPED_CODES = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT, KafkaError._FATAL, KafkaError._STATE})
+DROPPED_CODES = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT, KafkaError._FATAL, KafkaError._STATE})
 """Codes that say that a message or a request was dropped because of another error."""
 
 UNREADABLE_CODES = frozenset({KafkaError._BAD_MSG, KafkaError._BAD_COMPRESSION, KafkaError._NOT_IMPLEMENTED})
@@ -143,6 +143,7 @@ class ClientEvents(logging.Handler):
         is_connected: Whether log lines are forwarded.
         refusal: The error with which a broker has refused the login, or None.
         fatal: The error after which the client can no longer be used, or None.
+        probable_fatal: The error that a fatal error means, if librdkafka does not state it; None if that is unknown.
         has_lost_connection: Whether the connections to all brokers were closed or refused.
     """
 
@@ -151,6 +152,7 @@ class ClientEvents(logging.Handler):
         self.is_connected = False
         self.refusal: KafkaError | None = None
         self.fatal: KafkaError | None = None
+        self.probable_fatal: KafkaError | None = None
         self.has_lost_connection = False
         self._cluster = cluster
         self._secrets = _list_secrets(cluster)
@@ -185,7 +187,9 @@ class ClientEvents(logging.Handler):
         """
         if error.fatal():
             self.fatal = error
-        elif error.code() in _DROPPED_CODES and self.fatal is not None:
+        elif error.code() == KafkaError._FATAL and self.fatal is None:
+            self.fatal = self.probable_fatal
+        if error.code() in DROPPED_CODES and self.fatal is not None:
             error = self.fatal
         servers, code, name = self._cluster.servers, error.code(), error.name()
         if code in _REBALANCE_CODES:

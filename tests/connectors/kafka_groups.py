@@ -30,7 +30,7 @@ from connectors.kafka.state import parse_model
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.errors import DeformerError
 from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, RestoredPartition
-from tests.conftest import make_cluster
+from tests.conftest import get_client_library, make_cluster
 from tests.connectors.kafka_helpers import (
     TIMEOUT_SECONDS,
     FakeAlertEncoder,
@@ -44,6 +44,14 @@ from tests.connectors.kafka_helpers import (
 )
 
 MODES = ("exactly-once", "at-least-once")
+
+
+def get_member_id(source: KafkaSource) -> str:
+    """Return the id that the consumer group has given to a source."""
+    consumer: Any = source._consumer
+    if get_client_library() == "librdkafka":
+        return str(consumer._client.memberid())
+    return str(consumer.membership.member_id)
 
 
 class Reader:
@@ -390,9 +398,8 @@ class Group:
 
     def remove_member(self, member: Member | Reader) -> None:
         """Remove a member from the group, as if its process had been killed and its session had timed out."""
-        gone = MemberToRemove(member.source._consumer.membership.member_id)
         with open_admin(self.bootstrap) as admin:
-            admin.remove_group_members(self.name, [gone])
+            admin.remove_group_members(self.name, [MemberToRemove(get_member_id(member.source))])
 
     def read_committed(self) -> dict[int, OffsetAndMetadata]:
         """Return the committed offset with its metadata, by partition."""

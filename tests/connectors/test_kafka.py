@@ -14,7 +14,7 @@ from kafka.admin import MemberToRemove
 from connectors.kafka import produce
 from connectors.kafka.ports import RebalanceInProgress
 from deformer_stream.codec.payloads import Messages
-from tests.connectors.kafka_groups import poll_in_background
+from tests.connectors.kafka_groups import get_member_id, poll_in_background
 from tests.connectors.kafka_helpers import (
     FIRST_TIMESTAMP_MS,
     TIMEOUT_SECONDS,
@@ -212,7 +212,7 @@ def test_removed_member_commits_nothing_and_reports_its_lost_partitions(
     first = open_reader(name)
     first.read(10)
     admin = KafkaAdminClient(bootstrap_servers=kafka.bootstrap)
-    admin.remove_group_members(f"g-{name}", [MemberToRemove(first.source._consumer.membership.member_id)])
+    admin.remove_group_members(f"g-{name}", [MemberToRemove(get_member_id(first.source))])
     admin.close()
     first.source.commit()
     wait_until(lambda: first.poll(0.1) is not None and first.revoked == [0], "the loss reported")
