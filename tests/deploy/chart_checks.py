@@ -190,6 +190,22 @@ def test_passwords_are_in_secrets_only() -> None:
     assert texts[0] != texts[1], "a new password restarts the pods"
 
 
+def test_logins_with_tokens_have_no_password(tmp_path: Path) -> None:
+    shared = "kafka.security.protocol=SASL_SSL,kafka.security.existingSecret=login"
+    endpoint = "options.sasl-oauth-token-endpoint=https://login.example/token,options.sasl-oauth-client-id=plant"
+    for mechanism, options in (("OAUTHBEARER", endpoint), ("AWS_MSK_IAM", "options.sasl-aws-region=eu-central-1")):
+        objects = load_objects(*MINIMAL, "--set", f"{shared},kafka.security.mechanism={mechanism},{options}")
+        file = tmp_path / "deformer.toml"
+        file.write_text(find_object(objects, "ConfigMap", "deformer-stream")["data"]["deformer.toml"])
+        settings = load_settings(SETTINGS_BY_COMMAND["consume"], {}, file, "consume")
+        assert settings.sasl_mechanism == mechanism
+        pod = get_pods(objects)["consume"]
+        assert [variable["name"] for variable in pod["containers"][0]["env"]] == ["POD_NAME"]
+        keys = [volume["secret"]["items"][0]["key"] for volume in pod["volumes"] if "secret" in volume]
+        assert keys == (["client-secret"] if mechanism == "OAUTHBEARER" else [])
+        assert not any(one["kind"] == "Secret" for one in objects)
+
+
 def test_an_option_restarts_the_pods() -> None:
     texts = [
         str(

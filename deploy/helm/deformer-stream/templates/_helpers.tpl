@@ -52,6 +52,21 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if hasPrefix "SASL_" .Values.kafka.security.protocol -}}true{{- end -}}
 {{- end -}}
 
+{{/* Whether it is a login with a user name and a password. */}}
+{{- define "deformer.hasPassword" -}}
+{{- $mechanism := .Values.kafka.security.mechanism -}}
+{{- if and (include "deformer.hasLogin" .) (or (eq $mechanism "PLAIN") (hasPrefix "SCRAM-" $mechanism)) -}}true{{- end -}}
+{{- end -}}
+
+{{/* The key of the Secret with the login that is mounted as a file, if there is one. */}}
+{{- define "deformer.loginKey" -}}
+{{- if include "deformer.hasPassword" . -}}
+password
+{{- else if and (eq .Values.kafka.security.mechanism "OAUTHBEARER") .Values.kafka.security.existingSecret -}}
+client-secret
+{{- end -}}
+{{- end -}}
+
 {{- define "deformer.kafkaSecret" -}}
 {{- default (printf "%s-kafka" (include "deformer.fullname" .)) .Values.kafka.security.existingSecret -}}
 {{- end -}}
@@ -142,7 +157,9 @@ http{{ if .Values.serve.ingress.tlsSecret }}s{{ end }}://{{ .Values.serve.ingres
 {{- end -}}
 {{- if include "deformer.hasLogin" . -}}
 {{- $_ := set $shared "sasl-mechanism" (required "kafka.security.mechanism is required with SASL" $security.mechanism) -}}
-{{- $_ := set $shared "sasl-password-file" "/etc/deformer/kafka/password" -}}
+{{- end -}}
+{{- with include "deformer.loginKey" . -}}
+{{- $_ := set $shared (ternary "sasl-password-file" "sasl-oauth-client-secret-file" (eq . "password")) (printf "/etc/deformer/kafka/%s" .) -}}
 {{- end -}}
 {{- if $security.tls.existingSecret -}}
 {{- $_ := set $shared "ssl-cafile" "/etc/deformer/tls/ca.crt" -}}
@@ -225,7 +242,7 @@ http{{ if .Values.serve.ingress.tlsSecret }}s{{ end }}://{{ .Values.serve.ingres
 {{- fail "the model is missing: name a claim that holds it (model.claim.existing), or enable model.fetch" -}}
 {{- end -}}
 {{- $login := .Values.kafka.security -}}
-{{- if and (include "deformer.hasLogin" .) (not $login.existingSecret) (not (and $login.username $login.password)) -}}
+{{- if and (include "deformer.hasPassword" .) (not $login.existingSecret) (not (and $login.username $login.password)) -}}
 {{- fail "kafka.security: SASL needs existingSecret (keys username and password), or username and password" -}}
 {{- end -}}
 {{- if and .Values.serve.enabled (not .Values.serve.auth.existingSecret) (not .Values.serve.auth.token) -}}

@@ -15,8 +15,8 @@ The template of a pod. Its argument is a dict:
 {{- $values := .values -}}
 {{- $kafka := $root.Values.kafka -}}
 {{- $secrets := .secrets | default list -}}
-{{- if include "deformer.hasLogin" $root -}}
-{{- $secrets = append $secrets (dict "name" (include "deformer.kafkaSecret" $root) "folder" "kafka" "keys" (list "password")) -}}
+{{- with include "deformer.loginKey" $root -}}
+{{- $secrets = append $secrets (dict "name" (include "deformer.kafkaSecret" $root) "folder" "kafka" "keys" (list .)) -}}
 {{- end -}}
 {{- with $kafka.security.tls -}}
 {{- if .existingSecret -}}
@@ -140,7 +140,7 @@ spec:
         - name: POD_NAME
           valueFrom:
             fieldRef: {fieldPath: metadata.name}
-        {{- if include "deformer.hasLogin" $root }}
+        {{- if include "deformer.hasPassword" $root }}
         - name: DEFORMER_SASL_USERNAME
           valueFrom:
             secretKeyRef: {name: {{ include "deformer.kafkaSecret" $root }}, key: username}
