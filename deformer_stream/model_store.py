@@ -17,7 +17,6 @@ allocated only in proportion to the size of the files. Nothing in a model direct
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -40,7 +39,7 @@ from deformer_stream.incident_store import INCIDENTS_FILE
 from deformer_stream.kernels.cpu import is_supported
 from deformer_stream.kernels.library import load_library
 from deformer_stream.model.config import ModelConfig
-from deformer_stream.model.load_network import load_network, require_torch
+from deformer_stream.model.load_network import is_torch_installed, load_network, require_torch
 from deformer_stream.model.parameters import Array, Model, ModelParameters, check_parameters, count_state_values
 from deformer_stream.model.schema import Schema
 from deformer_stream.model_manifest import (
@@ -454,7 +453,7 @@ def _is_cpu(device: str) -> bool:
         ConfigError: The name is that of a GPU, but there is none, or PyTorch is not installed.
     """
     has_gpu_file = any(os.path.exists(path) for path in GPU_FILES)
-    if device == "cpu" or (device == "auto" and not (has_gpu_file and importlib.util.find_spec("torch"))):
+    if device == "cpu" or (device == "auto" and not (has_gpu_file and is_torch_installed())):
         return True
     return resolve_device(device).type == "cpu"
 

@@ -158,6 +158,31 @@ def test_what_needs_pytorch_says_so_in_one_line(tmp_path: Path, arguments: list[
     assert "pip install 'deformer-stream[train]'" in line
 
 
+def test_library_says_what_needs_pytorch(tmp_path: Path) -> None:
+    code = """
+import numpy as np, deformer_stream
+from deformer_stream.errors import ConfigError
+detector = deformer_stream.load(sys.argv[1])
+calls = {
+    "training": lambda: deformer_stream.train(np.zeros((50, 2)), columns=["a", "b"]),
+    "the imputation of missing values": lambda: detector.impute({"pressure": 1.0}),
+    "choosing the next reading": lambda: detector.scorer().next_readings(),
+    "--device cuda": lambda: deformer_stream.load(sys.argv[1], device="cuda"),
+}
+for subject, call in calls.items():
+    try:
+        call()
+    except ConfigError as error:
+        assert str(error).startswith(f"{subject} needs PyTorch"), error
+        assert "pip install 'deformer-stream[train]'" in str(error), error
+    else:
+        raise AssertionError(subject)
+assert deformer_stream.load(sys.argv[1], device="auto").artifact.device == "cpu"
+print("done")
+"""
+    assert run_python(code, write_model(tmp_path), has_torch=False) == "done\n"
+
+
 def test_training_without_pytorch_says_so_in_one_line(tmp_path: Path) -> None:
     table = tmp_path / "normal.csv"
     table.write_text("a,b\n" + "1.0,2.0\n" * 50)

@@ -14,6 +14,7 @@ from deformer_stream import model_store
 from deformer_stream.errors import InputError
 from deformer_stream.library.detector import Detector, TemporaryFolder
 from deformer_stream.library.frames import TabularRecords, convert_cells, read_array, read_frame, warn
+from deformer_stream.model.load_network import require_torch
 from deformer_stream.tables.table import Table
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def run_training(
     Returns:
         The detector, with its model on the CPU, and the results of the training job, such as the split of the records.
     """
+    require_torch("training")
     from deformer_stream.settings import load_settings
     from trainer import irregular_job, job
     from trainer.feature_table import print_features

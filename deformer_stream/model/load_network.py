@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING
 
 from deformer_stream.errors import TORCH_REMEDY, ConfigError
@@ -9,6 +10,14 @@ from deformer_stream.model.parameters import Model, ModelParameters
 
 if TYPE_CHECKING:
     from deformer_stream.model.deformer import DEformer
+
+
+def is_torch_installed() -> bool:
+    """Return whether PyTorch can be found, without importing it."""
+    try:
+        return importlib.util.find_spec("torch") is not None
+    except ImportError:
+        return False
 
 
 def require_torch(purpose: str) -> None:
