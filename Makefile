@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 KAFKA_PORT ?= 9092
 CHAOS ?= full
+CLIENT ?= kafka-python
 FUZZ_SECONDS ?= 60
 WORKERS ?= 3
 SHELL := /bin/bash
@@ -79,12 +80,14 @@ kernels: $(VENV)/.run ## compile the C kernels of this checkout again, after the
 test: $(VENV)/.dev kernels kafka-jars test-programs ## run all tests, against a real Apache Kafka (WORKERS=0: in one process)
 	$(PYTEST)
 
-test-kernels: $(VENV)/.dev kernels ## test the kernels without AVX-512, compiled by Clang, and with sanitizers
-	for set in $$($(BIN)/python -c 'from deformer_stream.kernels import library; print(*library.list_instruction_sets(False)[1:])'); do \
-	  echo "instruction set $$set"; DEFORMER_INSTRUCTION_SET=$$set $(BIN)/python -m pytest -q $(KERNEL_TESTS) || exit 1; \
-	done
+test-kernels: $(VENV)/.dev kernels ## test the kernels without AVX-512, compiled by GCC and by Clang, and with sanitizers
+	$(call build_kernels,gcc,-DCMAKE_C_COMPILER=gcc -DCMAKE_C_FLAGS=-Werror)
+	DEFORMER_TEST_KERNELS=build/gcc/compiled $(BIN)/python -m pytest -q $(KERNEL_TESTS)
 	$(call build_kernels,clang,-DCMAKE_C_COMPILER=clang -DCMAKE_C_FLAGS=-Werror)
-	DEFORMER_TEST_KERNELS=build/clang/compiled $(BIN)/python -m pytest -q $(KERNEL_TESTS)
+	for set in $$($(BIN)/python -c 'from deformer_stream.kernels import library; print(*library.list_instruction_sets(False))'); do \
+	  echo "instruction set $$set"; DEFORMER_INSTRUCTION_SET=$$set DEFORMER_TEST_KERNELS=build/clang/compiled \
+	    $(BIN)/python -m pytest -q $(KERNEL_TESTS) || exit 1; \
+	done
 	$(call build_kernels,sanitized,-DCMAKE_C_COMPILER=gcc -DSANITIZE=address$(COMMA)undefined)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 	  DEFORMER_TEST_KERNELS=build/sanitized/compiled $(BIN)/python -m pytest -q -p no:cacheprovider $(KERNEL_TESTS)
@@ -170,11 +173,11 @@ fuzz: $(VENV)/.fuzz ## fuzz the decoders for FUZZ_SECONDS per target (Linux), th
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
 	$(BIN)/python -m tests.fuzz.million --messages 1000000
 
-chaos: $(VENV)/.dev kafka-jars ## kill, move and cut off consumers; fail if anything is lost or doubled (CHAOS=small: two minutes)
-	$(BIN)/python -m tests.chaos --size $(CHAOS)
+chaos: $(VENV)/.dev kafka-jars ## kill, move and cut off consumers; fail if anything is lost or doubled (CHAOS=small: two minutes; CLIENT=librdkafka: the other client)
+	$(BIN)/python -m tests.chaos --size $(CHAOS) --client $(CLIENT)
 
 chaos-incidents: $(VENV)/.dev kafka-jars ## kill the process that makes incidents twenty times; fail if any incident differs
-	$(BIN)/python -m tests.chaos.incidents --kills 20
+	DEFORMER_TEST_CLIENT=$(CLIENT) $(BIN)/python -m tests.chaos.incidents --kills 20
 
 kafka-jars: $(VENV)/.made ## fetch Apache Kafka with Maven (once)
 	@if [ -z "$$DEFORMER_TEST_BOOTSTRAP" ]; then $(BIN)/python tests/kafka/broker.py ensure; fi
