@@ -14,7 +14,7 @@ earlier writers are deleted by tombstones, together with the second snapshot of 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -28,7 +28,9 @@ from connectors.kafka.ports import (
     Consumer,
     ConsumerOptions,
     KafkaCluster,
+    OffsetOutOfRange,
     OutgoingMessage,
+    ReceivedMessage,
     TopicPartition,
 )
 from deformer_stream.errors import ConfigError, InvariantViolated, StateError
@@ -36,6 +38,9 @@ from deformer_stream.runtime.ports import PartitionState
 
 FORMAT_VERSION = 1
 METADATA_PREFIX = '{"deformer":'
+NO_STATE_KEPT = "none"
+"""What the metadata state in place of a reference if an offset is committed without state."""
+
 RESERVED_BYTES = 4096
 """Bytes of a message that are reserved for its key and headers."""
 
@@ -132,10 +137,11 @@ class StateReference:
                     f"the saved state has format version {document['deformer']!r}, but this package reads "
                     f"{FORMAT_VERSION}: use the version of deformer-stream that wrote it"
                 )
-            if "kept" not in document and "model" in document:
+            if document["kept"] == NO_STATE_KEPT:
                 return None
             position, uses_even_keys, first_offset, num_messages, last_commit, commit = document["kept"]
-            writer, *pairs = document.get("keys", [""])
+            # A reference of an older version does not list its keys, which have no writer's name.
+            writer, *pairs = document.get("keys", ["", ["", num_messages]])
             num_keys_by_writer = tuple((name, number) for name, number in pairs)
             model = document.get("model", "")
         except (orjson.JSONDecodeError, TypeError, KeyError, ValueError, AttributeError):
@@ -154,15 +160,14 @@ class StateReference:
             last_commit,
             commit,
             writer,
-            # A reference of an older version does not list its keys, which have no writer's name.
-            num_keys_by_writer or (("", num_messages),),
+            num_keys_by_writer,
             model,
         )
 
 
 def make_model_metadata(model: str) -> str:
     """Return the metadata of an offset that is committed without state; they state the model's fingerprint."""
-    return orjson.dumps({"deformer": FORMAT_VERSION, "model": model}).decode() if model else ""
+    return orjson.dumps({"deformer": FORMAT_VERSION, "kept": NO_STATE_KEPT, "model": model}).decode() if model else ""
 
 
 def parse_model(metadata: str) -> str:
@@ -402,7 +407,7 @@ class StateReader:
         deadline = time.monotonic() + seconds
         while self._pending:
             consumer = self._open_consumer()
-            records = consumer.poll_messages(0.1)
+            records = self._poll(consumer)
             for record in records:
                 self._add_message(record.partition, record.offset, record.value, dict(record.headers))
             complete = {partition for partition, pending in self._pending.items() if pending.is_complete}
@@ -416,6 +421,16 @@ class StateReader:
         if not self._pending:
             self.close()
         return done
+
+    def _poll(self, consumer: Consumer) -> Sequence[ReceivedMessage]:
+        """Return the messages that have arrived. If the first messages of a state were deleted, read the others."""
+        try:
+            return consumer.poll_messages(0.1)
+        except OffsetOutOfRange as error:
+            tps = list(error.offset_by_partition)
+            for tp, offset in consumer.fetch_first_offsets(tps, REQUEST_SECONDS).items():
+                consumer.start(tp, offset)
+        return []
 
     def _open_consumer(self) -> Consumer:
         """Return a consumer that reads the pending partitions."""
