@@ -93,6 +93,12 @@ def test_order_next_scores_records_in_the_chosen_order(cli: Run, model_dir: Path
     np.testing.assert_allclose(after.scores, np.sort(expected), rtol=1e-5)
     differs = ~np.isclose(after.scores, model_store.read(arrival).calibration.scores, rtol=1e-4)
     assert 0 < differs.sum() < 100
+    # Readings that are chosen after an alert at 30%
+    arguments = ("--model", model_dir, "--out", chosen, "--alpha", "5%", "--order", "next", "--suspicious", "0.3")
+    assert cli("calibrate", lines, *arguments).code == 0
+    after_alert = score_in_chosen_order(old.model, old.calibration, list(rows), values, orders, 0.05, 0.3)
+    np.testing.assert_allclose(model_store.read(chosen).calibration.scores, np.sort(after_alert), rtol=1e-5)
+    assert not np.allclose(after_alert, expected)
     assert cli("calibrate", lines, "--model", model_dir, "--out", tmp_path / "x", "--order", "last").code == 2
 
 

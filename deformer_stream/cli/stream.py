@@ -522,7 +522,7 @@ def build_calibrate() -> click.Command:
             values, orders = readings.get_matrices(sink.record_ids)
             alpha = max(settings.alpha)
             max_statistics = score_in_chosen_order(
-                loaded.scoring_model, loaded.calibration, sink.record_ids, values, orders, alpha
+                loaded.scoring_model, loaded.calibration, sink.record_ids, values, orders, alpha, settings.suspicious
             )
         statistics = CalibrationStatistics(
             max_statistics=max_statistics[is_used],

@@ -368,6 +368,14 @@ class CalibrateSettings(InputSettings):
         "files that `replay --evidence` wrote. Several, with commas. It is an input here, unlike the option "
         "--incidents of replay.",
     )
+    suspicious: float = Field(
+        0.2,
+        gt=0,
+        le=1,
+        description="With --order next: largest p-value at which a record chooses its next reading. If readings are "
+        "chosen after an alert, as consume --next-reading suggests them, it is the alpha of that alert, and --alpha "
+        "the next smaller one.",
+    )
     open_early: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Calibrate segments so that incidents open at alerts of open records, and not only when records "

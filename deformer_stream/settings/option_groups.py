@@ -39,7 +39,7 @@ SCORING_GROUPS: OptionGroups = {
     "Alerts": ("alpha", "alerts", "alerts_topic", "explanations", "next_reading", "units", "drift", "max_alert_rate"),
     "Output": ("out", "output", "records", "explain", "rejected", "dead_letter_topic"),
     "Incidents": ("evidence", "evidence_topic", "incidents", "open_early", *_INCIDENT_RULE),
-    "Calibration": ("group_by", "trim", "seen_records"),
+    "Calibration": ("group_by", "trim", "seen_records", "suspicious"),
     "Records and windows": ("record_timeout", "window", "grace", "ties", "tie_wait", "max_ahead"),
     "Kafka": (
         *("bootstrap_servers", "group", "instance", "delivery", "missing_topics", "patience", "session_timeout"),
