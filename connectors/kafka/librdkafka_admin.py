@@ -29,12 +29,22 @@ class _ExpectedError(Exception):
     """A request failed with an error that its caller handles."""
 
 
+_OUTDATED_CODES = frozenset({KafkaError.FENCED_LEADER_EPOCH, KafkaError.UNKNOWN_LEADER_EPOCH})
+"""Errors after a restart of a broker. The admin client of librdkafka has stored the metadata of before and would use them
+for minutes."""
+
+
 class LibrdkafkaAdmin:
     """A client for topics and groups; see `connectors.kafka.ports.Admin`."""
 
     def __init__(self, cluster: KafkaCluster) -> None:
+        self._cluster = cluster
+        self._connect()
+
+    def _connect(self) -> None:
+        """Connect to the brokers, with a client that has no metadata of topics."""
         self._client: Any  # confluent-kafka declares no types for it
-        self._client, self._events = connect(AdminClient, cluster, {})
+        self._client, self._events = connect(AdminClient, self._cluster, {})
 
     def describe_topics(self, names: Iterable[str], timeout: float) -> dict[str, TopicDescription]:
         """Return descriptions of the topics that exist."""
@@ -205,8 +215,12 @@ class LibrdkafkaAdmin:
                 futures = function(argument, request_timeout=seconds, **options).values()
                 return [future.result() for future in futures]
             except KafkaException as exception:
-                if exception.args[0].code() in expected_codes:
+                code = exception.args[0].code()
+                if code in expected_codes:
                     raise _ExpectedError from exception
+                if code in _OUTDATED_CODES:
+                    self._connect()
+                    raise self._events.translate(exception.args[0], action) from exception
                 error = self._events.translate(exception.args[0], action)
                 if not isinstance(error, Unavailable) or time.monotonic() + REPEAT_PAUSE_SECONDS > deadline:
                     raise error from exception
