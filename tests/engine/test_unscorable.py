@@ -16,8 +16,10 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.codec import Codec
 from deformer_stream.engine.engine import Engine, UnscorableReadings
 from deformer_stream.engine.events import Effects
+from deformer_stream.kernels import packing
 from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import DEformer, ModelConfig
+from deformer_stream.model.parameters import compute_scale_floors
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.timing import WallClock
@@ -37,6 +39,14 @@ def build_model(path: Path) -> DEformer:
     model.kernel_library = load_library(False) if path == "kernels" else None
     assert path == "torch" or model.kernel_library is not None, "the tests need compiled kernels: run `make kernels`"
     return model
+
+
+def damage(model: DEformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the conditionals of the feature "flow" have scales that are not numbers, in PyTorch and in the kernels."""
+    floors = compute_scale_floors(model.schema)
+    floors[FLOW] = math.nan
+    model.head.scale_floor[:] = torch.from_numpy(floors)
+    monkeypatch.setattr(packing, "compute_scale_floors", lambda schema: floors)
 
 
 def build_engine(model: DEformer, ties: Ties = "arrival") -> Engine:
@@ -68,12 +78,14 @@ def score(engine: Engine) -> tuple[list[Effects], dict[int, Any]]:
 
 @pytest.mark.parametrize("ties", ["arrival", "hold"])
 @pytest.mark.parametrize("path", ["torch", "kernels"])
-def test_reading_without_finite_score_changes_no_statistic(path: Path, ties: Ties) -> None:
+def test_reading_without_finite_score_changes_no_statistic(
+    path: Path, ties: Ties, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other readings of the record keep their scores, and the record does not alert."""
     effects, expected = score(build_engine(build_model(path), ties))
     assert [alert.record for effect in effects for alert in effect.alerts] == ["r"], "an intact model raises an alert"
     damaged = build_model(path)
-    damaged.head.scale_floor[FLOW] = math.nan
+    damage(damaged, monkeypatch)
     engine = build_engine(damaged, ties)
     effects, rows = score(engine)
     assert not [alert for effect in effects for alert in effect.alerts]
@@ -92,11 +104,11 @@ def test_reading_without_finite_score_changes_no_statistic(path: Path, ties: Tie
 
 
 @pytest.mark.parametrize("ties", ["arrival", "hold"])
-def test_kernels_and_torch_agree_on_a_damaged_model(ties: Ties) -> None:
+def test_kernels_and_torch_agree_on_a_damaged_model(ties: Ties, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for path in ("torch", "kernels"):
         model = build_model(path)  # type: ignore[arg-type]
-        model.head.scale_floor[FLOW] = math.nan
+        damage(model, monkeypatch)
         effects, rows = score(build_engine(model, ties))
         closed = effects[1].closed if len(effects[1].closed) else effects[2].closed
         results.append([*(rows[feature] for feature in range(4)), [*closed.score, *closed.p_value]])
