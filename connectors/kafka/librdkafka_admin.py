@@ -30,8 +30,7 @@ class _ExpectedError(Exception):
 
 
 _OUTDATED_CODES = frozenset({KafkaError.FENCED_LEADER_EPOCH, KafkaError.UNKNOWN_LEADER_EPOCH})
-"""Errors after a restart of a broker. The admin client of librdkafka has stored the metadata of before and would use them
-for minutes."""
+"""Errors after a restart of a broker: the admin client of librdkafka uses metadata of before for minutes."""
 
 
 class LibrdkafkaAdmin:
