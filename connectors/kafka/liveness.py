@@ -69,13 +69,14 @@ class LivenessCheck:
         """Record that a poll of the consumer did not fail, whether or not it returned messages."""
         self._failing_since = None
 
-    def check_progress(self, active: Iterable[TopicPartition]) -> None:
+    def check_progress(self, active: Iterable[TopicPartition], others: Iterable[TopicPartition] = ()) -> None:
         """Check, once in `PROBE_SECONDS`, that the brokers respond and no partition has stopped delivering messages.
 
         It is called after each poll and usually returns at once.
 
         Args:
             active: The partitions that are being read.
+            others: Further partitions whose end offsets are requested.
 
         Raises:
             Unavailable: The brokers have not responded for longer than the constructor's `patience` (in seconds), or a
@@ -91,9 +92,10 @@ class LivenessCheck:
         idle = [tp for tp in tps if not self._record_progress(tp, now)]
         if tps and not idle:  # all partitions have delivered messages, so the brokers respond
             self._responded_at = now
+        # Without partitions, any partition serves to check that the brokers respond.
+        requested = [*tps, *others] or [self._first_partition]
         try:
-            # Without active partitions, any partition serves to check that the brokers respond.
-            self.end_offsets = self._consumer.fetch_end_offsets(tps or [self._first_partition], RESPONSE_SECONDS)
+            self.end_offsets = self._consumer.fetch_end_offsets(requested, RESPONSE_SECONDS)
         except Unavailable as error:
             silent_seconds = now - self._responded_at
             if silent_seconds > self._patience:

@@ -246,7 +246,7 @@ class KafkaSource:
                 self._polled_positions[TopicPartition(self.topic, number)] = last_offset + 1
         revoked, self._revoked = tuple(sorted(self._revoked)), []
         restored = self._restore_assigned()
-        self._liveness.check_progress(self._list_active())
+        self._liveness.check_progress(self._list_active(), self._stopped_at)
         data = None if columns is None else make_messages(self.topic, columns)
         return PollResult(data, revoked, tuple(restored), self._pop_caught_up())
 

@@ -1,0 +1,179 @@
+"""Tests of restores with a time budget, of waits that report progress, and of partitions that are added or left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from connectors.kafka import produce
+from connectors.kafka.client import load_client
+from connectors.kafka.ports import OutgoingMessage
+from connectors.kafka.source import KafkaSource
+from connectors.kafka.state import StateReader
+from deformer_stream.errors import Unavailable
+from deformer_stream.runtime.ports import PartitionState
+from tests.connectors.kafka_groups import Group
+from tests.connectors.kafka_helpers import make_messages, wait_until
+
+pytestmark = pytest.mark.kafka
+
+
+def test_partitions_are_restored_by_one_reader_in_several_polls(
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = group(8)
+    world.produce(80)
+    first = world.add_member()
+    first.read(80)
+    first.commit(snapshots=range(8))
+    first.close()
+    monkeypatch.setattr("connectors.kafka.source.RESTORE_SECONDS", 0.0)
+    opened: list[Any] = []
+    original = StateReader._open_consumer
+
+    def record(reader: StateReader) -> Any:
+        consumer = original(reader)
+        opened.append(consumer)
+        return consumer
+
+    monkeypatch.setattr(StateReader, "_open_consumer", record)
+    second = world.add_member(max_poll_records=10)
+    restored_by_poll: list[int] = []
+
+    def is_restored() -> bool:
+        restored_by_poll.append(len(second.poll().restored_partitions))
+        return second.caught_up == set(range(8))
+
+    wait_until(is_restored, "all partitions")
+    assert sum(restored_by_poll) == 8
+    assert len({id(consumer) for consumer in opened}) == 1
+    assert second.is_state_complete()
+    assert second.handled_offsets == []
+    reader = second.source._reader
+    assert reader is not None
+    assert reader._consumer is None, "the reader is closed when no partition waits"
+
+
+def test_restore_that_finds_no_broker_goes_on_in_the_next_poll(
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = group(2)
+    world.produce(20)
+    first = world.add_member()
+    first.read(20)
+    first.commit(snapshots=range(2))
+    first.close()
+    original, failures = StateReader.read, []
+
+    def read(*args: Any, **options: Any) -> Any:
+        if len(failures) < 2:
+            failures.append(True)
+            raise Unavailable("no response")
+        return original(*args, **options)
+
+    monkeypatch.setattr(StateReader, "read", read)
+    monkeypatch.setattr("connectors.kafka.source.RETRY_SECONDS", 0.01)
+    second = world.add_member()
+    waits: list[bool] = []
+    second.source.on_wait = lambda: waits.append(True)
+    second.poll_until_assigned(0, 1)
+    assert len(failures) == 2
+    assert len(waits) >= 2
+    assert second.is_state_complete()
+
+
+def test_progress_is_reported_while_a_commit_is_repeated(
+    either: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = either(1)
+    world.produce(20)
+    member = world.add_member()
+    member.read(20)
+    waits: list[bool] = []
+    member.source.on_wait = lambda: waits.append(True)
+    original, failures = KafkaSource._try_to_commit, []
+
+    def fail(source: KafkaSource) -> None:
+        if len(failures) < 3:
+            failures.append(True)
+            raise Unavailable("no response")
+        original(source)
+
+    monkeypatch.setattr(KafkaSource, "_try_to_commit", fail)
+    monkeypatch.setattr("connectors.kafka.source.RETRY_SECONDS", 0.01)
+    member.commit()
+    assert len(waits) >= 3
+    world.check_effects(member)
+
+
+def test_partitions_that_are_added_begin_with_their_first_message(
+    either: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with --from latest. The state topic gets the partitions, too."""
+    monkeypatch.setattr("connectors.kafka.client.METADATA_SECONDS", 1.0)
+    world = either(1)
+    member = world.add_member(start="latest")
+    member.poll_until_assigned(0)
+    member.commit()
+    client = load_client(world.cluster)
+    admin, producer = client.open_admin(world.cluster), None
+    try:
+        admin.add_partitions(world.topic, 3, 30.0)
+        producer = client.open_producer(world.cluster, None, 30.0, 1_000_000)
+        wait_until(lambda: admin.describe_topics([world.topic], 30.0)[world.topic].num_partitions == 3, "3 partitions")
+        producer.send([OutgoingMessage(0, world.topic, b"k", b"1", (), number) for number in (1, 2, 2)], 30.0)
+        member.poll_until_assigned(0, 1, 2)
+        wait_until(lambda: bool(member.poll()) and len(member.handled_offsets) == 3, "the messages")
+        member.commit(snapshots=range(3))
+        assert admin.describe_topics([world.state_topic], 30.0)[world.state_topic].num_partitions == 3
+    finally:
+        admin.close()
+        if producer is not None:
+            producer.close()
+    assert world.read_positions() == {0: 0, 1: 1, 2: 2}
+    member.close()
+    successor = world.add_member()
+    successor.poll_until_assigned(0, 1, 2)
+    assert successor.is_state_complete()
+    assert successor.handled_offsets == []
+
+
+def test_waiting_partitions_are_neither_read_nor_committed(
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("connectors.kafka.liveness.PROBE_SECONDS", 0.5)
+    world = group(2)
+    reader = world.add_reader()
+    reader.poll_until_assigned(0, 1)
+    produce(world.cluster, world.topic, make_messages(40, keys=20))
+    reader.source.commit({p: PartitionState(snapshot=b"first") for p in range(2)})
+    before = world.read_positions()
+    reader.source.waiting_partitions = frozenset({0})
+    wait_until(lambda: bool(reader.poll()) and sum(reader.source.get_lag().values()) > 0, "the lag of partition 0")
+    wait_until(lambda: bool(reader.poll()) and reader.source.get_lag().get((world.topic, 1)) == 0, "partition 1")
+    assert not reader.messages_by_partition[0]
+    reader.source.commit({1: PartitionState(decisions=b"one")})
+    assert world.read_positions() == {0: before[0], 1: len(reader.messages_by_partition[1])}
+    reader.source.waiting_partitions = frozenset()
+    reader.read(40)
+    assert [offset for offset, _, _ in reader.messages_by_partition[0]] == list(
+        range(len(reader.messages_by_partition[0]))
+    )
+
+
+def test_spare_member_has_joined_without_partitions(group: Callable[..., Group]) -> None:
+    world = group(1)
+    first = world.add_member()
+    first.poll_until_assigned(0)
+    second = world.add_member()
+    assert not second.source.has_joined
+
+    def both() -> bool:
+        first.poll(0.1)
+        second.poll(0.1)
+        return second.source.has_joined
+
+    wait_until(both, "the second member")
+    assert len(first.source.assigned_partitions | second.source.assigned_partitions) == 1
