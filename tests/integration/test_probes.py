@@ -88,7 +88,7 @@ def test_a_consumer_lives_through_an_outage_of_the_brokers(client: str, model_di
             cluster.close()
             cluster = Cluster(broker.bootstrap)
             send(cluster, name, 2_500, 100)
-            consumer.wait_for(cluster.is_consumed(name, name), "the events after the outage", pause=0.5)
+            consumer.wait_for(cluster.is_consumed(name, name), "the events after the outage", patience=300.0, pause=0.5)
             assert consumer.stop()["events"] == 2_600
         cluster.close()
 
