@@ -115,7 +115,7 @@ def test_killed_consumers_write_each_row_of_evidence_once(
         *("--evidence", "on", "--instance", "a", "--snapshot-interval", "300ms", "--alpha", "0.3"),
         *("--explanations", "off", "--max-poll-records", "100", "--alerts", ""),
     ]
-    sender = threading.Thread(target=produce, args=(cluster.bootstrap, name, events, 300.0))
+    sender = threading.Thread(target=produce, args=(cluster.brokers, name, events, 300.0))
     sender.start()
     for step, num_calls in (("5.3-sending-offsets", 4), ("5.3-transaction-ended", 3), ("5.2-saved", 6)):
         module = ("tests.chaos.self_killing", step, num_calls)
