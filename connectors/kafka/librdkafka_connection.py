@@ -192,7 +192,10 @@ class ClientEvents(logging.Handler):
         if error.code() in DROPPED_CODES and self.fatal is not None:
             error = self.fatal
         servers, code, name = self._cluster.servers, error.code(), error.name()
-        if code in _REBALANCE_CODES:
+        # A static member that joins again has another member id meanwhile, or none, which the broker refuses like a
+        # second process. If there is a second one, the responses to heartbeats make the error fatal.
+        is_joining_again = code == KafkaError.FENCED_INSTANCE_ID and not error.fatal()
+        if code in _REBALANCE_CODES or is_joining_again:
             return RebalanceInProgress(
                 f"Kafka at {servers}: {action} failed ({name}): the consumer group is rebalancing"
             )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from deformer_stream.runtime.process import limit_thread_spinning
 from tests.chaos.run import SIZES, run_chaos
+from tests.conftest import CLIENT_LIBRARIES
 
 
 def main() -> int:
@@ -29,16 +31,22 @@ def main() -> int:
         default="both",
         help="delivery of the consumers",
     )
+    parser.add_argument(
+        "--client", choices=CLIENT_LIBRARIES, default=CLIENT_LIBRARIES[0], help="client library of the consumers"
+    )
     parser.add_argument("--seed", type=int, default=int(time.time()), help="seed of the random numbers")
     parser.add_argument("--logs", type=Path, help="folder for the logs of the consumers")
     args = parser.parse_args()
+    os.environ["DEFORMER_TEST_CLIENT"] = args.client
     limit_thread_spinning()
     modes = ["exactly-once", "at-least-once"] if args.delivery == "both" else [args.delivery]
     logs = args.logs or Path(tempfile.mkdtemp(prefix="deformer-chaos-"))
     logs.mkdir(parents=True, exist_ok=True)
-    print(f"chaos: size {args.size}, seed {args.seed}, logs in {logs}", file=sys.stderr, flush=True)
+    print(
+        f"chaos: size {args.size}, client {args.client}, seed {args.seed}, logs in {logs}", file=sys.stderr, flush=True
+    )
     figures = run_chaos(SIZES[args.size], modes, args.seed, logs)
-    print(json.dumps(figures))
+    print(json.dumps({"client": args.client, **figures}))
     return 0 if figures["ok"] else 1
 
 

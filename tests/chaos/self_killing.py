@@ -13,14 +13,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from connectors.kafka.client import choose_library
 from connectors.kafka.sink import KafkaSink
 from deformer_stream.cli import main
 from deformer_stream.engine.engine import Engine
 from deformer_stream.runtime.incident_pipeline import IncidentPipeline
 from deformer_stream.runtime.recovery import Recovery
 
-if choose_library("auto") == "librdkafka":
+if os.environ.get("DEFORMER_CLIENT") == "librdkafka":
     from connectors.kafka.librdkafka_client import LibrdkafkaConsumer as Consumer
     from connectors.kafka.librdkafka_client import LibrdkafkaProducer as Producer
 else:

@@ -16,7 +16,7 @@ from deformer_stream.runtime.ports import PartitionState
 from tests.connectors.kafka_groups import MODES, Group, Member, list_alert_keys, poll_in_background
 from tests.connectors.kafka_helpers import make_messages, wait_until
 
-pytestmark = pytest.mark.kafka
+pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
 
 
 def get_refusal(world: Group, model: str) -> str:
@@ -297,6 +297,7 @@ def test_lost_partitions_are_neither_committed_nor_written(either: Callable[...,
     world.check_effects(first, second)
 
 
+@pytest.mark.parametrize("client_library", ["kafka-python"], indirect=True)  # librdkafka has an assignor of its own
 def test_member_that_rejoins_claims_no_partitions(group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise two members would own a partition, because the assignor trusts the claims of the members."""
     world = group(4)

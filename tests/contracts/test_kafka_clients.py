@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -601,8 +602,16 @@ def test_second_process_with_an_instance_name_ends_the_first(clients: Clients) -
     wait_for(lambda: first.numbers == {0}, first)
     second = clients.open_member(topic, topic, instance="same")
     wait_for(lambda: second.numbers == {0}, second)
+
+    def try_to_commit() -> bool:
+        try:
+            first.consumer.commit({TopicPartition(topic, 0): CommittedOffset(1)}, SECONDS)
+        except RebalanceInProgress:  # librdkafka learns the reason from its next heartbeat
+            first.consumer.serve_group(0.1)
+        return False
+
     with pytest.raises(ConfigError, match="--instance"):
-        first.consumer.commit({TopicPartition(topic, 0): CommittedOffset(1)}, SECONDS)
+        wait_for(try_to_commit)
 
 
 def test_added_partitions_are_assigned(clients: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -678,10 +687,16 @@ def open_each(cluster: KafkaCluster) -> Iterator[Callable[[], Any]]:
     yield lambda: module.open_admin(cluster)
 
 
-def get_refusal(cluster: KafkaCluster, error_type: type[DeformerError]) -> str:
-    """Return the message with which each kind of client refuses to connect; it is one line without a secret."""
+def get_refusal(cluster: KafkaCluster, error_type: type[DeformerError], num_kinds: int = 3) -> str:
+    """Return the message with which a client refuses to connect; it is one line without a secret.
+
+    Args:
+        cluster: The settings of the connection.
+        error_type: The type of the error.
+        num_kinds: Number of kinds of clients that are tried. All must give the same message.
+    """
     messages = set()
-    for open_client in open_each(cluster):
+    for open_client in itertools.islice(open_each(cluster), num_kinds):
         began = time.monotonic()
         with pytest.raises(error_type) as caught:
             open_client()
@@ -755,23 +770,24 @@ def test_encrypted_connections_with_a_login_are_accepted(server: SecuredBroker, 
 def test_refused_login_is_reported(server: SecuredBroker, library: ClientLibrary) -> None:
     wrong = {**LOGIN, "sasl_plain_password": WRONG_PASSWORD}
     for listener in ("LOGIN", "BOTH"):
-        message = get_refusal(make_secured_cluster(server, library, listener, **wrong), ConfigError)
+        num_kinds = 3 if listener == "LOGIN" else 1
+        message = get_refusal(make_secured_cluster(server, library, listener, **wrong), ConfigError, num_kinds)
         assert "login" in message
         assert "--sasl-username" in message
     unknown = {**LOGIN, "sasl_mechanism": "SCRAM-SHA-256"}
-    message = get_refusal(make_secured_cluster(server, library, "LOGIN", **unknown), ConfigError)
+    message = get_refusal(make_secured_cluster(server, library, "LOGIN", **unknown), ConfigError, 1)
     assert "--sasl-mechanism" in message
 
 
 def test_wrong_encryption_is_reported(server: SecuredBroker, library: ClientLibrary) -> None:
     foreign = make_secured_cluster(server, library, "TLS", ssl_cafile=str(server.foreign))
-    assert "--ssl-cafile" in get_refusal(foreign, ConfigError)
-    assert "--ssl-certfile" in get_refusal(make_secured_cluster(server, library, "MUTUAL"), ConfigError)
+    assert "--ssl-cafile" in get_refusal(foreign, ConfigError, 1)
+    assert "--ssl-certfile" in get_refusal(make_secured_cluster(server, library, "MUTUAL"), ConfigError, 1)
     address = server.broker.address_by_listener["TLS"]
     plain = KafkaCluster(address, {"security_protocol": "PLAINTEXT"}, library)
-    assert "--security-protocol" in get_refusal(plain, ConfigError)
+    assert "--security-protocol" in get_refusal(plain, ConfigError, 1)
     encrypted = KafkaCluster(server.broker.bootstrap, {"security_protocol": "SSL"}, library)
-    assert "--security-protocol" in get_refusal(encrypted, ConfigError)
+    assert "--security-protocol" in get_refusal(encrypted, ConfigError, 1)
 
 
 def test_log_of_librdkafka_is_forwarded_without_secrets(server: SecuredBroker) -> None:

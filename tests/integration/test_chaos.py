@@ -8,17 +8,18 @@ import sys
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import CLIENT_LIBRARIES, ROOT
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 
-def test_small_chaos_run() -> None:
+@pytest.mark.parametrize("client", CLIENT_LIBRARIES)
+def test_small_chaos_run(client: str) -> None:
     """Consumers that are killed and disturbed raise the same alerts as an undisturbed one, with both kinds of
     delivery.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "tests.chaos", "--size", "small", "--seed", "3"],
+        [sys.executable, "-m", "tests.chaos", "--size", "small", "--seed", "3", "--client", client],
         cwd=ROOT,
         capture_output=True,
         text=True,

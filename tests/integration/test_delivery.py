@@ -16,7 +16,7 @@ from deformer_stream import model_store
 from tests.integration.programs import Cluster, RunningConsumer, list_error_lines, run, wait_until
 from tests.models import SCHEMA, draw_rows, write_model
 
-pytestmark = pytest.mark.kafka
+pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
 
 
 def make_options(cluster: Cluster, topic: str, model: Path, *more: object) -> list[object]:

@@ -30,7 +30,7 @@ from tests.connectors.raw_batches import (
 from tests.integration.programs import Cluster, RunningConsumer
 from tests.models import SCHEMA
 
-pytestmark = pytest.mark.kafka
+pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
 MIB = 2**20
 VALUES: dict[str, Any] = {"temperature": 20, "pressure": 1, "vibration": 0, "state": "run", "valve": True, "load": 50}
 

@@ -62,6 +62,7 @@ REFUSED: dict[str, tuple[str, str, list[Event], Event]] = {
 }
 
 
+@pytest.mark.usefixtures("client_library")
 def test_rejected_event_becomes_a_dead_letter_and_the_next_one_is_accepted(
     cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from connectors.kafka import produce
 from tests.integration.programs import Cluster, RunningConsumer
 
-pytestmark = pytest.mark.kafka
+pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
 
 RECORDS, RATE = 1500, 1500.0
 FEATURES = ("temperature", "pressure", "vibration")
@@ -35,7 +35,7 @@ def test_each_event_is_consumed_once_over_a_restart(
     name = topic(4)
     total = RECORDS * 3
     options = ["--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap, "--model", model_dir]
-    sender = threading.Thread(target=produce, args=(cluster.bootstrap, name, iterate_readings(), RATE))
+    sender = threading.Thread(target=produce, args=(cluster.brokers, name, iterate_readings(), RATE))
     runs = []
     with RunningConsumer(tmp_path / "first.log", *options) as consumer:
         consumer.wait_until_ready()

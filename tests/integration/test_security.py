@@ -27,7 +27,7 @@ from tests.integration.secured_broker import (
     SecuredBroker,
 )
 
-pytestmark = pytest.mark.kafka
+pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
 
 Cli = Callable[..., SimpleNamespace]
 
