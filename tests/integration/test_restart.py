@@ -15,7 +15,7 @@ from tests.integration.programs import Cluster, RunningConsumer
 
 pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
 
-RECORDS, RATE = 1500, 1500.0
+RECORDS, RATE = 1500, 500.0
 FEATURES = ("temperature", "pressure", "vibration")
 
 
