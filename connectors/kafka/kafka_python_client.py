@@ -52,6 +52,9 @@ FETCH_BYTES = 8 * 2**20
 """Largest response to a fetch request, in bytes of compressed batches. Together with the limit per partition, it bounds
 the memory for messages that were fetched and not yet polled. A single batch may be larger."""
 
+BACKOFF_MILLISECONDS = 20
+"""Milliseconds after which a producer repeats a request that the broker refuses for the moment."""
+
 MAX_UNACKNOWLEDGED = 10_000
 """Number of messages of `enqueue` without acknowledgement after which it blocks."""
 
@@ -462,12 +465,18 @@ class KafkaPythonConsumer:
     def _drop_fetched(self) -> None:
         """Drop what was fetched and not returned, after a batch that cannot be decoded.
 
-        kafka-python would otherwise never return messages of that partition again, nor raise the error again.
+        kafka-python would otherwise never return messages of that partition again, nor raise the error again. It drops
+        what it holds of a partition if a poll finds another position, and loops for ever if it finds the same one.
         """
-        for tp in self._consumer.assignment() - self._consumer.paused():
-            position = self._consumer.position(tp, timeout_ms=0)
-            if position is not None:
-                self._consumer.seek(tp, position)
+        active = self._consumer.assignment() - self._consumer.paused()
+        positions = {tp: self._consumer.position(tp, timeout_ms=0) for tp in active}
+        known = {tp: position for tp, position in positions.items() if position is not None}
+        for tp, position in known.items():
+            self._consumer.seek(tp, position + 1)
+        with suppress(errors.KafkaError):
+            self._consumer.poll(timeout_ms=0)  # returns nothing, because no partition is at the position of its messages
+        for tp in known.keys() & self._consumer.assignment():
+            self._consumer.seek(tp, known[tp])
 
     def get_position(self, tp: TopicPartition) -> int | None:
         """Return the offset after everything that was read, without a request; None if nothing is known yet."""
@@ -650,6 +659,8 @@ class KafkaPythonProducer:
             delivery_timeout_ms=_to_milliseconds(client.DELIVERY_SECONDS),
             # kafka-python requires that a request times out before the delivery does.
             request_timeout_ms=_to_milliseconds(client.DELIVERY_SECONDS) - 1000,
+            # The broker refuses a transaction for a few milliseconds, while it ends the one before.
+            retry_backoff_ms=BACKOFF_MILLISECONDS,
             allow_auto_create_topics=False,
         )
 
