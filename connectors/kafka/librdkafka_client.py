@@ -80,6 +80,7 @@ class LibrdkafkaConsumer:
         self._read_error: DeformerError | None = None  # to be raised by the next poll
         self._handler: RebalanceHandler | None = None
         self._has_rebalanced = False  # during the poll in progress
+        self._has_joined = False  # whether the group has assigned partitions, perhaps none, and they were not lost
         self._commit_thread: threading.Thread | None = None
         self._admin: LibrdkafkaAdmin | None = None  # connected when it is needed
         self._isolation = (
@@ -390,8 +391,9 @@ class LibrdkafkaConsumer:
         """
         group = self._client.consumer_group_metadata()
         # Without a member id, the broker would accept offsets of a transaction without checking the membership. The
-        # id is checked after the group was read: the process can become a member again only within a poll.
-        return group if self._client.memberid() else None
+        # id is checked after the group was read: the process can become a member again only within a poll. It gets an
+        # id when it asks to join, which is up to a session time-out before it is a member.
+        return group if self._client.memberid() and self._has_joined else None
 
     def close(self) -> None:
         """Close without committing, and leave the group if there is no instance name."""
@@ -410,7 +412,7 @@ class LibrdkafkaConsumer:
         # Any position serves until `start`; for the end offset, librdkafka requests no messages before they are paused.
         consumer.incremental_assign([to_client_partition(tp, rd.OFFSET_END) for tp in tps])
         consumer.pause(partitions)
-        self._has_rebalanced = True
+        self._has_rebalanced = self._has_joined = True
         self._assigned |= tps
         if tps and self._handler is not None:
             self._handler.on_assigned(tps)
@@ -432,6 +434,7 @@ class LibrdkafkaConsumer:
 
     def _on_lost(self, _client: rd.Consumer, partitions: list[rd.TopicPartition]) -> None:
         """Drop partitions that other members own already."""
+        self._has_joined = False
         tps = from_client_partitions(partitions)
         if self._handler is not None:
             self._handler.on_lost(tps)
