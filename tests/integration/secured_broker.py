@@ -18,6 +18,7 @@ from kafka.admin import (
     UserScramCredentialUpsertion,
 )
 
+from connectors.kafka.delivery import make_transactional_id
 from tests.certificates import DAY, Authority
 from tests.conftest import load_broker_script, start_broker
 from tests.integration.programs import wait_until
@@ -37,7 +38,11 @@ DENIED_BY_USER = {
     "no-writing": (ResourceType.TOPIC, SHARED_NAME, ACLOperation.WRITE),
     "no-alerts": (ResourceType.TOPIC, f"{SHARED_NAME}-alerts", ACLOperation.WRITE),
     "no-group": (ResourceType.GROUP, SHARED_NAME, ACLOperation.ALL),
-    "no-transactions": (ResourceType.TRANSACTIONAL_ID, f"{SHARED_NAME}-here", ACLOperation.ALL),
+    "no-transactions": (
+        ResourceType.TRANSACTIONAL_ID,
+        make_transactional_id(SHARED_NAME, SHARED_NAME, "here"),
+        ACLOperation.ALL,
+    ),
 }
 """The one permission that a user lacks. The user `plant` has all permissions, and `nobody` has none."""
 

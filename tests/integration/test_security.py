@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from kafka import KafkaConsumer, TopicPartition
 
+from tests.conftest import get_client_library
 from tests.integration.programs import RunningConsumer, list_error_lines, run
 from tests.integration.secured_broker import (
     PASSPHRASE,
@@ -93,10 +94,10 @@ def test_events_and_alerts_pass_through_a_secured_listener(
         assert consumer.stop()["events"] == 40
     shown = [sent.stdout, sent.stderr, processes, metrics, consumer.read_log()]
     assert not any(secret in text for secret in (PASSWORD, PASSPHRASE) for text in shown)
-    # The client warns at every connection; the log of the program contains the warning once.
+    # kafka-python warns at every connection; the log of the program contains the warning once.
     warnings = [event["message"] for event in consumer.list_log_events("kafka_client_warning")]
     num_unencrypted = sum("Exchanging credentials in the clear" in message for message in warnings)
-    assert num_unencrypted == bool(variables)
+    assert num_unencrypted == (bool(variables) and get_client_library() == "kafka-python")
 
 
 def read_alerts(server: SecuredBroker, topic: str, consumer: RunningConsumer) -> list[dict[str, Any]]:
@@ -139,7 +140,8 @@ def test_wrong_login_is_refused(
 ) -> None:
     words = [*server.address_options(listener), *server.login_options(name, mechanism, server.wrong)]
     line = get_refusal(cli, 2, "produce", table, "--topic", SHARED_NAME, *words)
-    assert line.endswith("refuses the login: check --sasl-username and the password")
+    assert "refuses the login" in line
+    assert "check --sasl-username and the password" in line
 
 
 TLS_REFUSALS: dict[str, tuple[Callable[[SecuredBroker], Arguments], str]] = {
@@ -225,11 +227,11 @@ TLS_REFUSALS: dict[str, tuple[Callable[[SecuredBroker], Arguments], str]] = {
             *server.address_options("LOGIN")[2:],
             *server.login_options(),
         ],
-        "accepts no login",
+        "--security-protocol",
     ),
     "mechanism not offered": (
         lambda server: [*server.address_options("LOGIN"), *server.login_options(mechanism="SCRAM-SHA-256")],
-        "PLAIN, SCRAM-SHA-512, but not SCRAM-SHA-256",
+        "--sasl-mechanism",
     ),
     "password file missing": (
         lambda server: [*server.address_options("LOGIN"), *server.login_options(password=Path("/no/file"))],
@@ -256,8 +258,8 @@ def test_wrong_security_setting_is_refused(case: str, server: SecuredBroker, tab
         ("no-topic", f"topic '{SHARED_NAME}' on {{}} may not be used by this user: grant the permission READ"),
         ("no-reading", f"topic '{SHARED_NAME}' on {{}} may not be used by this user: grant the permission READ"),
         ("no-alerts", f"topic '{SHARED_NAME}-alerts' on {{}} may not be used by this user: grant the permission WRITE"),
-        ("no-group", "(GroupAuthorizationFailedError): this user is not authorized: grant the permission"),
-        ("no-transactions", "(TransactionalIdAuthorizationFailedError): this user is not authorized: grant"),
+        ("no-group", "this user is not authorized: grant the permission"),
+        ("no-transactions", "this user is not authorized: grant the permission"),
     ],
 )
 def test_missing_permission_is_named(user: str, message: str, server: SecuredBroker, model_dir: Path, cli: Cli) -> None:
