@@ -1,7 +1,8 @@
 """Fleet incidents: one incident for many devices of a group that have the same suspects at about the same time.
 
-A fleet incident opens at the record that opens the incident of the last device that is needed. Later incidents with the
-same suspects join it while it is open. It is resolved when all of its members are.
+A fleet incident opens at the record that opens the incident of the last device that is needed, or at a message about
+it soon after, when its suspects are better known. Later incidents with the same suspects join it while it is open. It
+is resolved when all of its members are.
 
 Faults of several devices at the same time can be unrelated. Suspects must therefore match more closely
 (`MIN_FLEET_COSINE`) than for reopening an incident of one device, and an incident without suspects is no member. With
@@ -178,6 +179,7 @@ class MemberIncident(Protocol):
 
     id: str
     model: str
+    first_record: str
     opened: int
     last: int
     resolved: int | None
@@ -248,7 +250,7 @@ class FleetTracker(Generic[MemberT]):
         self._num_devices_by_group[group] = self._num_devices_by_group.get(group, 0) + 1
 
     def join(self, device: str, incident: MemberT, first_record: str, is_reopened: bool) -> None:
-        """Add an incident that has just opened to a fleet incident, or open one.
+        """Add an incident that has opened to a fleet incident, or open one.
 
         Args:
             device: The device.
@@ -310,8 +312,13 @@ class FleetTracker(Generic[MemberT]):
         self._send_member(device, incident, "updated", incident.last)
 
     def update(self, device: str, incident: MemberT, time: int) -> None:
-        """Update the fleet incident of a member, and resolve it if all members are resolved."""
+        """Update the fleet incident of a member, and resolve it if all members are resolved.
+
+        An incident that is no member, and has opened recently, may join now: its suspects are better known.
+        """
         if incident.parent is None:
+            if incident.resolved is None and time - incident.opened <= self._rule.within:
+                self.join(device, incident, incident.first_record, is_reopened=False)
             return
         group = self._state_by_group.get(self._get_group(device))
         fleet = next((fleet for fleet in group.fleets if fleet.id == incident.parent), None) if group else None
@@ -387,7 +394,7 @@ def find_quorum(group: GroupState, incident: RecentIncident, rule: FleetRule) ->
 
     Args:
         group: The state of the group. Recent incidents that are too old are removed from it.
-        incident: The new incident. It is added to the recent ones.
+        incident: The new incident. It is added to the recent ones, or replaces its earlier state there.
         rule: When a fleet incident opens.
 
     Returns:

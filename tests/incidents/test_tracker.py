@@ -417,6 +417,17 @@ def test_unrelated_faults_at_the_same_time_make_no_fleet_incident() -> None:
     ]
 
 
+def test_an_incident_joins_when_its_suspects_are_better_known() -> None:
+    tracker = IncidentTracker(SEGMENTS, FLEET)
+    messages = open_devices(tracker, {"a": 0, "b": 5, "c": 10})
+    (fleet,) = (message for message in messages if message.kind == "fleet" and message.state == "open")
+    unclear = (Suspect("valve", "open", None, None, 0.8), Suspect("flow", 31.9, 119.0, 127.0, 0.2))
+    messages = tracker.handle(make_batch(make_rows("d", range(40, 46), 0.001), unclear))
+    assert {message.parent for message in messages if message.device == "d"} == {None}
+    messages = tracker.handle(make_batch(make_rows("d", range(46, 80), 0.001), FLOW))
+    assert [message.parent for message in messages if message.device == "d"][-1] == fleet.id
+
+
 def test_incidents_without_suspects_make_no_fleet_incident() -> None:
     messages = open_devices(IncidentTracker(SEGMENTS, FLEET), {"a": 0, "b": 1, "c": 2, "d": 3}, ())
     assert {message.kind for message in messages} == {"device"}
