@@ -342,6 +342,9 @@ class KafkaPythonConsumer:
         self._handler: RebalanceHandler | None = None
         # Partitions that were assigned or stopped and for which `start` was not called since.
         self._stopped: set[TopicPartition] = set()
+        # The message of the error, after a batch that cannot be decoded. kafka-python keeps what is left of the batch,
+        # and would loop for ever in a later poll.
+        self._unreadable_error = ""
         self._unpositioned: set[TopicPartition] = set()  # assigned, but `start` was never called
         self._revocations: deque[_Revocation] = deque()  # commits of revoked partitions that the handler awaits
         self._session = options.session_seconds
@@ -443,6 +446,9 @@ class KafkaPythonConsumer:
     def _fetch(self, timeout: float) -> dict[Any, list[Any]]:
         """Poll kafka-python's consumer for at most `timeout` seconds, and return its records by partition."""
         action = "reading messages"
+        if self._unreadable_error:
+            time.sleep(min(timeout, RETRY_SECONDS))
+            raise Unavailable(self._unreadable_error)
         try:
             with translate_errors(self._servers, action):
                 return dict(self._consumer.poll(timeout_ms=_to_milliseconds(timeout)))
@@ -452,31 +458,16 @@ class KafkaPythonConsumer:
                 by_partition = {TopicPartition(*tp): offset for tp, offset in offsets.items()}
                 raise OffsetOutOfRange(str(error), by_partition) from error
             if isinstance(error.__cause__, errors.CorruptRecordError | errors.UnsupportedCodecError):
-                self._drop_fetched()
+                self._unreadable_error = str(error)
             raise
         except InvariantViolated:
             raise
         except Exception as error:  # whatever the decoding of a damaged batch raises, for example zlib.error
-            self._drop_fetched()
-            raise make_error(client.UNREADABLE_BATCH, self._servers, action, type(error).__name__) from error
+            failure = make_error(client.UNREADABLE_BATCH, self._servers, action, type(error).__name__)
+            self._unreadable_error = str(failure)
+            raise failure from error
         finally:
             self._finish_revocation()
-
-    def _drop_fetched(self) -> None:
-        """Drop what was fetched and not returned, after a batch that cannot be decoded.
-
-        kafka-python would otherwise never return messages of that partition again, nor raise the error again. It drops
-        what it holds of a partition if a poll finds another position, and loops for ever if it finds the same one.
-        """
-        active = self._consumer.assignment() - self._consumer.paused()
-        positions = {tp: self._consumer.position(tp, timeout_ms=0) for tp in active}
-        known = {tp: position for tp, position in positions.items() if position is not None}
-        for tp, position in known.items():
-            self._consumer.seek(tp, position + 1)
-        with suppress(errors.KafkaError):
-            self._consumer.poll(timeout_ms=0)  # returns nothing, because no partition is at the position of its messages
-        for tp in known.keys() & self._consumer.assignment():
-            self._consumer.seek(tp, known[tp])
 
     def get_position(self, tp: TopicPartition) -> int | None:
         """Return the offset after everything that was read, without a request; None if nothing is known yet."""

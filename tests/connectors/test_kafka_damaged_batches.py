@@ -1,0 +1,65 @@
+"""Tests of batches that a client library cannot decode, with a real broker."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from connectors.kafka import KafkaCluster
+from connectors.kafka.client import load_client
+from connectors.kafka.ports import ConsumerOptions, TopicPartition
+from deformer_stream.errors import Unavailable
+from tests.connectors.kafka_helpers import Topic, wait_until
+from tests.connectors.raw_batches import encode_batch, encode_record, send_batch
+
+pytestmark = pytest.mark.kafka
+
+NOT_UTF8 = [(b"\xff", b"")]
+"""Headers with a name that is not UTF-8."""
+
+
+def send_batches(bootstrap: str, topic: str) -> None:
+    """Send three batches; the second one has a header that kafka-python cannot decode."""
+    spoiled = encode_record(0, b"k", b"1") + encode_record(1, b"k", b"2", NOT_UTF8) + encode_record(2, b"k", b"3")
+    for batch in (
+        encode_batch(encode_record(0, b"k", b"0"), 1),
+        encode_batch(spoiled, 3),
+        encode_batch(encode_record(0, b"k", b"4"), 1),
+    ):
+        send_batch(bootstrap, topic, batch)
+
+
+@pytest.mark.parametrize("library", ["kafka-python", "librdkafka"])
+def test_a_batch_that_cannot_be_decoded_is_an_error_in_every_poll(
+    library: str, kafka: SimpleNamespace, topic: Topic
+) -> None:
+    name = topic(1)
+    send_batches(kafka.bootstrap, name)
+    cluster = KafkaCluster(kafka.bootstrap, library=library)  # type: ignore[arg-type]
+    consumer = load_client(cluster).open_consumer(cluster, ConsumerOptions())
+    values: list[bytes | None] = []
+    errors: list[str] = []
+
+    def read() -> bool:
+        """Poll once, and return whether the last message was read or five polls have raised an error."""
+        try:
+            polled = consumer.poll(0.5)
+        except Unavailable as error:
+            errors.append(str(error))
+        else:
+            values.extend([] if polled is None else polled.values)
+        return len(values) == 5 or len(errors) == 5
+
+    try:
+        consumer.assign({TopicPartition(name, 0): 0})
+        wait_until(read, "the last message or five errors")
+    finally:
+        consumer.close()
+    if library == "librdkafka":  # it does not decode headers that nobody reads
+        assert (values, errors) == ([b"0", b"1", b"2", b"3", b"4"], [])
+    else:
+        assert values == [b"0", b"1"]
+        assert len(set(errors)) == 1
+        assert "the client cannot read a batch of messages" in errors[0]
+        assert "use the other --client" in errors[0]
