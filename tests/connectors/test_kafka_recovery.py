@@ -16,6 +16,7 @@ from deformer_stream.errors import Unavailable
 from deformer_stream.runtime.ports import PartitionState
 from tests.connectors.kafka_groups import Group
 from tests.connectors.kafka_helpers import make_messages, wait_until
+from tests.connectors.raw_batches import encode_batch, encode_record, send_batch
 
 pytestmark = pytest.mark.kafka
 
@@ -177,3 +178,15 @@ def test_spare_member_has_joined_without_partitions(group: Callable[..., Group])
 
     wait_until(both, "the second member")
     assert len(first.source.assigned_partitions | second.source.assigned_partitions) == 1
+
+
+def test_batch_that_the_client_cannot_read_ends_the_process(group: Callable[..., Group]) -> None:
+    """The name of a header is not UTF-8, which kafka-python cannot decode. What comes before is consumed."""
+    world = group(1)
+    send_batch(world.bootstrap, world.topic, encode_batch(encode_record(0, b"k", b"before"), 1))
+    send_batch(world.bootstrap, world.topic, encode_batch(encode_record(0, b"k", b"bad", [(b"\xff", b"")]), 1))
+    reader = world.add_reader(patience=1.0)
+    with pytest.raises(Unavailable, match="the client cannot read a batch of messages") as caught:
+        wait_until(lambda: bool(reader.poll()) and False, "an error")
+    assert "\n" not in str(caught.value)
+    assert [payload for _, _, payload in reader.messages_by_partition[0]] == [b"before"]
