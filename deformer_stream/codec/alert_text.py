@@ -153,11 +153,11 @@ def format_contribution(contribution: Contribution) -> str:
 
 def _choose_decimals(low: float, high: float) -> int:
     """Return the number of decimals with which the bounds of a range are shown (see `MAX_ROUNDING`)."""
-    width = high - low
-    if not (math.isfinite(width) and width > 0):
-        return VALUE_DIGITS
     # A bound that is rounded to a multiple of 10^k has an error of up to 0.5 · 10^k.
-    return max(0, -math.floor(math.log10(2 * MAX_ROUNDING * width)))
+    largest_multiple = 2 * MAX_ROUNDING * (high - low)
+    if not (math.isfinite(largest_multiple) and largest_multiple > 0):  # the product of a tiny width may be 0
+        return VALUE_DIGITS
+    return max(0, -math.floor(math.log10(largest_multiple)))
 
 
 def format_value_and_range(value: float, low: float, high: float) -> tuple[str, str, str]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import UTC, date, timedelta, timezone
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deformer_stream.calibration.drift_state import DriftNotice, FeatureShift
@@ -99,6 +99,7 @@ finite = st.floats(-1e15, 1e15)
 
 
 @given(value=finite, low=finite, width=st.floats(0, 1e15))
+@example(value=0.0, low=0.0, width=5e-324)
 def test_every_value_is_shown_in_one_line(value: float, low: float, width: float) -> None:
     text = format_contribution(Contribution("x", value, 9.0, ExpectedRange(low, low, low + width)))
     assert text.startswith("x ")
