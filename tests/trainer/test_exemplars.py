@@ -12,6 +12,7 @@ import torch
 from deformer_stream import load, model_store
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.model.deformer import DEformer, ModelConfig
+from deformer_stream.model.exemplars import Exemplars
 from tests.trainer.tables import mixed, prepared
 from trainer.data import PreparedTable
 from trainer.exemplars import MIN_DIFFERENCE_RATE, add_ranking
@@ -43,12 +44,12 @@ def test_deviation_of_each_feature_is_its_own_spread(tmp_path: Path) -> None:
 def test_distant_records_score_higher_than_normal_ones(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     data = prepared(tmp_path, {"x": rng.normal(size=600), "y": rng.normal(size=600)})
-    ranking = add_ranking(model_of(data), data, 1000, 0).ranking
-    assert ranking is not None
-    usual = float(ranking.typical[1, 0])
+    exemplars = Exemplars.from_parameters(add_ranking(model_of(data), data, 1000, 0).extract_parameters())
+    assert exemplars is not None
+    usual = float(exemplars.typical[1, 0])
     codes = np.tile([0, 1], (3, 1))
     values = np.array([[0.0, 0.1], [4.0, 4.0], [40.0, 40.0]])
-    inside, outside, far = ranking.score(codes, values, np.full(3, usual)).tolist()
+    inside, outside, far = exemplars.score(codes, values, np.full(3, usual)).tolist()
     assert inside < 1.0 < outside < far
 
 
