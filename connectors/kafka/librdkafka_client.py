@@ -35,6 +35,7 @@ from connectors.kafka.ports import (
     Offsets,
     OutgoingMessage,
     RebalanceHandler,
+    RebalanceInProgress,
     ReceivedMessage,
     TopicPartition,
 )
@@ -342,6 +343,8 @@ class LibrdkafkaConsumer:
             RebalanceInProgress: The group is moving partitions, or this process is no longer a member.
             Unavailable: The commit, or one before it, takes too long. It may still take effect.
         """
+        if not offsets:
+            return
         deadline = time.monotonic() + timeout
         failures: list[DeformerError] = []
 
@@ -365,11 +368,27 @@ class LibrdkafkaConsumer:
             DeformerError: The commit has failed.
         """
         self._events.raise_fatal("committing")
+        if self._options.instance is not None and self._handler is not None:
+            self._check_membership(offsets)
         with self._events.translate_errors("committing"):
             committed = self._client.commit(offsets=_to_client_offsets(offsets), asynchronous=False)
         for partition in committed:
             if partition.error is not None:
                 raise self._events.translate(partition.error, "committing")
+
+    def _check_membership(self, offsets: Offsets) -> None:
+        """Raise `RebalanceInProgress` if this static member has lost its session and has not joined again.
+
+        librdkafka would wait for the brokers, and then commit without a member id. The broker refuses that like a
+        second process with the same instance name, and librdkafka then ends the consumer. So the committed offsets are
+        requested first, which waits for the brokers.
+        """
+        with self._events.translate_errors("committing"):
+            self._client.committed([to_client_partition(next(iter(offsets)))], client.DELIVERY_SECONDS)
+        if self._client.memberid() is None:
+            raise RebalanceInProgress(
+                f"Kafka at {self._cluster.servers}: committing failed: this process is joining the consumer group again"
+            )
 
     def _join_commit(self, deadline: float) -> None:
         """Wait until the commit in progress, if there is one, has ended.
