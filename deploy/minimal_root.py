@@ -41,6 +41,14 @@ UNUSED_FILES = (
 UNUSED_LIBRARIES = ("*_flight*.so*", "libarrow_s3.so*", "_s3fs*.so", "_pyarrow_cpp_tests*.so")
 """Libraries of Arrow that only modules of the same names load, which this program does not import. They have 50 MB."""
 
+CHECK = """
+import pyarrow.compute, pyarrow.csv, pyarrow.dataset, pyarrow.parquet
+import deformer_stream.cli.main, matplotlib.figure, numpy, ssl, zoneinfo
+numpy.linalg.svd(numpy.eye(3))
+zoneinfo.ZoneInfo("Europe/Berlin")
+"""
+"""A program that fails in the new root folder if a library or a file is missing there, or was damaged."""
+
 DATA = ("/etc/ssl", "/usr/share/ca-certificates", "/usr/share/zoneinfo", "/etc/nsswitch.conf", "/etc/debian_version")
 """Files and folders of Debian that libraries read."""
 
@@ -111,6 +119,11 @@ def main(environment: Path, root: Path) -> None:
             if not name.exists():
                 name.parent.mkdir(parents=True, exist_ok=True)
                 name.symlink_to(os.path.relpath(root / real.relative_to("/"), name.parent))
+    # Names of functions that only debuggers read, about 50 MB. A file that `strip` cannot handle stays as it is.
+    for library in root.rglob("*.so*"):
+        if library.is_symlink() or not library.is_file():
+            continue
+        subprocess.run(["strip", "--strip-unneeded", str(library)], capture_output=True, check=False)  # noqa: S603, S607
     for path in map(Path, DATA):
         if path.exists():
             copy(path, root)
@@ -119,6 +132,8 @@ def main(environment: Path, root: Path) -> None:
     shutil.copy2("/healthcheck.py", root / "opt/deformer/healthcheck.py")
     (root / "tmp").mkdir()
     (root / "tmp").chmod(0o1777)
+    check = [str(environment / "bin" / "python"), "-c", CHECK]
+    subprocess.run(["chroot", f"--userspec={USER_ID}:{USER_ID}", str(root), *check], check=True)  # noqa: S603, S607
 
 
 if __name__ == "__main__":
