@@ -9,13 +9,12 @@ from __future__ import annotations
 import socket
 import struct
 import time
-import zlib
 from collections.abc import Sequence
 
-import cramjam
 import crc32c
 
-GZIP, SNAPPY, LZ4, ZSTD = 1, 2, 3, 4
+GZIP = 1
+"""The number of the compression in the attributes of a batch."""
 LEADERLESS = 6
 """The error code of a broker that does not lead the partition."""
 Header = tuple[bytes, bytes]
@@ -40,58 +39,6 @@ def encode_record(place: int, key: bytes | None, value: bytes | None, headers: S
     for name, content in headers:
         body += encode_varint(len(name)) + name + encode_varint(len(content)) + content
     return encode_varint(len(body)) + body
-
-
-def encode_large_record(place: int, size: int) -> tuple[bytes, bytes]:
-    """Return the bytes before and after the value of a record, so that the value can be written in pieces.
-
-    Args:
-        place: The index of the record within its batch.
-        size: The size of the value in bytes.
-    """
-    before = b"\0" + encode_varint(0) + encode_varint(place) + encode_varint(-1) + encode_varint(size)
-    return encode_varint(len(before) + size + 1) + before, encode_varint(0)
-
-
-def make_bomb(codec: int, size: int) -> bytes:
-    """Return compressed records that consist of one record with a large value.
-
-    Args:
-        codec: The compression, GZIP or ZSTD.
-        size: The size of the value in bytes, a multiple of 2**20.
-    """
-    before, after = encode_large_record(0, size)
-    chunk = b"x" * 2**20
-    pieces = [before, *([chunk] * (size // 2**20)), after]
-    if codec == GZIP:
-        packer = zlib.compressobj(9, zlib.DEFLATED, 31)
-        return b"".join([*map(packer.compress, pieces), packer.flush()])
-    compressor = cramjam.zstd.Compressor()
-    for piece in pieces:
-        compressor.compress(piece)
-    return bytes(compressor.finish())
-
-
-def compress(codec: int, records: bytes) -> bytes:
-    """Return encoded records, compressed."""
-    if codec == GZIP:
-        return bytes(cramjam.gzip.compress(records))
-    if codec == SNAPPY:
-        return bytes(cramjam.snappy.compress_raw(records))
-    if codec == ZSTD:
-        return bytes(cramjam.zstd.compress(records))
-    packer = cramjam.lz4.Compressor(level=1, block_linked=False)  # Kafka takes no linked blocks
-    packer.compress(records)
-    return bytes(packer.finish())
-
-
-def compress_java_snappy(records: bytes, block: int = 1024) -> bytes:
-    """Return records compressed as Java clients do it: a header, and then blocks with their lengths."""
-    out = b"\x82SNAPPY\0" + struct.pack(">ii", 1, 1)
-    for at in range(0, len(records), block):
-        packed = bytes(cramjam.snappy.compress_raw(records[at : at + block]))
-        out += struct.pack(">I", len(packed)) + packed
-    return out
 
 
 def encode_batch(records: bytes, count: int, codec: int = 0, stamp: int | None = None) -> bytes:

@@ -171,7 +171,8 @@ def test_older_of_two_processes_with_one_instance_name_ends(
             return False
 
         with pytest.raises(
-            ConfigError, match=r"another process .* this instance name|the same transactional id: give each process its own"
+            ConfigError,
+            match=r"another process .* this instance name|the same transactional id: give each process its own",
         ):
             wait_until(poll_older, "an error because of the other process")
         older.close()

@@ -6,6 +6,7 @@ library cannot read ends it, with the reason.
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import time
@@ -19,7 +20,6 @@ import pytest
 from connectors.kafka import ensure_topics, produce
 from tests.connectors.raw_batches import (
     GZIP,
-    compress,
     encode_batch,
     encode_record,
     send_batch,
@@ -70,9 +70,9 @@ def test_oversized_messages_become_dead_letters(
 
     sent = [
         encode_batch(events(2, 1), 2),
-        encode_batch(compress(GZIP, events(3, 10)), 3, GZIP),
-        encode_batch(compress(GZIP, encode_record(0, b"k", b"x" * (3 * MIB))), 1, GZIP),
-        encode_batch(compress(GZIP, encode_record(0, b"k" * (3 * MIB // 2), b"junk")), 1, GZIP),
+        encode_batch(gzip.compress(events(3, 10)), 3, GZIP),
+        encode_batch(gzip.compress(encode_record(0, b"k", b"x" * (3 * MIB))), 1, GZIP),
+        encode_batch(gzip.compress(encode_record(0, b"k" * (3 * MIB // 2), b"junk")), 1, GZIP),
         encode_batch(events(2, 20), 2),
     ]
     offsets = [send_batch(cluster.bootstrap, name, one) for one in sent]
