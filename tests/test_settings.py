@@ -63,7 +63,7 @@ def get_example_values(cls: type[Settings], field: str) -> list[Any]:
         if get_origin(kind) is Literal:
             texts = [str(a) for a in get_args(kind)]
             return ([t for t in texts if t.startswith("SASL") or field != "security_protocol"] * 3)[:3]
-    if field in ("alpha", "interval", "trim", "quantiles"):
+    if field in ("alpha", "interval", "trim", "suspicious", "quantiles"):
         return ["0.2", "0.3", "0.4"]
     if bool in (annotation, *get_args(annotation)):
         return ["true", "false", "true"]

@@ -119,7 +119,6 @@ def summarize_incidents(sink: IncidentSink) -> str:
     return text
 
 
-
 def calibrate_incidents(settings: CalibrateSettings) -> int:
     """Calibrate the segments of the incident budget only, and write them to the model directory.
 
