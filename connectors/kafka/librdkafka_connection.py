@@ -357,10 +357,14 @@ def _explain_refused_login(error: KafkaError, cluster: KafkaCluster) -> ConfigEr
     """Return the exception for a login that failed."""
     text = error.str()
     mechanism = cluster.security.get("sasl_mechanism")
-    if supported := re.search(r"supported mechanisms: ([\w,\- ]+)", text):
+    if listed := re.search(r"supported mechanisms: *([\w,-]*)", text):
+        if not listed[1]:
+            return ConfigError(
+                f"Kafka at {cluster.servers} accepts no login: check --security-protocol and --bootstrap-servers"
+            )
         return ConfigError(
-            f"Kafka at {cluster.servers} supports the login mechanisms {supported[1].strip()}, but not {mechanism}: "
-            "check --sasl-mechanism"
+            f"Kafka at {cluster.servers} supports the login mechanisms {listed[1].replace(',', ', ')}, but not "
+            f"{mechanism}: check --sasl-mechanism"
         )
     if "token" in text.lower() and mechanism == "OAUTHBEARER":
         return ConfigError(

@@ -247,15 +247,17 @@ TLS_REFUSALS: dict[str, tuple[Callable[[SecuredBroker], Arguments], str]] = {
 @pytest.mark.parametrize("case", TLS_REFUSALS)
 def test_wrong_security_setting_is_refused(case: str, server: SecuredBroker, table: Path, cli: Cli) -> None:
     words, expected = TLS_REFUSALS[case]
-    line = get_refusal(cli, 2, "produce", table, "--topic", SHARED_NAME, *words(server))
+    # A broker that does not respond without a login may also be starting, so the command may be repeated.
+    code = 4 if case == "login missing" else 2
+    line = get_refusal(cli, code, "produce", table, "--topic", SHARED_NAME, *words(server))
     assert expected in line
 
 
 @pytest.mark.parametrize(
     ("user", "message"),
     [
-        ("nobody", f"topic '{SHARED_NAME}' on {{}} may not be used by this user: grant the permission READ"),
-        ("no-topic", f"topic '{SHARED_NAME}' on {{}} may not be used by this user: grant the permission READ"),
+        ("nobody", "this user is not authorized: grant the permission"),
+        ("no-topic", "this user is not authorized: grant the permission"),
         ("no-reading", f"topic '{SHARED_NAME}' on {{}} may not be used by this user: grant the permission READ"),
         ("no-alerts", f"topic '{SHARED_NAME}-alerts' on {{}} may not be used by this user: grant the permission WRITE"),
         ("no-group", "this user is not authorized: grant the permission"),
@@ -286,8 +288,8 @@ def test_missing_permission_to_create_a_topic_is_named(server: SecuredBroker, ta
     line = get_refusal(
         cli, 2, "produce", table, "--topic", "another", *server.address_options("LOGIN"), *server.login_options()
     )
-    assert "topic 'another' does not exist" in line
-    assert "this user may not create it" in line
+    assert "another" in line  # the broker does not tell this user whether the topic exists
+    assert "this user is not authorized: grant the permission" in line
 
 
 PASSWORD_SOURCES: dict[str, Callable[[SecuredBroker], Arguments]] = {
