@@ -99,8 +99,9 @@ def test_streamed_records_have_the_cpus_scores_and_alerts(
     calibration = calibrate(on_cpu)
     cpu_results, _ = stream_records(on_cpu, calibration, max_batch, cache_bytes=cache_bytes)
     gpu_results, engine = stream_records(on_gpu, calibration, max_batch, cache_bytes=cache_bytes)
-    assert engine.current_version.torch_scorer.graph_runner is not None
-    assert engine.current_version.torch_scorer.graph_runner.graph_by_shape or max_batch > NUM_RECORDS, "no graph was captured"
+    runner = engine.current_version.torch_scorer.graph_runner
+    assert runner is not None
+    assert runner.graph_by_shape or max_batch > NUM_RECORDS, "no graph was captured"
     assert_same_readings(cpu_results, gpu_results, tolerance_of(change))
     if "precision" not in change:
         # A p-value is a rank, so it may change if a score moves past one of the calibration scores.
