@@ -108,7 +108,7 @@ def test_training_in_bfloat16_reaches_about_the_likelihood_of_float32(data: Prep
 def test_automatic_precision_is_bfloat16_only_on_cpus_with_amx(
     capabilities: dict[str, Any], is_low: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     cpu = torch.device("cpu")
     assert should_use_bfloat16("auto", cpu) is is_low
     assert should_use_bfloat16("bfloat16", cpu)
