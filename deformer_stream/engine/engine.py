@@ -717,8 +717,8 @@ class Engine:
         for partition in partitions:
             if partition in self._rescorings:
                 raise InvariantViolated(
-                    f"Engine.{method} was called before Engine.rescore had scored all records of partition {partition}: "
-                    "report this bug"
+                    f"Engine.{method} was called before Engine.rescore had scored all records of partition "
+                    f"{partition}: report this bug"
                 )
 
     def _rescore_all(self) -> None:
