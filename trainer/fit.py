@@ -624,8 +624,9 @@ def should_use_bfloat16(requested: Precision, device: torch.device) -> bool:
     """
     if requested != "auto" or device.type == "cuda":
         return requested != "float32"
-    get_capabilities = getattr(torch.cpu, "get_capabilities", dict)  # missing in PyTorch 2.9
-    return bool(get_capabilities().get("amx_bf16"))
+    if not hasattr(torch.cpu, "get_capabilities"):  # PyTorch 2.9 has no such function
+        return False
+    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
 def _create_optimizers(model: DEformer, recipe: Recipe) -> list[torch.optim.Optimizer]:
