@@ -235,8 +235,9 @@ def test_timeouts_of_ties_are_restored_before_the_history(model_dir: Path) -> No
         return engine, Recovery(engine, Metrics(), interval=100.0)
 
     first_engine, first_recovery = start_run()
-    first_recovery.start_restore(RestoredPartition(0, 0), 0)
-    first_recovery.finish_restore(0)
+    first_recovery.start_restore(RestoredPartition(0, 0))
+    first_recovery.mark_caught_up(0)
+    assert first_recovery.advance(codec, 0) == []
     initial_state = first_recovery.collect_state(0)
     first_recovery.mark_committed(initial_state)
     for now, rows in ((1, [0, 1]), (11, []), (12, [2, 3])):
@@ -245,9 +246,10 @@ def test_timeouts_of_ties_are_restored_before_the_history(model_dir: Path) -> No
     decisions = first_recovery.collect_state(12)[0].decisions
     assert decisions is not None
     second_engine, second_recovery = start_run()
-    second_recovery.start_restore(RestoredPartition(0, 4, initial_state[0].snapshot, (decisions,)), 12)
-    assert second_recovery.replay_history(data, codec, 12) is None
-    second_recovery.finish_restore(0)
+    second_recovery.start_restore(RestoredPartition(0, 4, initial_state[0].snapshot, (decisions,)))
+    assert second_recovery.enqueue(data) is None
+    second_recovery.mark_caught_up(0)
+    assert second_recovery.advance(codec, 12) == []
     assert_same_snapshot(second_engine.snapshot(0, 12), first_engine.snapshot(0, 12), 1e-4)
     ties = first_engine.snapshot(0, 12).ties
     assert ties is not None

@@ -45,7 +45,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def commands(page: Path) -> list[list[str]]:
     """Return the words of each command in the shell blocks of a page."""
-    return [shlex.split(line, comments=True) for block in blocks(page, "sh") for line in block.splitlines() if line]
+    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 def without_code(text: str) -> str:
