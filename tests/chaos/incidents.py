@@ -17,18 +17,19 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from connectors.kafka import KafkaCluster, describe_evidence_topic, ensure_topics, produce
+from connectors.kafka import describe_evidence_topic, ensure_topics, produce
 from deformer_stream import model_store
 from deformer_stream.codec.encode_evidence import encode_evidence
 from tests.chaos.self_killing import INCIDENT_STEPS, TRANSACTIONS
-from tests.conftest import load_broker_script
+from tests.conftest import load_broker_script, make_cluster
 from tests.incidents.evidence_logs import make_log
-from tests.integration.programs import Cluster, RunningConsumer, make_command, make_environment
+from tests.integration.programs import Cluster, RunningConsumer, make_command, make_environment, wait_until
 from tests.models import write_model
 
 KILLED_EXIT_CODE = -9
@@ -55,7 +56,8 @@ def run_kills(bootstrap: str, model: Path, folder: Path, num_kills: int, seconds
     """
     rng = np.random.default_rng(seed)
     topic = f"events-{uuid.uuid4().hex[:8]}"
-    ensure_topics(KafkaCluster(bootstrap), describe_evidence_topic(f"{topic}-evidence"))
+    brokers = make_cluster(bootstrap)
+    ensure_topics(brokers, describe_evidence_topic(f"{topic}-evidence"))
     faults = {
         device: [
             (begin, begin + int(rng.integers(3, 40)))
@@ -76,7 +78,6 @@ def run_kills(bootstrap: str, model: Path, folder: Path, num_kills: int, seconds
             payloads.append(encode_evidence(batch))
             yield b"", payloads[-1], None
 
-    sender = threading.Thread(target=produce, args=(bootstrap, f"{topic}-evidence", iterate_messages(), RATE))
     cluster = Cluster(bootstrap)
 
     def make_options(group: str) -> list[object]:
@@ -86,25 +87,28 @@ def run_kills(bootstrap: str, model: Path, folder: Path, num_kills: int, seconds
             *("--snapshot-interval", "3s", "--commit-interval", "200ms", *RULE),
         ]
 
-    sender.start()
     num_killed = 0
-    for number in range(num_kills):
-        is_at_step = number % 2 == 1
-        words = ("tests.chaos.self_killing", STEPS[number % len(STEPS)], int(rng.integers(2, 12)))
-        module = words if is_at_step else ("deformer_stream.cli.main",)
-        path = folder / f"killed-{number}.log"
-        with RunningConsumer(path, *make_options("killed"), module=module, command="incidents") as process:
-            if is_at_step:
-                process.process.wait(120.0)
-                assert process.process.returncode == KILLED_EXIT_CODE, process.read_log()
-            else:
-                process.wait_until_ready()
-                time.sleep(float(rng.uniform(0.0, 2 * seconds_per_kill)))
-                process.process.kill()
-                process.process.wait()
-        num_killed += 1
-    has_ended.set()
-    sender.join()
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(produce, brokers, f"{topic}-evidence", iterate_messages(), RATE)
+        try:
+            for number in range(num_kills):
+                is_at_step = number % 2 == 1
+                words = ("tests.chaos.self_killing", STEPS[number % len(STEPS)], int(rng.integers(2, 12)))
+                module = words if is_at_step else ("deformer_stream.cli.main",)
+                path = folder / f"killed-{number}.log"
+                with RunningConsumer(path, *make_options("killed"), module=module, command="incidents") as process:
+                    if is_at_step:
+                        _wait_for_end(process, sending)
+                        assert process.process.returncode == KILLED_EXIT_CODE, process.read_log()
+                    else:
+                        process.wait_until_ready()
+                        time.sleep(float(rng.uniform(0.0, 2 * seconds_per_kill)))
+                        process.process.kill()
+                        process.process.wait()
+                num_killed += 1
+        finally:
+            has_ended.set()
+        sending.result()
     figures: dict[str, Any] = {"kills": num_killed, "evidence_messages": len(payloads)}
     values = {}
     for group in ("killed", "whole"):
@@ -127,6 +131,17 @@ def run_kills(bootstrap: str, model: Path, folder: Path, num_kills: int, seconds
     is_equal = figures["killed_differs"] == figures["replay_differs"] == 0
     figures["ok"] = is_equal and figures["incidents"] > 0 and 0 <= num_more <= 10 * NUM_DEVICES
     return figures
+
+
+def _wait_for_end(process: RunningConsumer, sending: Future[int]) -> None:
+    """Wait until a process has ended; raise the error of the thread that sends evidence, if it has failed."""
+
+    def has_ended() -> bool:
+        if sending.done():
+            sending.result()
+        return process.process.poll() is not None
+
+    wait_until(has_ended, "a process to kill itself")
 
 
 def _group_by_key(messages: list[Any]) -> dict[str, list[bytes]]:
