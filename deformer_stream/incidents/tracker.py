@@ -147,7 +147,7 @@ class TrackedIncident:
         num_pending: Number of records since `last`, at all of which the statistic was below the threshold.
         num_pending_alerted: Number of these records that have alerted.
         below_since: Time of the first of these records, None if there is none.
-        log_evidence: ln M_κ without the bound that holds while an incident is open.
+        log_evidence: ln M_κ without the bound that holds while an incident is open; empty if M_κ is 0.
         max_log_evidence: Largest ln of the statistic without this bound.
         severity: The severity.
         revision: Number of messages so far.
@@ -402,7 +402,8 @@ class IncidentTracker:
         log_statistic = compute_log_statistic(log_state)
         device.alerted_bits = (device.alerted_bits << 1 | row.is_alerted) & _SEVERITY_MASK
         if incident is not None:
-            incident.log_evidence = advance_detector(incident.log_evidence, extended_p, plan.kind, plan.log_normalisers)
+            log_evidence = incident.log_evidence or INITIAL_STATE
+            incident.log_evidence = advance_detector(log_evidence, extended_p, plan.kind, plan.log_normalisers)
             self._update_incident(name, device, incident, log_state, time, row)
             return
         device.log_state = log_state
@@ -481,9 +482,9 @@ class IncidentTracker:
         if incident is None:
             if plan.is_reached(log_statistic):
                 self._extend_excursion(device, time, log_statistic, alert.p_value, alert)
-                log_evidence = device.log_state or INITIAL_STATE
+                log_state = device.log_state  # of closed records; the record of the alert is still open
                 incident, is_reopened = self._open_incident(name, device, plan, log_statistic, time, alert.record, True)
-                incident.log_evidence = device.log_state = log_evidence
+                incident.log_evidence = device.log_state = log_state
                 incident.early_records.append(alert.record)
                 if alert.next_reading is not None:
                     incident.next_reading = OpenRecordReading(alert.next_reading, alert.record, time)

@@ -118,6 +118,17 @@ def test_a_state_that_is_stored_as_json_at_any_row_continues_with_the_same_bytes
     assert encode([*messages, *tracker.finish()]) == expected
 
 
+def test_an_incident_that_is_opened_by_the_first_alert_is_stored_as_json() -> None:
+    rows = [("d0", time, 0.001, "flow") for time in range(4)]
+    plan = replace(PLANS[0], opens_early=True)
+    for options in OPTIONS:
+        for cut in range(len(rows) + 1):
+            tracker = IncidentTracker(plan, options)
+            tracker.handle(make_batches(rows, [cut])[0])
+            state = tracker.export_state()
+            assert msgspec.json.decode(msgspec.json.encode(state), type=TrackerState) == state
+
+
 @given(make_log(), st.sampled_from(PLANS), st.sampled_from(OPTIONS))
 def test_every_incident_opens_once_and_its_messages_are_in_order(
     rows: list[tuple[str, int, float, str]], plan: BudgetPlan, options: TrackerOptions
