@@ -1,4 +1,4 @@
-"""The interface of `connectors.kafka.ports`, implemented with the public functions of kafka-python.
+"""The interface of `connectors.kafka.ports`, implemented with the public functions of kafka-python, but for one in `_fetch`.
 
 A consumer of kafka-python has a network thread, which calls the rebalance listener while our thread waits inside
 `poll` or `close`. A producer has one, too; its transactional methods wait without a limit, so they run in a thread of
@@ -60,6 +60,10 @@ MAX_UNACKNOWLEDGED = 10_000
 
 RETRY_SECONDS = 0.5
 """Seconds before a request of the admin client is repeated."""
+
+JOIN_SECONDS = 0.2
+"""Shortest duration of a poll in seconds while this process joins the group. kafka-python completes a join only inside a
+poll: one that the broker has completed between two polls is begun again."""
 
 _UNKNOWN_TOPIC = (errors.UnknownTopicOrPartitionError, errors.UnknownTopicIdError)
 _REBALANCING = (
@@ -449,6 +453,12 @@ class KafkaPythonConsumer:
         if self._unreadable_error:
             time.sleep(min(timeout, RETRY_SECONDS))
             raise Unavailable(self._unreadable_error)
+        if self._handler is not None and self.membership is None:
+            # kafka-python 3.0 forgets that it is joining if the reason was a new number of partitions and a poll ends
+            # before the join is complete. It would then send no heartbeats and never be a member again. No public
+            # function asks it to continue.
+            self._consumer._coordinator.request_rejoin()
+            timeout = max(timeout, JOIN_SECONDS)
         try:
             with translate_errors(self._servers, action):
                 return dict(self._consumer.poll(timeout_ms=_to_milliseconds(timeout)))

@@ -627,6 +627,24 @@ def test_added_partitions_are_assigned(clients: Clients, monkeypatch: pytest.Mon
     assert clients.admin.describe_topics([topic], SECONDS)[topic].num_partitions == 3
 
 
+@pytest.mark.parametrize("poll_seconds", [0.0, 0.01])
+def test_added_partitions_are_assigned_between_short_polls(
+    clients: Clients, monkeypatch: pytest.MonkeyPatch, poll_seconds: float
+) -> None:
+    """Polls end while the group moves partitions, as on a busy machine."""
+    monkeypatch.setattr(shared, "METADATA_SECONDS", 1.0)
+    topic = clients.create_topic(1)
+    member = clients.open_member(topic, topic)
+    wait_for(lambda: member.numbers == {0}, member)
+    clients.admin.add_partitions(topic, 3, SECONDS)
+    deadline = time.monotonic() + SECONDS
+    while member.numbers != {0, 1, 2}:
+        assert time.monotonic() < deadline, f"the partitions are not assigned; calls: {member.calls}"
+        member.poll(poll_seconds)
+    assert not [name for name, _ in member.calls if name == "lost"]
+    wait_for(lambda: member.consumer.membership is not None, member)
+
+
 # --- admin ------------------------------------------------------------------------------------------------------------
 
 
