@@ -53,8 +53,10 @@ INCIDENT_STEPS: dict[str, tuple[type, str, bool]] = {
 TRANSACTIONS = {"5.3-begun", "5.3-sending-offsets", "5.3-answered", "5.3-transaction-ended"}
 """Steps that exist only with transactions."""
 
-NO_TRANSACTIONS = {"5.3-transmitted"}
-"""Steps that exist only without transactions."""
+NO_TRANSACTIONS = {"5.3-transmitted", "5.3-offsets-committed"}
+"""Steps that exist only without transactions. With them, only a commit that has nothing to send commits its offsets
+alone, which does not happen while records are open.
+"""
 
 
 def make_fatal(kind: type, name: str, is_after: bool, num_calls: int) -> None:
