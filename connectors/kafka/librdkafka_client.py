@@ -428,8 +428,9 @@ class LibrdkafkaConsumer:
     def _on_assign(self, consumer: rd.Consumer, partitions: list[rd.TopicPartition]) -> None:
         """Accept assigned partitions, without reading them."""
         tps = from_client_partitions(partitions)
-        # Any position serves until `start`; for the end offset, librdkafka requests no messages before they are paused.
-        consumer.incremental_assign([to_client_partition(tp, rd.OFFSET_END) for tp in tps])
+        # Any position serves until `start`, but it must be a number. For the end of a partition, librdkafka requests the
+        # end offset, and a response that arrives after `start` would move the position there and skip messages.
+        consumer.incremental_assign([to_client_partition(tp, 0) for tp in tps])
         consumer.pause(partitions)
         self._has_rebalanced = self._has_joined = True
         self._assigned |= tps
