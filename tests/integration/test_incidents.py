@@ -137,6 +137,7 @@ def test_killed_consumers_write_each_row_of_evidence_once(
     assert found.total() > NUM_RECORDS // 2
 
 
+@pytest.mark.usefixtures("client_library")
 def test_killed_processes_change_no_incident(kafka: SimpleNamespace, model_dir: Path, tmp_path: Path) -> None:
     """`make chaos-incidents` kills twenty times."""
     figures = run_kills(kafka.bootstrap, model_dir, tmp_path, num_kills=3, seconds_per_kill=1.0, seed=11)
