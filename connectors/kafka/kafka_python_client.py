@@ -1,4 +1,6 @@
-"""The interface of `connectors.kafka.ports`, implemented with the public functions of kafka-python, but for one in `_fetch`.
+"""The interface of `connectors.kafka.ports`, implemented with the public functions of kafka-python.
+
+`KafkaPythonConsumer._fetch` also uses a private attribute.
 
 A consumer of kafka-python has a network thread, which calls the rebalance listener while our thread waits inside
 `poll` or `close`. A producer has one, too; its transactional methods wait without a limit, so they run in a thread of
@@ -62,8 +64,8 @@ RETRY_SECONDS = 0.5
 """Seconds before a request of the admin client is repeated."""
 
 JOIN_SECONDS = 0.2
-"""Shortest duration of a poll in seconds while this process joins the group. kafka-python completes a join only inside a
-poll: one that the broker has completed between two polls is begun again."""
+"""Shortest duration of a poll in seconds while this process joins the group. kafka-python completes a join only inside
+a poll: one that the broker has completed between two polls is begun again."""
 
 _UNKNOWN_TOPIC = (errors.UnknownTopicOrPartitionError, errors.UnknownTopicIdError)
 _REBALANCING = (
