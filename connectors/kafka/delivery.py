@@ -162,8 +162,14 @@ class Delivery:
             began_at = time.monotonic()
 
             def get_remaining() -> float:
-                """Return the seconds that are left for the transaction."""
-                return began_at + DELIVERY_SECONDS - time.monotonic()
+                """Return the seconds that are left for the transaction; raise `Unavailable` if none are left."""
+                remaining = began_at + DELIVERY_SECONDS - time.monotonic()
+                if remaining <= 0:  # librdkafka would wait without a limit for a negative number
+                    raise Unavailable(
+                        f"the Kafka broker did not complete the transaction within {DELIVERY_SECONDS:g} s: check that "
+                        "it is running"
+                    )
+                return remaining
 
             try:
                 producer.begin_transaction()

@@ -21,6 +21,7 @@ from connectors.kafka.librdkafka_connection import (
     DROPPED_CODES,
     PROBE_SECONDS,
     UNREADABLE_CODES,
+    ClientEvents,
     connect,
     from_client_partitions,
     to_client_partition,
@@ -39,6 +40,7 @@ from connectors.kafka.ports import (
     ReceivedMessage,
     TopicPartition,
 )
+from deformer_stream import log
 from deformer_stream.errors import DeformerError, InvariantViolated, Unavailable
 
 QUEUED_KIB = 32 * 1024
@@ -87,6 +89,12 @@ class LibrdkafkaConsumer:
         self._isolation = (
             rd.IsolationLevel.READ_UNCOMMITTED if options.reads_uncommitted else rd.IsolationLevel.READ_COMMITTED
         )
+        self._topic = ""  # the one that is subscribed
+        self._client, self._events = self._connect()
+
+    def _connect(self) -> tuple[rd.Consumer, ClientEvents]:
+        """Return a new client of librdkafka, connected to the brokers, and what it reports."""
+        options = self._options
         settings: dict[str, Any] = {
             "group.id": options.group or UNUSED_GROUP,
             "enable.auto.commit": False,
@@ -106,13 +114,16 @@ class LibrdkafkaConsumer:
         }
         if options.instance is not None:
             settings["group.instance.id"] = options.instance
-        self._client, self._events = connect(rd.Consumer, cluster, settings)
+        connection, events = connect(rd.Consumer, self._cluster, settings)
         if options.instance is not None:  # a consumer has no other fatal error
-            self._events.probable_fatal = KafkaError(KafkaError.FENCED_INSTANCE_ID, fatal=True)
+            events.probable_fatal = KafkaError(KafkaError.FENCED_INSTANCE_ID, fatal=True)
+            # A member whose session has timed out has no id until it joins again.
+            events.has_lost_session = lambda: connection.memberid() is None
+        return connection, events
 
     def subscribe(self, topic: str, handler: RebalanceHandler) -> None:
         """Join the consumer group; the group then assigns partitions, one by one."""
-        self._handler = handler
+        self._topic, self._handler = topic, handler
         with self._events.translate_errors(f"subscribing to topic {topic!r}"):
             self._client.subscribe([topic], on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost)
 
@@ -206,6 +217,7 @@ class LibrdkafkaConsumer:
             DeformerError: There are no messages, and a partition cannot be read.
         """
         self._has_rebalanced = False
+        self._replace_fenced_client()
         with self._events.translate_errors("reading"):
             # `consume` would wait until it has as many messages as requested, so the first one is polled.
             first = self._client.poll(0 if self._read_error or self._out_of_range else timeout)
@@ -272,6 +284,7 @@ class LibrdkafkaConsumer:
 
     def serve_group(self, timeout: float) -> None:
         """Take part in a rebalance without returning messages; blocks for at most `timeout` seconds."""
+        self._replace_fenced_client()
         active = list(self._started)
         with self._events.translate_errors("reading"):
             self._client.pause([to_client_partition(tp) for tp in active])
@@ -285,6 +298,27 @@ class LibrdkafkaConsumer:
                 "librdkafka has returned a message of a paused partition; this is a bug, please report it"
             )
         self._events.raise_fatal("reading")
+
+    def _replace_fenced_client(self) -> None:
+        """Join the group with a new client if the broker has fenced this one, although it is the only one of its name.
+
+        A static member whose session has timed out sends heartbeats without a member id until the next poll. The broker
+        refuses them like those of a second process with the same instance name, and librdkafka then ends the client.
+
+        Raises:
+            Unavailable: No broker responds. The next call tries again.
+        """
+        if self._handler is None or not self._events.has_expired:
+            return
+        self._join_commit(time.monotonic() + client.CONNECT_SECONDS)
+        fenced = self._client
+        self._client, self._events = self._connect()
+        self._read_error = None
+        self._drop_lost(frozenset(self._assigned))
+        with suppress(KafkaException, RuntimeError):
+            fenced.close()
+        log.get_logger("kafka").warning("joining_again_after_session_timeout", instance=self._options.instance)
+        self.subscribe(self._topic, self._handler)
 
     def get_position(self, tp: TopicPartition) -> int | None:
         """Return the offset after everything that was read, without a request; None if nothing is known yet."""
@@ -428,8 +462,8 @@ class LibrdkafkaConsumer:
     def _on_assign(self, consumer: rd.Consumer, partitions: list[rd.TopicPartition]) -> None:
         """Accept assigned partitions, without reading them."""
         tps = from_client_partitions(partitions)
-        # Any position serves until `start`, but it must be a number. For the end of a partition, librdkafka requests the
-        # end offset, and a response that arrives after `start` would move the position there and skip messages.
+        # Any position serves until `start`, but it must be a number: librdkafka would request the end offset first, and
+        # a response that arrives after `start` would move the position there, so that messages would be skipped.
         consumer.incremental_assign([to_client_partition(tp, 0) for tp in tps])
         consumer.pause(partitions)
         self._has_rebalanced = self._has_joined = True
@@ -437,8 +471,10 @@ class LibrdkafkaConsumer:
         if tps and self._handler is not None:
             self._handler.on_assigned(tps)
 
-    def _on_revoke(self, _client: rd.Consumer, partitions: list[rd.TopicPartition]) -> None:
+    def _on_revoke(self, consumer: rd.Consumer, partitions: list[rd.TopicPartition]) -> None:
         """Let the handler save its work, and commit what it returns. librdkafka then drops the partitions."""
+        if consumer is not self._client:
+            return  # it was replaced, and its partitions were lost
         tps = from_client_partitions(partitions)
         if self._handler is not None:
             offsets = self._handler.on_revoked(tps)
@@ -452,11 +488,15 @@ class LibrdkafkaConsumer:
             self._handler.on_revoked_committed(error)
         self._remove(tps)
 
-    def _on_lost(self, _client: rd.Consumer, partitions: list[rd.TopicPartition]) -> None:
+    def _on_lost(self, consumer: rd.Consumer, partitions: list[rd.TopicPartition]) -> None:
         """Drop partitions that other members own already."""
+        if consumer is self._client:  # otherwise it was replaced, and its partitions were dropped then
+            self._drop_lost(from_client_partitions(partitions))
+
+    def _drop_lost(self, tps: frozenset[TopicPartition]) -> None:
+        """Drop partitions that other members may own already."""
         self._has_joined = False
-        tps = from_client_partitions(partitions)
-        if self._handler is not None:
+        if tps and self._handler is not None:
             self._handler.on_lost(tps)
         self._remove(tps)
 

@@ -144,6 +144,8 @@ class ClientEvents(logging.Handler):
         refusal: The error with which a broker has refused the login, or None.
         fatal: The error after which the client can no longer be used, or None.
         probable_fatal: The error that a fatal error means, if librdkafka does not state it; None if that is unknown.
+        has_lost_session: A function that returns whether this static member of a consumer group has lost its session
+            and has not joined again.
         has_lost_connection: Whether the connections to all brokers were closed or refused.
     """
 
@@ -153,6 +155,7 @@ class ClientEvents(logging.Handler):
         self.refusal: KafkaError | None = None
         self.fatal: KafkaError | None = None
         self.probable_fatal: KafkaError | None = None
+        self.has_lost_session: Callable[[], bool] = bool  # always False
         self.has_lost_connection = False
         self._cluster = cluster
         self._secrets = _list_secrets(cluster)
@@ -192,6 +195,11 @@ class ClientEvents(logging.Handler):
         if error.code() in DROPPED_CODES and self.fatal is not None:
             error = self.fatal
         servers, code, name = self._cluster.servers, error.code(), error.name()
+        if error is self.fatal and self.has_expired:
+            return RebalanceInProgress(
+                f"Kafka at {servers}: {action} failed ({name}): the session of this process has timed out: it joins "
+                "the consumer group again"
+            )
         # A static member that joins again has another member id meanwhile, or none, which the broker refuses like a
         # second process. If there is a second one, the responses to heartbeats make the error fatal.
         is_joining_again = code == KafkaError.FENCED_INSTANCE_ID and not error.fatal()
@@ -203,6 +211,14 @@ class ClientEvents(logging.Handler):
             return ProducerFenced(describe_failure(client.PRODUCER_FENCED, servers, action, name))
         default = client.NO_RESPONSE if error.retriable() else client.REQUEST_FAILED
         return make_error(_FAILURE_BY_CODE.get(code, default), servers, action, name)
+
+    @property
+    def has_expired(self) -> bool:
+        """Whether librdkafka has ended the client because of requests that it sent after its session had timed out.
+
+        They have no member id, so the broker refuses them like those of a second process with the same instance name.
+        """
+        return self.fatal is not None and self.fatal.code() == KafkaError.FENCED_INSTANCE_ID and self.has_lost_session()
 
     def make_timeout_error(self, action: str) -> DeformerError:
         """Return the exception for a request that was not answered in time."""

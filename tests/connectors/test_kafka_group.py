@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from kafka.coordinator.assignors.cooperative_sticky import CooperativeStickyAssignor
 
-from connectors.kafka import KafkaSource, produce
+from connectors.kafka import KafkaSource, ensure_topics, produce
 from connectors.kafka.ports import RebalanceInProgress
 from deformer_stream.errors import ConfigError
 from deformer_stream.runtime.ports import PartitionState
+from tests.conftest import make_cluster, start_broker
 from tests.connectors.kafka_groups import MODES, Group, Member, list_alert_keys, poll_in_background
 from tests.connectors.kafka_helpers import make_messages, wait_until
 
@@ -183,6 +185,28 @@ def test_older_of_two_processes_with_one_instance_name_ends(
     assert newer.is_state_complete()
     assert sorted(set(world.list_alerts())) == list_alert_keys(world.read_positions())
     assert world.mode == "at-least-once" or sorted(world.list_alerts()) == list_alert_keys(world.read_positions())
+
+
+def test_only_process_of_an_instance_name_joins_again_after_an_outage(client_library: str) -> None:
+    """It waits during the outage, for example for a commit, without polling, so that its session times out."""
+    with start_broker() as broker:
+        topic = "events"
+        ensure_topics(make_cluster(broker.bootstrap), {topic: {"num_partitions": 2}})
+        world = Group(broker.bootstrap, topic, 2, MODES[1])
+        member = world.add_member("one", session_seconds=6.0, patience=120.0)
+        world.produce(40)
+        member.read(40)
+        member.commit()
+        broker.kill(1)
+        if client_library == "librdkafka":
+            consumer: Any = member.source._consumer
+            wait_until(lambda: consumer._client.memberid() is None, "the end of the session")
+        broker.start_node(1)
+        time.sleep(4.0)  # one heartbeat; the outcome must be the same without it
+        world.produce(40)
+        member.read(80)
+        world.check_effects(member)
+        world.close()
 
 
 # --- partitions that move ---------------------------------------------------------------------------------------------
