@@ -462,8 +462,8 @@ class LibrdkafkaConsumer:
     def _on_assign(self, consumer: rd.Consumer, partitions: list[rd.TopicPartition]) -> None:
         """Accept assigned partitions, without reading them."""
         tps = from_client_partitions(partitions)
-        # Any position serves until `start`, but it must be a number: librdkafka would request the end offset first, and
-        # a response that arrives after `start` would move the position there, so that messages would be skipped.
+        # Any position serves until `start`, but it must be a number. For OFFSET_END, librdkafka would request it. If
+        # its response arrived after `start`, it would move the position to the end, and messages would be skipped.
         consumer.incremental_assign([to_client_partition(tp, 0) for tp in tps])
         consumer.pause(partitions)
         self._has_rebalanced = self._has_joined = True
