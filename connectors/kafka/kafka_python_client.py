@@ -23,12 +23,13 @@ import kafka.errors as errors
 import numpy as np
 from kafka import ConsumerRebalanceListener, KafkaAdminClient, KafkaConsumer, KafkaProducer
 from kafka import TopicPartition as KafkaTopicPartition
+from kafka import __version__ as kafka_version
 from kafka.admin import ConfigResource, ConfigResourceType, OffsetSpec
 from kafka.coordinator.assignors.cooperative_sticky import CooperativeStickyAssignor
 from kafka.net.sasl.oauth import AbstractTokenProvider
 from kafka.structs import MemberState, OffsetAndMetadata
 
-from connectors.kafka import client
+from connectors.kafka import client, compat
 from connectors.kafka.client import Failure, make_error
 from connectors.kafka.ports import (
     MAX_BATCH_BYTES,
@@ -456,11 +457,8 @@ class KafkaPythonConsumer:
             time.sleep(min(timeout, RETRY_SECONDS))
             raise Unavailable(self._unreadable_error)
         if self._handler is not None and self.membership is None:
-            # kafka-python 3.0 forgets that it is joining if the reason was a new number of partitions and a poll ends
-            # before the join is complete. It would then send no heartbeats and never be a member again. No public
-            # function asks it to continue.
-            self._consumer._coordinator.request_rejoin()
-            timeout = max(timeout, JOIN_SECONDS)
+            compat.request_rejoin(self._consumer, kafka_version)
+            timeout = max(timeout, JOIN_SECONDS)  # a poll that ends before the join is complete can stop it
         try:
             with translate_errors(self._servers, action):
                 return dict(self._consumer.poll(timeout_ms=_to_milliseconds(timeout)))
