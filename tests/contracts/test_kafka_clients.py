@@ -8,6 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,14 +154,19 @@ def clients(kafka: SimpleNamespace, library: ClientLibrary) -> Iterator[Clients]
 
 
 def wait_for(condition: Callable[[], bool], *polled: Member) -> None:
-    """Poll members in turn until a condition holds."""
+    """Poll members at the same time, each in a thread, until a condition holds.
+
+    If they were polled in turn, members of kafka-python might never join: a join that is completed between two polls of
+    a member is begun again, see `JOIN_SECONDS` of the client.
+    """
     deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"the condition does not hold; calls: {[m.calls for m in polled]}"
-        for member in polled:
-            member.poll()
-        if not polled:
-            time.sleep(0.05)
+    with ThreadPoolExecutor(max(1, len(polled))) as pool:
+        while not condition():
+            assert time.monotonic() < deadline, f"the condition does not hold; calls: {[m.calls for m in polled]}"
+            for poll in [pool.submit(member.poll) for member in polled]:
+                poll.result()
+            if not polled:
+                time.sleep(0.05)
 
 
 def make_message(topic: str, value: bytes | None, partition: int | None = 0, **parts: Any) -> OutgoingMessage:

@@ -48,7 +48,8 @@ def test_python_threads_compute_the_same_bits(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(threads, "_run_on_python_threads", run)
     assert np.array_equal(score(), expected)
     assert used == [3]
-    assert sum(thread.name.startswith("kernels") for thread in threading.enumerate()) == 2
+    # The pool starts its second thread only if the first one is still busy when the second call is submitted.
+    assert sum(thread.name.startswith("kernels") for thread in threading.enumerate()) in (1, 2)
 
 
 def test_errors_of_threads_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
