@@ -78,7 +78,7 @@ def wait_until_ready(consumer: RunningConsumer) -> None:
 def test_a_consumer_lives_through_an_outage_of_the_brokers(
     client: str, session: str, commit_interval: str, model_dir: Path, tmp_path: Path
 ) -> None:
-    """The process is healthy all the time. Afterwards everything is consumed, by the same process, with each effect once.
+    """The process is healthy all the time. Afterwards all is consumed, by the same process, with each effect once.
 
     With a session shorter than the outage, librdkafka gives up the partitions, and is not ready until it has joined the
     group again. What was not committed is then processed again. On a busy machine the brokers start so late that this
