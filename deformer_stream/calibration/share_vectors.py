@@ -42,6 +42,21 @@ def average_directions(vectors: Iterable[Shares]) -> dict[str, float]:
     return {name: total / count for name, total in sorted(sums.items())}
 
 
+def add_direction(mean: Shares, count: int, shares: Shares) -> dict[str, float]:
+    """Return the mean of `average_directions` after one more vector.
+
+    Args:
+        mean: The mean so far.
+        count: Number of vectors of which it is the mean.
+        shares: The further vector. If it is zero, the mean does not change.
+    """
+    norm = _compute_norm(shares)
+    if norm == 0.0:
+        return dict(mean)
+    names = sorted({*mean, *shares})
+    return {name: (mean.get(name, 0.0) * count + shares.get(name, 0.0) / norm) / (count + 1) for name in names}
+
+
 def _compute_norm(shares: Shares) -> float:
     """Return the Euclidean length of a vector of shares."""
     return math.sqrt(math.fsum(share * share for share in shares.values()))

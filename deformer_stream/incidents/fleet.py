@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from deformer_stream.calibration.incident_budget import SECONDS_BY_UNIT
-from deformer_stream.calibration.share_vectors import average_directions, compute_cosine
+from deformer_stream.calibration.share_vectors import add_direction, average_directions, compute_cosine
 from deformer_stream.errors import ConfigError
 from deformer_stream.incidents.events import Incident, IncidentRule, IncidentState, IncidentSuspect
 from deformer_stream.incidents.series import compute_message_interval, to_log10
@@ -134,7 +134,8 @@ class FleetState:
         opened: Time at which the first of the members opened.
         last: Time of the last record of a member.
         resolved: Time at which it was resolved, None if it is open.
-        direction: Mean of the members' vectors of shares, each scaled to the length 1.
+        direction: Mean of the members' vectors of shares, each scaled to the length 1, as they were when each member
+            joined.
         member_by_id: The members.
         threshold: log10 of the statistic at which incidents of devices open.
         revision: Number of earlier messages.
@@ -142,6 +143,8 @@ class FleetState:
         next_size: Number of members at which the next message about joining is sent.
         last_message: Time of the last message.
         num_unlisted: Number of members beyond `MAX_MEMBERS`.
+        open_unlisted: Ids of these members that are open.
+        resolution: Why the member that was resolved last was resolved, None if the fleet incident is open.
     """
 
     id: str
@@ -159,6 +162,8 @@ class FleetState:
     next_size: int = 0
     last_message: int = 0
     num_unlisted: int = 0
+    open_unlisted: list[str] = field(default_factory=list)
+    resolution: str | None = None
 
 
 @dataclass(slots=True)
@@ -185,6 +190,7 @@ class MemberIncident(Protocol):
     resolved: int | None
     num_records: int
     num_alerted: int
+    resolution: str | None
     max_log_evidence: float
     log_threshold: float
     parent: str | None
@@ -265,10 +271,12 @@ class FleetTracker(Generic[MemberT]):
             return
         name = self._get_group(device)
         group = self._state_by_group.setdefault(name, GroupState())
+        # Only the latest incident of a device can become a member: nothing would update an earlier one.
+        group.recent = [recent for recent in group.recent if recent.device != device]
         recent = RecentIncident(incident.id, device, incident.opened, incident.totals.compute_shares())
         fleet = find_fleet(group, recent)
         if fleet is not None:
-            self._add_member(fleet, device, incident)
+            self._add_member(fleet, device, incident, recent.shares)
             if len(fleet.member_by_id) >= fleet.next_size:
                 fleet.next_size *= 2
                 self._send_message(fleet, "updated", incident.last)
@@ -295,18 +303,23 @@ class FleetTracker(Generic[MemberT]):
             if other is not None and other.id == member.id:
                 _copy_to_member(fleet.member_by_id[member.id], other)
                 opened.append((member.device, other))
+            else:
+                fleet.member_by_id[member.id].is_open = False  # nothing would resolve it later
         self._send_message(fleet, "open", incident.last)
         for device, other in opened:
             other.parent = fleet.id
             self._send_member(device, other, "resolved" if other.resolved is not None else "updated", incident.last)
 
-    def _add_member(self, fleet: FleetState, device: str, incident: MemberT) -> None:
-        """Add an incident to an open fleet incident, and send the incident."""
+    def _add_member(self, fleet: FleetState, device: str, incident: MemberT, shares: Mapping[str, float]) -> None:
+        """Add an incident with these mean shares to an open fleet incident, and send the incident."""
+        num_members = len(fleet.member_by_id) + fleet.num_unlisted
+        fleet.direction = add_direction(fleet.direction, num_members, shares)
         if len(fleet.member_by_id) < MAX_MEMBERS:
             member = fleet.member_by_id[incident.id] = FleetMember(device)
             _copy_to_member(member, incident)
         else:
             fleet.num_unlisted += 1
+            fleet.open_unlisted.append(incident.id)
         fleet.last = max(fleet.last, incident.last)
         incident.parent = fleet.id
         self._send_member(device, incident, "updated", incident.last)
@@ -322,21 +335,31 @@ class FleetTracker(Generic[MemberT]):
             return
         group = self._state_by_group.get(self._get_group(device))
         fleet = next((fleet for fleet in group.fleets if fleet.id == incident.parent), None) if group else None
-        member = fleet.member_by_id.get(incident.id) if fleet is not None else None
-        if fleet is None or member is None:
+        if fleet is None:
             return
-        _copy_to_member(member, incident)
+        self._update_member(fleet, incident)
         fleet.last = max(fleet.last, incident.last)
-        is_any_open = any(member.is_open for member in fleet.member_by_id.values())
+        is_any_open = bool(fleet.open_unlisted) or any(member.is_open for member in fleet.member_by_id.values())
         if fleet.resolved is None and not is_any_open:
             fleet.resolved = max(time, fleet.last)
+            fleet.resolution = incident.resolution
             self._send_message(fleet, "resolved", time)
         elif fleet.resolved is not None and is_any_open:
-            fleet.resolved = None
+            fleet.resolved = fleet.resolution = None
             fleet.num_reopened += 1
             self._send_message(fleet, "updated", time)
         elif time - fleet.last_message >= compute_message_interval(time - fleet.opened):
             self._send_message(fleet, "updated", time)
+
+    def _update_member(self, fleet: FleetState, incident: MemberT) -> None:
+        """Copy the state of an incident to the fleet incident that has it as a member."""
+        member = fleet.member_by_id.get(incident.id)
+        if member is not None:
+            _copy_to_member(member, incident)
+            return
+        fleet.open_unlisted = [id_ for id_ in fleet.open_unlisted if id_ != incident.id]
+        if incident.resolved is None:
+            fleet.open_unlisted.append(incident.id)
 
     def _send_message(self, fleet: FleetState, state: IncidentState, time: int) -> None:
         """Send a message about a fleet incident."""
@@ -366,7 +389,7 @@ class FleetTracker(Generic[MemberT]):
                 members=tuple(fleet.member_by_id),
                 revision=fleet.revision,
                 num_reopened=fleet.num_reopened,
-                resolution="quiet" if fleet.resolved is not None else None,
+                resolution=fleet.resolution,
                 threshold=fleet.threshold,
             )
         )
@@ -389,22 +412,18 @@ def is_similar(direction: Mapping[str, float], shares: Mapping[str, float]) -> b
 def find_quorum(group: GroupState, incident: RecentIncident, rule: FleetRule) -> list[RecentIncident]:
     """Return the incidents that form a fleet incident. The new incident is the last of them.
 
-    Only the latest incident of each device is considered. Incidents whose suspects differ too much from the mean are
+    Incidents whose suspects differ too much from the mean are
     dropped, the most different one first, but never the new one.
 
     Args:
-        group: The state of the group. Recent incidents that are too old are removed from it.
-        incident: The new incident. It is added to the recent ones, or replaces its earlier state there.
+        group: The state of the group, without recent incidents of the device. Those that are too old are removed.
+        incident: The new incident. It is added to the recent ones.
         rule: When a fleet incident opens.
 
     Returns:
         The members, empty if there are too few. They are removed from the recent incidents.
     """
-    group.recent = [
-        recent
-        for recent in group.recent
-        if recent.device != incident.device and abs(recent.opened - incident.opened) <= rule.within
-    ]
+    group.recent = [recent for recent in group.recent if abs(recent.opened - incident.opened) <= rule.within]
     group.recent.append(incident)
     del group.recent[:-MAX_CANDIDATES]
     members = [recent for recent in group.recent if is_similar(recent.shares, incident.shares)]

@@ -459,6 +459,7 @@ class IncidentTracker:
         incident = _get_open(device)
         if incident is not None and self._is_message_due(incident, time):
             self._send(name, incident, "updated", time)
+            self._update_fleet(name, incident, time)
 
     def _count_alert(self, name: str, device: DeviceState, time: int, alert: AlertRow) -> None:
         """Add the alert of an open record to the statistic of its device, and open or update the incident.

@@ -454,6 +454,70 @@ def test_members_beyond_the_bound_are_counted(monkeypatch: pytest.MonkeyPatch) -
     assert set(parents.values()) == {fleet.id}
 
 
+def test_a_fleet_incident_has_only_the_latest_incident_of_a_device_and_resolves() -> None:
+    tracker = IncidentTracker(replace(SEGMENTS, segment=None), replace(FLEET, gap=0))
+    quiet = lambda device, start: make_batch(make_rows(device, range(start, start + 120), 0.9))  # noqa: E731
+    messages = open_devices(tracker, {"a": 0}, VALVE) + tracker.handle(quiet("a", 20))
+    # Three devices have another fault. The next incident of a belongs to their fleet incident.
+    messages += open_devices(tracker, {"b": 150, "c": 151, "d": 152}, FLOW)
+    messages += open_devices(tracker, {"a": 180}, FLOW)
+    # Two more devices have the first fault of a, whose incident is over: they are too few for a fleet incident.
+    messages += open_devices(tracker, {"e": 210, "f": 211}, VALVE)
+    for device in "abcdef":
+        messages += tracker.handle(quiet(device, 300))
+    fleets = {message.id: message for message in messages if message.kind == "fleet"}
+    assert [(fleet.state, len(fleet.members)) for fleet in fleets.values()] == [("resolved", 4)]
+
+
+def test_a_fleet_incident_is_open_as_long_as_members_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "MAX_MEMBERS", 3)
+    tracker = IncidentTracker(SEGMENTS, FLEET)
+    messages = open_devices(tracker, {"a": 0, "b": 1, "c": 2, "d": 3})
+    for device in "abc":
+        messages += tracker.handle(make_batch(make_rows(device, range(30, 200), 0.9)))
+    fleet = [message for message in messages if message.kind == "fleet"][-1]
+    assert fleet.state != "resolved"
+    messages = tracker.handle(make_batch(make_rows("d", range(30, 200), 0.9)))
+    assert (messages[-1].id, messages[-1].state) == (fleet.id, "resolved")
+
+
+def test_a_fleet_incident_states_why_its_last_member_was_resolved() -> None:
+    tracker = IncidentTracker(SEGMENTS, FLEET)
+    open_devices(tracker, {"a": 0, "b": 1, "c": 2})
+    rows = sorted((second, device) for device in "abc" for second in range(30, 34))
+    messages = tracker.handle(make_batch([(device, second, 0.9) for second, device in rows], model="other"))
+    (fleet,) = (message for message in messages if message.kind == "fleet" and message.state == "resolved")
+    assert fleet.resolution == "model-changed"
+
+
+def test_the_direction_of_a_fleet_incident_is_the_mean_of_all_members() -> None:
+    tracker = IncidentTracker(SEGMENTS, FLEET)
+    messages = open_devices(tracker, {"a": 0, "b": 1, "c": 2})
+    mixed = (replace(FLOW[0], share=0.6), replace(FLOW[1], share=0.4))
+    messages = open_devices(tracker, {"d": 30, "e": 31, "f": 32}, mixed)
+    fleet = [message for message in messages if message.kind == "fleet"][-1]
+    assert len(fleet.members) == 6
+    norms = [math.hypot(0.8, 0.2), math.hypot(0.6, 0.4)]
+    flow, power = 0.8 / norms[0] + 0.6 / norms[1], 0.2 / norms[0] + 0.4 / norms[1]
+    assert fleet.suspects[0].share == pytest.approx(flow / (flow + power), abs=1e-3)
+
+
+def test_alerts_of_open_records_update_the_fleet_incident() -> None:
+    tracker = IncidentTracker(EARLY, FLEET)
+    messages = open_devices(tracker, {"a": 0, "b": 1, "c": 2})
+    before = [message for message in messages if message.kind == "fleet"][-1]
+    second = 30
+    while second < 200:
+        messages = tracker.handle(alert_batch(make_alert("a", second, 0.001, f"open-{second}")))
+        fleets = [message for message in messages if message.kind == "fleet"]
+        if fleets:
+            break
+        second += 5
+    assert fleets
+    assert fleets[0].last > before.last
+    assert fleets[0].num_alerted > before.num_alerted
+
+
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
