@@ -204,7 +204,8 @@ class Incident:
             that is reopened has the state "updated" again.
         opened: Time of the first record.
         last: Time of the last record that the incident includes.
-        resolved: Time of the record that resolved the incident, None before.
+        resolved: Time of the record that resolved the incident, None before. If its device was silent, the time after
+            its last record at which this was long enough.
         num_records: Number of records from the first one to the last one.
         num_alerted: Number of these records that have raised an alert.
         evidence: log10 of the largest value of the detector's statistic so far.
@@ -221,8 +222,8 @@ class Incident:
         parent: Id of the fleet incident that includes this incident, or None.
         revision: Number of earlier messages of this incident.
         num_reopened: How often the incident was reopened.
-        resolution: Why the incident was resolved: "quiet", or "model-changed" if another model scores the records now;
-            None if it is open.
+        resolution: Why the incident was resolved: "quiet", "silent" if its device has sent nothing for long, or
+            "model-changed" if another model scores the records now; None if it is open.
         threshold: log10 of the statistic at which incidents open.
         record_ids: Ids of records of the incident that have alerted: the first and the latest ones, at most
             `tracker.MAX_EXAMPLES`.

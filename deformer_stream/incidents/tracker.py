@@ -22,7 +22,10 @@ log, not on how the rows are divided into batches. So a restart, a replay and a 
   itself advances when the record closes.
 - Resolving. An incident is resolved if the statistic was below the threshold for `quiet` and for `min_quiet_records`
   records. While an incident is open, the statistic is at most e³ times the threshold, so that it falls soon after the
-  end of a fault. An incident is never resolved while its device sends no records.
+  end of a fault.
+- Silence. An incident is resolved as well if its device sends nothing for `silent_after` while other devices send. The
+  time is that of the handled rows, so a replay gives the same result. A step of this time counts for at most a quarter
+  of `silent_after`, so that neither a pause of the whole stream nor one row with a wrong time resolves an incident.
 - Messages. An incident is sent when it opens, at 1, 2, 4, 8, … records, when its severity or its first suspect changes,
   about once a minute of event time, and when it is resolved.
 """
@@ -83,6 +86,9 @@ MAX_EXCURSION_ALERTS = 16
 MAX_EXAMPLES = 20
 """Largest number of record ids and of alert ids of an incident: the first half of them, and the latest ones."""
 
+NUM_SILENT_STEPS = 4
+"""Smallest number of steps of time in which `TrackerOptions.silent_after` can pass."""
+
 MAX_EARLY_RECORDS = 256
 """Largest number of open records of an incident whose alerts have counted already; the oldest ones are forgotten."""
 
@@ -107,6 +113,7 @@ class TrackerOptions:
     Attributes:
         quiet: Time below the threshold after which an incident is resolved.
         min_quiet_records: Number of records of the device below the threshold that are needed as well.
+        silent_after: Time without records of its device after which an incident is resolved, 0 for never.
         gap: Time after its resolution within which an incident with the same suspects is reopened.
         reorder: Time for which rows wait for earlier ones; 0 handles rows in the order of the log.
         min_cosine: Two incidents have the same suspects if the cosine of their shares is at least this large.
@@ -119,6 +126,7 @@ class TrackerOptions:
 
     quiet: int = MICROS_PER_MINUTE
     min_quiet_records: int = MAX_RECORDS_SINCE_ALERT
+    silent_after: int = 0
     gap: int = 10 * MICROS_PER_MINUTE
     reorder: int = 0
     min_cosine: float = MIN_COSINE
@@ -210,6 +218,7 @@ class DeviceState:
         log_state: ln M_κ for each exponent; empty if M_κ is 0.
         segment: Number of the segment of its last record, None without segments.
         last_time: Time of its last record.
+        heard: `TrackerState.active_time` at its last record or alert.
         alerted_bits: Which of the latest `NUM_SEVERITY_RECORDS` records have alerted, the latest in the lowest bit.
         excursion_times: Times of the excursion: the latest records, in sequence, at which the statistic was large but
             did not reach the threshold. They become the beginning of an incident.
@@ -227,6 +236,7 @@ class DeviceState:
     log_state: LogState = ()
     segment: int | None = None
     last_time: int = NO_TIME
+    heard: int = 0
     alerted_bits: int = 0
     excursion_times: list[int] = field(default_factory=list)
     excursion_evidence: list[float] = field(default_factory=list)
@@ -247,6 +257,8 @@ class TrackerState:
         state_by_group: The device groups with recent or fleet incidents.
         order: The rows that wait, and the alerts of open records.
         pattern_state: The state of the adjuster of p-values by patterns of false alarms.
+        latest_time: Largest time of a handled row.
+        active_time: Sum of the steps of `latest_time`, each bounded, by which the silence of devices is measured.
         num_late: Number of rows that came too late to be handled in order of time.
         num_repeated: Number of rows that were dropped because they are duplicates.
         num_other_model: Number of rows that another model has scored than that of the plan.
@@ -256,6 +268,8 @@ class TrackerState:
     state_by_group: dict[str, GroupState] = field(default_factory=dict)
     order: OrderState = field(default_factory=OrderState)
     pattern_state: PatternState = field(default_factory=dict)
+    latest_time: int = NO_TIME
+    active_time: int = 0
     num_late: int = 0
     num_repeated: int = 0
     num_other_model: int = 0
@@ -287,6 +301,7 @@ class IncidentTracker:
         self._state = TrackerState()
         self._order = RowOrder(self._options.reorder, self._options.get_device)
         self._messages: list[Incident] = []
+        self._next_silence = 0  # no incident can be resolved as silent before `active_time` reaches this
         self._fleets: FleetTracker[TrackedIncident] | None = None
         if self._options.fleet is not None:
             self._fleets = FleetTracker(
@@ -359,6 +374,7 @@ class IncidentTracker:
     def import_state(self, state: TrackerState) -> None:
         """Continue from a state. The plan and the options may differ from those with which it was made."""
         self._state = state
+        self._next_silence = 0
         self._order.import_state(state.order)
         if self._adjuster is not None:
             self._adjuster.import_state(state.pattern_state)
@@ -379,6 +395,7 @@ class IncidentTracker:
         if self._options.num_remembered_records and self._is_repeated(device, row.record):
             state.num_repeated += 1
             return
+        self._advance_time(row.time, device)
         time = row.time
         if time < device.last_time:
             state.num_late += 1
@@ -421,6 +438,26 @@ class IncidentTracker:
             self._bound_detector(device, incident, log_state)
             self._announce(name, device, incident, row.record, is_reopened)
 
+    def _advance_time(self, time: int, device: DeviceState) -> None:
+        """Advance the time by which silence is measured to that of a row of a device; resolve silent incidents."""
+        state, silent_after = self._state, self._options.silent_after
+        if time > state.latest_time:
+            if state.latest_time != NO_TIME:
+                state.active_time += min(time - state.latest_time, silent_after // NUM_SILENT_STEPS)
+            state.latest_time = time
+        device.heard = state.active_time
+        if not silent_after or state.active_time < self._next_silence:
+            return
+        self._next_silence = state.active_time + silent_after
+        for name, other in state.state_by_device.items():
+            incident = _get_open(other)
+            if incident is None:
+                continue
+            if state.active_time >= other.heard + silent_after:
+                self._resolve(name, other, incident, other.last_time + silent_after, "silent")
+            else:
+                self._next_silence = min(self._next_silence, other.heard + silent_after)
+
     def _add_device(self, name: str, model: str) -> DeviceState:
         """Return the state of a device that has sent nothing yet."""
         device = self._state.state_by_device[name] = DeviceState(model)
@@ -451,6 +488,7 @@ class IncidentTracker:
         if device.model != model or alert.record in device.remembered_records:
             return  # the record that closes next changes the model; an alert of a closed record is a duplicate
         time = max(alert.time, device.last_time)
+        device.heard = self._state.active_time
         incident = _get_open(device)
         if incident is not None and alert.next_reading is not None:
             incident.next_reading = OpenRecordReading(alert.next_reading, alert.record, time)

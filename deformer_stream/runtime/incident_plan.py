@@ -143,6 +143,7 @@ def plan_detection(
     )
     options = TrackerOptions(
         quiet=round(settings.quiet * MICROS_PER_SECOND),
+        silent_after=round(settings.silent_after * MICROS_PER_SECOND),
         gap=round(settings.gap * MICROS_PER_SECOND),
         reorder=reorder,
         fleet=parse_fleet_rule(settings.fleet),

@@ -34,6 +34,11 @@ class IncidentRuleSettings(Settings):
     quiet: Duration = text_default(
         "1m", description="An incident is resolved if its device has sent records for this time without new evidence."
     )
+    silent_after: Duration = text_default(
+        "1d",
+        description="An incident is also resolved, as silent, if its device has sent nothing for this time while others "
+        "have. 0 keeps it open until the device sends again.",
+    )
     gap: Duration = text_default(
         "10m",
         description="An incident is reopened if evidence with the same suspects comes again within this time.",

@@ -29,7 +29,8 @@ _SECURITY = (
 )
 
 _INCIDENT_RULE = (
-    *("incident_budget", "incident_rule", "segment", "quiet", "gap", "fleet", "records_per_day", "device_by"),
+    *("incident_budget", "incident_rule", "segment", "quiet", "silent_after", "gap", "fleet"),
+    *("records_per_day", "device_by"),
 )
 """Fields of the options that determine when incidents open and resolve."""
 

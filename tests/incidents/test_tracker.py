@@ -148,6 +148,52 @@ def test_silence_of_a_device_resolves_nothing() -> None:
     assert tracker.num_open == 1
 
 
+HOUR = 3600 * SECOND
+
+
+@pytest.mark.parametrize("num_rows_per_batch", [1, 7, 1000])
+def test_the_incident_of_a_device_that_sends_nothing_is_resolved_as_silent(num_rows_per_batch: int) -> None:
+    tracker = IncidentTracker(SEGMENTS, TrackerOptions(silent_after=HOUR))
+    messages = tracker.handle(make_batch(make_rows("pump", range(10), 0.001)))
+    rows = make_rows("other", range(10, 7200, 10), 0.9)
+    for start in range(0, len(rows), num_rows_per_batch):
+        messages += tracker.handle(make_batch(rows[start : start + num_rows_per_batch]))
+        tracker = continue_from(tracker)
+    resolved = messages[-1]
+    assert (resolved.device, resolved.state, resolved.resolution) == ("pump", "resolved", "silent")
+    assert resolved.resolved == START + 9 * SECOND + HOUR
+    assert summarise(messages) == [("pump", "open"), ("pump", "resolved")]
+    # The fault is still there when the device sends again.
+    messages = tracker.handle(make_batch(make_rows("pump", range(7200, 7210), 0.001)))
+    assert summarise(messages)[0] == ("pump", "reopened")
+
+
+def continue_from(tracker: IncidentTracker) -> IncidentTracker:
+    """Return a tracker with the same options that continues from the state of another one."""
+    restored = IncidentTracker(tracker._plan, tracker._options)
+    restored.import_state(tracker.export_state())
+    return restored
+
+
+def test_a_pause_of_the_stream_or_one_wrong_time_is_no_silence_of_a_device() -> None:
+    tracker = IncidentTracker(E_DETECTOR, TrackerOptions(silent_after=HOUR))
+    tracker.handle(make_batch(make_rows("pump", range(10), 0.001)))
+    assert not tracker.handle(make_batch([("other", 36_000, 0.9), ("other", 36_001, 0.9), ("clock", 10**8, 0.9)]))
+    # A device whose records are late, but come, is not silent.
+    for second in range(10**8, 10**8 + 20_000, 1000):
+        messages = tracker.handle(make_batch([("other", second, 0.9), ("pump", 20 + second - 10**8, 0.001)]))
+        assert all(message.state != "resolved" for message in messages)
+    assert tracker.num_open == 1
+
+
+def test_a_fleet_incident_is_resolved_when_its_last_member_is_silent() -> None:
+    tracker = IncidentTracker(E_DETECTOR, replace(FLEET, silent_after=HOUR))
+    open_devices(tracker, {"a": 0, "b": 1, "c": 2})
+    messages = tracker.handle(make_batch(make_rows("d", range(60, 7200, 10), 0.9)))
+    assert [message.resolution for message in messages if message.state == "resolved"] == ["silent"] * 4
+    assert messages[-1].kind == "fleet"
+
+
 def test_evidence_that_returns_keeps_the_incident_open() -> None:
     tracker = IncidentTracker(SEGMENTS)
     messages = tracker.handle(make_batch(make_rows("pump", range(10), 0.001)))

@@ -36,7 +36,7 @@ OPTIONS = (
     TrackerOptions(quiet=5 * SECOND, min_quiet_records=2, gap=20 * SECOND),
     TrackerOptions(quiet=3 * SECOND, min_quiet_records=1, gap=0, fleet=FleetRule(2, 30 * SECOND)),
     TrackerOptions(quiet=2 * SECOND, min_quiet_records=1, reorder=4 * SECOND, fleet=FleetRule(3, 50 * SECOND)),
-    TrackerOptions(quiet=2 * SECOND, min_quiet_records=1, num_remembered_records=4),
+    TrackerOptions(quiet=2 * SECOND, min_quiet_records=1, num_remembered_records=4, silent_after=8 * SECOND),
 )
 
 
