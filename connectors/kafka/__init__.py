@@ -22,6 +22,7 @@ from connectors.kafka.evidence_sink import KafkaEvidenceSink, describe_evidence_
 from connectors.kafka.incident_deliveries import KafkaDeliveryLog
 from connectors.kafka.incident_topics import (
     KafkaFeedbackLog,
+    KafkaIncidentHistory,
     KafkaIncidentLog,
     KafkaIncidentWriter,
     describe_incident_topics,
@@ -40,6 +41,7 @@ __all__ = [
     "KafkaDeliveryLog",
     "KafkaEvidenceSink",
     "KafkaFeedbackLog",
+    "KafkaIncidentHistory",
     "KafkaIncidentLog",
     "KafkaIncidentWriter",
     "KafkaSink",

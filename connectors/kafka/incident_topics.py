@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from connectors.kafka.client import DELIVERY_SECONDS, load_client
 from connectors.kafka.delivery import Delivery
+from connectors.kafka.evidence_sink import EVIDENCE_PARTITION
 from connectors.kafka.ports import (
     Consumer,
     ConsumerOptions,
@@ -25,6 +26,7 @@ from deformer_stream.codec.encode_incidents import decode_incident, encode_incid
 from deformer_stream.codec.feedback_messages import decode_label, encode_label, get_label_key
 from deformer_stream.errors import DeformerError, InputError
 from deformer_stream.incidents.events import FeedbackLabel, Incident
+from deformer_stream.runtime.incident_history import read_existing
 
 INCIDENT_RETENTION_MS = 365 * 86_400_000
 """Time for which an incident that no longer changes is kept, if this program creates the topic: a year."""
@@ -191,6 +193,32 @@ class KafkaIncidentLog(_TopicReader[Incident]):
 
     def __init__(self, cluster: KafkaCluster, topic: str) -> None:
         super().__init__(cluster, topic, decode_incident)
+
+
+class KafkaIncidentHistory:
+    """Reads what a topic of incidents holds about the incidents of a partition of evidence.
+
+    Args:
+        cluster: The brokers.
+        topic: The topic with the incidents.
+    """
+
+    def __init__(self, cluster: KafkaCluster, topic: str) -> None:
+        self._cluster, self._topic = cluster, topic
+
+    def __call__(self, partition: int) -> Iterator[Incident]:
+        """Yield the messages that the topic holds now; none for a partition to which no evidence is sent.
+
+        Raises:
+            Unavailable: The topic cannot be read.
+        """
+        if partition != EVIDENCE_PARTITION:
+            return
+        incidents = KafkaIncidentLog(self._cluster, self._topic)
+        try:
+            yield from read_existing(incidents)
+        finally:
+            incidents.close()
 
 
 class KafkaFeedbackLog(_TopicReader[FeedbackLabel]):

@@ -25,10 +25,6 @@ TAKE_BACK: Label = "cleared"
 MIN_PREFIX_CHARS = 6
 """Smallest number of characters by which an incident can be named, if no other one begins with them."""
 
-POLL_SECONDS = 1.0
-PATIENCE_SECONDS = 120.0
-"""Longest time in which nothing is read before the broker counts as unavailable."""
-
 
 def build_feedback() -> click.Command:
     """Return the command `feedback`."""
@@ -143,19 +139,10 @@ def find_incident(incidents: IncidentLog, prefix: str) -> Incident:
         InputError: There is no such incident, or more than one.
         Unavailable: The log cannot be read.
     """
-    import time
+    from deformer_stream.errors import InputError
+    from deformer_stream.runtime.incident_history import read_existing
 
-    from deformer_stream.errors import InputError, Unavailable
-
-    incident_by_id: dict[str, Incident] = {}
-    last_read = time.monotonic()
-    while not incidents.is_caught_up:
-        messages = incidents.poll(POLL_SECONDS)
-        incident_by_id |= {message.id: message for message in messages if message.id.startswith(prefix)}
-        if messages:
-            last_read = time.monotonic()
-        elif time.monotonic() - last_read > PATIENCE_SECONDS:
-            raise Unavailable(f"no incidents were read for {PATIENCE_SECONDS:g} s: check that the broker responds")
+    incident_by_id = {message.id: message for message in read_existing(incidents) if message.id.startswith(prefix)}
     if prefix in incident_by_id:
         return incident_by_id[prefix]
     found = list(incident_by_id.values()) if len(prefix) >= MIN_PREFIX_CHARS else []

@@ -153,6 +153,7 @@ def _connect(
 
     from connectors.kafka import (
         Delivery,
+        KafkaIncidentHistory,
         KafkaIncidentWriter,
         KafkaSource,
         StateTopic,
@@ -209,6 +210,7 @@ def _connect(
         KafkaIncidentWriter(topics.incidents, delivery, topics.events),
         load_plan,
         metrics,
+        KafkaIncidentHistory(cluster, topics.incidents),
         commit_interval=settings.commit_interval,
         snapshot_interval=settings.snapshot_interval,
     )

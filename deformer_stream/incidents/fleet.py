@@ -250,6 +250,37 @@ class FleetTracker(Generic[MemberT]):
         for device in devices:
             self.add_device(device)
 
+    @property
+    def incident_ids(self) -> set[str]:
+        """The ids of the fleet incidents in the state."""
+        return {fleet.id for group in self._state_by_group.values() for fleet in group.fleets}
+
+    def reconcile(self, sent_by_id: Mapping[str, Incident]) -> None:
+        """Send the fleet incidents that do not agree with their last messages in the log.
+
+        Args:
+            sent_by_id: The last messages of the log, by id.
+        """
+        for fleet in [fleet for group in self._state_by_group.values() for fleet in group.fleets]:
+            for id_, member in fleet.member_by_id.items():
+                incident = self._find_incident(member.device)
+                member.is_open = incident is not None and incident.id == id_ and incident.resolved is None
+            is_open = bool(fleet.open_unlisted) or any(member.is_open for member in fleet.member_by_id.values())
+            if is_open != (fleet.resolved is None):
+                fleet.resolved = None if is_open else fleet.last
+                fleet.resolution = None if is_open else "quiet"
+            sent = sent_by_id.get(fleet.id)
+            if sent is None:
+                fleet.revision = 0
+                if is_open:
+                    self._send_message(fleet, "open", fleet.last)
+                continue
+            fleet.revision = max(fleet.revision, sent.revision + 1)
+            was_open = sent.state != "resolved"
+            fleet.num_reopened = max(fleet.num_reopened, sent.num_reopened + (is_open and not was_open))
+            if is_open != was_open:
+                self._send_message(fleet, "updated" if is_open else "resolved", fleet.last)
+
     def add_device(self, device: str) -> None:
         """Count a device that has sent its first record."""
         group = self._get_group(device)
@@ -362,7 +393,11 @@ class FleetTracker(Generic[MemberT]):
             fleet.open_unlisted.append(incident.id)
 
     def _send_message(self, fleet: FleetState, state: IncidentState, time: int) -> None:
-        """Send a message about a fleet incident."""
+        """Send a message about a fleet incident. The first one says that it has opened."""
+        if not fleet.revision:
+            if state == "resolved":
+                return  # a previous run with another plan has not sent it
+            state = "open"
         members = fleet.member_by_id.values()
         ranked = sorted(fleet.direction.items(), key=lambda item: (-item[1], item[0]))[:MAX_SHOWN]
         total = math.fsum(fleet.direction.values()) or 1.0

@@ -33,8 +33,8 @@ log, not on how the rows are divided into batches. So a restart, a replay and a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from deformer_stream.calibration.false_alarm_patterns import (
     MAX_RECORDS_SINCE_ALERT,
@@ -257,6 +257,8 @@ class TrackerState:
         state_by_group: The device groups with recent or fleet incidents.
         order: The rows that wait, and the alerts of open records.
         pattern_state: The state of the adjuster of p-values by patterns of false alarms.
+        plan: Identity of the plan under which the state was reached (`runtime.incident_plan.DetectionPlan`); "" if it
+            is unknown.
         latest_time: Largest time of a handled row.
         active_time: Sum of the steps of `latest_time`, each bounded, by which the silence of devices is measured.
         num_late: Number of rows that came too late to be handled in order of time.
@@ -268,6 +270,7 @@ class TrackerState:
     state_by_group: dict[str, GroupState] = field(default_factory=dict)
     order: OrderState = field(default_factory=OrderState)
     pattern_state: PatternState = field(default_factory=dict)
+    plan: str = ""
     latest_time: int = NO_TIME
     active_time: int = 0
     num_late: int = 0
@@ -372,7 +375,10 @@ class IncidentTracker:
         return self._state
 
     def import_state(self, state: TrackerState) -> None:
-        """Continue from a state. The plan and the options may differ from those with which it was made."""
+        """Continue from a state.
+
+        The plan and the options may differ from those with which it was made. `reconcile` is then called, too.
+        """
         self._state = state
         self._next_silence = 0
         self._order.import_state(state.order)
@@ -380,6 +386,73 @@ class IncidentTracker:
             self._adjuster.import_state(state.pattern_state)
         if self._fleets is not None:
             self._fleets.import_state(state.state_by_group, state.state_by_device)
+        else:
+            state.state_by_group = {}  # nothing would resolve these fleet incidents later
+
+    @property
+    def incident_ids(self) -> set[str]:
+        """The ids of the incidents in the state: of each device the latest one, and the latest fleet incidents."""
+        devices = self._state.state_by_device.values()
+        ids = {device.incident.id for device in devices if device.incident is not None}
+        return ids if self._fleets is None else ids | self._fleets.incident_ids
+
+    def reconcile(self, sent_by_id: Mapping[str, Incident], resolution: str) -> list[Incident]:
+        """Return the messages after which the log of incidents agrees with the state.
+
+        They are needed if the state was not reached by the plan that has written the log. An incident that is open in
+        the log, but not in the state, is resolved. An incident that the log does not have is sent as opened.
+
+        Args:
+            sent_by_id: The last messages about the incidents of the log: about all that are open, and about those of
+                `incident_ids`.
+            resolution: Why incidents that are not in the state are resolved.
+        """
+        known_fleets: set[str] = set() if self._fleets is None else self._fleets.incident_ids
+        for name, device in self._state.state_by_device.items():
+            if device.incident is not None:
+                self._reconcile_incident(name, device.incident, sent_by_id.get(device.incident.id), known_fleets)
+        if self._fleets is not None:
+            self._fleets.reconcile(sent_by_id)
+        known_ids, latest_time = self.incident_ids, self._state.latest_time
+        for sent in sent_by_id.values():
+            if sent.state != "resolved" and sent.id not in known_ids:
+                self._messages.append(
+                    replace(
+                        sent,
+                        state="resolved",
+                        resolved=max(sent.last, latest_time),
+                        resolution=resolution,
+                        revision=sent.revision + 1,
+                        next_reading=None,
+                    )
+                )
+        return self._take_messages()
+
+    def _reconcile_incident(
+        self, name: str, incident: TrackedIncident, sent: Incident | None, known_fleets: set[str]
+    ) -> None:
+        """Send the incident of a device if its last message in the log does not agree with it.
+
+        Args:
+            name: The device.
+            incident: Its incident.
+            sent: Its last message in the log, None if the log has none.
+            known_fleets: Ids of the fleet incidents in the state.
+        """
+        if incident.parent not in known_fleets:
+            incident.parent = None
+        is_open = incident.resolved is None
+        if sent is None:
+            incident.revision = 0
+            if is_open:
+                self._send(name, incident, "open", incident.last)
+            return
+        incident.revision = max(incident.revision, sent.revision + 1)
+        incident.severity = max(incident.severity, sent.severity)
+        was_open = sent.state != "resolved"
+        incident.num_reopened = max(incident.num_reopened, sent.num_reopened + (is_open and not was_open))
+        if is_open != was_open or (is_open and incident.parent != sent.parent):
+            self._send(name, incident, "updated" if is_open else "resolved", incident.resolved or incident.last)
 
     def _take_messages(self) -> list[Incident]:
         """Return the messages since the last call."""
@@ -768,7 +841,11 @@ class IncidentTracker:
         self._update_fleet(name, incident, time)
 
     def _send(self, name: str, incident: TrackedIncident, state: IncidentState, time: int) -> None:
-        """Add a message about an incident of a device."""
+        """Add a message about an incident of a device. The first one says that it has opened."""
+        if not incident.revision:
+            if state == "resolved":
+                return  # a previous run with another plan has not sent it
+            state = "open"
         suspects = incident.totals.make_suspects()
         while incident.next_num_records <= incident.num_records:
             incident.next_num_records *= 2

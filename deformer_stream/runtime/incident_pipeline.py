@@ -9,13 +9,17 @@
 A tracker is a pure function of the messages of its partition. Its state is saved from time to time. After a restart the
 messages since then are handled again, and what they cause is not written again if the previous run has committed it.
 So the topic of incidents is the same whether or not the process was killed.
+
+This holds only if the messages are handled again under the same plan. So the saved state names its plan, and a plan
+takes effect in the same commit as a state that names it. If a run begins with another plan, or without the saved state,
+the topic of incidents is read, and the messages that make it agree with the tracker are written (`reconcile`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,9 +31,13 @@ from deformer_stream.errors import DeformerError, InputError
 from deformer_stream.incidents.events import EvidenceBatch, Incident
 from deformer_stream.incidents.tracker import IncidentTracker
 from deformer_stream.runtime.detection_metrics import DetectionMetrics
+from deformer_stream.runtime.incident_history import ReadHistory, collect_last_messages
 from deformer_stream.runtime.incident_plan import DetectionPlan
 from deformer_stream.runtime.ports import PartitionedSource, PartitionState, PollResult, RestoredPartition
 from deformer_stream.runtime.timing import CommitSchedule
+
+PLAN_CHANGED, STATE_LOST = "plan-changed", "state-lost"
+"""Why incidents are resolved that the tracker does not have: the plan has changed, or there is no saved state."""
 
 BEHIND_MESSAGES = 1024
 """The loop is behind (throughput then has priority) if more messages than this are not yet read."""
@@ -58,6 +66,8 @@ class _Partition:
         has_snapshot: Whether its state was saved before.
         is_changed: Whether it has changed since its state was saved.
         next_snapshot: When its state is saved next, monotonic seconds.
+        reconcile_as: Why incidents are resolved that the tracker does not have, once the messages before
+            `committed_offset` are handled; None if the tracker agrees with the topic of incidents.
     """
 
     tracker: IncidentTracker
@@ -66,6 +76,7 @@ class _Partition:
     has_snapshot: bool
     is_changed: bool
     next_snapshot: float
+    reconcile_as: str | None = None
 
 
 class IncidentPipeline:
@@ -77,6 +88,7 @@ class IncidentPipeline:
         load_plan: Returns what determines the incidents. It is called at the start, and again when a model has scored
             the records that is not the model of the plan, since the model directory may have changed.
         metrics: Receives counts and timings.
+        read_history: Yields what the topic of incidents holds.
         max_wait: Maximum seconds that a poll waits for messages.
         commit_interval: Seconds between commits. An incident that opens is committed at once.
         snapshot_interval: Seconds between two snapshots of a partition's state.
@@ -89,12 +101,13 @@ class IncidentPipeline:
         writer: IncidentWriter,
         load_plan: Callable[[], DetectionPlan],
         metrics: DetectionMetrics,
+        read_history: ReadHistory,
         max_wait: float = 0.2,
         commit_interval: float = 1.0,
         snapshot_interval: float = 30.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._source, self._writer, self._metrics = source, writer, metrics
+        self._source, self._writer, self._metrics, self._read_history = source, writer, metrics, read_history
         self._load_plan, self._plan = load_plan, load_plan()
         self._max_wait, self._snapshot_interval, self._now = max_wait, snapshot_interval, now
         self._schedule = CommitSchedule(commit_interval, now)
@@ -117,8 +130,8 @@ class IncidentPipeline:
         while not stop.is_set():
             polled = self._source.poll(self._max_wait)
             self._update_partitions(polled)
-            has_opened = self._handle(polled)
-            if self._schedule.is_due(has_opened, self._is_behind):
+            is_urgent = self._handle(polled)
+            if self._schedule.is_due(is_urgent, self._is_behind):
                 self._commit()
             self._report()
         self._commit(is_final=True)
@@ -139,9 +152,12 @@ class IncidentPipeline:
             StateError: The state cannot be decoded.
         """
         tracker = self._plan.make_tracker()
+        reconcile_as: str | None = STATE_LOST
         if restored.snapshot is not None:
             description = f"saved state of partition {restored.partition} at offset {restored.committed_offset}"
-            tracker.import_state(decode_incident_state(restored.snapshot, description))
+            state = decode_incident_state(restored.snapshot, description)
+            tracker.import_state(state)
+            reconcile_as = None if state.plan == self._plan.identity else PLAN_CHANGED
         return _Partition(
             tracker,
             restored.committed_offset,
@@ -149,13 +165,14 @@ class IncidentPipeline:
             has_snapshot=restored.snapshot is not None,
             is_changed=False,
             next_snapshot=self._now() + self._snapshot_interval,
+            reconcile_as=reconcile_as,
         )
 
     def _handle(self, polled: PollResult) -> bool:
         """Pass the messages of a poll to the trackers, and write what they return.
 
         Returns:
-            Whether an incident was opened or resolved, of which readers should know at once.
+            Whether to commit at once: an incident was opened or resolved, or the plan has changed.
         """
         is_urgent = False
         if isinstance(polled.data, Messages):
@@ -165,26 +182,63 @@ class IncidentPipeline:
                 partition = self._partition_by_number.get(number)
                 if partition is None:
                     continue
+                if offset >= partition.committed_offset:
+                    is_urgent |= self._reconcile(number, partition)
                 partition.is_changed = True
                 batch = self._decode(data.topic, number, offset, payload)
                 if batch is None:
                     continue
-                self._check_model(batch.model)
+                is_urgent |= self._check_model(batch.model)
                 incidents = partition.tracker.handle(batch)
                 if offset < partition.committed_offset:  # the previous run has written them
                     continue
                 self._metrics.records.inc(len(batch.closed))
-                for incident in incidents:
-                    self._writer.write(incident, number)
-                    self._metrics.count_message(incident)
-                    is_urgent |= incident.state == "resolved" or incident.state == "open"
-                    self._log_change(incident)
+                is_urgent |= self._write(incidents, number)
                 self._warn_of_suspects(batch)
         for number in polled.caught_up_partitions:
             if number in self._partition_by_number:
+                is_urgent |= self._reconcile(number, self._partition_by_number[number])
                 self._partition_by_number[number].is_restoring = False
                 self._log.info("partition_restored", partition=number)
         return is_urgent
+
+    def _write(self, incidents: Iterable[Incident], partition: int) -> bool:
+        """Write messages about incidents, and return whether one of them was opened or resolved."""
+        is_urgent = False
+        for incident in incidents:
+            self._writer.write(incident, partition)
+            self._metrics.count_message(incident)
+            is_urgent |= incident.state in ("open", "resolved")
+            self._log_change(incident)
+        return is_urgent
+
+    def _reconcile(self, number: int, partition: _Partition) -> bool:
+        """Make the topic of incidents agree with the tracker, if they may disagree, and make its state due.
+
+        Returns:
+            Whether they could disagree. Then the messages and the state must be committed together.
+        """
+        if partition.reconcile_as is None:
+            return False
+        tracker = partition.tracker
+        sent_by_id = collect_last_messages(self._read_history(number), tracker.incident_ids)
+        incidents = tracker.reconcile(sent_by_id, partition.reconcile_as)
+        if incidents:
+            self._log.warning(
+                "incidents_reconciled",
+                partition=number,
+                reason=partition.reconcile_as,
+                messages=len(incidents),
+                resolved=sum(incident.state == "resolved" for incident in incidents),
+            )
+        self._write(incidents, number)
+        partition.reconcile_as = None
+        self._make_due(partition)
+        return True
+
+    def _make_due(self, partition: _Partition) -> None:
+        """Let the next commit save the state of a partition, so that it names the plan under which messages follow."""
+        partition.is_changed, partition.next_snapshot = True, self._now()
 
     def _decode(self, topic: str, partition: int, offset: int, payload: bytes | None) -> EvidenceBatch | None:
         """Return the evidence of a message, None if it is not evidence. The first such message is logged."""
@@ -199,16 +253,20 @@ class IncidentPipeline:
                 self._log.warning("message_skipped", topic=topic, partition=partition, offset=offset, error=str(error))
             return None
 
-    def _check_model(self, model: str) -> None:
-        """Load the plan again if it belongs to another model than the one that has scored the records."""
+    def _check_model(self, model: str) -> bool:
+        """Load the plan again if it belongs to another model than the one that has scored the records.
+
+        Returns:
+            Whether the plan has changed.
+        """
         if model == self._plan.model or model in self._unknown_models:
-            return
+            return False
         try:
             plan = self._load_plan()
         except DeformerError as error:  # the directory is being replaced, or its budget is out of reach
             self._unknown_models.add(model)
             self._log.warning("plan_not_loaded", model=model, error=str(error))
-            return
+            return False
         if plan.model != model:
             self._unknown_models.add(model)
             self._log.warning(
@@ -218,13 +276,17 @@ class IncidentPipeline:
                 message="the records were scored by another model than that of --model, so the segments of normal "
                 "operation do not apply to them: give the model directory that consume uses",
             )
-            return
+            return False
         self._log.info("plan_changed", before=self._plan.model, model=model)
         self._plan = plan
         for partition in self._partition_by_number.values():
             state = partition.tracker.export_state()
             partition.tracker = plan.make_tracker()
             partition.tracker.import_state(state)
+            if partition.is_restoring:
+                partition.reconcile_as = PLAN_CHANGED
+            self._make_due(partition)
+        return True
 
     def _log_change(self, incident: Incident) -> None:
         """Log that an incident has opened or was resolved."""
@@ -274,7 +336,9 @@ class IncidentPipeline:
         for number, partition in self._partition_by_number.items():
             is_due = number in given_up or not partition.has_snapshot or now >= partition.next_snapshot
             if is_due and partition.is_changed and not partition.is_restoring:
-                states[number] = PartitionState(snapshot=encode_incident_state(partition.tracker.export_state()))
+                state = partition.tracker.export_state()
+                state.plan = self._plan.identity
+                states[number] = PartitionState(snapshot=encode_incident_state(state))
         return states
 
     def _mark_saved(self, states: Mapping[int, PartitionState]) -> None:

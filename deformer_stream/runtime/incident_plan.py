@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
 from pathlib import Path
 
-from deformer_stream import log
+from deformer_stream import __version__, log
 from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern, PatternAdjuster
 from deformer_stream.calibration.incident_budget import MICROS_PER_DAY, BudgetPlan, parse_budget, plan_budget
 from deformer_stream.incident_store import IncidentCalibration, read_incident_calibration
@@ -26,7 +27,7 @@ NUM_REMEMBERED_RECORDS = 256
 """Number of the latest records of each device whose duplicates are ignored, if the log can have duplicates."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DetectionPlan:
     """What determines the incidents of a log of evidence. Equal plans give equal incidents of equal logs.
 
@@ -35,12 +36,28 @@ class DetectionPlan:
         options: The options of the tracker.
         patterns: Patterns of false alarms.
         model: Fingerprint of the model, whose scores the patterns hold.
+        device_by: The separator that `options.get_device` uses, None for the default ones.
     """
 
     plan: BudgetPlan
     options: TrackerOptions
     patterns: tuple[FalseAlarmPattern, ...] = ()
     model: str = ""
+    device_by: str | None = None
+
+    @cached_property
+    def identity(self) -> str:
+        """The hash of all that determines the incidents, including the release of this program.
+
+        A state that was saved under another identity may disagree with the log of incidents.
+        """
+        options = [
+            (field.name, getattr(self.options, field.name))
+            for field in fields(self.options)
+            if not field.name.startswith("get_")  # `device_by` stands for the functions
+        ]
+        parts = (__version__, self.plan, options, self.patterns, self.model, self.device_by)
+        return hashlib.sha256(repr(parts).encode("utf-8", "backslashreplace")).hexdigest()[:32]
 
     def make_tracker(self, find_own_incident: Callable[[str, int], str | None] | None = None) -> IncidentTracker:
         """Return a tracker without state.
@@ -150,4 +167,6 @@ def plan_detection(
         num_remembered_records=num_remembered_records,
         get_device=make_get_device(settings.device_by),
     )
-    return DetectionPlan(plan, options, calibration.patterns if calibration is not None and is_own else (), model)
+    return DetectionPlan(
+        plan, options, calibration.patterns if calibration is not None and is_own else (), model, settings.device_by
+    )

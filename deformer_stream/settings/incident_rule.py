@@ -36,8 +36,8 @@ class IncidentRuleSettings(Settings):
     )
     silent_after: Duration = text_default(
         "1d",
-        description="An incident is also resolved, as silent, if its device has sent nothing for this time while others "
-        "have. 0 keeps it open until the device sends again.",
+        description="An incident is also resolved, as silent, if its device has sent nothing for this time while "
+        "others have. 0 keeps it open until the device sends again.",
     )
     gap: Duration = text_default(
         "10m",
