@@ -110,7 +110,8 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
             found = find_incident(incidents, incident)
         finally:
             incidents.close()
-        made = _make_label(settings, label, now, incident=found.id, name=settings.name)
+        seen = {"severity": found.severity, "num_reopened": found.num_reopened}
+        made = _make_label(settings, label, now, incident=found.id, name=settings.name, **seen)
         text = f"{found.id} {summarize_incident(found)}: {label}"
     ensure_topics(
         cluster,

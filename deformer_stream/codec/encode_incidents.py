@@ -95,6 +95,7 @@ def _to_document(incident: Incident) -> dict[str, Any]:
         "group": incident.group,
         "parent": incident.parent,
         "members": list(incident.members),
+        **({"devices": list(incident.devices)} if incident.devices else {}),
         "revision": incident.revision,
         "reopened": incident.num_reopened,
         "resolution": incident.resolution,
@@ -160,8 +161,8 @@ def _shrink(document: dict[str, Any]) -> bool:
     if document["readings"]:
         document["readings"] = {}
         return True
-    for name in ("alert_ids", "record_ids", "members", "fault", "suspects"):
-        if document[name]:
+    for name in ("alert_ids", "record_ids", "devices", "members", "fault", "suspects"):
+        if document.get(name):
             document[name] = document[name][: len(document[name]) // 2]
             return True
     for name in ("silenced_by", "next_reading"):
@@ -253,6 +254,7 @@ class _IncidentJson(msgspec.Struct, frozen=True):
     group: str = ""
     parent: MessageId | None = None
     members: tuple[MessageId, ...] = ()
+    devices: tuple[str, ...] = ()
     revision: _Count = 0
     reopened: _Count = 0
     resolution: str | None = None
@@ -313,6 +315,7 @@ def _from_message(message: _IncidentJson) -> Incident:
         kind=message.kind,
         group=message.group,
         members=message.members,
+        devices=message.devices,
         parent=message.parent,
         revision=message.revision,
         num_reopened=message.reopened,

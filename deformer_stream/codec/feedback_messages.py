@@ -25,6 +25,7 @@ _ID_LENGTH = 32
 _Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 _Note = Annotated[str, msgspec.Meta(max_length=MAX_NOTE_CHARS)]
 _Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 def make_label(
@@ -39,6 +40,8 @@ def make_label(
     start: int | None = None,
     end: int | None = None,
     record: str | None = None,
+    severity: int | None = None,
+    num_reopened: int | None = None,
 ) -> FeedbackLabel:
     """Return a label with its id. It is about an incident, a maintenance window of a device, or a record.
 
@@ -54,6 +57,8 @@ def make_label(
         start: Beginning of the maintenance window, microseconds since 1970.
         end: End of the maintenance window, microseconds since 1970.
         record: Id of the record.
+        severity: Severity that the incident had when the person saw it, None if unknown.
+        num_reopened: How often the incident had been reopened then, None if unknown.
 
     Raises:
         InputError: A text is too long or is not Unicode, a time is outside the years 1 to 9999, or the label is not
@@ -71,6 +76,8 @@ def make_label(
         start=start,
         end=end,
         record=record,
+        severity=severity,
+        num_reopened=num_reopened,
     )
     for text in (by, incident, name, note, device, record):
         if text is not None and not is_unicode(text):
@@ -126,6 +133,8 @@ class _LabelJson(msgspec.Struct, frozen=True):
     start: str | None = msgspec.field(default=None, name="from")
     end: str | None = msgspec.field(default=None, name="to")
     record: _Text | None = None
+    severity: _Count | None = None
+    reopened: _Count | None = None
 
 
 _DECODER = msgspec.json.Decoder(_LabelJson)
@@ -140,6 +149,8 @@ def _to_document(label: FeedbackLabel) -> dict[str, Any]:
         "from": None if label.start is None else format_rfc3339(label.start),
         "to": None if label.end is None else format_rfc3339(label.end),
         "record": label.record,
+        "severity": label.severity,
+        "reopened": label.num_reopened,
         "label": label.label,
         "name": label.name,
         "by": label.by,
@@ -195,4 +206,6 @@ def _from_message(message: _LabelJson) -> FeedbackLabel:
         start=start,
         end=end,
         record=message.record,
+        severity=message.severity,
+        num_reopened=message.reopened,
     )

@@ -6,6 +6,9 @@ from deformer_stream.codec.alert_text import MAX_LISTED_FEATURES, format_value_a
 from deformer_stream.codec.timestamps import format_rfc3339
 from deformer_stream.incidents.events import Incident, IncidentSuspect
 
+MAX_LISTED_DEVICES = 10
+"""Largest number of devices of a fleet incident that its facts name."""
+
 WHOLE_STREAM_NAME = "the whole stream"
 """Name for people of the device `WHOLE_STREAM`, which stands for all records whose ids contain no device."""
 
@@ -35,6 +38,8 @@ def list_facts(incident: Incident) -> dict[str, str]:
         "resolved": None if incident.resolved is None else format_rfc3339(incident.resolved),
         "records": f"{incident.num_alerted} of {incident.num_records} records have alerted",
         "severity": str(incident.severity),
+        "devices": _list_devices(incident),
+        "parent": incident.parent,
         "evidence": f"{incident.evidence:.1f} (opens at {incident.threshold:.1f})",
         "budget": f"{make_printable(incident.budget)}, kept by {incident.rule}",
         "likely fault": ", ".join(
@@ -49,6 +54,13 @@ def list_facts(incident: Incident) -> dict[str, str]:
         "incident": incident.id,
     }
     return {name: text for name, text in facts.items() if text}
+
+
+def _list_devices(incident: Incident) -> str:
+    """Return the names of the first devices of a fleet incident, and the number of the others; "" if none is known."""
+    names = ", ".join(make_printable(device) or WHOLE_STREAM_NAME for device in incident.devices[:MAX_LISTED_DEVICES])
+    num_more = len(incident.devices) - MAX_LISTED_DEVICES
+    return f"{names} and {num_more} more" if num_more > 0 else names
 
 
 def _format_suspect(suspect: IncidentSuspect) -> str:

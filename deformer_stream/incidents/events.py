@@ -219,6 +219,7 @@ class Incident:
         kind: "device", or "fleet" for an incident of several devices.
         group: The device group of a fleet incident or of the device (`device.extract_device_group`); "" without one.
         members: Ids of the incidents that a fleet incident includes.
+        devices: The devices of these incidents, in the same order.
         parent: Id of the fleet incident that includes this incident, or None.
         revision: Number of earlier messages of this incident.
         num_reopened: How often the incident was reopened.
@@ -254,6 +255,7 @@ class Incident:
     kind: IncidentKind = "device"
     group: str = ""
     members: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
     parent: str | None = None
     revision: int = 0
     num_reopened: int = 0
@@ -272,7 +274,8 @@ class Incident:
 class FeedbackLabel:
     """A label that a person has given to an incident, a device or a record: a message of `TOPIC-feedback`.
 
-    If an incident or a record has several labels, the latest one is valid.
+    If an incident or a record has several labels, the latest one is valid. A label covers what the person has seen: it
+    does not silence an incident that is reopened later, or whose severity rises (`overlay`).
 
     Attributes:
         id: Hash of the other fields, so that a label that is sent twice counts once.
@@ -286,6 +289,8 @@ class FeedbackLabel:
         start: Beginning of the maintenance window, None otherwise.
         end: End of the maintenance window, None otherwise.
         record: Id of a record that was offered for review, None otherwise.
+        severity: Severity that the incident had when the person saw it, None if unknown.
+        num_reopened: How often the incident had been reopened then, None if unknown.
     """
 
     id: str
@@ -299,3 +304,5 @@ class FeedbackLabel:
     start: int | None = None
     end: int | None = None
     record: str | None = None
+    severity: int | None = None
+    num_reopened: int | None = None

@@ -422,6 +422,7 @@ class FleetTracker(Generic[MemberT]):
                 kind="fleet",
                 group=fleet.group,
                 members=tuple(fleet.member_by_id),
+                devices=tuple(member.device for member in members),
                 revision=fleet.revision,
                 num_reopened=fleet.num_reopened,
                 resolution=fleet.resolution,

@@ -2,17 +2,26 @@
 
 Labels never enter the detection: the log of incidents stays a function of the log of evidence. A label therefore
 changes only how an incident is presented, and can be taken back.
+
+- Label of an incident. "false-alarm" and "maintenance" silence it. A label covers what the person has seen: if the
+  incident is reopened afterwards, or its severity rises, it is not silenced any more. It is then sent again, and shown
+  with its label. A label that states neither (`FeedbackLabel.severity`, `num_reopened`) covers the incident for ever.
+- Label of a fleet incident. Its members have it, too, unless they have a label of their own.
+- Maintenance window of a device. It silences an incident that has opened in it, as long as its last record is in a
+  window. A fleet incident is silenced while all of its devices are in windows at its last record.
+- Members of a fleet incident. Receivers are notified of the fleet incident in their place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from deformer_stream.incidents.events import FeedbackLabel, Incident, IncidentLabel
 
-SilenceReason = Literal["false-alarm", "maintenance"]
+SilenceReason = Literal["false-alarm", "maintenance", "fleet"]
+SILENCE_REASONS: tuple[SilenceReason, ...] = ("false-alarm", "maintenance", "fleet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +31,17 @@ class Presentation:
     Attributes:
         label: The valid label, None if the incident has none.
         name: Name of the fault in the label, None if it has none.
-        silenced: Why receivers are not notified of the incident, None if they are.
-        cause: Id of the label that has last changed whether the incident is silenced, "" if none has.
+        silenced: Why receivers are not notified of the incident, None if they are. "fleet" occurs only for receivers.
+        cause: What has last changed whether the incident is silenced: the id of a label, with a suffix if its effect
+            has ended; "" if nothing has.
+        is_outdated: Whether the incident was reopened, or its severity has risen, since a label that had silenced it.
     """
 
     label: IncidentLabel | None = None
     name: str | None = None
     silenced: SilenceReason | None = None
     cause: str = ""
+    is_outdated: bool = False
 
 
 _SILENCE_BY_LABEL: dict[IncidentLabel, SilenceReason] = {"false-alarm": "false-alarm", "maintenance": "maintenance"}
@@ -57,21 +69,55 @@ class Overlay:
             self._windows_by_device.setdefault(label.device, {})[label.id] = label
 
     def present(self, incident: Incident) -> Presentation:
-        """Return how an incident is presented: its label, and whether receivers get messages about it."""
-        window = self._find_window(incident.device, incident.opened)
-        silenced_by_window: SilenceReason | None = None if window is None else "maintenance"
-        presentation = Presentation(silenced=silenced_by_window, cause="" if window is None else window.id)
-        for label in _sort_by_time(self._labels_by_incident.get(incident.id, {}).values()):
+        """Return how an incident is presented: its label, and whether it is silenced."""
+        window, covers_last = self._find_silencing_window(incident)
+        silenced_by_window: SilenceReason | None = "maintenance" if covers_last else None
+        cause = "" if window is None else window.id if covers_last else f"{window.id}:ended"
+        presentation = Presentation(silenced=silenced_by_window, cause=cause)
+        for label in self._find_labels(incident):
             given: IncidentLabel | None = None if label.label == "cleared" else label.label
             silenced = silenced_by_window if given is None else _SILENCE_BY_LABEL.get(given)
-            has_changed = (silenced is None) != (presentation.silenced is None)
+            cause, is_outdated = label.id, False
+            if silenced is not None and given is not None and not _covers(label, incident):
+                silenced, is_outdated = silenced_by_window, True
+                cause = f"{label.id}:{incident.num_reopened}:{incident.severity}"
+            has_changed = (silenced is None) != (presentation.silenced is None) or is_outdated
             presentation = Presentation(
                 label=given,
                 name=None if given is None else label.name,
                 silenced=silenced,
-                cause=label.id if has_changed else presentation.cause,
+                cause=cause if has_changed else presentation.cause,
+                is_outdated=is_outdated,
             )
         return presentation
+
+    def present_to_receivers(self, incident: Incident) -> Presentation:
+        """Return the same as `present`, but a member of a fleet incident is silenced, because that is sent instead."""
+        presentation = self.present(incident)
+        if presentation.silenced is None and incident.parent is not None:
+            return replace(presentation, silenced="fleet", cause=incident.parent)
+        return presentation
+
+    def _find_labels(self, incident: Incident) -> list[FeedbackLabel]:
+        """Return the labels of an incident in order of time, those of its fleet incident if it has no valid one."""
+        labels = _sort_by_time(self._labels_by_incident.get(incident.id, {}).values())
+        if incident.parent is None or (labels and labels[-1].label != "cleared"):
+            return labels
+        return _sort_by_time(self._labels_by_incident.get(incident.parent, {}).values()) or labels
+
+    def _find_silencing_window(self, incident: Incident) -> tuple[FeedbackLabel | None, bool]:
+        """Return the maintenance window in which an incident has opened, and whether its last record is in one, too.
+
+        For a fleet incident, all of its devices must be in windows at its last record. The window of the last one of
+        them counts.
+        """
+        if incident.kind == "fleet":
+            if not incident.devices or len(incident.devices) != len(incident.members):
+                return None, False  # a message that was too large lists no devices
+            windows = [self._find_window(device, incident.last) for device in incident.devices]
+            return windows[-1], None not in windows
+        window = self._find_window(incident.device, incident.opened)
+        return window, window is not None and self._find_window(incident.device, incident.last) is not None
 
     def is_under_maintenance(self, device: str, time: int) -> bool:
         """Return whether a maintenance window of a device includes a time, microseconds since 1970."""
@@ -89,6 +135,18 @@ class Overlay:
         ]
         latest = _sort_by_time(covering)[-1:]
         return latest[0] if latest and latest[0].label == "maintenance" else None
+
+
+def _covers(label: FeedbackLabel, incident: Incident) -> bool:
+    """Return whether a person has seen the incident in its present state when giving the label.
+
+    The label of a fleet incident covers its members, because the state of the fleet incident is not known here.
+    """
+    if label.incident != incident.id:
+        return True
+    is_reopened = label.num_reopened is not None and incident.num_reopened > label.num_reopened
+    has_risen = label.severity is not None and incident.severity > label.severity
+    return not is_reopened and not has_risen
 
 
 def _sort_by_time(labels: Iterable[FeedbackLabel]) -> list[FeedbackLabel]:

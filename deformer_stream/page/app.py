@@ -297,6 +297,8 @@ class Page:
                 incident=shown.incident.id,
                 name=entered["name"] if label == "true" else None,
                 note=entered["note"],
+                severity=_read_count(form, "severity", shown.incident.severity),
+                num_reopened=_read_count(form, "reopened", shown.incident.num_reopened),
             )
         except InputError as error:
             return await respond_error(400, f"Nothing was stored: {error}")
@@ -602,6 +604,12 @@ def make_app(page: Page) -> Starlette:
     }
     middleware = Middleware(SecurityMiddleware, allowed_hosts=allowed_hosts, external_url=options.external_url)
     return Starlette(routes=page.make_routes(), middleware=[middleware], exception_handlers=handlers, lifespan=lifespan)
+
+
+def _read_count(form: Mapping[str, str], name: str, default: int) -> int:
+    """Return a number that the page has shown to the person; the default if the form does not state it."""
+    text = form.get(name, "")
+    return int(text[:6]) if text.isascii() and text.isdigit() else default
 
 
 async def _read_form(request: Request) -> dict[str, str]:

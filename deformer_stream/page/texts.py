@@ -24,6 +24,16 @@ TEXT_BY_LABEL = {
 """How labels are shown."""
 
 
+TEXT_BY_RESOLUTION = {
+    "quiet": "quiet since",
+    "silent": "its device sends nothing",
+    "model-changed": "another model scores the records now",
+    "plan-changed": "the options or the model of the detection have changed",
+    "state-lost": "the state of the detection was lost",
+}
+"""Why incidents were resolved, as it is shown."""
+
+
 @dataclass(frozen=True, slots=True)
 class Clock:
     """The present time and the time zone in which the page shows times.
@@ -162,6 +172,12 @@ def count_outside(readings: SuspectReadings | None) -> str:
     num_low = sum(value is not None and low is not None and value < low for value, low, _ in rows)
     parts = [f"{num:,} too {word}" for num, word in ((num_high, "high"), (num_low, "low")) if num]
     return f"{' and '.join(parts)} of {len(rows):,}" if parts else ""
+
+
+def describe_resolution(incident: Incident) -> str:
+    """Return why an incident was resolved, with a comma before it; "" if it is not known."""
+    text = TEXT_BY_RESOLUTION.get(incident.resolution or "")
+    return f", {text}" if text else ""
 
 
 def describe_silencing(incident: Incident) -> str:

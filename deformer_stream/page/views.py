@@ -100,6 +100,7 @@ def make_environment() -> Environment:
     environment.filters.update(
         capitalize_first=lambda text: text[:1].upper() + text[1:],
         describe_silencing=texts.describe_silencing,
+        describe_resolution=texts.describe_resolution,
         device=texts.format_device,
         duration=texts.format_duration,
         evidence=texts.format_evidence,

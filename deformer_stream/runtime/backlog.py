@@ -124,7 +124,7 @@ class Backlog:
         self._overlay.add(label)
         if self._has_started:
             for entry in list(self._entry_by_id.values()):
-                if entry.incident.id == label.incident or label.device is not None:
+                if label.incident in (entry.incident.id, entry.incident.parent) or label.device is not None:
                     self._refresh(entry, now)
 
     def add(self, message: LoggedIncident, now: float) -> None:
@@ -204,7 +204,7 @@ class Backlog:
         """Return the notification of an incident: the one that is owed, or else its present state once more."""
         action: Action = entry.owed or "update"
         incident = entry.incident
-        presentation = self._overlay.present(incident)
+        presentation = self._overlay.present_to_receivers(incident)
         if action != "resolve" and incident.state == "resolved":
             # It was resolved before its opening was sent. A receiver that reads only the body must see it open.
             incident = replace(incident, state="updated", resolved=None, resolution=None)
@@ -311,7 +311,7 @@ class Backlog:
     def _choose_action(self, entry: Entry) -> Action | None:
         """Return the notification of an incident that is owed, None if there is none."""
         is_resolved = entry.incident.state == "resolved"
-        is_silenced = self._overlay.present(entry.incident).silenced is not None
+        is_silenced = self._overlay.present_to_receivers(entry.incident).silenced is not None
         if is_resolved or is_silenced:
             if entry.is_shown or (is_silenced and entry.is_uncertain):
                 return "resolve"

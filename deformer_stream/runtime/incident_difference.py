@@ -51,8 +51,6 @@ class LabelledIncident:
 def label_incidents(incidents: Iterable[Incident], overlay: Overlay) -> list[LabelledIncident]:
     """Return the incidents of devices with their labels, in order of opening.
 
-    Members of a fleet incident that have no label of their own get that of the fleet incident.
-
     Args:
         incidents: The last states of the incidents, in any order.
         overlay: The labels and maintenance windows.
@@ -63,11 +61,6 @@ def label_incidents(incidents: Iterable[Incident], overlay: Overlay) -> list[Lab
         if incident.kind != "device":
             continue
         presentation = overlay.present(incident)
-        parent = by_id.get(incident.parent or "")
-        if presentation.label is None and parent is not None:
-            of_parent = overlay.present(parent)
-            if of_parent.label is not None:
-                presentation = of_parent
         label = presentation.label
         if label is None and presentation.silenced == "maintenance":
             label = "maintenance"

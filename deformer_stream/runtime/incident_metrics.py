@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from deformer_stream.incidents.events import FeedbackLabel, Incident
-from deformer_stream.incidents.overlay import Overlay
+from deformer_stream.incidents.overlay import SILENCE_REASONS, Overlay
 
 _PREFIX = "deformer_"
 
@@ -95,7 +95,8 @@ class OpenIncidentMetrics:
         )
         self._silenced = Gauge(
             _PREFIX + "incidents_silenced",
-            "Number of open incidents of which no receiver is notified, because of a label or a maintenance window.",
+            "Number of open incidents of which no receiver is notified, because of a label, a maintenance window "
+            "or a fleet incident.",
             ["reason"],
             registry=registry,
         )
@@ -115,6 +116,6 @@ class OpenIncidentMetrics:
         open_incidents = self._incident_by_id.values()
         for severity in SEVERITIES:
             self._open.labels(str(severity)).set(sum(incident.severity == severity for incident in open_incidents))
-        reasons = [self._overlay.present(incident).silenced for incident in open_incidents]
-        for reason in ("false-alarm", "maintenance"):
+        reasons = [self._overlay.present_to_receivers(incident).silenced for incident in open_incidents]
+        for reason in SILENCE_REASONS:
             self._silenced.labels(reason).set(reasons.count(reason))

@@ -59,6 +59,7 @@ INCIDENTS = st.builds(
     kind=st.sampled_from(["device", "fleet"]),
     group=TEXTS,
     members=st.lists(IDS, max_size=3).map(tuple),
+    devices=st.lists(st.text(st.characters(codec="utf-8")), max_size=3).map(tuple),
     parent=st.none() | IDS,
     revision=COUNTS,
     num_reopened=COUNTS,

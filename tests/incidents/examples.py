@@ -112,6 +112,7 @@ def make_fleet_incident(number: int, members: list[Incident]) -> Incident:
         kind="fleet",
         group="hall-a",
         members=tuple(member.id for member in members),
+        devices=tuple(member.device for member in members),
         revision=1,
         threshold=incident.threshold,
     )

@@ -38,7 +38,7 @@ from deformer_stream.runtime.notification import (
     compute_backoff,
 )
 from tests.incidents.delivery import ManualClock, ScriptedReceiver, Topic, TopicReader
-from tests.incidents.examples import MINUTE, make_incident, make_incidents
+from tests.incidents.examples import MINUTE, make_fleet_incident, make_incident, make_incidents
 
 WAIT_SECONDS = 60.0
 """Limit of a wait for a thread. It decides no test: a test that reaches it has failed."""
@@ -353,6 +353,44 @@ def test_reopened_incident_is_opened_again_with_another_key() -> None:
         delivery.run()
     assert delivery.receiver.list_actions() == ["open", "resolve", "open", "resolve"]
     assert len({notification.key for notification in delivery.receiver.accepted}) == 4
+
+
+def test_a_labelled_incident_that_is_reopened_or_rises_is_sent_again() -> None:
+    delivery = Delivery()
+    opened, updated, _ = make_states()
+    first = replace(opened, severity=1)
+    delivery.topic.append(first)
+    delivery.run()
+    delivery.label_log.append(
+        make_label("false-alarm", 1, incident=first.id, severity=1, num_reopened=first.num_reopened)
+    )
+    delivery.run()
+    delivery.topic.append(replace(updated, severity=2))
+    delivery.run()
+    assert delivery.receiver.list_actions() == ["open", "resolve", "open"]
+    assert len({notification.key for notification in delivery.receiver.accepted}) == 3
+
+
+def test_receivers_get_one_notification_for_a_fleet() -> None:
+    delivery = Delivery()
+    members = [replace(make_incident(number), state="open", parent=None) for number in range(4)]
+    fleet = make_fleet_incident(9, members)
+    for message in (
+        *members[:2],
+        replace(fleet, state="open", revision=0),
+        *(replace(member, state="updated", revision=1, parent=fleet.id) for member in members),
+    ):
+        delivery.topic.append(message)
+        delivery.run()
+    sent = [(notification.incident.kind, notification.action) for notification in delivery.receiver.accepted]
+    assert sent == [("device", "open")] * 2 + [("fleet", "open")] + [("device", "resolve")] * 2
+    assert {notification.presentation.silenced for notification in delivery.receiver.accepted[-2:]} == {"fleet"}
+    for member in members:
+        delivery.topic.append(replace(member, state="resolved", revision=2, parent=fleet.id, resolved=member.last))
+    delivery.topic.append(replace(fleet, state="resolved", revision=3, resolved=fleet.last))
+    delivery.run()
+    assert len(delivery.receiver.accepted) == 6
+    assert delivery.receiver.accepted[-1].incident.id == fleet.id
 
 
 def test_further_message_of_a_resolved_incident_is_not_sent() -> None:

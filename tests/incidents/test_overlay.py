@@ -10,9 +10,9 @@ import pytest
 from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.incidents.events import FeedbackLabel
 from deformer_stream.incidents.overlay import Overlay, Presentation
-from tests.incidents.examples import MINUTE, make_incident
+from tests.incidents.examples import MINUTE, make_fleet_incident, make_incident
 
-INCIDENT = make_incident(0)
+INCIDENT = replace(make_incident(0), last=make_incident(0).opened)
 
 
 def make_window(start: int, end: int, *, time: int = 0, label: str = "maintenance") -> FeedbackLabel:
@@ -79,6 +79,71 @@ def test_cause_is_the_label_that_has_last_changed_whether_the_incident_is_silenc
     causes = [Overlay([window, *labels[:count]]).present(INCIDENT).cause for count in range(6)]
     ids = [label.id for label in labels]
     assert causes == [window.id, ids[0], ids[1], ids[1], ids[1], ids[4]]
+
+
+@pytest.mark.parametrize("label", ["false-alarm", "maintenance"])
+def test_a_label_covers_what_the_person_has_seen(label: str) -> None:
+    seen = {"severity": INCIDENT.severity, "num_reopened": INCIDENT.num_reopened}
+    first = make_label(label, 1, incident=INCIDENT.id, **seen)  # type: ignore[arg-type]
+    overlay = Overlay([first])
+    assert overlay.present(INCIDENT) == Presentation(label, None, label, first.id)  # type: ignore[arg-type]
+    later = replace(INCIDENT, num_records=10_000, revision=99)
+    assert overlay.present(later).silenced == label, "more records of the same kind are no news"
+    causes = set()
+    reopened, risen = replace(later, num_reopened=INCIDENT.num_reopened + 1), replace(later, severity=2)
+    for changed in (reopened, risen):
+        shown = overlay.present(changed)
+        assert (shown.label, shown.silenced, shown.is_outdated) == (label, None, True)
+        causes.add(shown.cause)
+    assert len({*causes, first.id, ""}) == 4, "receivers get the opening with a key of its own"
+    second = make_label(label, 2, incident=INCIDENT.id, severity=2, num_reopened=9)  # type: ignore[arg-type]
+    assert Overlay([first, second]).present(reopened).silenced == label
+    assert not Overlay([first, second]).present(reopened).is_outdated
+
+
+def test_a_label_that_does_not_state_what_was_seen_covers_the_incident() -> None:
+    overlay = Overlay([make_label("false-alarm", 1, incident=INCIDENT.id)])
+    assert overlay.present(replace(INCIDENT, num_reopened=3, severity=2)).silenced == "false-alarm"
+
+
+def test_a_maintenance_window_silences_only_until_it_ends() -> None:
+    window = make_window(-1, 5)
+    overlay = Overlay([window])
+    assert overlay.present(replace(INCIDENT, last=INCIDENT.opened + 4 * MINUTE)).silenced == "maintenance"
+    after = overlay.present(replace(INCIDENT, last=INCIDENT.opened + 5 * MINUTE))
+    assert after.silenced is None
+    assert after.cause not in ("", window.id)
+    overlay.add(make_window(5, 9, time=1))
+    assert overlay.present(replace(INCIDENT, last=INCIDENT.opened + 5 * MINUTE)).silenced == "maintenance"
+
+
+MEMBERS = [replace(make_incident(0, device=device), id=device * 32, parent="f" * 32) for device in "abc"]
+FLEET = replace(make_fleet_incident(9, MEMBERS), id="f" * 32, opened=INCIDENT.opened, last=INCIDENT.opened)
+
+
+def test_members_have_the_label_of_their_fleet_incident_unless_they_have_their_own() -> None:
+    label = make_label("false-alarm", 1, incident=FLEET.id, severity=3, num_reopened=0)
+    own = make_label("true", 2, incident=MEMBERS[1].id)
+    overlay = Overlay([label, own, make_label("cleared", 3, incident=MEMBERS[2].id)])
+    labels = [overlay.present(incident).label for incident in (FLEET, *MEMBERS)]
+    assert labels == ["false-alarm", "false-alarm", "true", "false-alarm"]
+    assert [overlay.present(member).silenced for member in MEMBERS] == ["false-alarm", None, "false-alarm"]
+    assert overlay.present(replace(MEMBERS[0], parent=None)) == Presentation()
+
+
+def test_windows_of_all_devices_silence_the_fleet_incident() -> None:
+    windows = [replace(make_window(-1, 1), device=device, id=device * 32) for device in "abc"]
+    assert Overlay(windows).present(FLEET).silenced == "maintenance"
+    assert Overlay(windows[:2]).present(FLEET).silenced is None
+    assert Overlay(windows).present(replace(FLEET, last=FLEET.last + 2 * MINUTE)).silenced is None
+    assert Overlay(windows).present(replace(FLEET, devices=())).silenced is None
+
+
+def test_receivers_get_the_fleet_incident_in_place_of_its_members() -> None:
+    overlay = Overlay()
+    assert overlay.present_to_receivers(FLEET) == overlay.present(FLEET) == Presentation()
+    assert overlay.present_to_receivers(MEMBERS[0]) == Presentation(silenced="fleet", cause=FLEET.id)
+    assert overlay.present(MEMBERS[0]) == Presentation()
 
 
 def test_cleared_takes_a_window_back() -> None:

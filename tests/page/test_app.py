@@ -384,6 +384,23 @@ def test_dropped_incidents_are_counted_in_the_history() -> None:
     assert "2 older ones are not shown any more" in make_site(make_incidents(7), store=store).get("/history").text
 
 
+def test_a_label_states_what_the_person_has_seen() -> None:
+    incident = replace(make_incident(1, state="updated"), severity=1, num_reopened=0)
+    site = make_site([incident])
+    page = site.get(f"/incidents/{incident.id}").text
+    fields = dict(re.findall(r'form="label-form" name="(\w+)" value="(\d+)"', page))
+    assert fields == {"severity": "1", "reopened": "0"}
+    # The incident changes after the page was loaded, and before the button is pressed.
+    site.page.store.add_incidents([replace(incident, severity=2, num_reopened=1, revision=5)])
+    form = {"token": find_token(page), "label": "false-alarm", **fields}
+    site.post(f"/incidents/{incident.id}/feedback", form)
+    (label,) = site.feedback_log.poll(0)
+    assert (label.severity, label.num_reopened) == (1, 0)
+    page = site.get(f"/incidents/{incident.id}").text
+    assert "it is not silenced any more" in page
+    assert "1 open incident" in site.get("/").text
+
+
 def send_window(site: Site, **fields: str) -> Any:
     """Send the form of maintenance windows."""
     token = find_token(site.get("/maintenance").text)
@@ -394,7 +411,7 @@ WINDOW = {"device": "pump-00", "from": "2026-07-11T06:00", "to": "2026-07-11T08:
 
 
 def test_a_maintenance_window_silences_and_is_counted_and_can_be_taken_back() -> None:
-    incident = replace(make_incident(0, state="updated"), device="pump-00", opened=NOW - 60_000_000)
+    incident = replace(make_incident(0, state="updated"), device="pump-00", opened=NOW - 60_000_000, last=NOW)
     other = replace(make_incident(2, state="updated"), opened=NOW - 60_000_000)
     site = make_site([incident, other], zone=UTC)
     assert f"/maintenance?device={incident.device}" in site.get(f"/incidents/{incident.id}").text

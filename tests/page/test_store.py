@@ -144,7 +144,7 @@ def test_the_history_of_labels_is_bounded() -> None:
 def test_a_maintenance_window_silences_an_incident_without_a_label() -> None:
     incident = make_incident(1)
     store = make_store([incident])
-    window = make_label("maintenance", NOW, device=incident.device, start=incident.opened - 1, end=incident.opened + 1)
+    window = make_label("maintenance", NOW, device=incident.device, start=incident.opened - 1, end=incident.last + 1)
     store.add_labels([window])
     shown = store.get_summary(incident.id)
     assert shown is not None
