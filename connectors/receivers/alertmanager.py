@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit, urlunsplit
 
 import orjson
@@ -22,6 +22,9 @@ RESEND_SECONDS = 60.0
 LIFETIME_SECONDS = 900.0
 """Alertmanager resolves an incident by itself if it was not sent again for this long."""
 
+MAX_BATCH = 64
+"""Largest number of alerts in one request, as Prometheus sends by default."""
+
 API_PATH = "/api/v2/alerts"
 
 
@@ -38,6 +41,7 @@ class Alertmanager:
     """
 
     wants_updates = True
+    max_batch = MAX_BATCH
     resend_seconds: float | None = RESEND_SECONDS
 
     def __init__(self, url: str, timeout: float, now: Callable[[], float] = time.time) -> None:
@@ -50,8 +54,13 @@ class Alertmanager:
 
     def send(self, notification: Notification) -> None:
         """Send a notification."""
-        alert = make_alert(notification, round(self._now() * 1e6))
-        self._sender.post(orjson.dumps([alert]), {"content-type": JSON_CONTENT_TYPE})
+        self.send_batch([notification])
+
+    def send_batch(self, notifications: Sequence[Notification]) -> None:
+        """Send notifications of different incidents in one request."""
+        now = round(self._now() * 1e6)
+        alerts = [make_alert(notification, now) for notification in notifications]
+        self._sender.post(orjson.dumps(alerts), {"content-type": JSON_CONTENT_TYPE})
 
     def close(self) -> None:
         """Close the connections."""

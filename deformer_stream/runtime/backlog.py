@@ -37,6 +37,7 @@ The other terms of this module are:
 from __future__ import annotations
 
 import hashlib
+import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -71,6 +72,7 @@ class Entry:
         num_failures: Number of failed attempts in sequence.
         due: Monotonic seconds before which no attempt is made.
         sent_at: Monotonic seconds of the last successful notification, -inf if there was none in this process.
+        ticket: Number of its valid place in the queue of `Backlog`, 0 if it has none.
     """
 
     incident: Incident
@@ -86,6 +88,7 @@ class Entry:
     num_failures: int = 0
     due: float = float("-inf")
     sent_at: float = float("-inf")
+    ticket: int = 0
 
 
 class Backlog:
@@ -101,6 +104,7 @@ class Backlog:
             start, incidents that were resolved before it are not sent.
         overlay: The labels so far. `add_label` adds to it.
         url: Address of the operator's page, None without links.
+        resend_seconds: Seconds after which an open incident is sent again, None if it is sent once.
     """
 
     def __init__(
@@ -110,10 +114,18 @@ class Backlog:
         first_positions: Mapping[int, int],
         overlay: Overlay,
         url: str | None = None,
+        resend_seconds: float | None = None,
     ) -> None:
+        self._resend_seconds = resend_seconds
         self._wants_updates, self._progress, self._overlay, self._url = wants_updates, progress, overlay, url
         self._entry_by_id: dict[str, Entry] = {}
         self._owed: dict[str, Entry] = {}
+        self._silenced: dict[str, Entry] = {}  # open in the log, but not shown, and nothing is owed
+        # Two heaps: the entries whose time has not come, by this time, and the others, in the order of sending. An
+        # entry that has changed is put in again with a new ticket. Its earlier places are skipped when they are found.
+        self._waiting: list[tuple[float, int, Entry]] = []
+        self._ready: list[tuple[tuple[int, float], int, Entry]] = []
+        self._num_tickets = 0
         self._finished: dict[str, None] = {}  # ids of resolved incidents, the latest ones
         stored = {partition: known.first_position for partition, known in progress.items()}
         self._first_positions = {**first_positions, **stored}
@@ -172,33 +184,45 @@ class Backlog:
         for entry in list(self._entry_by_id.values()):
             self._refresh(entry, now)
 
-    def find_due(self, now: float) -> Entry | None:
-        """Return the incident whose notification is sent next, None if none is due.
+    def list_due(self, now: float, count: int) -> list[Entry]:
+        """Return the incidents whose notifications are sent next, at most `count`.
 
-        Incidents without failed attempts come first, in the order of the log. One that fails again and again therefore
-        does not hold the others back.
+        Owed notifications of incidents without failed attempts come first, in the order of the log. One that fails
+        again and again therefore does not hold the others back. Then follow incidents that are sent again.
         """
-        due = (entry for entry in self._owed.values() if entry.due <= now)
-        return min(due, key=lambda entry: (entry.num_failures, entry.owed_offset), default=None)
+        while self._waiting and self._waiting[0][0] <= now:
+            _, ticket, entry = heapq.heappop(self._waiting)
+            if entry.ticket == ticket:
+                heapq.heappush(self._ready, (_order(entry), ticket, entry))
+        places = []
+        while self._ready and len(places) < count:
+            place = heapq.heappop(self._ready)
+            if place[2].ticket == place[1]:
+                places.append(place)
+        for place in places:
+            heapq.heappush(self._ready, place)
+        return [entry for _, _, entry in places]
 
-    def find_resend(self, now: float, resend_seconds: float) -> Entry | None:
-        """Return an incident that the receiver shows, and that was last sent at least `resend_seconds` ago, or None."""
-        for entry in self._entry_by_id.values():
-            is_waiting = now < max(entry.sent_at + resend_seconds, entry.due)
-            if entry.is_shown and entry.owed is None and not is_waiting:
-                return entry
-        return None
-
-    def find_next_time(self, resend_seconds: float | None) -> float:
+    def find_next_time(self, now: float) -> float:
         """Return the monotonic seconds at which the next notification is due, inf if there is none."""
-        times = [entry.due for entry in self._owed.values()]
-        if resend_seconds is not None:
-            times += [
-                max(entry.sent_at + resend_seconds, entry.due)
-                for entry in self._entry_by_id.values()
-                if entry.is_shown and entry.owed is None
-            ]
-        return min(times, default=float("inf"))
+        if self.list_due(now, 1):
+            return now
+        while self._waiting and self._waiting[0][2].ticket != self._waiting[0][1]:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][0] if self._waiting else float("inf")
+
+    def _enqueue(self, entry: Entry) -> None:
+        """Give an entry its place in the queue, after everything that determines it has changed."""
+        entry.ticket = 0
+        if entry.owed is not None:
+            time = entry.due
+        elif entry.is_shown and self._resend_seconds is not None:
+            time = max(entry.sent_at + self._resend_seconds, entry.due)
+        else:
+            return
+        self._num_tickets += 1
+        entry.ticket = self._num_tickets
+        heapq.heappush(self._waiting, (time, entry.ticket, entry))
 
     def make_notification(self, entry: Entry) -> Notification:
         """Return the notification of an incident: the one that is owed, or else its present state once more."""
@@ -238,6 +262,7 @@ class Backlog:
         """Record that an attempt has failed, and that the next one is made at `due` or later."""
         entry.num_failures += 1
         entry.due = due
+        self._enqueue(entry)
 
     def mark_refused(self, entry: Entry, due: float, was_uncertain: bool) -> None:
         """Record that the receiver has refused a notification, and that the next attempt is made at `due` or later.
@@ -270,7 +295,8 @@ class Backlog:
 
     def _make_partition_progress(self, partition: int, position: int) -> DeliveryProgress:
         """Return the progress of a partition whose last message was added before `position`."""
-        owed = sorted(
+        owed = heapq.nsmallest(
+            MAX_NOTED_INCIDENTS + 1,
             (entry for entry in self._owed.values() if entry.partition == partition),
             key=lambda entry: entry.owed_offset,
         )
@@ -285,11 +311,8 @@ class Backlog:
         )
 
     def _list_silenced(self, partition: int) -> Iterator[Entry]:
-        """Yield the incidents of a partition that are open in the log, but silenced, so that nothing is owed."""
-        for entry in self._entry_by_id.values():
-            is_hidden = entry.owed is None and not entry.is_shown and entry.incident.state != "resolved"
-            if is_hidden and entry.partition == partition:
-                yield entry
+        """Return the incidents of a partition that are open in the log, but silenced, so that nothing is owed."""
+        return (entry for entry in self._silenced.values() if entry.partition == partition)
 
     def _refresh(self, entry: Entry, now: float) -> None:
         """Determine which notification of an incident is owed."""
@@ -298,10 +321,14 @@ class Backlog:
         if action is not None and entry.owed is None:
             entry.owed_since, entry.owed_offset = now, entry.offset
         entry.owed = action
+        self._enqueue(entry)
+        self._silenced.pop(identifier, None)
         if action is not None:
             self._owed[identifier] = entry
             return
         self._owed.pop(identifier, None)
+        if not entry.is_shown and entry.incident.state != "resolved":
+            self._silenced[identifier] = entry
         if entry.incident.state == "resolved":
             self._entry_by_id.pop(identifier, None)
             self._finished[identifier] = None
@@ -320,6 +347,13 @@ class Backlog:
         if not entry.is_shown or entry.is_uncertain:
             return "open"
         return "update" if self._wants_updates and entry.sent_revision != entry.incident.revision else None
+
+
+def _order(entry: Entry) -> tuple[int, float]:
+    """Return the place of an entry among those that are due: owed ones first, then those that are sent again."""
+    if entry.owed is None:
+        return (2**31, entry.sent_at)
+    return (entry.num_failures, entry.owed_offset)
 
 
 def _apply_progress(entry: Entry, progress: DeliveryProgress) -> None:

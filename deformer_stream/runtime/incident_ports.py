@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from deformer_stream.incidents.events import FeedbackLabel, Incident
 from deformer_stream.incidents.overlay import Presentation
@@ -183,6 +183,25 @@ class TemporaryFailure(Exception):  # noqa: N818 - a state, not an error of the 
 
 class PermanentFailure(Exception):  # noqa: N818 - a state, not an error of the program
     """A receiver has refused a notification, and would refuse it again."""
+
+
+@runtime_checkable
+class BatchReceiver(Protocol):
+    """A `Receiver` that takes several notifications in one request.
+
+    Attributes:
+        max_batch: Largest number of notifications in one request.
+    """
+
+    max_batch: int
+
+    def send_batch(self, notifications: Sequence[Notification]) -> None:
+        """Send notifications of different incidents. Sending them again has no further effect.
+
+        Raises:
+            TemporaryFailure: The receiver could not be reached, or asks to try again. Some may have been accepted.
+            PermanentFailure: The receiver has refused one of them. Others may have been accepted.
+        """
 
 
 class Receiver(Protocol):

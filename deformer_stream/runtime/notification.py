@@ -23,6 +23,7 @@ from deformer_stream.incidents.overlay import Overlay
 from deformer_stream.runtime.backlog import Backlog, Entry
 from deformer_stream.runtime.incident_metrics import DELIVERED, FAILED, REFUSED, DeliveryMetrics, OpenIncidentMetrics
 from deformer_stream.runtime.incident_ports import (
+    BatchReceiver,
     DeliveryLog,
     DeliveryProgress,
     FeedbackLog,
@@ -90,6 +91,7 @@ class ReceiverWorker:
     ) -> None:
         self._receiver, self._incidents, self._labels = receiver, incidents, labels
         self._metrics, self._url, self._now = metrics, url, now
+        self._max_batch = receiver.max_batch if isinstance(receiver, BatchReceiver) else 1
         self._log = log.get_logger("notification")
         self._overlay = Overlay()
         self._generation = incidents.generation
@@ -117,7 +119,12 @@ class ReceiverWorker:
         if self._backlog is None:
             self._stored = dict(self._incidents.load_progress())
             self._backlog = Backlog(
-                self._receiver.wants_updates, self._stored, self._incidents.first_positions, self._overlay, self._url
+                self._receiver.wants_updates,
+                self._stored,
+                self._incidents.first_positions,
+                self._overlay,
+                self._url,
+                self._receiver.resend_seconds,
             )
             self._store_first_positions()
         for message in messages:
@@ -152,45 +159,54 @@ class ReceiverWorker:
                 self._labels.close()
             self._receiver.close()
 
-    def _find_next(self, backlog: Backlog) -> Entry | None:
-        """Return the incident whose notification is sent now, None if there is none or the receiver is paused."""
+    def _list_next(self, backlog: Backlog) -> list[Entry]:
+        """Return the incidents whose notifications are sent now, none if the receiver is paused."""
         now = self._now()
-        if now < self._paused_until:
-            return None
-        entry = backlog.find_due(now)
-        if entry is None and self._receiver.resend_seconds is not None:
-            entry = backlog.find_resend(now, self._receiver.resend_seconds)
-        return entry
+        return [] if now < self._paused_until else backlog.list_due(now, self._max_batch)
 
     def _has_work(self) -> bool:
         """Return whether a notification can be sent now."""
-        return self._backlog is not None and self._has_started and self._find_next(self._backlog) is not None
+        return self._backlog is not None and self._has_started and bool(self._list_next(self._backlog))
 
     def _find_pause(self) -> float:
         """Return the seconds until the next notification is due, at most `POLL_SECONDS`."""
         if self._backlog is None or not self._has_started:
             return POLL_SECONDS
-        next_time = max(self._backlog.find_next_time(self._receiver.resend_seconds), self._paused_until)
+        next_time = max(self._backlog.find_next_time(self._now()), self._paused_until)
         return min(max(next_time - self._now(), 0.0), POLL_SECONDS)
 
     def _send_next(self, backlog: Backlog) -> bool:
-        """Send the notification that is due, and return whether there was one."""
-        entry = self._find_next(backlog)
-        if entry is None:
-            return False
-        notification = backlog.make_notification(entry)
-        was_uncertain = entry.is_uncertain
-        if notification.action != "update" and not was_uncertain:
+        """Send the notifications that are due, as many as one request can have, and return whether there were any."""
+        entries = self._list_next(backlog)
+        if entries:
+            self._send_entries(backlog, entries)
+        return bool(entries)
+
+    def _send_entries(self, backlog: Backlog, entries: Sequence[Entry]) -> None:
+        """Send the notifications of incidents in one request. If it is refused, send each in a request of its own."""
+        sent = [(entry, backlog.make_notification(entry), entry.is_uncertain) for entry in entries]
+        uncertain = [entry for entry, notification, was in sent if notification.action != "update" and not was]
+        if uncertain:
             # The process may be killed before the next commit. If the incident then changes before the next start, the
             # progress must say that the receiver may have been notified.
-            backlog.mark_uncertain(entry)
+            for entry in uncertain:
+                backlog.mark_uncertain(entry)
             self._store_progress(backlog)
         try:
-            self._receiver.send(notification)
+            if len(sent) > 1 and isinstance(self._receiver, BatchReceiver):
+                self._receiver.send_batch([notification for _, notification, _ in sent])
+            else:
+                self._receiver.send(sent[0][1])
         except TemporaryFailure as failure:
-            self._handle_failure(backlog, entry, notification, failure)
+            self._handle_failure(backlog, [(entry, notification) for entry, notification, _ in sent], failure)
         except PermanentFailure as failure:
             self._num_failures = 0
+            if len(sent) > 1:  # find the one that is refused; the others are accepted again without effect
+                for entry in entries:
+                    if self._now() >= self._paused_until:
+                        self._send_entries(backlog, [entry])
+                return
+            ((entry, notification, was_uncertain),) = sent
             backlog.mark_refused(entry, self._now() + REFUSED_RETRY_SECONDS, was_uncertain)
             self._metrics.record(self._receiver.name, REFUSED)
             self._report("error", "notification_refused", notification, str(failure), REFUSED_RETRY_SECONDS)
@@ -198,24 +214,25 @@ class ReceiverWorker:
             if self._num_failures:
                 self._log.info("receiver_answers_again", receiver=self._receiver.name)
             self._num_failures = 0
-            backlog.mark_sent(entry, notification, self._now())
-            self._metrics.record(self._receiver.name, DELIVERED)
-        return True
+            for entry, notification, _ in sent:
+                backlog.mark_sent(entry, notification, self._now())
+                self._metrics.record(self._receiver.name, DELIVERED)
 
     def _handle_failure(
-        self, backlog: Backlog, entry: Entry, notification: Notification, failure: TemporaryFailure
+        self, backlog: Backlog, sent: Sequence[tuple[Entry, Notification]], failure: TemporaryFailure
     ) -> None:
-        """Determine when the receiver gets the next notification, and when this one is sent again."""
+        """Determine when the receiver gets the next notification, and when those of a request are sent again."""
         self._num_failures += 1
         now = self._now()
         pause = compute_backoff(self._num_failures, self._receiver.name)
         if failure.retry_after is not None:
             pause = max(pause, min(failure.retry_after, MAX_RETRY_AFTER_SECONDS))
         self._paused_until = now + pause
-        # The next attempt is made with another notification, if there is one: this one might be the cause.
-        backlog.mark_failed(entry, now + max(pause, compute_backoff(entry.num_failures + 1, notification.key)))
-        self._metrics.record(self._receiver.name, FAILED)
-        self._report("warning", "notification_failed", notification, str(failure), pause)
+        for entry, notification in sent:
+            # The next attempt is made with another notification, if there is one: this one might be the cause.
+            backlog.mark_failed(entry, now + max(pause, compute_backoff(entry.num_failures + 1, notification.key)))
+            self._metrics.record(self._receiver.name, FAILED)
+        self._report("warning", "notification_failed", sent[0][1], str(failure), pause)
 
     def _report(self, level: str, event: str, notification: Notification, problem: str, pause: float) -> None:
         """Log that a notification was not accepted."""

@@ -34,6 +34,7 @@ from deformer_stream.incidents.overlay import Presentation
 from deformer_stream.runtime.incident_metrics import DeliveryMetrics
 from deformer_stream.runtime.incident_ports import (
     Action,
+    BatchReceiver,
     Notification,
     PermanentFailure,
     Receiver,
@@ -297,6 +298,23 @@ def test_path_of_alertmanager(server: ReceivingServer, path: str) -> None:
     prefix = "/alerts-of-hall-a" if "hall" in path else ""
     assert server.requests[0].path == f"{prefix}/api/v2/alerts"
     assert len(orjson.loads(server.requests[0].body)) == 1
+
+
+def test_alertmanager_gets_several_alerts_in_one_request(server: ReceivingServer) -> None:
+    members = [make_incident(number) for number in range(3)]
+    fleet = make_fleet_incident(9, members)
+    member = replace(members[0], parent=fleet.id)
+    receiver = Alertmanager(server.url, LONG)
+    assert isinstance(receiver, BatchReceiver)
+    receiver.send_batch([make_notification(fleet), make_notification(member, "resolve", silenced="fleet")])
+    receiver.close()
+    (request,) = server.requests
+    of_fleet, of_member = orjson.loads(request.body)
+    assert of_fleet["labels"]["kind"] == "fleet"
+    assert of_fleet["annotations"]["devices"] == ", ".join(one.device for one in members)
+    assert of_member["annotations"]["parent"] == fleet.id
+    assert of_member["annotations"]["silenced"] == "fleet"
+    assert parse_rfc3339(of_member["endsAt"]) < parse_rfc3339(of_fleet["endsAt"])
 
 
 def test_pagerduty(server: ReceivingServer) -> None:

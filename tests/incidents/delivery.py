@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from deformer_stream.errors import Unavailable
 from deformer_stream.incidents.events import Incident
@@ -164,3 +165,25 @@ class ScriptedReceiver:
             for notification in self.accepted
             if identifier is None or notification.incident.id == identifier
         ]
+
+
+class ScriptedBatchReceiver(ScriptedReceiver):
+    """A `ScriptedReceiver` that takes several notifications in one request.
+
+    Attributes:
+        max_batch: Largest number of notifications in one request.
+        batch_sizes: Number of notifications of each request with more than one.
+    """
+
+    max_batch = 8
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.batch_sizes: list[int] = []
+
+    def send_batch(self, notifications: Sequence[Notification]) -> None:
+        """Accept the notifications, or some of them and then fail as the script says."""
+        assert 1 < len(notifications) <= self.max_batch
+        self.batch_sizes.append(len(notifications))
+        for notification in notifications:
+            self.send(notification)

@@ -18,7 +18,7 @@ from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.errors import Unavailable
 from deformer_stream.incidents.events import FeedbackLabel, Incident
 from deformer_stream.incidents.overlay import Overlay
-from deformer_stream.runtime.backlog import MAX_NOTED_INCIDENTS, Backlog
+from deformer_stream.runtime.backlog import MAX_NOTED_INCIDENTS, Backlog, Entry
 from deformer_stream.runtime.incident_memory import MemoryFeedbackLog, MemoryIncidentLog
 from deformer_stream.runtime.incident_metrics import DeliveryMetrics, OpenIncidentMetrics
 from deformer_stream.runtime.incident_ports import (
@@ -37,7 +37,7 @@ from deformer_stream.runtime.notification import (
     WorkerThread,
     compute_backoff,
 )
-from tests.incidents.delivery import ManualClock, ScriptedReceiver, Topic, TopicReader
+from tests.incidents.delivery import ManualClock, ScriptedBatchReceiver, ScriptedReceiver, Topic, TopicReader
 from tests.incidents.examples import MINUTE, make_fleet_incident, make_incident, make_incidents
 
 WAIT_SECONDS = 60.0
@@ -371,6 +371,62 @@ def test_a_labelled_incident_that_is_reopened_or_rises_is_sent_again() -> None:
     assert len({notification.key for notification in delivery.receiver.accepted}) == 3
 
 
+def test_several_notifications_are_sent_in_one_request() -> None:
+    receiver = ScriptedBatchReceiver(wants_updates=True, resend_seconds=60.0)
+    delivery = Delivery(receiver)
+    incidents = [make_incident(number) for number in range(20)]
+    for incident in incidents:
+        delivery.topic.append(incident)
+    receiver.is_down = True
+    delivery.run()
+    receiver.is_down, receiver.batch_sizes = False, []
+    delivery.clock.seconds += 600.0
+    delivery.run()
+    assert receiver.batch_sizes == [8, 8, 4]
+    assert receiver.list_actions() == ["open"] * 20
+    receiver.refused.add(incidents[3].id)
+    delivery.run(61.0)
+    assert {notification.incident.id for notification in receiver.accepted[20:]} == {
+        incident.id for incident in incidents if incident.id not in receiver.refused
+    }, "one that is refused does not hold the others back"
+    receiver.refused.clear()
+    receiver.is_down = True
+    num_accepted = len(receiver.accepted)
+    delivery.run(61.0)
+    receiver.is_down = False
+    delivery.run(600.0)
+    assert len({notification.incident.id for notification in receiver.accepted[num_accepted:]}) >= 19
+
+
+def test_the_work_for_a_request_does_not_grow_with_the_number_of_open_incidents() -> None:
+    steps_by_count = {}
+    for count in (500, 4000):
+        backlog = Backlog(True, {}, {0: count}, Overlay(), None, 60.0)
+        for number in range(count):
+            backlog.add(LoggedIncident(make_incident(number), 0, number), 0.0)
+        backlog.start(0.0)
+        entries = CountingEntries(backlog._entry_by_id)
+        backlog._entry_by_id = entries
+        backlog._owed = owed = CountingEntries(backlog._owed)
+        for now in range(100):
+            for entry in backlog.list_due(float(now), 1):
+                backlog.mark_sent(entry, backlog.make_notification(entry), float(now))
+            backlog.find_next_time(float(now))
+        steps_by_count[count] = entries.num_scans + owed.num_scans
+    assert steps_by_count == {500: 0, 4000: 0}
+
+
+class CountingEntries(dict[str, Entry]):
+    """A dictionary that counts how often all of its values are read."""
+
+    num_scans = 0
+
+    def values(self) -> Any:
+        """Return the values, and count it."""
+        self.num_scans += 1
+        return super().values()
+
+
 def test_receivers_get_one_notification_for_a_fleet() -> None:
     delivery = Delivery()
     members = [replace(make_incident(number), state="open", parent=None) for number in range(4)]
@@ -578,9 +634,9 @@ def test_backlog_reads_history_without_sending() -> None:
     backlog = Backlog(False, {}, {0: 3}, Overlay())
     for offset, state in enumerate(make_states()):
         backlog.add(LoggedIncident(state, 0, offset), 0.0)
-    assert backlog.find_due(0.0) is None
+    assert not backlog.list_due(0.0, 1)
     backlog.start(0.0)
-    assert backlog.find_due(0.0) is None
+    assert not backlog.list_due(0.0, 1)
 
 
 class HangingReceiver(ScriptedReceiver):
@@ -700,7 +756,7 @@ def test_the_table_of_states(is_resolved: bool, is_silenced: bool, knowledge: Kn
     backlog = Backlog(False, progress, {0: 0}, Overlay(labels))
     backlog.add(LoggedIncident(incident, 0, 0), 0.0)
     backlog.start(0.0)
-    entry = backlog.find_due(0.0)
+    entry = next(iter(backlog.list_due(0.0, 1)), None)
     assert (None if entry is None else entry.owed) == owed
 
 
