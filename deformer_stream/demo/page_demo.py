@@ -169,7 +169,7 @@ def run_page_demo(
         listener = bind("127.0.0.1", port)
     except ConfigError:  # in use
         listener = bind("127.0.0.1", 0)
-    options = PageOptions(topic="demo pumps", port=listener.getsockname()[1], operator="you", model=model)
+    options = PageOptions(topic="demo pumps", port=listener.getsockname()[1], operator="demo", model=model)
     page = Page(options, store, feedback_log, get_notice=progress.get_notice)
     page.followers = follow_logs(store, incident_log, feedback_log)
     server = PageServer(page, listener)

@@ -498,7 +498,7 @@ class Page:
             (
                 "page_maintenance_windows",
                 "Maintenance windows of devices that include the present time.",
-                views.count_active_windows(self.store, self.store.now()),
+                self.store.count_active_windows(self.store.now()),
             ),
             ("page_connections", "Browsers that are notified of changes.", self.notifier.num_connections),
         ):

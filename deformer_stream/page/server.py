@@ -14,7 +14,6 @@ from deformer_stream.page.app import Page, make_app
 STOP_SECONDS = 3
 """Time for which requests may still run after the page was stopped."""
 MAX_CONCURRENT_REQUESTS = 500
-START_SECONDS = 30.0
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -18,8 +18,9 @@ from typing import Literal, TypeVar
 import cramjam
 
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
-from deformer_stream.incidents.events import NO_READINGS, FeedbackLabel, Incident, Label, SuspectReadings, Timeline
+from deformer_stream.incidents.events import NO_READINGS, FeedbackLabel, Incident, Label, Timeline
 from deformer_stream.incidents.overlay import Overlay, Presentation
+from deformer_stream.page.texts import keep_typical_reading
 
 MAX_INCIDENTS = 50_000
 """Maximum number of incidents in memory. If there are more, resolved ones are dropped first, the oldest one first."""
@@ -64,8 +65,8 @@ class ShownIncident:
     """An incident with its label.
 
     Attributes:
-        incident: The incident. In lists, its timeline is short, and it has only the last reading of each suspect and no
-            ids of records and alerts.
+        incident: The incident. In lists, its timeline is short, and it has only a typical reading of each suspect and
+            no ids of records and alerts.
         presentation: Its label, and whether it is silenced.
     """
 
@@ -95,7 +96,6 @@ class LabelCounts:
     """Number of incidents in a span of time by label.
 
     Attributes:
-        num_total: Number of incidents.
         num_true: Number of incidents with the label "true", real faults.
         num_false: Number of incidents with the label "false-alarm".
         num_maintenance: Number of incidents that are maintenance, by a label or by a maintenance window.
@@ -104,7 +104,6 @@ class LabelCounts:
         num_devices: Number of devices that have incidents.
     """
 
-    num_total: int
     num_true: int
     num_false: int
     num_maintenance: int
@@ -161,7 +160,8 @@ class IncidentStore:
         self._version_by_id: dict[str, int] = {}
         self._order: list[tuple[int, str]] = []  # (time of opening, id) of all incidents, ascending
         self._open_ids: set[str] = set()
-        self._num_by_device: dict[str, int] = {}
+        self._member_ids_by_fleet: dict[str, set[str]] = {}
+        self._order_by_device: dict[str, list[tuple[int, str]]] = {}  # in order of opening
         self._overlay = Overlay()
         self._label_ids: set[str] = set()
         self._labels_by_incident: dict[str, deque[FeedbackLabel]] = {}
@@ -234,17 +234,25 @@ class IncidentStore:
             self._remove_from_indexes(earlier.summary)
         self._entry_by_id[incident.id] = entry
         insort(self._order, (incident.opened, incident.id))
-        self._num_by_device[incident.device] = self._num_by_device.get(incident.device, 0) + 1
+        insort(self._order_by_device.setdefault(incident.device, []), (incident.opened, incident.id))
         if incident.state != "resolved":
             self._open_ids.add(incident.id)
+        if incident.parent is not None:
+            self._member_ids_by_fleet.setdefault(incident.parent, set()).add(incident.id)
 
     def _remove_from_indexes(self, incident: Incident) -> None:
         """Remove an incident from all indexes."""
         del self._order[bisect_left(self._order, (incident.opened, incident.id))]
         self._open_ids.discard(incident.id)
-        self._num_by_device[incident.device] -= 1
-        if not self._num_by_device[incident.device]:
-            del self._num_by_device[incident.device]
+        if incident.parent is not None:
+            members = self._member_ids_by_fleet[incident.parent]
+            members.discard(incident.id)
+            if not members:
+                del self._member_ids_by_fleet[incident.parent]
+        order = self._order_by_device[incident.device]
+        del order[bisect_left(order, (incident.opened, incident.id))]
+        if not order:
+            del self._order_by_device[incident.device]
 
     def _drop_oldest(self) -> None:
         """Drop incidents beyond the maximum number: the resolved ones that opened first, then open ones."""
@@ -314,7 +322,7 @@ class IncidentStore:
     def list_devices(self) -> list[str]:
         """Return the devices that have incidents, in alphabetical order."""
         with self._lock:
-            return sorted(self._num_by_device)
+            return sorted(self._order_by_device)
 
     def list_fault_names(self) -> list[str]:
         """Return the names of faults that labels have used, the last used one first."""
@@ -325,7 +333,7 @@ class IncidentStore:
         """Return the open incidents, the one that opened last first."""
         with self._lock:
             incidents = [self._entry_by_id[incident_id].summary for incident_id in self._open_ids]
-            shown = [ShownIncident(incident, self._overlay.present(incident)) for incident in incidents]
+            shown = [self._show(incident) for incident in incidents]
         return sorted(shown, key=lambda one: (-one.incident.opened, one.incident.id))
 
     def list_last_resolved(self, count: int) -> list[ShownIncident]:
@@ -338,14 +346,33 @@ class IncidentStore:
             entry = self._entry_by_id.get(incident_id)
             if entry is None:
                 return None
-            presentation = self._overlay.present(entry.summary)
-        return ShownIncident(decode_incident(bytes(cramjam.zstd.decompress(entry.compressed))), presentation)
+            shown = self._show(decode_incident(bytes(cramjam.zstd.decompress(entry.compressed))))
+        return shown
 
     def get_summary(self, incident_id: str) -> ShownIncident | None:
         """Return an incident as in lists, None if it is not stored."""
         with self._lock:
             entry = self._entry_by_id.get(incident_id)
-            return None if entry is None else ShownIncident(entry.summary, self._overlay.present(entry.summary))
+            return None if entry is None else self._show(entry.summary)
+
+    def _show(self, incident: Incident) -> ShownIncident:
+        """Return an incident with its label. A fleet incident has the present numbers of its members.
+
+        Messages about it are rarer than those about its members, so that its own numbers can be a minute old.
+        """
+        presentation = self._overlay.present(incident)
+        if incident.kind == "fleet":
+            ids = {*incident.members, *self._member_ids_by_fleet.get(incident.id, ())}
+            members = [self._entry_by_id[id_].summary for id_ in ids if id_ in self._entry_by_id]
+            if members and len(members) == len(ids):  # none of them was dropped
+                incident = replace(
+                    incident,
+                    num_records=sum(member.num_records for member in members),
+                    num_alerted=sum(member.num_alerted for member in members),
+                    evidence=max(member.evidence for member in members),
+                    last=max(member.last for member in members),
+                )
+        return ShownIncident(incident, presentation)
 
     def list_labels(self, incident_id: str) -> list[FeedbackLabel]:
         """Return the labels of an incident, the last one first; at most `MAX_LABELS_PER_INCIDENT`."""
@@ -356,25 +383,34 @@ class IncidentStore:
     def list_windows(self) -> list[ShownWindow]:
         """Return the maintenance windows of devices, the one that begins last first; at most `MAX_WINDOWS`."""
         with self._lock:
-            labels = list(self._window_labels)
-            windows = [label for label in labels if label.label == "maintenance"]
-            cleared = [label for label in labels if label.label == "cleared"]
-            shown = [
-                ShownWindow(
-                    window,
-                    self._count_silenced(window),
-                    next((label for label in cleared if _takes_back(label, window)), None),
-                )
-                for window in windows
-            ]
+            found = self._find_windows()
+            shown = [ShownWindow(window, self._count_silenced(window), back) for window, back in found]
         return sorted(shown, key=lambda one: (one.window.start or 0, one.window.time, one.window.id), reverse=True)
+
+    def count_active_windows(self, now: int) -> int:
+        """Return the number of maintenance windows that include a time and were not taken back."""
+        with self._lock:
+            found = self._find_windows()
+        return sum(back is None and (window.start or 0) <= now < (window.end or 0) for window, back in found)
+
+    def _find_windows(self) -> list[tuple[FeedbackLabel, FeedbackLabel | None]]:
+        """Return the maintenance windows, each with the label that takes it back, or None."""
+        cleared_by_device: dict[str | None, list[FeedbackLabel]] = {}
+        for label in self._window_labels:
+            if label.label == "cleared":
+                cleared_by_device.setdefault(label.device, []).append(label)
+        return [
+            (window, next((one for one in cleared_by_device.get(window.device, ()) if _takes_back(one, window)), None))
+            for window in self._window_labels
+            if window.label == "maintenance"
+        ]
 
     def _count_silenced(self, window: FeedbackLabel) -> int:
         """Return the number of incidents that a maintenance window silences."""
         start, end = window.start or 0, window.end or 0
-        within = self._order[bisect_left(self._order, (start, "")) : bisect_left(self._order, (end, ""))]
-        summaries = [self._entry_by_id[incident_id].summary for _, incident_id in within]
-        presentations = [self._overlay.present(one) for one in summaries if one.device == window.device]
+        order = self._order_by_device.get(window.device or "", [])
+        within = order[bisect_left(order, (start, "")) : bisect_left(order, (end, ""))]
+        presentations = [self._overlay.present(self._entry_by_id[incident_id].summary) for _, incident_id in within]
         return sum(one.silenced == "maintenance" and one.cause == window.id for one in presentations)
 
     def search(self, wanted: IncidentFilter, page: int, page_size: int) -> SearchResult:
@@ -390,7 +426,7 @@ class IncidentStore:
             num_pages = max(1, -(-len(found) // page_size))
             page = min(max(page, 1), num_pages)
             rows = [self._entry_by_id[incident_id].summary for incident_id in found[(page - 1) * page_size :]]
-            shown = tuple(ShownIncident(row, self._overlay.present(row)) for row in rows[:page_size])
+            shown = tuple(self._show(row) for row in rows[:page_size])
         return SearchResult(shown, len(found), page, num_pages)
 
     def count_labels(self, since: int) -> LabelCounts:
@@ -417,7 +453,6 @@ class IncidentStore:
                 )
                 count_by_label[label] = count_by_label.get(label, 0) + 1
         return LabelCounts(
-            num_total=sum(count_by_label.values()),
             num_true=count_by_label.get("true", 0),
             num_false=count_by_label.get("false-alarm", 0),
             num_maintenance=count_by_label.get("maintenance", 0),
@@ -461,7 +496,7 @@ def _make_entry(incident: Incident) -> _Entry:
     )
     suspects = incident.suspects[:NUM_LISTED_SUSPECTS]
     readings = {
-        suspect.feature: _keep_last(incident.readings[suspect.feature])
+        suspect.feature: keep_typical_reading(incident.readings[suspect.feature])
         for suspect in suspects
         if suspect.feature in incident.readings
     }
@@ -474,15 +509,6 @@ def _make_entry(incident: Incident) -> _Entry:
         suspects=suspects,
     )
     return _Entry(summary, bytes(cramjam.zstd.compress(encode_incident(incident), 3)))
-
-
-def _keep_last(readings: SuspectReadings) -> SuspectReadings:
-    """Return the last reading with a value, or no reading."""
-    last = next((i for i in reversed(range(len(readings.values))) if readings.values[i] is not None), None)
-    if last is None:
-        return SuspectReadings()
-    columns = readings.times, readings.values, readings.lows, readings.highs
-    return SuspectReadings(*(column[last : last + 1] for column in columns))  # type: ignore[arg-type]
 
 
 def _thin(column: tuple[Value, ...], stride: int) -> tuple[Value, ...]:

@@ -6,14 +6,19 @@ import math
 from dataclasses import dataclass
 from datetime import datetime, timedelta, tzinfo
 
+from deformer_stream.calibration.incident_evidence import LN_10
 from deformer_stream.codec.incident_text import WHOLE_STREAM_NAME
 from deformer_stream.codec.timestamps import EPOCH, format_rfc3339
 from deformer_stream.incidents.device import WHOLE_STREAM
 from deformer_stream.incidents.events import Incident, IncidentSuspect, SuspectReadings
+from deformer_stream.incidents.tracker import MAX_OPEN_LOG_EXCESS
 from deformer_stream.report.pages import format_number, format_percent
 
 SECOND, MINUTE, HOUR, DAY = 1_000_000, 60_000_000, 3_600_000_000, 86_400_000_000
 """Numbers of microseconds."""
+
+MAX_SHOWN_EXCESS = MAX_OPEN_LOG_EXCESS / LN_10
+"""Largest evidence above the threshold that the timeline of an incident has."""
 
 TEXT_BY_LABEL = {
     "true": "real fault",
@@ -142,36 +147,64 @@ def name_incident(incident: Incident, num_listed: int = 0) -> str:
 def describe_suspect(incident: Incident, suspect: IncidentSuspect) -> str:
     """Return the observed and the expected values, such as "came 31.9 m³/h, expected 119 … 127"; "" if unknown.
 
-    They are those of the last reading if it is known, because the expected range depends on the other readings of a
+    They are those of a typical reading if one is known, because the expected range depends on the other readings of a
     record. Otherwise they are the range of all readings and the median ends of their expected ranges.
     """
-    last = find_last_reading(incident.readings.get(suspect.feature))
-    came_low, came_high, low, high = last or (suspect.came_low, suspect.came_high, suspect.low, suspect.high)
+    typical = find_typical_reading(incident.readings.get(suspect.feature))
+    came_low, came_high, low, high = typical or (suspect.came_low, suspect.came_high, suspect.low, suspect.high)
     came, expected = format_range(came_low, came_high, suspect.unit), format_range(low, high)
     return ", ".join(part for part in (came and f"came {came}", expected and f"expected {expected}") if part)
 
 
-def find_last_reading(readings: SuspectReadings | None) -> tuple[float, float, float, float] | None:
-    """Return the value of the last reading twice, and the ends of its expected range; None if it is not known."""
+def find_typical_reading(readings: SuspectReadings | None) -> tuple[float, float, float, float] | None:
+    """Return the value of a typical reading twice, and the ends of its expected range; None if it is not known."""
     if readings is None:
         return None
-    rows = zip(readings.values, readings.lows, readings.highs, strict=True)
-    known = [(value, low, high) for value, low, high in rows if value is not None]
-    if not known:
+    typical = keep_typical_reading(readings)
+    if not typical.values:
         return None
-    value, low, high = known[-1]
-    return None if low is None or high is None else (value, value, low, high)
+    (value,), (low,), (high,) = typical.values, typical.lows, typical.highs
+    return None if value is None or low is None or high is None else (value, value, low, high)
+
+
+def keep_typical_reading(readings: SuspectReadings) -> SuspectReadings:
+    """Return only the reading that stands for all: the last one on the side on which most are outside their range.
+
+    It is the last reading if none is outside, and no reading if none has a value.
+    """
+    sides = [_find_side(*row) for row in zip(readings.values, readings.lows, readings.highs, strict=True)]
+    num_high, num_low = sides.count(1), sides.count(-1)
+    wanted = {1} if num_high > num_low else {-1} if num_low > num_high else {1, -1} if num_high else {0}
+    found = [index for index, side in enumerate(sides) if side in wanted]
+    columns = readings.times, readings.values, readings.lows, readings.highs
+    return SuspectReadings(*(column[found[-1] : found[-1] + 1] for column in columns)) if found else SuspectReadings()  # type: ignore[arg-type]
+
+
+def _find_side(value: float | None, low: float | None, high: float | None) -> int | None:
+    """Return 1 if a value is above its expected range, -1 if it is below, else 0; None without a value."""
+    if value is None:
+        return None
+    return 1 if high is not None and value > high else -1 if low is not None and value < low else 0
 
 
 def count_outside(readings: SuspectReadings | None) -> str:
     """Return how many readings of a suspect were too high or too low; "" if none was, or it is not known."""
     if readings is None:
         return ""
-    rows = list(zip(readings.values, readings.lows, readings.highs, strict=True))
-    num_high = sum(value is not None and high is not None and value > high for value, _, high in rows)
-    num_low = sum(value is not None and low is not None and value < low for value, low, _ in rows)
-    parts = [f"{num:,} too {word}" for num, word in ((num_high, "high"), (num_low, "low")) if num]
-    return f"{' and '.join(parts)} of {len(rows):,}" if parts else ""
+    sides = [_find_side(*row) for row in zip(readings.values, readings.lows, readings.highs, strict=True)]
+    parts = [f"{sides.count(side):,} too {word}" for side, word in ((1, "high"), (-1, "low")) if side in sides]
+    return f"{' and '.join(parts)} of {len(sides):,}" if parts else ""
+
+
+def describe_cap(incident: Incident) -> str:
+    """Return a sentence about the evidence that the chart does not show; "" if it shows all."""
+    finite = [evidence for evidence in incident.timeline.evidence if math.isfinite(evidence)]
+    if not finite or incident.evidence < max(finite) + 0.1:
+        return ""
+    return (
+        f"The line ends {format_evidence(MAX_SHOWN_EXCESS)} above the threshold, so that the end of the fault shows "
+        f"soon. All evidence so far is {format_evidence(incident.evidence)}."
+    )
 
 
 def describe_resolution(incident: Incident) -> str:
@@ -193,14 +226,3 @@ def describe_silencing(incident: Incident) -> str:
 def format_evidence(evidence: float) -> str:
     """Return evidence with one decimal; "∞" if it is infinite."""
     return f"{evidence:.1f}".replace("-", "−") if math.isfinite(evidence) else format_number(evidence)
-
-
-def describe_evidence(evidence: float) -> str:
-    """Return evidence in words.
-
-    Args:
-        evidence: log10 of the statistic.
-    """
-    if not math.isfinite(evidence):
-        return "unknown"
-    return f"10^{format_evidence(evidence)} to 1 against normal operation"

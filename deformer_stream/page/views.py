@@ -100,6 +100,7 @@ def make_environment() -> Environment:
     environment.filters.update(
         capitalize_first=lambda text: text[:1].upper() + text[1:],
         describe_silencing=texts.describe_silencing,
+        describe_cap=texts.describe_cap,
         describe_resolution=texts.describe_resolution,
         device=texts.format_device,
         duration=texts.format_duration,
@@ -219,14 +220,6 @@ def make_maintenance_context(store: IncidentStore, clock: Clock) -> dict[str, An
         "num_silenced": sum(one.num_silenced for one in windows),
         "devices": store.list_devices()[:MAX_OFFERED_DEVICES],
     }
-
-
-def count_active_windows(store: IncidentStore, now: int) -> int:
-    """Return the number of maintenance windows that include a time and were not taken back."""
-    return sum(
-        one.taken_back_by is None and (one.window.start or 0) <= now < (one.window.end or 0)
-        for one in store.list_windows()
-    )
 
 
 def _pair_ids(incident: Incident) -> list[tuple[str, str]]:

@@ -194,7 +194,7 @@ class Backlog:
             _, ticket, entry = heapq.heappop(self._waiting)
             if entry.ticket == ticket:
                 heapq.heappush(self._ready, (_order(entry), ticket, entry))
-        places = []
+        places: list[tuple[tuple[int, float], int, Entry]] = []
         while self._ready and len(places) < count:
             place = heapq.heappop(self._ready)
             if place[2].ticket == place[1]:

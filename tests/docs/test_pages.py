@@ -71,6 +71,27 @@ def test_links_resolve(page: Path) -> None:
             assert anchor in anchors(file), f"{target}: no such heading"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_row_of_a_table_belongs_to_one(page: Path) -> None:
+    """A blank line in a table turns the rows after it into text."""
+    lines = ["", *without_code(page.read_text()).splitlines(), ""]
+    for before, line, after in zip(lines, lines[1:], lines[2:], strict=False):
+        if line.startswith("|") and not before.startswith("|"):
+            assert re.match(r"\|[\s:|-]+\|$", after), line
+
+
+def test_the_demo_is_installed_with_what_it_imports() -> None:
+    """The demo trains a model, for which the extra of training is needed."""
+    num_found = 0
+    for page in PAGES:
+        for block in blocks(page, "sh"):
+            if "deformer-stream demo" in block and "pip install" in block and "'.[" in block:
+                num_found += 1
+                extras = re.findall(r"\.\[([\w,]+)\]", block)
+                assert any("train" in one.split(",") for one in extras), block
+    assert num_found
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     listed = {DOCS / name for name in re.findall(r"(?:: |- )([\w/-]+\.md)$", navigation, re.MULTILINE)}

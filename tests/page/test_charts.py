@@ -27,6 +27,7 @@ from deformer_stream.page.texts import (
     SECOND,
     Clock,
     count_outside,
+    describe_cap,
     describe_silencing,
     describe_suspect,
     format_duration,
@@ -75,6 +76,12 @@ def test_ranges_and_causes() -> None:
     incident = make_incident(3)
     assert describe_suspect(incident, incident.suspects[0]) == "came 32.2 m³/h, expected 119 … 127"
     without = replace(incident, readings={})
+    # Most readings are too low, so that the text does not show the last one, which is too high.
+    feature = incident.suspects[0].feature
+    readings = SuspectReadings((1, 2, 3), (10.0, 11.0, 68.1), (37.0,) * 3, (55.4,) * 3)
+    mixed = replace(incident, readings={feature: readings})
+    assert describe_suspect(mixed, incident.suspects[0]) == "came 11 m³/h, expected 37 … 55.4"
+    assert count_outside(readings) == "1 too high and 2 too low of 3"
     assert describe_suspect(without, incident.suspects[0]) == "came 31.9 … 33.2 m³/h, expected 119 … 127"
     assert describe_suspect(incident, incident.suspects[2]) == ""
     assert count_outside(incident.readings["flow"]) == "60 too low of 60"
@@ -159,3 +166,12 @@ def test_charts_have_a_bounded_number_of_points_whatever_the_message_contains() 
     assert marks is not None
     assert len(marks.marks) <= MAX_READING_MARKS
     assert marks.marks[-1].left == 100.0
+
+
+def test_evidence_beyond_the_chart_is_stated() -> None:
+    incident = replace(make_incident(3), evidence=55.0, threshold=6.0)
+    times = incident.timeline.times
+    clamped = replace(incident, timeline=replace(incident.timeline, evidence=(7.3,) * len(times)))
+    assert "1.3 above the threshold" in describe_cap(clamped)
+    assert "55.0" in describe_cap(clamped)
+    assert describe_cap(replace(clamped, evidence=7.3)) == ""

@@ -55,7 +55,7 @@ process_open_fds 12.0
 
 def make_counts(**values: Any) -> LabelCounts:
     """Return numbers of incidents by label."""
-    empty = LabelCounts(0, 0, 0, 0, 0, first_opened=NOW - 30 * DAY, num_devices=1)
+    empty = LabelCounts(0, 0, 0, 0, first_opened=NOW - 30 * DAY, num_devices=1)
     return replace(empty, **values)
 
 
