@@ -25,6 +25,7 @@ from connectors.kafka.incident_topics import (
     KafkaIncidentHistory,
     KafkaIncidentLog,
     KafkaIncidentWriter,
+    copy_evidence,
     describe_incident_topics,
 )
 from connectors.kafka.ports import KafkaCluster
@@ -48,6 +49,7 @@ __all__ = [
     "KafkaSource",
     "StateTopic",
     "TopicSpec",
+    "copy_evidence",
     "count_partitions",
     "describe_evidence_topic",
     "describe_incident_topics",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from connectors.kafka.client import DELIVERY_SECONDS, load_client
@@ -22,9 +23,10 @@ from connectors.kafka.ports import (
 from connectors.kafka.topics import DEFAULT_MAX_MESSAGE_BYTES, TopicSpec, count_partitions
 from deformer_stream import log
 from deformer_stream.codec.cloud_events import make_headers, make_source
+from deformer_stream.codec.encode_evidence import decode_evidence
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
 from deformer_stream.codec.feedback_messages import decode_label, encode_label, get_label_key
-from deformer_stream.errors import DeformerError, InputError
+from deformer_stream.errors import DeformerError, InputError, map_write_errors
 from deformer_stream.incidents.events import FeedbackLabel, Incident
 from deformer_stream.runtime.incident_history import read_existing
 
@@ -219,6 +221,36 @@ class KafkaIncidentHistory:
             yield from read_existing(incidents)
         finally:
             incidents.close()
+
+
+def copy_evidence(cluster: KafkaCluster, topic: str, path: Path) -> int:
+    """Write the evidence that a topic holds now to a file, as `replay --evidence` does, and return its messages.
+
+    Args:
+        cluster: The brokers.
+        topic: The topic with the evidence.
+        path: The file.
+
+    Raises:
+        Unavailable: The topic does not exist, or cannot be read.
+        ConfigError: This user may not read the topic.
+    """
+
+    def check(value: bytes) -> bytes:
+        """Return a message that is evidence."""
+        decode_evidence(value)
+        return value
+
+    reader = _TopicReader(cluster, topic, check)
+    num_messages = 0
+    try:
+        with map_write_errors(path), path.open("wb") as file:
+            for value in read_existing(reader):
+                file.write(value + b"\n")
+                num_messages += 1
+    finally:
+        reader.close()
+    return num_messages
 
 
 class KafkaFeedbackLog(_TopicReader[FeedbackLabel]):

@@ -88,11 +88,19 @@ EXAMPLES_BY_COMMAND: dict[str, tuple[tuple[str, str], ...]] = {
             "deformer-stream feedback --topic sensors --maintenance pump-7 --from 2026-11-23T22:00:00Z "
             "--to 2026-11-24T04:00:00Z",
         ),
+        (
+            "Say that a record without an alert, which propose has offered for review, was faulty:",
+            "deformer-stream feedback true --topic sensors --record pump-7@2026-11-23T22:00:10Z",
+        ),
     ),
     "propose": (
         (
             "Learn from the labels of operators, and show what would change on kept evidence:",
             "deformer-stream propose --model model --log evidence.jsonl --feedback labels.jsonl --out candidate",
+        ),
+        (
+            "The same with the evidence and the labels of a live stream:",
+            "deformer-stream propose --model model --topic sensors --out candidate",
         ),
         (
             "Put the candidate in use after a look at candidate/report.html:",

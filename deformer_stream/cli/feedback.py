@@ -1,4 +1,4 @@
-"""The command `feedback`, which stores what a person says about an incident, or a maintenance window of a device.
+"""The command `feedback`, which stores what a person says about an incident or record, or a maintenance window.
 
 Heavy packages are imported inside the functions, so that `--help` is printed without delay.
 """
@@ -41,6 +41,7 @@ def build_feedback() -> click.Command:
 
         INCIDENT is the id of an incident or its first characters. With --maintenance in its place, the incidents that
         open on a device between --from and --to are silenced; `feedback cleared --maintenance …` takes that back.
+        With --record, the first word is the label of a record that `propose` has offered for review.
         Labels do not change how incidents are found: `propose` makes a better calibration of them.
         """
         settings = load_settings(FeedbackSettings, flags, config, "feedback")
@@ -66,9 +67,16 @@ def _check_arguments(settings: FeedbackSettings, incident: str | None, label: La
     """
     from deformer_stream.errors import ConfigError
 
+    if settings.record is not None:
+        if settings.maintenance is not None or has_window or label is not None or incident not in LABELS:
+            raise ConfigError(f"--record needs one of {', '.join(LABELS)}, such as: feedback true --record RECORD")
+        return
     if settings.maintenance is None:
         if incident is None or label is None:
-            raise ConfigError(f"give an incident and one of {', '.join(LABELS)}; or --maintenance, --from and --to")
+            raise ConfigError(
+                f"give an incident and one of {', '.join(LABELS)}; or --record RECORD; or "
+                "--maintenance, --from and --to"
+            )
         if has_window:
             raise ConfigError("--from and --to belong to a maintenance window: give --maintenance DEVICE, too")
         return
@@ -102,6 +110,10 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
         made = _make_window(settings, settings.maintenance, "maintenance" if incident is None else "cleared", now)
         times = [format_rfc3339(time) for time in (made.start, made.end) if time is not None]
         text = f"{make_printable(settings.maintenance)}: {made.label} from {times[0]} to {times[1]}"
+    elif settings.record is not None:
+        given = next(one for one in LABELS if one == incident)  # checked by `_check_arguments`
+        made = _make_label(settings, given, now, record=settings.record, name=settings.name)
+        text = f"record {make_printable(settings.record)}: {given}"
     else:
         assert incident is not None  # noqa: S101 - checked by `_check_arguments`
         assert label is not None  # noqa: S101

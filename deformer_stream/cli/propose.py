@@ -6,6 +6,7 @@ Heavy packages are imported inside the functions, so that `--help` is printed wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +38,14 @@ def build_propose() -> click.Command:
     from deformer_stream.settings.incident_commands import ProposeSettings
 
     @click.command("propose", cls=HelpCommand, examples=EXAMPLES_BY_COMMAND["propose"], context_settings=HELP)
+    @click.argument("more", nargs=-1, metavar="[FILE]...")
     @add_options(ProposeSettings)
     @add_debug_option
-    def propose(config: Path | None, **flags: Any) -> int:
+    def propose(more: tuple[str, ...], config: Path | None, **flags: Any) -> int:
         """Make a candidate calibration of incidents from labels of people, and show what it would change.
 
         With --out, the candidate is compared with the calibration in use on kept evidence, and nothing else is changed.
+        FILE is a further file of --log. With --topic, evidence and labels are read from Kafka in place of files.
         --approve puts a candidate in use, and --roll-back takes the last approval back. Restart `incidents` afterwards.
         """
         settings = load_settings(ProposeSettings, flags, config, "propose")
@@ -50,6 +53,9 @@ def build_propose() -> click.Command:
         from deformer_stream.errors import ConfigError
 
         log.configure(is_debugging())
+        if more and not settings.log:
+            raise ConfigError(f"{more[0]}: name files with evidence after --log, such as --log {' '.join(more)}")
+        settings = settings.model_copy(update={"log": (*settings.log, *more)})
         if sum((settings.out is not None, settings.approve is not None, settings.roll_back)) != 1:
             raise ConfigError("give exactly one of --out, --approve and --roll-back")
         if settings.approve is not None:
@@ -106,27 +112,97 @@ def _make_candidate(settings: ProposeSettings, out: Path) -> None:
     Raises:
         ConfigError: --log is missing, or the folder exists already.
         InputError: The evidence or the labels cannot be read.
+        Unavailable: A topic cannot be read.
+    """
+    from deformer_stream.errors import ConfigError
+
+    if not settings.log and settings.topic is None:
+        raise ConfigError(
+            "name the kept evidence with --log: files that `deformer-stream replay --evidence` wrote; or name the "
+            "topic of the events with --topic"
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out} exists already: name a new folder")
+    with ExitStack() as cleanup:
+        logs = settings.log or (_copy_evidence(settings, cleanup),)
+        labels = _find_labels(settings)
+        _compare(settings, out, logs, labels)
+
+
+def _copy_evidence(settings: ProposeSettings, cleanup: ExitStack) -> str:
+    """Return the path of a temporary file with the evidence of a topic, so that each pass reads the same.
+
+    Args:
+        settings: The options of the command.
+        cleanup: An exit stack, to which a function is added that removes the file.
+
+    Raises:
+        ConfigError: This user may not read the topic.
+        InputError: The topic holds no evidence.
+        Unavailable: The topic cannot be read.
+    """
+    import tempfile
+
+    from connectors.kafka import copy_evidence
+    from deformer_stream.cli.kafka_cluster import make_cluster
+    from deformer_stream.errors import InputError
+
+    topic = settings.evidence_topic or f"{settings.topic}-evidence"
+    path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="deformer-"))) / "evidence.jsonl"
+    if not copy_evidence(make_cluster(settings), topic, path):
+        raise InputError(f"topic {topic!r} holds no evidence: run `deformer-stream consume --evidence on`")
+    return str(path)
+
+
+def _find_labels(settings: ProposeSettings) -> list[FeedbackLabel]:
+    """Return the labels of --feedback, else of the topic of labels if --topic is given, else none.
+
+    Raises:
+        ConfigError: This user may not read the topic.
+        InputError: The file cannot be read.
+        Unavailable: The topic cannot be read.
+    """
+    if settings.feedback is not None:
+        return _read_labels(settings.feedback)
+    if settings.topic is None:
+        return []
+    from connectors.kafka import KafkaFeedbackLog
+    from deformer_stream.cli.kafka_cluster import make_cluster
+    from deformer_stream.runtime.incident_history import read_existing
+
+    log = KafkaFeedbackLog(make_cluster(settings), settings.feedback_topic or f"{settings.topic}-feedback")
+    try:
+        return list(read_existing(log))
+    finally:
+        log.close()
+
+
+def _compare(settings: ProposeSettings, out: Path, logs: Sequence[str], labels: list[FeedbackLabel]) -> None:
+    """Make a candidate from evidence and labels, write its folder, and print what it would change.
+
+    Args:
+        settings: The options of the command.
+        out: The folder.
+        logs: Files with evidence.
+        labels: The labels.
+
+    Raises:
+        InputError: The evidence cannot be read.
     """
     from connectors.files import read_evidence
     from deformer_stream.cli import proposal_report
-    from deformer_stream.errors import ConfigError
     from deformer_stream.model_manifest import count_calibration_records, read_manifest
     from deformer_stream.runtime.approval import describe_base
     from deformer_stream.runtime.incident_calibration import fit_tail_of_manifest
     from deformer_stream.runtime.incident_plan import load_detection_plan, plan_detection
     from deformer_stream.runtime.propose import ProposalOptions, propose
 
-    if not settings.log:
-        raise ConfigError("name the kept evidence with --log: files that `deformer-stream replay --evidence` wrote")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out} exists already: name a new folder")
-    labels = _read_labels(settings.feedback) if settings.feedback is not None else []
     base = describe_base(settings.model)
     manifest = read_manifest(settings.model)
     today = load_detection_plan(settings.model, settings, can_repeat=True)
 
     def read_log() -> Iterator[EvidenceBatch]:
-        return read_evidence(settings.log)
+        return read_evidence(logs)
 
     def replan(segments: Sequence[SegmentCalibration]) -> DetectionPlan:
         from deformer_stream.incident_store import IncidentCalibration

@@ -159,6 +159,10 @@ class FeedbackSettings(KafkaSettings):
     note: str = Field("", max_length=2000, description="Free text.")
     by: str = Field("", max_length=200, description="Who gives the label. Default: the user of this machine.")
     maintenance: str | None = Field(None, description="Device of a maintenance window, with --from and --to.")
+    record: str | None = Field(
+        None,
+        description="Id of a record that `propose` offers for review, which gets the label in place of an incident.",
+    )
     from_: str | None = Field(
         None, validation_alias="DEFORMER_FROM", description="Beginning of the maintenance window, RFC 3339."
     )
@@ -169,7 +173,7 @@ Changes = Annotated[tuple[Literal["patterns", "segments", "records"], ...], NoDe
 """Parts of the calibration that a candidate replaces."""
 
 
-class ProposeSettings(IncidentRuleSettings):
+class ProposeSettings(IncidentRuleSettings, KafkaSettings):
     """The options of `deformer-stream propose`."""
 
     option_groups: ClassVar[OptionGroups] = PROPOSE_GROUPS
@@ -177,9 +181,17 @@ class ProposeSettings(IncidentRuleSettings):
     model: Path = Field(description="Model directory whose calibration is in use.")
     log: TextList = text_default(
         "",
-        description="Files with evidence, of `replay --evidence` or copied from TOPIC-evidence. Several, with commas.",
+        description="Files with evidence, of `replay --evidence` or copied from TOPIC-evidence. Several, with spaces "
+        "or commas. Default with --topic: TOPIC-evidence.",
     )
-    feedback: Path | None = Field(None, description="File with labels as JSON lines.")
+    feedback: Path | None = Field(
+        None, description="File with labels as JSON lines. Default with --topic: TOPIC-feedback."
+    )
+    topic: str | None = Field(
+        None, description="Kafka topic with the events. Evidence and labels are read from its topics."
+    )
+    evidence_topic: str | None = Field(None, description="Topic with the evidence. Default: TOPIC-evidence.")
+    feedback_topic: str | None = Field(None, description="Topic with the labels. Default: TOPIC-feedback.")
     out: Path | None = Field(None, description="Folder for the candidate, which must not exist yet.")
     since: str | None = Field(None, description="Beginning of the span that is compared, RFC 3339.")
     until: str | None = Field(None, description="End of the span that is compared, RFC 3339.")

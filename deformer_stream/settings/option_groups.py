@@ -123,7 +123,7 @@ SERVE_GROUPS: OptionGroups = {
 """The grouping of `serve`."""
 
 FEEDBACK_GROUPS: OptionGroups = {
-    "Label": ("name", "note", "by"),
+    "Label": ("record", "name", "note", "by"),
     "Maintenance window": ("maintenance", "from_", "to"),
     "Kafka": ("topic", "bootstrap_servers", *_INCIDENT_TOPICS, *_CLIENT),
     "Kafka security": _SECURITY,
@@ -134,6 +134,8 @@ PROPOSE_GROUPS: OptionGroups = {
     "Candidate": ("model", "log", "feedback", "out", "change", "since", "until", "alpha", "review", "seed"),
     "Approval": ("approve", "roll_back", "by"),
     "Incidents": _INCIDENT_RULE,
+    "Kafka": ("topic", "bootstrap_servers", "evidence_topic", "feedback_topic", *_CLIENT),
+    "Kafka security": _SECURITY,
 }
 """The grouping of `propose`."""
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
 
+from connectors.kafka import describe_evidence_topic, describe_incident_topics, ensure_topics, produce
 from deformer_stream import model_store
 from deformer_stream.cli.propose import build_propose
 from deformer_stream.codec.encode_evidence import encode_evidence
@@ -84,6 +87,38 @@ def run(site: Path, model: Path) -> Run:
 def make_candidate(run: Run, site: Path, out: Path, *more: str) -> Result:
     logs = f"{site / 'one.jsonl'},{site / 'two.jsonl'}"
     return run("--log", logs, "--feedback", site / "labels.jsonl", "--out", out, *more)
+
+
+def test_several_logs_are_named_after_the_option(run: Run, site: Path, tmp_path: Path) -> None:
+    make_candidate(run, site, tmp_path / "with-commas")
+    logs = [site / "one.jsonl", site / "two.jsonl"]
+    run("--log", *logs, "--feedback", site / "labels.jsonl", "--out", tmp_path / "with-spaces")
+    documents = [
+        json.loads((tmp_path / name / "difference.json").read_text()) for name in ("with-commas", "with-spaces")
+    ]
+    for document in documents:
+        del document["made"]
+    assert documents[0] == documents[1]
+    with pytest.raises(ConfigError, match="after --log"):
+        run(logs[0], "--out", tmp_path / "other")
+
+
+@pytest.mark.kafka
+def test_evidence_and_labels_of_topics(run: Run, site: Path, tmp_path: Path, kafka: SimpleNamespace) -> None:
+    topic = f"pumps-{uuid.uuid4().hex[:8]}"
+    specs = describe_evidence_topic(f"{topic}-evidence") | describe_incident_topics("unused", f"{topic}-feedback")
+    del specs["unused"]
+    ensure_topics(kafka.cluster, specs)
+    for name, files in (("evidence", ("one.jsonl", "two.jsonl")), ("feedback", ("labels.jsonl",))):
+        lines = [line for file in files for line in (site / file).read_bytes().splitlines() if line]
+        produce(kafka.cluster, f"{topic}-{name}", [(None, line, None) for line in [b"no message", *lines]])
+    make_candidate(run, site, tmp_path / "files")
+    options = ["--topic", topic, "--bootstrap-servers", kafka.bootstrap]
+    assert run(*options, "--out", tmp_path / "topics").exit_code == 0
+    documents = [json.loads((tmp_path / name / "difference.json").read_text()) for name in ("files", "topics")]
+    for document in documents:
+        del document["made"]
+    assert documents[0] == documents[1]
 
 
 def hash_files(directory: Path) -> dict[str, str]:

@@ -73,6 +73,12 @@ def test_labels_are_stored(kafka: SimpleNamespace, topic: str) -> None:
         "seal",
         "ada",
     )
+    record = ["--record", "pump-7@2020-03-09T10:34:30Z"]
+    result = run("deformer-stream", "feedback", "false-alarm", *options, *record)
+    assert result.stdout == "record pump-7@2020-03-09T10:34:30Z: false-alarm\n", result.stderr
+    assert [(one.record, one.label) for one in read_labels(kafka, topic)][1:] == [(record[1], "false-alarm")]
+    result = run("deformer-stream", "feedback", INCIDENT.id[:8], "true", *options, *record)
+    assert (result.returncode, "--record needs one of" in result.stderr) == (2, True)
     window = ["--maintenance", "pump-7", "--from", "2020-03-09T10:00:00Z", "--to", "2020-03-09T13:00:00+01:00"]
     result = run("deformer-stream", "feedback", *options, *window)
     assert result.stdout == "pump-7: maintenance from 2020-03-09T10:00:00Z to 2020-03-09T12:00:00Z\n", result.stderr
