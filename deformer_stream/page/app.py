@@ -311,6 +311,69 @@ class Page:
         LOGGER.info("label_stored", incident=shown.incident.id, label=label, by=session.user)
         return RedirectResponse(self.make_url(f"/incidents/{quote(shown.incident.id)}"), 303)
 
+    # Labels of records
+
+    def show_records(self, request: Request) -> Response:
+        """Show the labels of single records, and the form for a new one."""
+        return self._respond_records(request, self.get_session(request))
+
+    def _respond_records(
+        self,
+        request: Request,
+        session: Session,
+        status: int = 200,
+        error: str = "",
+        entered: Mapping[str, str] | None = None,
+    ) -> Response:
+        """Return the page of labels of records, with an error of its form and what was entered there."""
+        token = self.notifier.make_token()
+        context = {
+            **views.make_records_context(self.store),
+            "token": token,
+            "error": error,
+            "entered": {"record": request.query_params.get("record", ""), "name": "", "note": "", **(entered or {})},
+            "max_record": MAX_TEXT_CHARS,
+            "max_name": MAX_NAME_CHARS,
+            "max_note": MAX_NOTE_CHARS,
+        }
+        return self.respond(request, "records.html", context, status, session)
+
+    async def add_record_label(self, request: Request) -> Response:
+        """Store the label of a record that a person has given, and show the labels again."""
+        session = self.get_session(request)
+        form = await _read_form(request)
+        entered = {name: form.get(name, "").strip() for name in ("record", "name", "note")}
+
+        async def respond_error(status: int, text: str) -> Response:
+            """Return the page with an error, and with what was entered."""
+            return await run_in_threadpool(self._respond_records, request, session, status, text, entered)
+
+        if not self.signer.check_form_token(session, form.get("token", "")):
+            return await respond_error(403, "The page was too old, and nothing was stored. Press the button again.")
+        label = next((label for label in LABELS if label == form.get("label")), None)
+        if label is None or not entered["record"]:
+            return await respond_error(400, "Nothing was stored: name the record, and press one of the buttons.")
+        times = [one.time + 1 for one in self.store.list_record_labels() if one.record == entered["record"]]
+        try:
+            made = make_label(
+                label,
+                max([self.store.now(), *times]),
+                by=session.user,
+                record=entered["record"],
+                name=entered["name"] if label == "true" else None,
+                note=entered["note"],
+            )
+        except InputError as error:
+            return await respond_error(400, f"Nothing was stored: {error}")
+        try:
+            await run_in_threadpool(self.feedback_log.append, made)
+        except Unavailable as error:
+            LOGGER.warning("label_not_stored", record=made.record, error=str(error))
+            return await respond_error(503, f"Nothing was stored: {error}")
+        await run_in_threadpool(self.store.add_labels, [made])
+        LOGGER.info("label_stored", record=made.record, label=label, by=session.user)
+        return RedirectResponse(self.make_url("/records"), 303)
+
     # Maintenance windows
 
     def show_maintenance(self, request: Request) -> Response:
@@ -564,6 +627,8 @@ class Page:
             Route(f"{incident}/feedback", self.add_label, methods=["POST"]),
             Route("/maintenance", self.show_maintenance, methods=["GET"]),
             Route("/maintenance", self.add_window, methods=["POST"]),
+            Route("/records", self.show_records, methods=["GET"]),
+            Route("/records", self.add_record_label, methods=["POST"]),
             Route("/login", self.show_login, methods=["GET"]),
             Route("/login", self.log_in, methods=["POST"]),
             Route("/logout", self.log_out, methods=["POST"]),

@@ -28,6 +28,8 @@ MAX_LABELS_PER_INCIDENT = 100
 """Maximum number of labels of one incident that are listed on its page. Older ones stay valid."""
 MAX_WINDOWS = 1_000
 """Maximum number of maintenance windows, and of labels that take them back, that are listed. Older ones stay valid."""
+MAX_RECORD_LABELS = 1_000
+"""Maximum number of labels of single records that are listed. Older ones stay valid."""
 MAX_FAULT_NAMES = 200
 """Maximum number of names of faults that are offered for a label."""
 SPARKLINE_POINTS = 30
@@ -166,6 +168,7 @@ class IncidentStore:
         self._label_ids: set[str] = set()
         self._labels_by_incident: dict[str, deque[FeedbackLabel]] = {}
         self._window_labels: deque[FeedbackLabel] = deque(maxlen=MAX_WINDOWS)
+        self._record_labels: deque[FeedbackLabel] = deque(maxlen=MAX_RECORD_LABELS)
         self._fault_names: dict[str, None] = {}  # the last used one is the last key
         self._num_dropped = 0
         self._last_change: int | None = None
@@ -197,6 +200,8 @@ class IncidentStore:
                 if label.incident is not None:
                     history = self._labels_by_incident.setdefault(label.incident, deque(maxlen=MAX_LABELS_PER_INCIDENT))
                     history.append(label)
+                if label.record is not None:
+                    self._record_labels.append(label)
                 if label.device is not None:
                     self._window_labels.append(label)
                 if label.label == "true" and label.name:
@@ -379,6 +384,14 @@ class IncidentStore:
         with self._lock:
             labels = list(self._labels_by_incident.get(incident_id, ()))
         return sorted(labels, key=lambda label: (label.time, label.id), reverse=True)
+
+    def list_record_labels(self) -> list[FeedbackLabel]:
+        """Return the valid labels of single records, the last one first; of at most `MAX_RECORD_LABELS` labels."""
+        with self._lock:
+            labels = sorted(self._record_labels, key=lambda label: (label.time, label.id))
+        last_by_record = {label.record: label for label in labels}
+        valid = [label for label in last_by_record.values() if label.label != "cleared"]
+        return sorted(valid, key=lambda label: (label.time, label.id), reverse=True)
 
     def list_windows(self) -> list[ShownWindow]:
         """Return the maintenance windows of devices, the one that begins last first; at most `MAX_WINDOWS`."""

@@ -222,6 +222,12 @@ def make_maintenance_context(store: IncidentStore, clock: Clock) -> dict[str, An
     }
 
 
+def make_records_context(store: IncidentStore) -> dict[str, Any]:
+    """Return the content of the page of labels of single records."""
+    labels = store.list_record_labels()
+    return {"labels": labels[:PAGE_SIZE], "num_labels": len(labels), "fault_names": store.list_fault_names()}
+
+
 def _pair_ids(incident: Incident) -> list[tuple[str, str]]:
     """Return the ids of records with the ids of their alerts, "" where one is missing."""
     num_rows = max(len(incident.record_ids), len(incident.alert_ids))

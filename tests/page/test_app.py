@@ -401,6 +401,39 @@ def test_a_label_states_what_the_person_has_seen() -> None:
     assert "1 open incident" in site.get("/").text
 
 
+def test_a_record_is_labelled_and_the_label_is_taken_back() -> None:
+    site = make_site([make_incident(0)])
+    record = "pump-7@<b>2020</b>"
+
+    def send(**fields: str) -> Any:
+        return site.post("/records", {"token": find_token(site.get("/records").text), **fields})
+
+    assert "No record has a label" in site.get("/records").text
+    assert 'value="pump-9@1"' in site.get("/records?record=pump-9@1").text
+    response = send(record=record, label="true", name="dry run", note="seen")
+    assert (response.status_code, response.headers["location"]) == (303, "/records")
+    (label,) = site.feedback_log.poll(0)
+    assert (label.record, label.label, label.name, label.note, label.by) == (
+        record,
+        "true",
+        "dry run",
+        "seen",
+        "night-shift",
+    )
+    page = site.get("/records").text
+    assert record in html.unescape(page)
+    assert "<b>2020" not in page
+    assert "dry run" in page
+    send(record=record, label="cleared")
+    (back,) = site.feedback_log.poll(0)
+    assert back.time > label.time
+    assert "No record has a label" in site.get("/records").text
+    for fields in ({"label": "true", "record": ""}, {"label": "nonsense", "record": record}):
+        assert send(**fields).status_code == 400
+    assert site.post("/records", {"token": "0", "label": "true", "record": record}).status_code == 403
+    assert not site.feedback_log.poll(0)
+
+
 def send_window(site: Site, **fields: str) -> Any:
     """Send the form of maintenance windows."""
     token = find_token(site.get("/maintenance").text)

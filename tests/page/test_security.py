@@ -293,7 +293,7 @@ def test_every_answer_has_the_security_headers() -> None:
 
 def test_without_a_login_nothing_is_shown() -> None:
     site, incident = make_site_with_login()
-    for path in ("/", f"/incidents/{incident.id}", "/history", "/health", "/status", "/incidents/unknown"):
+    for path in ("/", f"/incidents/{incident.id}", "/history", "/health", "/status", "/records", "/incidents/unknown"):
         answer = site.get(path)
         assert answer.status_code == 303
         assert answer.headers["location"].startswith("/login")
