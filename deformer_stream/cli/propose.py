@@ -197,7 +197,7 @@ def _compare(settings: ProposeSettings, out: Path, logs: Sequence[str], labels: 
     from deformer_stream.runtime.incident_plan import load_detection_plan, plan_detection
     from deformer_stream.runtime.propose import ProposalOptions, propose
 
-    base = describe_base(settings.model)
+    identity = describe_base(settings.model)
     manifest = read_manifest(settings.model)
     today = load_detection_plan(settings.model, settings, can_repeat=True)
 
@@ -229,7 +229,7 @@ def _compare(settings: ProposeSettings, out: Path, logs: Sequence[str], labels: 
     recalibrate = None if loaded is None else _make_recalibration(loaded, settings)
     proposal = propose(read_log, today, labels, options, recalibrate, replan, tail)
     made = _get_now()
-    document = proposal_report.make_document(proposal, base, made, today)
+    document = proposal_report.make_document(proposal, identity, made, today)
     _write_candidate(settings, out, proposal, loaded, document, proposal_report.render(proposal, made, today))
     for line in proposal_report.describe(proposal):
         click.echo(line)

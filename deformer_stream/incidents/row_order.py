@@ -133,19 +133,24 @@ class RowOrder:
     def add_with_alerts(self, batch: EvidenceBatch) -> Iterator[Row | OpenAlert]:
         """Do the same as `add`, and yield the alerts of the batch as well, as if their records were still open.
 
-        An alert comes before the rows of its device that are not earlier, and does not wait. Its place therefore
-        depends little on how the log is divided into batches.
+        An alert comes before the rows of the batch that are not earlier, and does not wait for earlier rows of later
+        batches. Its place is therefore the same for every division of a log in order of time. If rows come later than
+        their times, or wait, it depends on the batch in which the alert is.
         """
-        alerts_by_device: dict[str, list[tuple[int, AlertRow]]] = {}
-        for index, alert in enumerate(batch.alerts):
-            if alert.time != NO_TIME:
-                alerts_by_device.setdefault(self._get_device(alert.record), []).append((index, alert))
+        timed = [(alert.time, index, alert) for index, alert in enumerate(batch.alerts) if alert.time != NO_TIME]
+        alert_by_index = {index: alert for _, index, alert in sorted(timed)}
+        index_by_record = {alert.record: index for index, alert in alert_by_index.items()}
         for row in self.add(batch):
-            alerts = alerts_by_device.get(self._get_device(row.record)) if alerts_by_device else None
-            while alerts and (alerts[0][1].time <= row.time or alerts[0][1].record == row.record):
-                yield OpenAlert(batch.model, alerts.pop(0)[1])
+            while alert_by_index:
+                index = next(iter(alert_by_index))
+                if alert_by_index[index].time > row.time:
+                    break
+                yield OpenAlert(batch.model, alert_by_index.pop(index))
+            own = index_by_record.get(row.record)
+            if own is not None and own in alert_by_index:
+                yield OpenAlert(batch.model, alert_by_index.pop(own))
             yield row
-        for _, alert in sorted(pair for alerts in alerts_by_device.values() for pair in alerts):
+        for alert in alert_by_index.values():
             yield OpenAlert(batch.model, alert)
 
     def finish(self) -> Iterator[Row]:

@@ -281,23 +281,23 @@ def propose(
         InputError: The log has no record of the model.
     """
     overlay = Overlay(labels)
-    base_incidents, today_incidents, log = _survey(read_log, detection.with_patterns(()), detection, options)
-    base = label_incidents(base_incidents, overlay)
+    unpatterned_incidents, today_incidents, log = _survey(read_log, detection.with_patterns(()), detection, options)
+    unpatterned = label_incidents(unpatterned_incidents, overlay)
     today = label_incidents(today_incidents, overlay)
-    spans = IncidentSpans(base, 0)
+    spans = IncidentSpans(unpatterned, 0)
     label_by_record = _find_record_labels(labels)
     scores, review, kept = _collect_scores(read_log, detection, spans, overlay, label_by_record, options)
-    base = [replace(entry, max_score=scores.get(entry.incident.id, math.nan)) for entry in base]
+    unpatterned = [replace(entry, max_score=scores.get(entry.incident.id, math.nan)) for entry in unpatterned]
 
     calibration = None
     if "records" in options.changes:
         assert recalibrate_records is not None  # noqa: S101 - a programming error of the caller
         calibration = recalibrate_records(kept.record_ids, np.array(kept.scores))
         tail = None if calibration.calibration_by_group else fit_tail(calibration.scores)
-    found = _find_candidate(read_log, detection, base, today, overlay, options, calibration, replan, tail)
+    found = _find_candidate(read_log, detection, unpatterned, today, overlay, options, calibration, replan, tail)
     log = replace(log, num_alerts_removed=found.num_alerts_removed, num_alerts_new=found.num_alerts_new)
     difference = found.difference
-    known = {incident.id for incident in (*base_incidents, *today_incidents)}
+    known = {incident.id for incident in (*unpatterned_incidents, *today_incidents)}
     labelled_ids = {label.incident for label in labels if label.incident is not None}
     removed_ids = {labelled.incident.id for labelled in found.without_patterns.removed}
     outcomes = tuple(_describe_pattern(entry, found.plan, found.dropped, removed_ids) for entry in found.kinds)
@@ -315,7 +315,7 @@ def propose(
         review,
         len({label.id for label in labels}),
         len(labelled_ids - known),
-        tuple(_list_warnings(detection, difference, outcomes, log, len(labelled_ids - known), base)),
+        tuple(_list_warnings(detection, difference, outcomes, log, len(labelled_ids - known), unpatterned)),
     )
 
 
@@ -349,7 +349,7 @@ class _Candidate:
 def _find_candidate(
     read_log: LogReader,
     detection: DetectionPlan,
-    base: Sequence[LabelledIncident],
+    unpatterned: Sequence[LabelledIncident],
     today: Sequence[LabelledIncident],
     overlay: Overlay,
     options: ProposalOptions,
@@ -362,7 +362,7 @@ def _find_candidate(
     Args:
         read_log: Reads the log.
         detection: Today's rule, options and patterns.
-        base: The incidents without patterns, with their labels and largest scores.
+        unpatterned: The incidents without patterns, with their labels and largest scores.
         today: The incidents of today.
         overlay: The labels and maintenance windows.
         options: What the candidate replaces, and what is compared.
@@ -371,13 +371,13 @@ def _find_candidate(
         tail: As in `propose`, of the candidate's calibration.
     """
     margin = detection.options.gap
-    spans = IncidentSpans(base, margin)
+    spans = IncidentSpans(unpatterned, margin)
     rescorer = None if calibration is None else _Rescorer(calibration, options.alpha)
     has_new_segments = "segments" in options.changes or (calibration is not None and detection.plan.rule == "segments")
     kinds: list[PatternCandidate] = []
     patterns = list(detection.patterns)
     if "patterns" in options.changes:
-        kinds = make_patterns([_to_past_incident(entry) for entry in base], detection.patterns)
+        kinds = make_patterns([_to_past_incident(entry) for entry in unpatterned], detection.patterns)
         patterns = [kind.pattern for kind in kinds if kind.pattern is not None]
     dropped: dict[str, str] = {}
     for _ in range(MAX_REPLAYS):
@@ -394,7 +394,7 @@ def _find_candidate(
             incidents,
             compare_incidents(today, incidents, margin, options.since, options.until),
             # Faults that today's calibration finds, or would find without its patterns, must not be lost.
-            compare_incidents(base, incidents, margin),
+            compare_incidents(unpatterned, incidents, margin),
             num_removed,
             num_new,
             kinds,
@@ -451,16 +451,16 @@ def _iterate_own(read_log: LogReader, detection: DetectionPlan) -> Iterator[Evid
 
 
 def _survey(
-    read_log: LogReader, base: DetectionPlan, detection: DetectionPlan, options: ProposalOptions
+    read_log: LogReader, unpatterned: DetectionPlan, detection: DetectionPlan, options: ProposalOptions
 ) -> tuple[list[Incident], list[Incident], LogSummary]:
     """Return the incidents without patterns, those of today, and what the log contains in the span.
 
     Raises:
         InputError: The log has no record of the model.
     """
-    base_tracker = base.make_tracker()
+    unpatterned_tracker = unpatterned.make_tracker()
     # Without patterns both trackers would do the same.
-    today_tracker = detection.make_tracker() if detection.patterns else base_tracker
+    today_tracker = detection.make_tracker() if detection.patterns else unpatterned_tracker
     base_by_id: dict[str, Incident] = {}
     today_by_id: dict[str, Incident] = {} if detection.patterns else base_by_id
     get_device = detection.options.get_device
@@ -470,8 +470,8 @@ def _survey(
         if detection.model not in ("", batch.model):
             num_other += len(batch.closed)
             continue
-        base_by_id.update((incident.id, incident) for incident in base_tracker.handle(batch))
-        if today_tracker is not base_tracker:
+        base_by_id.update((incident.id, incident) for incident in unpatterned_tracker.handle(batch))
+        if today_tracker is not unpatterned_tracker:
             today_by_id.update((incident.id, incident) for incident in today_tracker.handle(batch))
         is_in_span = _is_in_span(batch.closed, options)
         if not is_in_span.any():
@@ -487,8 +487,8 @@ def _survey(
             if hour > last_hour_by_device.get(device, hour - 1):
                 device_hours += 1
                 last_hour_by_device[device] = hour
-    base_by_id.update((incident.id, incident) for incident in base_tracker.finish())
-    if today_tracker is not base_tracker:
+    base_by_id.update((incident.id, incident) for incident in unpatterned_tracker.finish())
+    if today_tracker is not unpatterned_tracker:
         today_by_id.update((incident.id, incident) for incident in today_tracker.finish())
     if start is None or end is None:
         other = f" of model {detection.model}, but {num_other:,} of other models" if num_other else ""
@@ -931,7 +931,7 @@ def _list_warnings(
     patterns: Sequence[PatternOutcome],
     log: LogSummary,
     num_unknown_labels: int,
-    base: Sequence[LabelledIncident],
+    unpatterned: Sequence[LabelledIncident],
 ) -> list[str]:
     """Return what a person should know before approving, as sentences without full stops."""
     warnings = []
@@ -945,7 +945,9 @@ def _list_warnings(
         )
     if log.num_other_model:
         warnings.append(f"records of other models that were left out: {log.num_other_model:,}")
-    num_without_suspects = sum(labelled.label == "false-alarm" and not labelled.incident.suspects for labelled in base)
+    num_without_suspects = sum(
+        labelled.label == "false-alarm" and not labelled.incident.suspects for labelled in unpatterned
+    )
     if num_without_suspects:
         warnings.append(
             f"false alarms without suspects, which belong to no pattern: {num_without_suspects}; run consume with "
@@ -957,7 +959,7 @@ def _list_warnings(
             f"incidents with the suspects of a pattern that nobody has labelled: {unlabelled}; look at them first, "
             "because a fault like them would be found late or not at all"
         )
-    if not any(labelled.is_fault for labelled in base):
+    if not any(labelled.is_fault for labelled in unpatterned):
         warnings.append(
             "no confirmed fault is in the log, so it cannot show whether the candidate still finds faults; label real "
             "faults, too"

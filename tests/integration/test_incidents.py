@@ -33,14 +33,17 @@ RULE = ("--incident-budget", "20 per d", "--records-per-day", "100", "--fleet", 
 
 
 def make_events() -> list[tuple[bytes, bytes, None]]:
-    """Return the events of complete records of three devices. The readings of a device's records do not interleave."""
+    """Return the events of complete records of three devices. The readings of a device's records do not interleave.
+
+    The key is the device, so that its records are in one partition.
+    """
     rows = draw_rows(SCHEMA, NUM_RECORDS, 4)
     messages: list[tuple[bytes, bytes, None]] = []
     for number, row in enumerate(rows):
         record = f"pump-{number % 3}/{number}"
         values = {name: row.get(name) for name in SCHEMA.names}
         document = {"record": record, "time": 1_583_750_073 + number, "values": values}
-        messages.append((record.encode(), json.dumps(document).encode(), None))
+        messages.append((record.partition("/")[0].encode(), json.dumps(document).encode(), None))
     return messages
 
 
@@ -51,11 +54,12 @@ def group_by_id(incidents: list[Incident]) -> dict[str, list[Incident]]:
     return messages
 
 
+@pytest.mark.parametrize("num_partitions", [1, 3])
 def test_events_become_the_incidents_of_a_replay(
-    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path
+    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path, num_partitions: int
 ) -> None:
     """Live, from the log of evidence and from the events themselves, the incidents are the same."""
-    name, events = topic(1), make_events()
+    name, events = topic(num_partitions), make_events()
     options = ["--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap, "--model", model_dir]
     produce(cluster.brokers, name, events)
     with RunningConsumer(tmp_path / "consume.log", *options, "--evidence", "on", "--alpha", "0.3") as consumer:
@@ -64,9 +68,10 @@ def test_events_become_the_incidents_of_a_replay(
     evidence = cluster.read_topic(f"{name}-evidence")
     headers = {key: value.decode() for key, value in evidence[0].headers}
     assert headers["ce_type"] == "io.deformer.evidence.v1"
-    assert headers["ce_source"] == f"/{name}/0"
+    assert headers["ce_source"].rpartition("/")[0] == f"/{name}"
     records = [record for message in evidence for record in decode_evidence(message.value).closed.record_ids]
-    assert sorted(records) == sorted(key.decode() for key, _, _ in events)
+    assert sorted(records) == sorted(json.loads(value)["record"] for _, value, _ in events)
+    assert (len({decode_evidence(message.value).partition for message in evidence}) > 1) == (num_partitions > 1)
     with RunningConsumer(tmp_path / "incidents.log", *options, *RULE, command="incidents") as process:
         process.wait_for(cluster.is_consumed(f"{name}-evidence", f"{name}-{name}-incidents"), "all evidence")
         process.stop()
@@ -103,7 +108,7 @@ def test_killed_consumers_write_each_row_of_evidence_once(
     """Records are open over the kills, so their times come from snapshots and from readings that are read again."""
     name = topic(2)
     readings = [
-        (key, json.dumps({"record": key.decode(), "feature": feature, "value": value, "time": document["time"]}))
+        (key, json.dumps({"record": document["record"], "feature": feature, "value": value, "time": document["time"]}))
         for key, text, _ in make_events()
         for document in [json.loads(text)]
         for feature, value in document["values"].items()
