@@ -185,6 +185,35 @@ def test_second_process_takes_over(kafka: SimpleNamespace, cluster: Cluster, mod
         assert found.count("open") == found.count("resolved") == 1
 
 
+def test_another_option_leaves_no_incident_open_that_nothing_updates(
+    kafka: SimpleNamespace, cluster: Cluster, model_dir: Path, tmp_path: Path
+) -> None:
+    name = f"events-{uuid.uuid4().hex[:8]}"
+    ensure_topics(kafka.cluster, describe_evidence_topic(f"{name}-evidence"))
+    fingerprint = str(model_store.read_manifest(model_dir)["fingerprint"])
+    log = [encode_evidence(b) for b in make_log(fingerprint, num_records=60, faults={0: [(20, 99)], 1: [(22, 99)]})]
+    produce(kafka.cluster, f"{name}-evidence", [(b"", value, None) for value in log])
+    options = [
+        *("--topic", name, "--group", name, "--bootstrap-servers", kafka.bootstrap, "--model", model_dir),
+        *("--records-per-day", "8640"),
+    ]
+    consumed = cluster.is_consumed(f"{name}-evidence", f"{name}-{name}-incidents")
+    for number, fleet in enumerate(("2 within 10m", "2 within 10m", "off")):
+        words = [*options, "--fleet", fleet]
+        with RunningConsumer(tmp_path / f"{number}.log", *words, command="incidents") as process:
+            process.wait_until_ready()
+            process.wait_for(consumed, "all evidence")
+            process.stop()
+        last = {one.id: one for one in map(decode_incident, (m.value for m in cluster.read_topic(f"{name}-incidents")))}
+        (of_fleet,) = (incident for incident in last.values() if incident.kind == "fleet")
+        devices = [incident for incident in last.values() if incident.kind == "device"]
+        assert len(devices) == 2
+        assert all(incident.state != "resolved" for incident in devices)
+        assert {incident.parent for incident in devices} == {None if fleet == "off" else of_fleet.id}
+        assert of_fleet.resolution == ("plan-changed" if fleet == "off" else None)
+        assert bool(process.list_log_events("incidents_reconciled")) == (fleet == "off")
+
+
 def test_missing_evidence_names_the_flag_of_consume(kafka: SimpleNamespace, model_dir: Path) -> None:
     options = ["--topic", f"none-{uuid.uuid4().hex[:8]}", "--model", model_dir, "--records-per-day", "100"]
     result = run("deformer-stream", "incidents", *options, "--bootstrap-servers", kafka.bootstrap)
