@@ -5,6 +5,7 @@ A change of a file here is a change for every reader of that format.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
@@ -16,9 +17,10 @@ GOLDEN = Path(__file__).parent
 
 
 def example_incidents() -> list[Incident]:
-    """Return incidents of one device and of a fleet."""
+    """Return incidents of one device and of a fleet, without and with the devices of its members."""
     members = [make_incident(2), make_incident(7, state="updated"), make_incident(27, state="resolved")]
-    return [*members, make_fleet_incident(8, members)]
+    fleet = make_fleet_incident(8, members)
+    return [*members, replace(fleet, devices=()), fleet]
 
 
 def example_labels() -> list[FeedbackLabel]:
@@ -29,6 +31,7 @@ def example_labels() -> list[FeedbackLabel]:
         make_label("cleared", START + 1, incident=incident),
         make_label("maintenance", START, by="ada", device="pump-7", start=START, end=START + 3_600_000_000),
         make_label("false-alarm", START, record="pump-7@2020-03-09T10:34:30Z"),
+        make_label("false-alarm", START, by="ada", incident=incident, severity=1, num_reopened=0),
     ]
 
 

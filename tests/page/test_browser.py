@@ -346,7 +346,7 @@ def test_no_page_is_wider_than_the_window(visit: Any, running: RunningPage, widt
         "maintenance", now, device=HOSTILE_NAMES[0], start=now, end=now + 3_600_000_000, note="new seal " * 20
     )
     running.store.add_labels([window])
-    paths = ["", "history", "maintenance", "health", "status", "nowhere"]
+    paths = ["", "history", "maintenance", "records", "health", "status", "nowhere"]
     paths += [f"incidents/{incident_id}" for incident_id in hostile]
     for path in paths:
         one.tab.goto(running.server.url + path)
