@@ -110,7 +110,7 @@ def build_incidents() -> click.Command:
             else:
                 metrics.is_ready = True
                 while not stop.wait(1.0):
-                    metrics.observe_turn()
+                    metrics.record_progress()
         log.get_logger("incidents").info("stopped")
 
     return incidents

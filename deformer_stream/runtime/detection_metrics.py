@@ -85,8 +85,8 @@ class DetectionMetrics:
         self._last_progress = now()
         self.is_ready = False
 
-    def observe_turn(self) -> None:
-        """Record that the loop has completed a turn."""
+    def record_progress(self) -> None:
+        """Record that the loop has completed a turn, or waits for something that will happen or raise an error."""
         self._last_progress = self._now()
 
     def count_message(self, incident: Incident) -> None:
@@ -112,5 +112,5 @@ class DetectionMetrics:
             self.lag.labels(topic, str(partition)).set(num_messages)
 
     def is_healthy(self) -> bool:
-        """Return whether the loop has completed a turn within the last `STALL_SECONDS`."""
+        """Return whether the loop has made progress within the last `STALL_SECONDS`."""
         return self._now() - self._last_progress < STALL_SECONDS

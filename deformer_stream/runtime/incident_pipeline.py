@@ -33,7 +33,13 @@ from deformer_stream.incidents.tracker import IncidentTracker
 from deformer_stream.runtime.detection_metrics import DetectionMetrics
 from deformer_stream.runtime.incident_history import ReadHistory, collect_last_messages
 from deformer_stream.runtime.incident_plan import DetectionPlan
-from deformer_stream.runtime.ports import PartitionedSource, PartitionState, PollResult, RestoredPartition
+from deformer_stream.runtime.ports import (
+    PartitionedSource,
+    PartitionState,
+    PollResult,
+    RestoredPartition,
+    WaitingSource,
+)
 from deformer_stream.runtime.timing import CommitSchedule
 
 PLAN_CHANGED, STATE_LOST = "plan-changed", "state-lost"
@@ -115,6 +121,8 @@ class IncidentPipeline:
         self._unknown_models: set[str] = set()  # models that are not those of the model directory
         self._has_logged_skipped = self._has_warned_of_suspects = False
         source.collect_state = self._prepare_handover
+        if isinstance(source, WaitingSource):
+            source.on_wait = metrics.record_progress
         self._log = log.get_logger("incidents")
 
     def run(self, stop: threading.Event) -> None:
@@ -369,4 +377,4 @@ class IncidentPipeline:
         self._metrics.accepted_per_day.set(num_devices * self._plan.plan.budget.count_per_day)
         restoring = any(partition.is_restoring for partition in self._partition_by_number.values())
         self._metrics.is_ready = bool(self._partition_by_number) and not restoring
-        self._metrics.observe_turn()
+        self._metrics.record_progress()

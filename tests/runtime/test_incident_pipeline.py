@@ -24,6 +24,7 @@ from deformer_stream.incidents.tracker import IncidentTracker, TrackerOptions
 from deformer_stream.runtime.detection_metrics import DetectionMetrics
 from deformer_stream.runtime.incident_pipeline import IncidentPipeline
 from deformer_stream.runtime.incident_plan import DetectionPlan, make_get_device
+from deformer_stream.runtime.metrics import STALL_SECONDS
 from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, RestoredPartition
 from tests.incidents.evidence_logs import SECOND, make_log
 
@@ -76,6 +77,7 @@ class BrokerSource:
         self.broker, self.reach, self.stop = broker, reach, stop
         self.rng = np.random.default_rng(seed)
         self.collect_state: Callable[[frozenset[int]], Mapping[int, PartitionState]] = lambda partitions: NO_STATE
+        self.on_wait: Callable[[], None] = lambda: None
         self.model_fingerprint = ""
         self.positions: dict[int, int] = {}
         self.pending: list[tuple[int, Incident]] = []
@@ -300,6 +302,24 @@ def test_metrics_count_records_and_messages(expected: dict[str, list[Incident]])
     assert metrics.is_ready
     assert get("deformer_ready") == 1
     assert metrics.is_healthy()
+
+
+def test_process_is_healthy_while_a_commit_waits_for_the_brokers() -> None:
+    seconds, healthy = 0.0, list[bool]()
+    metrics, stop = DetectionMetrics(now=lambda: seconds), threading.Event()
+
+    def reach(step: str) -> None:
+        nonlocal seconds
+        if step == "commit":
+            for _ in range(10):  # an outage that is much longer than a stall
+                seconds += STALL_SECONDS / 2
+                source.on_wait()
+                healthy.append(metrics.is_healthy())
+
+    source = BrokerSource(make_broker(), reach, stop, seed=0)
+    IncidentPipeline(source, source, make_plan, metrics, commit_interval=0.0).run(stop)
+    assert healthy
+    assert all(healthy)
 
 
 def test_records_of_late_batches_are_counted_once_over_restarts() -> None:
