@@ -25,6 +25,12 @@ CONNECT_SECONDS = 5.0
 REFUSAL_SECONDS = 0.5
 """Seconds to wait before connecting again to a broker that closed the connection; it may have been shutting down."""
 
+REQUEST_SECONDS = 5.0
+"""Seconds that one request between two polls may take; it is repeated if the response takes longer."""
+
+RETRY_SECONDS = 0.5
+"""Seconds to wait after a failed poll, commit or request before the next attempt."""
+
 RECONNECT_SECONDS = 1.0
 """Longest wait in seconds between attempts to reconnect. The clients' defaults are longer."""
 

@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from connectors.kafka.client import DELIVERY_SECONDS
-from connectors.kafka.delivery import Delivery, do_nothing
+from connectors.kafka import client
+from connectors.kafka.background import do_nothing
+from connectors.kafka.delivery import Delivery
 from connectors.kafka.ports import CommittedOffset, Consumer, Offsets, OutgoingMessage, TopicPartition
 from connectors.kafka.state import CommitAttempt, StateReference, StateTopic, make_model_metadata
 from deformer_stream.runtime.ports import PartitionState
-
-REQUEST_SECONDS = 5.0
-"""Seconds that one request for committed offsets may take; it is repeated if the response takes longer."""
 
 
 class CommitRequest(NamedTuple):
@@ -105,6 +103,11 @@ class CommitManager:
         # The last transaction has computed its offsets and no longer runs, but it was not found to have taken effect.
         is_outcome_unknown = delivery.is_transactional and not delivery.is_in_background and self._attempt is not None
         return delivery.has_failed or is_outcome_unknown
+
+    @property
+    def takes_transactional_id(self) -> bool:
+        """Whether `recover` and `renew_producer` take the transactional id from every other process that uses it."""
+        return self._delivery is not None and self._delivery.is_transactional and self._delivery.has_failed
 
     @property
     def is_in_background(self) -> bool:
@@ -217,7 +220,7 @@ class CommitManager:
         # Without transactions, or with nothing to send. Without `Delivery` there is no state topic, thus no messages.
         message_offsets: list[int] = []
         if delivery is not None:
-            seconds = DELIVERY_SECONDS if timeout is None else timeout
+            seconds = client.DELIVERY_SECONDS if timeout is None else timeout
             message_offsets = delivery.send(payload.messages, seconds, on_wait)
         # The metadata of the committed offsets state at which offset of the state topic a new snapshot begins.
         self._attempt = self._plan_attempt(payload, message_offsets)
@@ -330,7 +333,7 @@ class CommitManager:
         effect together, so one partition with the attempt's metadata is enough.
         """
         for tp in attempt.offsets.keys() & attempt.references.keys():
-            committed = self._consumer.fetch_committed([tp], REQUEST_SECONDS)[tp]
+            committed = self._consumer.fetch_committed([tp], client.REQUEST_SECONDS)[tp]
             if committed is not None and committed.metadata == attempt.references[tp].to_metadata():
                 return self._apply_effect(attempt)
 

@@ -11,26 +11,20 @@ transaction before the first new message.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from connectors.kafka.client import DELIVERY_SECONDS, MESSAGE_TOO_LARGE, estimate_size, load_client, make_error
+from connectors.kafka import client
+from connectors.kafka.background import BackgroundCall, do_nothing
+from connectors.kafka.client import MESSAGE_TOO_LARGE, estimate_size, load_client, make_error
 from connectors.kafka.ports import MAX_BATCH_BYTES, KafkaCluster, Offsets, OutgoingMessage, Producer, ProducerFenced
 from deformer_stream.errors import DeformerError, Unavailable
 
 TRANSACTION_SECONDS = 30.0
 """Seconds of silence after which the broker aborts a transaction. Readers of the topics wait for it."""
 
-WAIT_SECONDS = 1.0
-"""Longest time in seconds between two calls of `on_wait` while this process waits for the brokers."""
-
 Result = TypeVar("Result")
-
-
-def do_nothing() -> None:
-    """Do nothing; the default of functions that are called at certain moments."""
 
 
 def make_transactional_id(*names: str) -> str:
@@ -72,7 +66,7 @@ class Delivery:
         self._sealed: list[OutgoingMessage] = []  # part of the commit in progress; the next attempt sends it
         self._sent: list[OutgoingMessage] = []  # sent by an attempt, not known to be committed
         self._producer: Producer | None = None
-        self._background_call: _BackgroundCall[None] | None = None  # the transaction that `begin` has started
+        self._background_call: BackgroundCall[None] | None = None  # the transaction that `begin` has started
         self.has_failed = False
         self._open_producer()
 
@@ -108,7 +102,7 @@ class Delivery:
     def send(
         self,
         state_messages: Sequence[OutgoingMessage],
-        timeout: float = DELIVERY_SECONDS,
+        timeout: float = client.DELIVERY_SECONDS,
         on_wait: Callable[[], None] = do_nothing,
     ) -> list[int]:
         """Send the messages of the commit in progress and then `state_messages`, without a transaction.
@@ -131,7 +125,7 @@ class Delivery:
         if not messages:
             return []
         producer = self._require_producer()
-        call = _BackgroundCall(lambda: producer.send(messages, timeout))
+        call = BackgroundCall(lambda: producer.send(messages, timeout))
         offsets = self._record_failure(lambda: call.result(timeout, on_wait))
         first_state_message = len(messages) - len(state_messages)
         return offsets[first_state_message:]
@@ -163,11 +157,11 @@ class Delivery:
 
             def get_remaining() -> float:
                 """Return the seconds that are left for the transaction; raise `Unavailable` if none are left."""
-                remaining = began_at + DELIVERY_SECONDS - time.monotonic()
+                remaining = began_at + client.DELIVERY_SECONDS - time.monotonic()
                 if remaining <= 0:  # librdkafka would wait without a limit for a negative number
                     raise Unavailable(
-                        f"the Kafka broker did not complete the transaction within {DELIVERY_SECONDS:g} s: check that "
-                        "it is running"
+                        f"the Kafka broker did not complete the transaction within {client.DELIVERY_SECONDS:g} s: "
+                        "check that it is running"
                     )
                 return remaining
 
@@ -197,7 +191,7 @@ class Delivery:
         Args:
             transaction: A function that `transaction` has returned.
         """
-        self._background_call = _BackgroundCall(transaction)
+        self._background_call = BackgroundCall(transaction)
 
     @property
     def is_in_background(self) -> bool:
@@ -238,7 +232,7 @@ class Delivery:
             on_wait: A function that is called again and again while the new producer connects.
         """
         self._background_call = None
-        _BackgroundCall(self._open_producer).result(None, on_wait)
+        BackgroundCall(self._open_producer).result(None, on_wait)
         self.has_failed = False
 
     def _open_producer(self) -> None:
@@ -255,7 +249,7 @@ class Delivery:
         )
         if self.is_transactional:
             try:
-                producer.open_transactions(DELIVERY_SECONDS)
+                producer.open_transactions(client.DELIVERY_SECONDS)
             except DeformerError:
                 producer.close()
                 raise
@@ -294,54 +288,3 @@ class Delivery:
         except BaseException:
             self.has_failed = True
             raise
-
-
-class _BackgroundCall(Generic[Result]):
-    """A function call that runs in a new thread, and whose result other threads can wait for, with a timeout.
-
-    Args:
-        call: The function to call. The thread is started by the constructor.
-    """
-
-    def __init__(self, call: Callable[[], Result]) -> None:
-        self._results: list[Result] = []  # the result, if the call has returned
-        self._errors: list[BaseException] = []  # the exception, if the call has raised one
-
-        def run() -> None:
-            """Call the function and store its result or its exception."""
-            try:
-                self._results.append(call())
-            except BaseException as error:  # raised again by `result`
-                self._errors.append(error)
-
-        self._thread = threading.Thread(target=run, name="delivery", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the call has ended: it has returned or raised."""
-        return not self._thread.is_alive()
-
-    def result(self, timeout: float | None, on_wait: Callable[[], None]) -> Result:
-        """Wait for the end of the call and return its result.
-
-        Args:
-            timeout: Maximum time to wait in seconds. None waits for three times `DELIVERY_SECONDS`; by then the client
-                itself has given up every request.
-            on_wait: A function that is called every `WAIT_SECONDS` during the wait.
-
-        Raises:
-            Unavailable: The call has not ended in time. Its thread continues, but its result is lost.
-            BaseException: The exception that the call raised.
-        """
-        seconds = 3 * DELIVERY_SECONDS if timeout is None else max(0.0, timeout)
-        deadline = time.monotonic() + seconds
-        self._thread.join(min(WAIT_SECONDS, seconds))
-        while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
-            on_wait()
-            self._thread.join(min(WAIT_SECONDS, left))
-        if self._errors:
-            raise self._errors[0]
-        if not self._results:
-            raise Unavailable(f"the Kafka broker did not respond within {seconds:g} s: check that it is running")
-        return self._results[0]

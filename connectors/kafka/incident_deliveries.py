@@ -256,3 +256,6 @@ class _RebalanceHandler:
     def on_lost(self, partitions: frozenset[TopicPartition]) -> None:
         """Inform the log."""
         self._deliveries.note_reassignment()
+
+    def on_wait(self) -> None:
+        """Do nothing, because a loop of deliveries has no health check."""

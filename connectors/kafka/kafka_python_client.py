@@ -30,6 +30,7 @@ from kafka.net.sasl.oauth import AbstractTokenProvider
 from kafka.structs import MemberState, OffsetAndMetadata
 
 from connectors.kafka import client, compat
+from connectors.kafka.background import WAIT_SECONDS, BackgroundCall
 from connectors.kafka.client import Failure, make_error
 from connectors.kafka.ports import (
     MAX_BATCH_BYTES,
@@ -60,9 +61,6 @@ BACKOFF_MILLISECONDS = 20
 
 MAX_UNACKNOWLEDGED = 10_000
 """Number of messages of `enqueue` without acknowledgement after which it blocks."""
-
-RETRY_SECONDS = 0.5
-"""Seconds before a request of the admin client is repeated."""
 
 JOIN_SECONDS = 0.2
 """Shortest duration of a poll in seconds while this process joins the group. kafka-python completes a join only inside
@@ -454,7 +452,7 @@ class KafkaPythonConsumer:
         """Poll kafka-python's consumer for at most `timeout` seconds, and return its records by partition."""
         action = "reading messages"
         if self._unreadable_error:
-            time.sleep(min(timeout, RETRY_SECONDS))
+            time.sleep(min(timeout, client.RETRY_SECONDS))
             raise Unavailable(self._unreadable_error)
         if self._handler is not None and self.membership is None:
             compat.request_rejoin(self._consumer, kafka_version)
@@ -531,6 +529,11 @@ class KafkaPythonConsumer:
             self._consumer.commit(_to_client_offsets(offsets), timeout_ms=_to_milliseconds(timeout))
 
     @property
+    def member_id(self) -> str | None:
+        """The id that the group has given to this member; None if it has none."""
+        return self._consumer.group_metadata().member_id or None
+
+    @property
     def membership(self) -> Any | None:
         """The group with this member's id and generation; None during a rebalance, and before this process joined."""
         group = self._consumer.group_metadata()
@@ -575,7 +578,7 @@ class KafkaPythonConsumer:
     def _finish_revocation(self) -> None:
         """Wait until the offsets of revoked partitions are committed, and report the result to the handler."""
         while self._revocations and self._handler is not None:
-            error = self._revocations.popleft().wait(self._session / 2)
+            error = self._revocations.popleft().wait(self._session / 2, self._handler.on_wait)
             action = "committing the offsets of revoked partitions"
             self._handler.on_revoked_committed(None if error is None else translate(error, self._servers, action))
 
@@ -606,10 +609,19 @@ class _Revocation:
         self._error = error
         self._ended.set()
 
-    def wait(self, timeout: float) -> Exception | None:
-        """Wait for the end of the commit, and return its error or None."""
-        if not self._ended.wait(timeout):
-            self._error = errors.KafkaTimeoutError()
+    def wait(self, timeout: float, on_wait: Callable[[], None]) -> Exception | None:
+        """Wait for the end of the commit, and return its error or None.
+
+        Args:
+            timeout: Maximum time to wait in seconds.
+            on_wait: A function that is called every `WAIT_SECONDS` during the wait.
+        """
+        deadline = time.monotonic() + timeout
+        while not self._ended.wait(min(WAIT_SECONDS, max(0.0, deadline - time.monotonic()))):
+            on_wait()
+            if time.monotonic() > deadline:
+                self._error = errors.KafkaTimeoutError()
+                break
         return self._error
 
 
@@ -749,24 +761,11 @@ class KafkaPythonProducer:
         """
         if self._is_closed:  # the function would wait forever
             raise make_error(client.NO_RESPONSE, self._servers, action, "ProducerClosed")
-        raised: list[Exception] = []
-        ended = threading.Event()
-
-        def run() -> None:
-            """Call the function, and store its exception."""
-            try:
-                function()
-            except Exception as error:  # raised again by the waiting thread
-                raised.append(error)
-            finally:
-                ended.set()
-
-        threading.Thread(target=run, name="kafka-transaction", daemon=True).start()
+        call = BackgroundCall(function)
         with translate_errors(self._servers, action, ValueError, TypeError):
-            if not ended.wait(max(0.0, timeout)):
+            if not call.wait(timeout):
                 raise errors.KafkaTimeoutError()
-            if raised:
-                raise raised[0]
+            call.get()
 
     def close(self) -> None:
         """Close at once. Messages that were not acknowledged are dropped when their time-out has passed."""
@@ -811,7 +810,7 @@ class KafkaPythonAdmin:
                 except errors.RetriableError as error:
                     if isinstance(error, _UNKNOWN_TOPIC) or time.monotonic() > deadline:
                         raise
-                    time.sleep(RETRY_SECONDS)
+                    time.sleep(client.RETRY_SECONDS)
 
     def describe_topics(self, names: Iterable[str], timeout: float) -> dict[str, TopicDescription]:
         """Return descriptions of the topics that exist; the others are left out."""
@@ -913,7 +912,7 @@ class KafkaPythonAdmin:
         description = self._retry(describe, timeout, f"describing group {group!r}")
         return [
             GroupMember(
-                member["client_id"],
+                member["member_id"],
                 member.get("group_instance_id") or None,
                 frozenset(
                     TopicPartition(topic["topic"], number)

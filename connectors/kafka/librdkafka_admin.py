@@ -10,6 +10,7 @@ from typing import Any
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions, NewTopic, OffsetSpec, ResourceType
 
+from connectors.kafka import client
 from connectors.kafka.librdkafka_connection import (
     NO_TOPIC_CODES,
     NOT_AUTHORIZED_CODES,
@@ -20,9 +21,6 @@ from connectors.kafka.librdkafka_connection import (
 )
 from connectors.kafka.ports import GroupMember, KafkaCluster, TopicDescription, TopicPartition
 from deformer_stream.errors import Unavailable
-
-REPEAT_PAUSE_SECONDS = 0.5
-"""Seconds to wait before an admin request that failed while brokers restart is sent again."""
 
 
 class _ExpectedError(Exception):
@@ -176,7 +174,7 @@ class LibrdkafkaAdmin:
             return []
         return [
             GroupMember(
-                member.client_id,
+                member.member_id,
                 member.group_instance_id,
                 from_client_partitions(member.assignment.topic_partitions if member.assignment else ()),
             )
@@ -221,9 +219,9 @@ class LibrdkafkaAdmin:
                     self._connect()
                     raise self._events.translate(exception.args[0], action) from exception
                 error = self._events.translate(exception.args[0], action)
-                if not isinstance(error, Unavailable) or time.monotonic() + REPEAT_PAUSE_SECONDS > deadline:
+                if not isinstance(error, Unavailable) or time.monotonic() + client.RETRY_SECONDS > deadline:
                     raise error from exception
-            time.sleep(REPEAT_PAUSE_SECONDS)
+            time.sleep(client.RETRY_SECONDS)
 
     def close(self) -> None:
         """Close the connections."""

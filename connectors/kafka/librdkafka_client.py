@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import OffsetSpec
 
 from connectors.kafka import client
+from connectors.kafka.background import BackgroundCall, do_nothing
 from connectors.kafka.librdkafka_admin import LibrdkafkaAdmin
 from connectors.kafka.librdkafka_connection import (
     DROPPED_CODES,
@@ -84,12 +84,13 @@ class LibrdkafkaConsumer:
         self._handler: RebalanceHandler | None = None
         self._has_rebalanced = False  # during the poll in progress
         self._has_joined = False  # whether the group has assigned partitions, perhaps none, and they were not lost
-        self._commit_thread: threading.Thread | None = None
+        self._commit_call: BackgroundCall[None] | None = None  # the commit in progress
         self._admin: LibrdkafkaAdmin | None = None  # connected when it is needed
         self._isolation = (
             rd.IsolationLevel.READ_UNCOMMITTED if options.reads_uncommitted else rd.IsolationLevel.READ_COMMITTED
         )
         self._topic = ""  # the one that is subscribed
+        self._is_closing = False
         self._client, self._events = self._connect()
 
     def _connect(self) -> tuple[rd.Consumer, ClientEvents]:
@@ -377,23 +378,16 @@ class LibrdkafkaConsumer:
             RebalanceInProgress: The group is moving partitions, or this process is no longer a member.
             Unavailable: The commit, or one before it, takes too long. It may still take effect.
         """
-        if not offsets:
-            return
+        if offsets:
+            self._commit_within(offsets, timeout)
+
+    def _commit_within(self, offsets: Offsets, timeout: float, on_wait: Callable[[], None] = do_nothing) -> None:
+        """Commit offsets as `commit` does, and call a function again and again during the wait."""
         deadline = time.monotonic() + timeout
-        failures: list[DeformerError] = []
-
-        def commit() -> None:
-            try:
-                self._commit(offsets)
-            except DeformerError as error:
-                failures.append(error)
-
-        self._join_commit(deadline)
-        self._commit_thread = threading.Thread(target=commit, name="kafka-commit", daemon=True)
-        self._commit_thread.start()
-        self._join_commit(deadline)
-        if failures:
-            raise failures[0]
+        self._join_commit(deadline, on_wait)
+        call = self._commit_call = BackgroundCall(lambda: self._commit(offsets))
+        self._join_commit(deadline, on_wait)
+        call.get()
 
     def _commit(self, offsets: Offsets) -> None:
         """Commit offsets of the group; without a time limit, but that of the session if no broker responds.
@@ -424,17 +418,25 @@ class LibrdkafkaConsumer:
                 f"Kafka at {self._cluster.servers}: committing failed: this process is joining the consumer group again"
             )
 
-    def _join_commit(self, deadline: float) -> None:
+    def _join_commit(self, deadline: float, on_wait: Callable[[], None] = do_nothing) -> None:
         """Wait until the commit in progress, if there is one, has ended.
 
+        Args:
+            deadline: A time of `time.monotonic()`.
+            on_wait: A function that is called again and again during the wait.
+
         Raises:
-            Unavailable: It has not ended before the deadline, a time of `time.monotonic()`.
+            Unavailable: It has not ended before the deadline.
         """
-        if self._commit_thread is not None:
-            self._commit_thread.join(max(0.0, deadline - time.monotonic()))
-            if self._commit_thread.is_alive():
+        if self._commit_call is not None:
+            if not self._commit_call.wait(deadline - time.monotonic(), on_wait):
                 raise self._events.make_timeout_error("committing")
-            self._commit_thread = None
+            self._commit_call = None
+
+    @property
+    def member_id(self) -> str | None:
+        """The id that the group has given to this member; None if it has none."""
+        return self._client.memberid() or None
 
     @property
     def membership(self) -> Any | None:
@@ -450,6 +452,7 @@ class LibrdkafkaConsumer:
 
     def close(self) -> None:
         """Close without committing, and leave the group if there is no instance name."""
+        self._is_closing = True
         with suppress(Unavailable):
             self._join_commit(time.monotonic() + client.CONNECT_SECONDS)
         with suppress(KafkaException, RuntimeError):  # a second call
@@ -481,8 +484,10 @@ class LibrdkafkaConsumer:
             error: Exception | None = None
             if offsets:
                 try:
-                    # While a function is called by `close`, confluent-kafka lets no other thread commit.
-                    self._commit(offsets)
+                    if self._is_closing:  # confluent-kafka then lets no other thread commit
+                        self._commit(offsets)
+                    else:
+                        self._commit_within(offsets, self._options.session_seconds / 2, self._handler.on_wait)
                 except DeformerError as failure:
                     error = failure
             self._handler.on_revoked_committed(error)

@@ -205,6 +205,9 @@ class RebalanceHandler(Protocol):
     def on_lost(self, partitions: frozenset[TopicPartition]) -> None:
         """Drop partitions that other members own already; nothing may be committed for them."""
 
+    def on_wait(self) -> None:
+        """Take note that the consumer waits for the brokers. It is called every second during such a wait."""
+
 
 class Consumer(Protocol):
     """A consumer of topics.
@@ -274,6 +277,10 @@ class Consumer(Protocol):
         Raises:
             RebalanceInProgress: The group is moving partitions, or this process is no longer a member.
         """
+
+    @property
+    def member_id(self) -> str | None:
+        """The id that the group has given to this member; None if it has none."""
 
     @property
     def membership(self) -> Any | None:
@@ -349,12 +356,12 @@ class GroupMember:
     """A member of a consumer group.
 
     Attributes:
-        client_id: The name that the client gave itself.
+        id: The id that the group has given to it.
         instance: Its instance name, or None.
         partitions: The partitions that it owns.
     """
 
-    client_id: str
+    id: str
     instance: str | None
     partitions: frozenset[TopicPartition]
 

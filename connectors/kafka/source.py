@@ -10,13 +10,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from connectors.kafka.client import DELIVERY_SECONDS, INVALID_NAME, load_client, make_error
-from connectors.kafka.commits import REQUEST_SECONDS, CommitManager
-from connectors.kafka.delivery import Delivery, do_nothing
+from connectors.kafka import client
+from connectors.kafka.background import BackgroundCall, do_nothing
+from connectors.kafka.client import INSTANCE_FENCED, INVALID_NAME, load_client, make_error
+from connectors.kafka.commits import CommitManager
+from connectors.kafka.delivery import Delivery
 from connectors.kafka.liveness import LivenessCheck
 from connectors.kafka.ports import (
     Consumer,
     ConsumerOptions,
+    GroupMember,
     KafkaCluster,
     MessageColumns,
     OffsetOutOfRange,
@@ -32,9 +35,6 @@ from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, DeformerError, Unavailable
 from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult, RestoredPartition
-
-RETRY_SECONDS = 0.5
-"""Seconds to wait after a failed poll or commit before the next attempt."""
 
 CONFIRM_SECONDS = 10.0
 """Seconds after which unchanged offsets are committed again. If another process uses the same instance name, the broker
@@ -146,7 +146,9 @@ class KafkaSource:
         self._commits = CommitManager(self._consumer, delivery, state, model)
         self._liveness = LivenessCheck(self._consumer, cluster.servers, topic, patience)
         try:
-            self.partitions = self._num_state_partitions = self._consumer.fetch_num_partitions(topic, DELIVERY_SECONDS)
+            self.partitions = self._num_state_partitions = self._consumer.fetch_num_partitions(
+                topic, client.DELIVERY_SECONDS
+            )
             if not self.partitions:
                 raise Unavailable(f"topic {topic!r} does not exist on {cluster.servers}: create it or check --topic")
             self._check_model()
@@ -164,11 +166,7 @@ class KafkaSource:
         model = self._commits.model
         if not model:
             return
-        admin = load_client(self._cluster).open_admin(self._cluster)
-        try:
-            members = admin.describe_group(self._group, DELIVERY_SECONDS)
-        finally:
-            admin.close()
+        members = self._describe_group()
         # After a restart with the same instance name, the group still lists the previous process.
         others = [member for member in members if member.instance is None or member.instance != self._instance]
         ours = self._consumer.assignment
@@ -176,7 +174,7 @@ class KafkaSource:
             return
         tps = [TopicPartition(self.topic, number) for number in range(self.partitions)]
         try:
-            committed = self._consumer.fetch_committed(tps, REQUEST_SECONDS)
+            committed = self._consumer.fetch_committed(tps, client.REQUEST_SECONDS)
         except Unavailable:  # for example during a transaction; it is checked again when partitions are assigned
             return
         models = {parse_model(offset.metadata) for offset in committed.values() if offset is not None} - {""}
@@ -185,6 +183,43 @@ class KafkaSource:
                 f"the consumer group uses model {min(models)}, this process has model {model}: give both the same "
                 "model, or choose another --group"
             )
+
+    def _describe_group(self) -> list[GroupMember]:
+        """Return the members of the group, as the brokers list them now."""
+
+        def describe() -> list[GroupMember]:
+            admin = load_client(self._cluster).open_admin(self._cluster)
+            try:
+                return admin.describe_group(self._group, client.DELIVERY_SECONDS)
+            finally:
+                admin.close()
+
+        return BackgroundCall(describe).result(None, self.on_wait)
+
+    def _confirm_instance(self) -> None:
+        """Before a failed producer is replaced, raise an error unless this process still has its instance name.
+
+        The new producer fences every other one with the same
+        transactional id, which contains the instance name. After a long pause of this process, or a long loss of its
+        connection, that would be the producer of its successor.
+
+        Raises:
+            RebalanceInProgress: This process is no member of the group now. It may join again.
+            ConfigError: Another process of the group has the instance name.
+            Unavailable: No broker responds.
+        """
+        # Without an instance name, the transactional id belongs to this process alone.
+        if self._instance is None or not self._commits.takes_transactional_id:
+            return
+        action, is_member = "replacing the producer", self._consumer.membership is not None
+        ids = {member.id for member in self._describe_group() if member.instance == self._instance} if is_member else ()
+        if not ids:
+            raise RebalanceInProgress(
+                f"Kafka at {self._cluster.servers}: {action} must wait until this process is a member of the consumer "
+                "group again"
+            )
+        if self._consumer.member_id not in ids:
+            raise make_error(INSTANCE_FENCED, self._cluster.servers, action, "FencedInstanceId")
 
     @property
     def model_fingerprint(self) -> str:
@@ -315,7 +350,7 @@ class KafkaSource:
             self.on_assigned(partitions)
         except DeformerError as error:
             self._liveness.record_failure(error)
-            time.sleep(min(timeout, RETRY_SECONDS))
+            time.sleep(min(timeout, client.RETRY_SECONDS))
         return None
 
     def _end_failed_transaction(self) -> None:
@@ -327,6 +362,7 @@ class KafkaSource:
         # With a commit in progress, its next attempt ends the transaction.
         if self._commits.has_failed and not self._commits.has_commit:
             try:
+                self._confirm_instance()
                 self._commits.renew_producer(self.on_wait)
             except Unavailable as error:
                 log.get_logger("kafka").debug("producer_renewal_failed", error=str(error))
@@ -377,7 +413,7 @@ class KafkaSource:
             if str(error) != self._restore_error:  # log a repeated error once
                 self._restore_error = str(error)
                 log.get_logger("kafka").warning("restore_failed_retrying", error=str(error))
-            time.sleep(RETRY_SECONDS)
+            time.sleep(client.RETRY_SECONDS)
             self.on_wait()
         return restored
 
@@ -391,13 +427,13 @@ class KafkaSource:
         if not tps:
             return
         self._add_state_partitions(max(tp.partition for tp in tps) + 1)
-        committed = self._consumer.fetch_committed(tps, REQUEST_SECONDS)
+        committed = self._consumer.fetch_committed(tps, client.REQUEST_SECONDS)
         models = {parse_model(offset.metadata) for offset in committed.values() if offset is not None}
         if not self._has_owned and models - {"", self._commits.model}:
             self._check_model()  # a process with another model has started at the same time
         self._has_owned = True
-        first_offsets = self._consumer.fetch_first_offsets(tps, REQUEST_SECONDS)
-        end_offsets = self._consumer.fetch_end_offsets(tps, REQUEST_SECONDS)
+        first_offsets = self._consumer.fetch_first_offsets(tps, client.REQUEST_SECONDS)
+        end_offsets = self._consumer.fetch_end_offsets(tps, client.REQUEST_SECONDS)
         for tp in tps:
             is_new = tp.partition >= self.partitions  # it was added after this process had started
             policy: Literal["earliest", "latest"] = "earliest" if is_new else self._start
@@ -429,7 +465,7 @@ class KafkaSource:
         if self._state is None:
             return False
         state_tp = TopicPartition(self._state.topic, tp.partition)
-        return self._consumer.fetch_end_offsets([state_tp], REQUEST_SECONDS)[state_tp] > 0
+        return self._consumer.fetch_end_offsets([state_tp], client.REQUEST_SECONDS)[state_tp] > 0
 
     def _add_state_partitions(self, num_needed: int) -> None:
         """Add partitions to the state topic if the topic that is consumed has got more since the start."""
@@ -438,8 +474,8 @@ class KafkaSource:
         topic = self._state.topic
         admin = load_client(self._cluster).open_admin(self._cluster)
         try:
-            if admin.describe_topics([topic], REQUEST_SECONDS)[topic].num_partitions < num_needed:
-                admin.add_partitions(topic, num_needed, REQUEST_SECONDS)
+            if admin.describe_topics([topic], client.REQUEST_SECONDS)[topic].num_partitions < num_needed:
+                admin.add_partitions(topic, num_needed, client.REQUEST_SECONDS)
                 log.get_logger("kafka").info("partitions_added", topic=topic, partitions=num_needed)
         except (ConfigError, KeyError) as error:
             raise ConfigError(
@@ -532,7 +568,7 @@ class KafkaSource:
                     log.get_logger("kafka").warning("commit_failed_retrying", error=str(error))
                     logged_errors.add(error_name)
                 if not isinstance(error, RebalanceInProgress):  # `serve_group` waits for the end of a rebalance
-                    time.sleep(RETRY_SECONDS)
+                    time.sleep(client.RETRY_SECONDS)
                 is_retry = True
                 self.on_wait()
 
@@ -548,6 +584,7 @@ class KafkaSource:
             if membership is None and self._consumer.assignment:
                 # `end_commit` completes the rebalance and tries again.
                 raise RebalanceInProgress("the consumer group is rebalancing, so no offsets can be committed now")
+            self._confirm_instance()
             self._commits.recover(self.on_wait)  # does nothing if no earlier attempt has failed
         offsets = self._commits.send(membership, on_wait=self.on_wait)
         if offsets:  # they were not committed in a transaction
@@ -555,11 +592,11 @@ class KafkaSource:
         self._commits.mark_committed()
 
     def _commit_offsets(self, offsets: Offsets) -> None:
-        """Commit offsets without a transaction; repeat the request until `DELIVERY_SECONDS` have passed."""
-        deadline = time.monotonic() + min(DELIVERY_SECONDS, self._patience)
+        """Commit offsets without a transaction; repeat the request until `client.DELIVERY_SECONDS` have passed."""
+        deadline = time.monotonic() + min(client.DELIVERY_SECONDS, self._patience)
         while True:
             try:
-                return self._consumer.commit(offsets, REQUEST_SECONDS)
+                return self._consumer.commit(offsets, client.REQUEST_SECONDS)
             except RebalanceInProgress:
                 raise
             except Unavailable:
@@ -694,7 +731,7 @@ class KafkaSource:
                 "cannot commit offsets, because the outcome of the previous commit is unknown: nothing is lost, the "
                 "next owner of the partitions processes their messages again"
             )
-        return self._commits.send(self._consumer.membership, deadline - time.monotonic()) or {}
+        return self._commits.send(self._consumer.membership, deadline - time.monotonic(), self.on_wait) or {}
 
     def on_revoked_committed(self, error: Exception | None) -> None:
         """End the commit of revoked partitions, and list them as revoked."""

@@ -20,8 +20,10 @@ from typing import NamedTuple
 
 import orjson
 
+from connectors.kafka import client
+from connectors.kafka.background import do_nothing
 from connectors.kafka.client import load_client
-from connectors.kafka.delivery import TRANSACTION_SECONDS, do_nothing
+from connectors.kafka.delivery import TRANSACTION_SECONDS
 from connectors.kafka.ports import (
     Admin,
     CommittedOffset,
@@ -46,9 +48,6 @@ RESERVED_BYTES = 4096
 
 MAX_WRITERS = 16
 """Largest number of earlier writers whose keys the metadata list; the keys of others are never deleted."""
-
-REQUEST_SECONDS = 5.0
-"""Seconds that one request for the end of the state topic may take."""
 
 MAX_VISIBILITY_SECONDS = 2 * TRANSACTION_SECONDS
 """Seconds until a committed message is certainly visible.
@@ -394,7 +393,7 @@ class StateReader:
         Messages of open transactions are awaited.
 
         Args:
-            seconds: Time to spend. A request that the brokers do not answer may take `REQUEST_SECONDS` longer.
+            seconds: Time to spend. A request that the brokers do not answer may take `client.REQUEST_SECONDS` longer.
             on_wait: A function that is called again and again.
 
         Returns:
@@ -428,7 +427,7 @@ class StateReader:
             return consumer.poll_messages(0.1)
         except OffsetOutOfRange as error:
             tps = list(error.offset_by_partition)
-            for tp, offset in consumer.fetch_first_offsets(tps, REQUEST_SECONDS).items():
+            for tp, offset in consumer.fetch_first_offsets(tps, client.REQUEST_SECONDS).items():
                 consumer.start(tp, offset)
         return []
 
@@ -457,13 +456,13 @@ class StateReader:
     def _find_ended(self, consumer: Consumer) -> set[int]:
         """Return the pending partitions whose messages were all read, without any that could still become visible."""
         tps = {partition: TopicPartition(self._topic, partition) for partition in self._pending}
-        visible_ends = consumer.fetch_end_offsets(tps.values(), REQUEST_SECONDS)
+        visible_ends = consumer.fetch_end_offsets(tps.values(), client.REQUEST_SECONDS)
         at_end = {p: tp for p, tp in tps.items() if (consumer.get_position(tp) or 0) >= visible_ends[tp]}
         if not at_end:
             return set()
         if self._admin is None:
             self._admin = load_client(self._cluster).open_admin(self._cluster)
-        log_ends = self._admin.fetch_log_ends(at_end.values(), REQUEST_SECONDS)
+        log_ends = self._admin.fetch_log_ends(at_end.values(), client.REQUEST_SECONDS)
         # Without open transactions, the end of the log is the end of the visible messages.
         now = time.monotonic()
         return {

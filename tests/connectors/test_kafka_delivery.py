@@ -423,6 +423,37 @@ def test_transaction_that_the_broker_has_ended_is_repeated(
     world.check_effects(member)
 
 
+@pytest.mark.usefixtures("client_library")
+def test_process_that_paused_within_a_transaction_does_not_fence_its_successor(
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new process with the same instance name has taken over, while the old one was frozen for a long time."""
+    monkeypatch.setattr("connectors.kafka.delivery.TRANSACTION_SECONDS", 2.0)
+    world = group(2)
+    world.produce(40)
+    first = world.add_member("one")
+    first.read(40)
+    producer = first.delivery._producer
+    assert producer is not None
+    successors = []
+
+    def freeze(*args: Any) -> None:
+        """Let another process take over, as during a pause that is longer than the session."""
+        time.sleep(2.1)  # longer than the time-out of the transaction
+        successors.append(world.add_member("one"))
+        successors[0].read(40)
+        successors[0].commit()
+        type(producer).send_offsets(producer, *args)
+
+    monkeypatch.setattr(producer, "send_offsets", freeze)
+    with pytest.raises(ConfigError, match="give each process its own --instance"):
+        first.commit()
+    (successor,) = successors
+    world.produce(20)
+    successor.read(60)
+    world.check_effects(successor)
+
+
 def test_transactional_ids_of_different_names_differ() -> None:
     names = [("a-b", "c"), ("a", "b-c"), ("a/b", "c"), ("a", "b/c"), ("a%2Fb", "c")]
     ids = {make_transactional_id("group", *pair) for pair in names}

@@ -142,8 +142,8 @@ def test_broker_outage(own_broker: Any, worlds: list[Group], monkeypatch: pytest
     """
     for module in ("client", "delivery", "source", "commits"):
         monkeypatch.setattr(f"connectors.kafka.{module}.DELIVERY_SECONDS", 3.0)
-    monkeypatch.setattr("connectors.kafka.commits.REQUEST_SECONDS", 2.0)
-    monkeypatch.setattr("connectors.kafka.source.REQUEST_SECONDS", 2.0)
+    monkeypatch.setattr("connectors.kafka.client.REQUEST_SECONDS", 2.0)
+    monkeypatch.setattr("connectors.kafka.client.REQUEST_SECONDS", 2.0)
     *worlds, other = worlds
     patient = [world.add_member(patience=60.0, max_poll_records=20) for world in worlds]
     for member in patient:

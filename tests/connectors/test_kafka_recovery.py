@@ -75,7 +75,7 @@ def test_restore_that_finds_no_broker_goes_on_in_the_next_poll(
         return original(*args, **options)
 
     monkeypatch.setattr(StateReader, "read", read)
-    monkeypatch.setattr("connectors.kafka.source.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("connectors.kafka.client.RETRY_SECONDS", 0.01)
     second = world.add_member()
     waits: list[bool] = []
     second.source.on_wait = lambda: waits.append(True)
@@ -103,7 +103,7 @@ def test_progress_is_reported_while_a_commit_is_repeated(
         original(source)
 
     monkeypatch.setattr(KafkaSource, "_try_to_commit", fail)
-    monkeypatch.setattr("connectors.kafka.source.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("connectors.kafka.client.RETRY_SECONDS", 0.01)
     member.commit()
     assert len(waits) >= 3
     world.check_effects(member)

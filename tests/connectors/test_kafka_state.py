@@ -132,7 +132,7 @@ def test_run_that_ended_within_a_transaction(
     the next run has the same name.
     """
     monkeypatch.setattr("connectors.kafka.delivery.TRANSACTION_SECONDS", 1.0)
-    monkeypatch.setattr("connectors.kafka.source.REQUEST_SECONDS", 2.0)
+    monkeypatch.setattr("connectors.kafka.client.REQUEST_SECONDS", 2.0)
     world = group()
     world.produce(20)
     reader, _ = restore(world, instance=instance, max_poll_records=10)

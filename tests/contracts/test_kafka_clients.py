@@ -129,6 +129,8 @@ class Member:
     def on_lost(self, partitions: frozenset[TopicPartition]) -> None:
         self.calls.append(("lost", sorted(tp.partition for tp in partitions)))
 
+    def on_wait(self) -> None: ...
+
     @property
     def numbers(self) -> set[int]:
         """The numbers of the partitions that the consumer owns."""
