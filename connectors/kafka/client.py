@@ -8,7 +8,7 @@ import math
 import socket
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -81,6 +81,21 @@ def load_client(cluster: KafkaCluster) -> ClientModule:
     # Only the module that is used may be imported, because the other library may be missing.
     name = {"kafka-python": "kafka_python_client", "librdkafka": "librdkafka_client"}[cluster.library]
     return cast(ClientModule, importlib.import_module(f"connectors.kafka.{name}"))
+
+
+def check_options(cluster: KafkaCluster, reserved: Set[str]) -> None:
+    """Raise `ConfigError` if an option of --client-option is one on which the guarantees of deliveries rely.
+
+    Args:
+        cluster: The brokers, and options of the client library.
+        reserved: The names of these options.
+    """
+    refused = sorted(reserved & cluster.options.keys())
+    if refused:
+        raise ConfigError(
+            f"--client-option {', '.join(refused)}: deformer-stream sets this itself, because its guarantees depend on "
+            "it: leave the option out"
+        )
 
 
 def estimate_size(message: OutgoingMessage) -> int:

@@ -104,7 +104,18 @@ FAILURES: tuple[tuple[tuple[type[Exception], ...], Failure], ...] = (
 )
 """Exceptions of kafka-python with the kind of failure that they mean. The first row that matches counts."""
 
-Client = TypeVar("Client")
+RESERVED_OPTIONS = frozenset(
+    {
+        *("bootstrap_servers", "group_id", "group_instance_id", "session_timeout_ms", "max_poll_interval_ms"),
+        *("enable_auto_commit", "auto_offset_reset", "isolation_level", "partition_assignment_strategy"),
+        *("transactional_id", "transaction_timeout_ms", "enable_idempotence", "acks", "partitioner"),
+        *("allow_auto_create_topics", "key_serializer", "value_serializer", "key_deserializer", "value_deserializer"),
+        *("ssl_context", "ssl_check_hostname", "kafka_client", "sasl_oauth_token_provider"),
+    }
+)
+"""Options of kafka-python on which the guarantees rely (delivery, encryption), so that they cannot be passed
+through."""
+
 Result = TypeVar("Result")
 
 _forwarder = client.ClientLogForwarder()
@@ -174,6 +185,7 @@ def _connect(create: Any, cluster: KafkaCluster, **settings: Any) -> Any:
         Unavailable: No broker responds within `client.CONNECT_SECONDS`.
         ConfigError: The broker refuses the connection, or a setting is invalid.
     """
+    client.check_options(cluster, RESERVED_OPTIONS)
     client.check_reachable(cluster)
     network_clients: list[Any] = []  # those that were created, so that they can be closed
 

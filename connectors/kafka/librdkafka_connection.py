@@ -312,12 +312,7 @@ def connect(
         Unavailable: No broker responds.
         ConfigError: The broker refuses the connection, or librdkafka rejects an option.
     """
-    reserved = sorted(RESERVED_OPTIONS & cluster.options.keys())
-    if reserved:
-        raise ConfigError(
-            f"--client-option {', '.join(reserved)}: deformer-stream sets this itself, because its guarantees depend "
-            "on it: leave the option out"
-        )
+    client.check_options(cluster, RESERVED_OPTIONS)
     client.check_reachable(cluster)
     provider = make_token_provider(cluster.security)
     events = ClientEvents(cluster)

@@ -752,6 +752,28 @@ def test_options_that_the_library_rejects_are_refused(kafka: SimpleNamespace) ->
         assert "letmein" not in message
 
 
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [
+        *(("librdkafka", name) for name in ("isolation.level", "acks", "transactional.id", "group.id")),
+        *(("kafka-python", name) for name in ("isolation_level", "acks", "transactional_id", "group_id")),
+        *(("kafka-python", name) for name in ("enable_auto_commit", "ssl_context", "value_deserializer")),
+    ],
+)
+def test_options_on_which_the_guarantees_rely_are_refused(library: ClientLibrary, name: str) -> None:
+    """They are refused before a broker is contacted, by each kind of client."""
+    cluster = KafkaCluster("127.0.0.1:1", library=library, options={name: "letmein"})
+    module = load_client(cluster)
+    for open_client in (
+        lambda: module.open_consumer(cluster, ConsumerOptions()),
+        lambda: module.open_producer(cluster, None, 60.0, MAX_MESSAGE_BYTES),
+        lambda: module.open_admin(cluster),
+    ):
+        with pytest.raises(ConfigError, match=f"--client-option {name}: deformer-stream sets this itself") as refusal:
+            open_client()
+        assert "letmein" not in str(refusal.value)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredBroker]:
     """Return a broker with a listener for each kind of encryption and login."""
