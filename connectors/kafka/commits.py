@@ -69,6 +69,7 @@ class CommitManager:
 
     Attributes:
         model: Fingerprint of the model that the metadata of the next attempts state.
+        num_partitions: The number of partitions of the topic when the group began, which they state too; 0 if unknown.
         reference_by_partition: For each partition, where its saved state is stored in the state topic.
         has_commit: Whether a commit is in progress: it was begun, and neither completed nor given up.
         confirmed_at: `time.monotonic()` of the last successful commit that included offsets.
@@ -79,6 +80,7 @@ class CommitManager:
     ) -> None:
         self._consumer, self._delivery, self._state = consumer, delivery, state
         self.model = model
+        self.num_partitions = 0
         self.reference_by_partition: dict[TopicPartition, StateReference] = {}
         self._committed_positions: dict[TopicPartition, int] = {}
         self.has_commit = False
@@ -292,7 +294,8 @@ class CommitManager:
                 messages += state_messages
         # Partitions without new state get the name too, because `_apply_if_committed` recognises the attempt by it.
         references = {
-            tp: replace(reference, commit=commit_name, model=self.model) for tp, reference in references.items()
+            tp: replace(reference, commit=commit_name, model=self.model, num_partitions=self.num_partitions)
+            for tp, reference in references.items()
         }
         # A copy, because `remove_partitions` changes the request while an attempt is in the background.
         request = self._request._replace(positions=dict(self._request.positions))
@@ -319,7 +322,10 @@ class CommitManager:
         # so that the broker checks that this process is still a member of the group.
         offsets = {
             tp: CommittedOffset(
-                position, references[tp].to_metadata() if tp in references else make_model_metadata(self.model)
+                position,
+                references[tp].to_metadata()
+                if tp in references
+                else make_model_metadata(self.model, self.num_partitions),
             )
             for tp, position in positions.items()
             if confirm_unchanged or self._committed_positions.get(tp) != position or tp.partition in states

@@ -282,7 +282,7 @@ class KafkaFeedbackLog(_TopicReader[FeedbackLabel]):
         with self._lock:
             if self._producer is None:
                 self._producer = load_client(self._cluster).open_producer(
-                    self._cluster, None, DELIVERY_SECONDS, DEFAULT_MAX_MESSAGE_BYTES
+                    self._cluster, max_message_bytes=DEFAULT_MAX_MESSAGE_BYTES
                 )
             try:
                 self._producer.send([message], DELIVERY_SECONDS)

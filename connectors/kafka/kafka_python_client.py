@@ -34,6 +34,7 @@ from connectors.kafka.background import WAIT_SECONDS, BackgroundCall
 from connectors.kafka.client import Failure, make_error
 from connectors.kafka.ports import (
     MAX_BATCH_BYTES,
+    MAX_MESSAGE_BYTES,
     CommittedOffset,
     ConsumerOptions,
     GroupMember,
@@ -948,9 +949,9 @@ def open_consumer(cluster: KafkaCluster, options: ConsumerOptions) -> KafkaPytho
 
 def open_producer(
     cluster: KafkaCluster,
-    transactional_id: str | None,
-    transaction_seconds: float,
-    max_message_bytes: int,
+    transactional_id: str | None = None,
+    transaction_seconds: float = 60.0,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
     max_batch_bytes: int = MAX_BATCH_BYTES,
 ) -> KafkaPythonProducer:
     """Connect a producer."""

@@ -28,6 +28,7 @@ from connectors.kafka.librdkafka_connection import (
 )
 from connectors.kafka.ports import (
     MAX_BATCH_BYTES,
+    MAX_MESSAGE_BYTES,
     CommittedOffset,
     ConsumerOptions,
     KafkaCluster,
@@ -665,9 +666,9 @@ def open_consumer(cluster: KafkaCluster, options: ConsumerOptions) -> Librdkafka
 
 def open_producer(
     cluster: KafkaCluster,
-    transactional_id: str | None,
-    transaction_seconds: float,
-    max_message_bytes: int,
+    transactional_id: str | None = None,
+    transaction_seconds: float = 60.0,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
     max_batch_bytes: int = MAX_BATCH_BYTES,
 ) -> LibrdkafkaProducer:
     """Connect a producer; see `connectors.kafka.ports.ClientModule.open_producer`."""

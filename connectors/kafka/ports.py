@@ -22,6 +22,9 @@ ClientLibrary = Literal["kafka-python", "librdkafka"]
 
 Header = tuple[str, bytes]
 
+MAX_MESSAGE_BYTES = 1_000_000
+"""Largest message that a producer sends, in bytes, unless its topic accepts larger ones."""
+
 MAX_BATCH_BYTES = 131_072
 """Largest batch of messages that a producer sends, in bytes; a message that is larger forms a batch of its own."""
 
@@ -405,9 +408,9 @@ class OpenProducer(Protocol):
     def __call__(
         self,
         cluster: KafkaCluster,
-        transactional_id: str | None,
-        transaction_seconds: float,
-        max_message_bytes: int,
+        transactional_id: str | None = None,
+        transaction_seconds: float = 60.0,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
         max_batch_bytes: int = MAX_BATCH_BYTES,
     ) -> Producer:
         """Return a producer; see `ClientModule.open_producer`."""

@@ -20,9 +20,6 @@ FLUSH_INTERVAL_SECONDS = 1.0
 PROGRESS_SECONDS = 0.1
 """Seconds between two calls of `progress`."""
 
-TRANSACTION_SECONDS = 60.0
-"""A value that the interface requires; the producer here has no transactions."""
-
 
 def produce(
     cluster: KafkaCluster,
@@ -54,7 +51,7 @@ def produce(
     # Only an Arrow stream needs the number of partitions, which this user may not be allowed to read.
     num_partitions = count_partitions(cluster, topic) if packing == "arrow" else 1
     packed_messages = _pack_messages(limit_rate(messages, rate), packing, choose_group_size(rate), num_partitions)
-    producer = load_client(cluster).open_producer(cluster, None, TRANSACTION_SECONDS, max_message_bytes)
+    producer = load_client(cluster).open_producer(cluster, max_message_bytes=max_message_bytes)
     num_sent = 0
     reported_at = flushed_at = time.monotonic()
     try:

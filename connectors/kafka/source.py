@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +17,7 @@ from connectors.kafka.commits import CommitManager
 from connectors.kafka.delivery import Delivery
 from connectors.kafka.liveness import LivenessCheck
 from connectors.kafka.ports import (
+    CommittedOffset,
     Consumer,
     ConsumerOptions,
     GroupMember,
@@ -29,7 +30,8 @@ from connectors.kafka.ports import (
     TopicPartition,
 )
 from connectors.kafka.start_point import LostState, PendingStart, StartPoint, complete_start, find_start
-from connectors.kafka.state import StateTopic, parse_model
+from connectors.kafka.state import StateTopic, parse_model, parse_num_partitions
+from connectors.kafka.topics import ensure_partitions
 from deformer_stream import log
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.events import NO_TIME
@@ -39,6 +41,10 @@ from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState
 CONFIRM_SECONDS = 10.0
 """Seconds after which unchanged offsets are committed again. If another process uses the same instance name, the broker
 refuses the commit, so that this process ends. The metadata of all partitions then state the models in use."""
+
+STARTS_PER_STEP = 8
+"""Number of assigned partitions for which offsets are requested at a time. kafka-python sends a request for the committed
+offset of each, one after the other, and `client.REQUEST_SECONDS` limits their sum."""
 
 RESTORE_SECONDS = 1.0
 """Seconds that one poll may spend on restoring partitions; the next poll goes on."""
@@ -66,7 +72,8 @@ class KafkaSource:
         topic: The topic to consume.
         group: Name of the consumer group.
         start: Where a group without committed offsets begins: with the earliest event of each partition, or with the
-            first event that is sent after the start. Partitions that are added later begin with their first event.
+            first event that is sent after the start. Partitions that are added after the group has begun, whether or
+            not a process was running, begin with their first event.
         max_poll_records: Largest number of messages in one poll.
         session_seconds: If the group receives no heartbeat of this member for this long, its partitions go to others.
         delivery: Buffers outgoing messages and sends them with a commit. Give `delivery` and `state` together or
@@ -77,6 +84,7 @@ class KafkaSource:
         instance: A name of this process that stays the same over restarts, so that a restart moves no partitions. None
             if there is no such name.
         patience: Seconds without a response after which the brokers count as unavailable and an error is raised.
+        creates_partitions: Whether partitions are added to the state topic if `topic` gets more of them.
 
     Attributes:
         topic: The topic that is consumed.
@@ -107,6 +115,7 @@ class KafkaSource:
         model: str = "",
         instance: str | None = None,
         patience: float = 120.0,
+        creates_partitions: bool = True,
     ) -> None:
         self.topic = topic
         self.collect_state: CollectState = _collect_no_state
@@ -115,6 +124,7 @@ class KafkaSource:
         self._cluster, self._group, self._instance, self._start = cluster, group, instance, start
         self._state, self._on_lost_state = state, on_lost_state
         self._session, self._patience = session_seconds, patience
+        self._creates_partitions = creates_partitions
         # Offset of the next event of each partition, after all polls, and after the polls whose effects are written.
         self._polled_positions: dict[TopicPartition, int] = {}
         self._written_positions: dict[TopicPartition, int] = {}
@@ -172,9 +182,8 @@ class KafkaSource:
         ours = self._consumer.assignment
         if not any(member.partitions and not member.partitions & ours for member in others):
             return
-        tps = [TopicPartition(self.topic, number) for number in range(self.partitions)]
         try:
-            committed = self._consumer.fetch_committed(tps, client.REQUEST_SECONDS)
+            committed = self._fetch_committed(TopicPartition(self.topic, number) for number in range(self.partitions))
         except Unavailable:  # for example during a transaction; it is checked again when partitions are assigned
             return
         models = {parse_model(offset.metadata) for offset in committed.values() if offset is not None} - {""}
@@ -183,6 +192,14 @@ class KafkaSource:
                 f"the consumer group uses model {min(models)}, this process has model {model}: give both the same "
                 "model, or choose another --group"
             )
+
+    def _fetch_committed(self, tps: Iterable[TopicPartition]) -> dict[TopicPartition, CommittedOffset | None]:
+        """Return the committed offsets of partitions, requested in several steps."""
+        committed: dict[TopicPartition, CommittedOffset | None] = {}
+        for step in _divide(list(tps)):
+            committed |= self._consumer.fetch_committed(step, client.REQUEST_SECONDS)
+            self.on_wait()
+        return committed
 
     def _describe_group(self) -> list[GroupMember]:
         """Return the members of the group, as the brokers list them now."""
@@ -399,7 +416,7 @@ class KafkaSource:
             return restored
         deadline = time.monotonic() + RESTORE_SECONDS
         try:
-            self._find_starts(restored)
+            self._find_starts(restored, deadline)
             if self._pending_starts and self._reader is not None:
                 states = self._reader.read(max(0.0, deadline - time.monotonic()), self.on_wait)
                 for number, state in states.items():
@@ -417,17 +434,26 @@ class KafkaSource:
             self.on_wait()
         return restored
 
-    def _find_starts(self, restored: list[RestoredPartition]) -> None:
+    def _find_starts(self, restored: list[RestoredPartition], deadline: float) -> None:
         """Find where to begin the partitions that were assigned newly, and begin those without saved state.
 
         Args:
             restored: A list to which the partitions that have begun are appended.
+            deadline: A time of `time.monotonic()` after which the next call goes on.
         """
         tps = sorted(tp for tp in self._assigned_at if tp not in self._pending_starts)
-        if not tps:
-            return
-        self._add_state_partitions(max(tp.partition for tp in tps) + 1)
+        if tps:
+            self._add_state_partitions(max(tp.partition for tp in tps) + 1)
+        for step in _divide(tps):
+            self._find_starts_of(step, restored)
+            self.on_wait()
+            if time.monotonic() > deadline:
+                return
+
+    def _find_starts_of(self, tps: Sequence[TopicPartition], restored: list[RestoredPartition]) -> None:
+        """Find where to begin partitions, as `_find_starts` does, with one request of each kind."""
         committed = self._consumer.fetch_committed(tps, client.REQUEST_SECONDS)
+        self._commits.num_partitions = self._commits.num_partitions or self._find_first_number(committed)
         models = {parse_model(offset.metadata) for offset in committed.values() if offset is not None}
         if not self._has_owned and models - {"", self._commits.model}:
             self._check_model()  # a process with another model has started at the same time
@@ -435,7 +461,7 @@ class KafkaSource:
         first_offsets = self._consumer.fetch_first_offsets(tps, client.REQUEST_SECONDS)
         end_offsets = self._consumer.fetch_end_offsets(tps, client.REQUEST_SECONDS)
         for tp in tps:
-            is_new = tp.partition >= self.partitions  # it was added after this process had started
+            is_new = tp.partition >= self._commits.num_partitions  # it was added after the group had begun
             policy: Literal["earliest", "latest"] = "earliest" if is_new else self._start
             offset = committed[tp]
             if offset is None and self._has_state(tp):
@@ -449,6 +475,23 @@ class KafkaSource:
             else:
                 self._pending_starts[tp] = start
                 self._reader.add(tp.partition, start.reference)
+
+    def _find_first_number(self, committed: Mapping[TopicPartition, CommittedOffset | None]) -> int:
+        """Return the number of partitions that the topic had when the group began to consume it.
+
+        The metadata of the committed offsets state it. Without metadata the group begins now, or it began with an older
+        version of this package; then the number at the start of this process is returned.
+
+        Args:
+            committed: The committed offsets of some partitions. If they do not state it, the others are requested.
+        """
+
+        def find(offsets: Iterable[CommittedOffset | None]) -> int:
+            stated = [parse_num_partitions(offset.metadata) for offset in offsets if offset is not None]
+            return min(filter(None, stated), default=0)
+
+        others = {TopicPartition(self.topic, number) for number in range(self.partitions)} - committed.keys()
+        return find(committed.values()) or find(self._fetch_committed(sorted(others)).values()) or self.partitions
 
     def _begin(self, tp: TopicPartition, start: StartPoint) -> RestoredPartition:
         """Begin to read a partition, and return its state for the engine."""
@@ -468,20 +511,23 @@ class KafkaSource:
         return self._consumer.fetch_end_offsets([state_tp], client.REQUEST_SECONDS)[state_tp] > 0
 
     def _add_state_partitions(self, num_needed: int) -> None:
-        """Add partitions to the state topic if the topic that is consumed has got more since the start."""
+        """Add partitions to the state topic if the topic that is consumed has got more since the start.
+
+        Raises:
+            ConfigError: They may not be added, or the state topic does not exist any more.
+        """
         if self._state is None or num_needed <= self._num_state_partitions:
             return
         topic = self._state.topic
         admin = load_client(self._cluster).open_admin(self._cluster)
         try:
-            if admin.describe_topics([topic], client.REQUEST_SECONDS)[topic].num_partitions < num_needed:
-                admin.add_partitions(topic, num_needed, client.REQUEST_SECONDS)
-                log.get_logger("kafka").info("partitions_added", topic=topic, partitions=num_needed)
-        except (ConfigError, KeyError) as error:
-            raise ConfigError(
-                f"topic {self.topic!r} has got more partitions, but this user may not add partitions to topic "
-                f"{topic!r}, which needs {num_needed}, too: add them, or grant the permission ALTER"
-            ) from error
+            description = admin.describe_topics([topic], client.REQUEST_SECONDS).get(topic)
+            if description is None:
+                raise ConfigError(
+                    f"topic {topic!r}, which stores the state of open records, does not exist any more: end all "
+                    "processes of the group and start them again, which creates it (see --lost-state)"
+                )
+            ensure_partitions(admin, topic, description.num_partitions, num_needed, self._creates_partitions)
         finally:
             admin.close()
         self._num_state_partitions = num_needed
@@ -770,6 +816,11 @@ class KafkaSource:
                 self._reader.remove(tp.partition)
             self._revoked.append(tp.partition)
         self._commits.remove_partitions(partitions)
+
+
+def _divide(tps: Sequence[TopicPartition]) -> list[Sequence[TopicPartition]]:
+    """Return partitions in lists of at most `STARTS_PER_STEP`."""
+    return [tps[i : i + STARTS_PER_STEP] for i in range(0, len(tps), STARTS_PER_STEP)]
 
 
 def make_messages(topic: str, columns: MessageColumns) -> Messages:

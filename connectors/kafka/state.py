@@ -87,6 +87,7 @@ class StateReference:
         writer: Name of the writer of the snapshot, with which its keys begin.
         num_keys_by_writer: The keys that exist in the state topic.
         model: Fingerprint of the model of the process that committed.
+        num_partitions: The number of partitions of the topic that is consumed, when the group began; 0 if unknown.
     """
 
     position: int
@@ -98,6 +99,7 @@ class StateReference:
     writer: str = ""
     num_keys_by_writer: NumKeysByWriter = ()
     model: str = ""
+    num_partitions: int = 0
 
     def to_metadata(self) -> str:
         """Return the reference as JSON text, to be stored as the metadata of the committed offset."""
@@ -107,6 +109,7 @@ class StateReference:
             "kept": [*numbers, self.last_commit, self.commit],
             "keys": [self.writer, *self.num_keys_by_writer],
             "model": self.model,
+            "partitions": self.num_partitions,
         }
         return orjson.dumps(document).decode()
 
@@ -142,10 +145,11 @@ class StateReference:
             # A reference of an older version does not list its keys, which have no writer's name.
             writer, *pairs = document.get("keys", ["", ["", num_messages]])
             num_keys_by_writer = tuple((name, number) for name, number in pairs)
-            model = document.get("model", "")
+            model, num_partitions = document.get("model", ""), document.get("partitions", 0)
         except (orjson.JSONDecodeError, TypeError, KeyError, ValueError, AttributeError):
             raise damaged_error from None
-        numbers = position, uses_even_keys, first_offset, num_messages, *(number for _, number in num_keys_by_writer)
+        counts = (number for _, number in num_keys_by_writer)
+        numbers = position, uses_even_keys, first_offset, num_messages, num_partitions, *counts
         # `to_metadata` writes the boolean `uses_even_keys` as 0 or 1, so JSON's true and false are invalid here.
         has_valid_numbers = all(type(number) is int and number >= 0 for number in numbers)
         names = last_commit, commit, writer, model, *(name for name, _ in num_keys_by_writer)
@@ -161,23 +165,41 @@ class StateReference:
             writer,
             num_keys_by_writer,
             model,
+            num_partitions,
         )
 
 
-def make_model_metadata(model: str) -> str:
-    """Return the metadata of an offset that is committed without state; they state the model's fingerprint."""
-    return orjson.dumps({"deformer": FORMAT_VERSION, "kept": NO_STATE_KEPT, "model": model}).decode() if model else ""
+def make_model_metadata(model: str, num_partitions: int = 0) -> str:
+    """Return the metadata of an offset that is committed without state; empty if there is no model.
+
+    Args:
+        model: Fingerprint of the model.
+        num_partitions: The number of partitions of the topic that is consumed, when the group began; 0 if unknown.
+    """
+    document = {"deformer": FORMAT_VERSION, "kept": NO_STATE_KEPT, "model": model, "partitions": num_partitions}
+    return orjson.dumps(document).decode() if model else ""
 
 
 def parse_model(metadata: str) -> str:
     """Return the fingerprint of the model that the metadata of a committed offset state, empty if they state none."""
-    if not metadata.startswith(METADATA_PREFIX):
-        return ""
-    try:
-        model = orjson.loads(metadata).get("model", "")
-    except (orjson.JSONDecodeError, AttributeError):
-        return ""  # `StateReference.parse` reports damaged metadata
+    model = _parse_field(metadata, "model")
     return model if isinstance(model, str) else ""
+
+
+def parse_num_partitions(metadata: str) -> int:
+    """Return the number of partitions that the topic had when the group began, 0 if the metadata do not state it."""
+    number = _parse_field(metadata, "partitions")
+    return number if type(number) is int and number > 0 else 0
+
+
+def _parse_field(metadata: str, name: str) -> object:
+    """Return a field of the metadata of a committed offset, or None. `StateReference.parse` reports damaged ones."""
+    if not metadata.startswith(METADATA_PREFIX):
+        return None
+    try:
+        return orjson.loads(metadata).get(name)
+    except (orjson.JSONDecodeError, AttributeError):
+        return None
 
 
 class CommitAttempt(NamedTuple):
@@ -404,19 +426,23 @@ class StateReader:
         """
         done: dict[int, SavedState | StateError] = {}
         deadline = time.monotonic() + seconds
-        while self._pending:
+        is_in_time = True  # something is done in each call
+        while self._pending and is_in_time:
             consumer = self._open_consumer()
             records = self._poll(consumer)
             for record in records:
                 self._add_message(record.partition, record.offset, record.value, dict(record.headers))
-            complete = {partition for partition, pending in self._pending.items() if pending.is_complete}
+            complete = [partition for partition, pending in self._pending.items() if pending.is_complete]
             if not records and len(complete) < len(self._pending):
-                complete |= self._find_ended(consumer)
-            for partition in complete:
-                done[partition] = self._finish(partition)
+                complete += self._find_ended(consumer) - set(complete)
             on_wait()
-            if time.monotonic() > deadline:
-                break
+            is_in_time = time.monotonic() <= deadline
+            for partition in complete:
+                done[partition] = self._finish(partition)  # a large snapshot takes long to verify
+                on_wait()
+                is_in_time = time.monotonic() <= deadline
+                if not is_in_time:
+                    break
         if not self._pending:
             self.close()
         return done

@@ -86,7 +86,7 @@ def ensure_topics(cluster: KafkaCluster, topics: Mapping[str, TopicSpec], create
         for name, description in existing.items():
             if "cleanup.policy" in topics[name].get("configs", {}):
                 _check_compacted(name, topics[name], settings_by_topic.get(name, {}))
-                _ensure_partitions(admin, name, description.num_partitions, topics[name]["num_partitions"], create)
+                ensure_partitions(admin, name, description.num_partitions, topics[name]["num_partitions"], create)
         return {
             name: int(settings_by_topic.get(name, {}).get("max.message.bytes", DEFAULT_MAX_MESSAGE_BYTES))
             for name in topics
@@ -155,7 +155,7 @@ def _check_compacted(name: str, spec: TopicSpec, settings: Mapping[str, str]) ->
         )
 
 
-def _ensure_partitions(admin: Admin, name: str, num_partitions: int, num_required: int, create: bool) -> None:
+def ensure_partitions(admin: Admin, name: str, num_partitions: int, num_required: int, create: bool) -> None:
     """Add partitions to a topic that has too few of them.
 
     Args:

@@ -203,6 +203,7 @@ def _connect(
         on_lost_state=settings.lost_state,
         instance=settings.instance,
         patience=settings.patience,
+        creates_partitions=settings.missing_topics == "create",
     )
     cleanup.callback(source.close)
     return IncidentPipeline(

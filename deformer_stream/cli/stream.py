@@ -314,6 +314,7 @@ def _connect_to_kafka(
         model=model,
         instance=settings.instance,
         patience=settings.patience,
+        creates_partitions=settings.missing_topics == "create",
     )
     cleanup.callback(source.close)
     return source, sinks

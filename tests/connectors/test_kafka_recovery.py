@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
 
 from connectors.kafka import produce
 from connectors.kafka.client import load_client
-from connectors.kafka.ports import OutgoingMessage
+from connectors.kafka.ports import CommittedOffset, OutgoingMessage, TopicPartition
 from connectors.kafka.source import KafkaSource
 from connectors.kafka.state import StateReader
-from deformer_stream.errors import Unavailable
+from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.runtime.ports import PartitionState
 from tests.connectors.kafka_groups import Group
 from tests.connectors.kafka_helpers import make_messages, wait_until
@@ -49,12 +51,38 @@ def test_partitions_are_restored_by_one_reader_in_several_polls(
 
     wait_until(is_restored, "all partitions")
     assert sum(restored_by_poll) == 8
+    assert max(restored_by_poll) == 1, "no snapshot is verified after the time of a poll"
     assert len({id(consumer) for consumer in opened}) == 1
     assert second.is_state_complete()
     assert second.handled_offsets == []
     reader = second.source._reader
     assert reader is not None
     assert reader._consumer is None, "the reader is closed when no partition waits"
+
+
+def test_many_partitions_are_restored_although_requests_are_slow(
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kafka-python requests the committed offsets one after the other, and their sum has a time limit."""
+    world = group(20)
+    first = world.add_member()
+    first.poll_until_assigned(*range(20))
+    first.commit(snapshots=range(20))
+    first.close()
+    second = world.add_member()
+    consumer = second.source._consumer
+    original, requests = consumer.fetch_committed, list[list[TopicPartition]]()
+
+    def fetch(tps: Iterable[TopicPartition], timeout: float) -> dict[TopicPartition, CommittedOffset | None]:
+        requests.append(list(tps))
+        if len(requests[-1]) > 10 or len(requests) == 2:  # more do not fit into the time limit
+            raise Unavailable("no response in time")
+        return original(requests[-1], timeout)
+
+    monkeypatch.setattr(consumer, "fetch_committed", fetch)
+    second.poll_until_assigned(*range(20))
+    num_by_partition = Counter(tp for request in requests for tp in request)
+    assert num_by_partition.total() == 20 + len(requests[1]), "what was found before the error is kept"
 
 
 def test_restore_that_finds_no_broker_goes_on_in_the_next_poll(
@@ -122,7 +150,7 @@ def test_partitions_that_are_added_begin_with_their_first_message(
     admin, producer = client.open_admin(world.cluster), None
     try:
         admin.add_partitions(world.topic, 3, 30.0)
-        producer = client.open_producer(world.cluster, None, 30.0, 1_000_000)
+        producer = client.open_producer(world.cluster)
         wait_until(lambda: admin.describe_topics([world.topic], 30.0)[world.topic].num_partitions == 3, "3 partitions")
         producer.send([OutgoingMessage(0, world.topic, b"k", b"1", (), number) for number in (1, 2, 2)], 30.0)
         member.poll_until_assigned(0, 1, 2)
@@ -139,6 +167,45 @@ def test_partitions_that_are_added_begin_with_their_first_message(
     successor.poll_until_assigned(0, 1, 2)
     assert successor.is_state_complete()
     assert successor.handled_offsets == []
+
+
+def test_partitions_that_were_added_while_no_process_ran_begin_with_their_first_message(
+    either: Callable[..., Group],
+) -> None:
+    """Also with --from latest, which applies to the partitions that the topic had when the group began."""
+    world = either(2)
+    produce(world.cluster, world.topic, make_messages(10))
+    member = world.add_member(start="latest")
+    member.poll_until_assigned(0, 1)
+    member.commit(snapshots=range(2))
+    member.close()
+    client = load_client(world.cluster)
+    with ExitStack() as stack:
+        admin = client.open_admin(world.cluster)
+        stack.callback(admin.close)
+        admin.add_partitions(world.topic, 4, 30.0)
+        admin.add_partitions(world.state_topic, 4, 30.0)
+        producer = client.open_producer(world.cluster)
+        stack.callback(producer.close)
+        producer.send([OutgoingMessage(0, world.topic, b"k", b"1", (), number) for number in (2, 3, 3)], 30.0)
+    successor = world.add_member(start="latest")
+    successor.poll_until_assigned(0, 1, 2, 3)
+    wait_until(lambda: bool(successor.poll()) and len(successor.handled_offsets) == 3, "the messages")
+
+
+def test_partitions_are_not_added_to_the_state_topic_if_that_is_refused(
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("connectors.kafka.client.METADATA_SECONDS", 1.0)
+    world = group(1)
+    member = world.add_member(creates_partitions=False)
+    member.poll_until_assigned(0)
+    with closing(load_client(world.cluster).open_admin(world.cluster)) as admin:
+        admin.add_partitions(world.topic, 2, 30.0)
+        message = f"topic '{world.state_topic}' has 1 partitions, but it needs 2.*--missing-topics refuse"
+        with pytest.raises(ConfigError, match=message):
+            wait_until(lambda: bool(member.poll()) and False, "the refusal")
+        assert admin.describe_topics([world.state_topic], 30.0)[world.state_topic].num_partitions == 1
 
 
 def test_waiting_partitions_are_neither_read_nor_committed(

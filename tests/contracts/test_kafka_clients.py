@@ -766,7 +766,7 @@ def test_options_on_which_the_guarantees_rely_are_refused(library: ClientLibrary
     module = load_client(cluster)
     for open_client in (
         lambda: module.open_consumer(cluster, ConsumerOptions()),
-        lambda: module.open_producer(cluster, None, 60.0, MAX_MESSAGE_BYTES),
+        lambda: module.open_producer(cluster),
         lambda: module.open_admin(cluster),
     ):
         with pytest.raises(ConfigError, match=f"--client-option {name}: deformer-stream sets this itself") as refusal:
