@@ -355,7 +355,8 @@ class KafkaPythonConsumer:
     """
 
     def __init__(self, cluster: KafkaCluster, options: ConsumerOptions) -> None:
-        self._servers = cluster.servers
+        self._cluster, self._servers = cluster, cluster.servers
+        self._admin: KafkaPythonAdmin | None = None  # connected when it is needed
         self._assignor = _Assignor()
         self._handler: RebalanceHandler | None = None
         # Partitions that were assigned or stopped and for which `start` was not called since.
@@ -366,6 +367,8 @@ class KafkaPythonConsumer:
         self._unpositioned: set[TopicPartition] = set()  # assigned, but `start` was never called
         self._revocations: deque[_Revocation] = deque()  # commits of revoked partitions that the handler awaits
         self._session = options.session_seconds
+        self._topic = ""  # the one that is subscribed
+        self._joining_since: float | None = None  # monotonic time since which this process is no member of the group
         self._consumer: Any = _connect(
             KafkaConsumer,
             cluster,
@@ -385,12 +388,14 @@ class KafkaPythonConsumer:
 
     def subscribe(self, topic: str, handler: RebalanceHandler) -> None:
         """Join the consumer group, see `ports.Consumer.subscribe`."""
-        self._handler = handler
+        self._topic, self._handler = topic, handler
         listener = _RebalanceListener(self._on_assigned, self._on_revoked, self._on_lost)
         with translate_errors(self._servers, f"subscribing to topic {topic!r}", ValueError, TypeError):
             self._consumer.subscribe([topic], listener=listener)
-            # Wait for metadata. If they arrived after this member has joined, it would join a second time.
-            self._consumer.topics()
+            # Wait for the topic's metadata, which this request needs. If they arrived after this member has joined, it
+            # would join a second time. The public functions for metadata wait without a limit, for those of all topics.
+            first = KafkaTopicPartition(topic, 0)
+            self._consumer.beginning_offsets([first], timeout_ms=_to_milliseconds(client.DELIVERY_SECONDS))
 
     def assign(self, start_offsets: Mapping[TopicPartition, int]) -> None:
         """Read the given partitions from the given offsets on."""
@@ -468,8 +473,11 @@ class KafkaPythonConsumer:
             time.sleep(min(timeout, client.RETRY_SECONDS))
             raise Unavailable(self._unreadable_error)
         if self._handler is not None and self.membership is None:
-            compat.request_rejoin(self._consumer, kafka_version)
+            if not compat.request_rejoin(self._consumer, kafka_version):
+                self._subscribe_again()
             timeout = max(timeout, JOIN_SECONDS)  # a poll that ends before the join is complete can stop it
+        else:
+            self._joining_since = None
         try:
             with translate_errors(self._servers, action):
                 return dict(self._consumer.poll(timeout_ms=_to_milliseconds(timeout)))
@@ -489,6 +497,21 @@ class KafkaPythonConsumer:
             raise failure from error
         finally:
             self._finish_revocation()
+
+    def _subscribe_again(self) -> None:
+        """Leave the group and join it anew, if this process has not been a member for the time of a session.
+
+        A poll that has ended before a join was complete can have stopped it for good. The partitions count as lost.
+        """
+        now = time.monotonic()
+        if self._joining_since is None:
+            self._joining_since = now
+        if self._handler is None or now - self._joining_since < self._session:
+            return
+        self._joining_since = now
+        self._on_lost(self._consumer.assignment())
+        self._consumer.unsubscribe()
+        self.subscribe(self._topic, self._handler)
 
     def get_position(self, tp: TopicPartition) -> int | None:
         """Return the offset after everything that was read, without a request; None if nothing is known yet."""
@@ -532,9 +555,12 @@ class KafkaPythonConsumer:
         return {TopicPartition(*tp): int(offset) for tp, offset in offsets.items()}
 
     def fetch_num_partitions(self, topic: str, timeout: float) -> int:
-        """Return the number of partitions of a topic, at most `client.METADATA_SECONDS` old; 0 if there is none."""
-        with translate_errors(self._servers, f"looking for topic {topic!r}", ValueError, TypeError):
-            return len(self._consumer.partitions_for_topic(topic))
+        """Return the number of partitions of a topic, 0 if there is no such topic."""
+        # The consumer's own function waits without a limit, and for a missing topic it requests those of all topics.
+        if self._admin is None:
+            self._admin = KafkaPythonAdmin(self._cluster, client.CONNECT_SECONDS)
+        description = self._admin.describe_topics([topic], timeout).get(topic)
+        return 0 if description is None else description.num_partitions
 
     def commit(self, offsets: Offsets, timeout: float) -> None:
         """Commit offsets of the group."""
@@ -557,6 +583,8 @@ class KafkaPythonConsumer:
         with suppress(errors.KafkaError, OSError):
             self._consumer.close(autocommit=False, timeout_ms=_to_milliseconds(client.CONNECT_SECONDS))
         self._finish_revocation()
+        if self._admin is not None:
+            self._admin.close()
 
     # kafka-python's network thread calls the following methods, while our thread waits inside `poll` or `close`.
 
@@ -803,11 +831,12 @@ class KafkaPythonAdmin:
 
     Args:
         cluster: The brokers.
+        request_seconds: Seconds after which a request without a response has failed.
     """
 
-    def __init__(self, cluster: KafkaCluster) -> None:
+    def __init__(self, cluster: KafkaCluster, request_seconds: float = client.DELIVERY_SECONDS) -> None:
         self._servers = cluster.servers
-        self._admin: Any = _connect(KafkaAdminClient, cluster)
+        self._admin: Any = _connect(KafkaAdminClient, cluster, request_timeout_ms=_to_milliseconds(request_seconds))
 
     def _retry(self, call: Callable[[], Result], timeout: float, action: str) -> Result:
         """Return the result of a request; repeat it on errors that may pass, for up to `timeout` seconds.

@@ -1,16 +1,20 @@
-"""The attribute of kafka-python that is not public: its use, and what happens with another version."""
+"""The attribute of kafka-python that is not public: with which versions it is used.
+
+What happens with another version is tested with a real broker in `tests/contracts/test_kafka_clients.py`.
+"""
 
 from __future__ import annotations
 
+import re
 from unittest.mock import Mock
 
-import kafka
+from connectors.kafka.compat import CHECKED_VERSIONS, request_rejoin
+from tests.conftest import ROOT
 
-from connectors.kafka.compat import request_rejoin
 
-
-def test_the_installed_version_is_one_that_was_checked() -> None:
-    assert request_rejoin(Mock(), kafka.__version__)
+def test_the_version_of_the_constraints_is_one_that_was_checked() -> None:
+    (version,) = re.findall(r"^kafka-python==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert version in CHECKED_VERSIONS
 
 
 def test_a_checked_version_is_asked_to_join_again() -> None:
@@ -21,4 +25,5 @@ def test_a_checked_version_is_asked_to_join_again() -> None:
 
 def test_another_version_is_left_alone() -> None:
     consumer = Mock(spec=[])  # any attribute would raise AttributeError
+    assert not request_rejoin(consumer, "3.0.13")
     assert not request_rejoin(consumer, "3.1.0")

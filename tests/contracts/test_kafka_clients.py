@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import structlog
+from kafka import KafkaConsumer
 
 from connectors.kafka import client as shared
 from connectors.kafka.client import load_client
@@ -635,22 +636,60 @@ def test_added_partitions_are_assigned(clients: Clients, monkeypatch: pytest.Mon
     assert clients.admin.describe_topics([topic], SECONDS)[topic].num_partitions == 3
 
 
+def test_metadata_of_other_topics_are_not_requested(kafka: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kafka-python's functions for that wait without a limit, and a cluster may have thousands of topics."""
+
+    def fail(*_: object) -> None:
+        pytest.fail("the metadata of all topics are requested")
+
+    monkeypatch.setattr(KafkaConsumer, "topics", fail)
+    monkeypatch.setattr(KafkaConsumer, "partitions_for_topic", fail)
+    with ExitStack() as stack:
+        clients = Clients(KafkaCluster(kafka.bootstrap, library="kafka-python"), stack)
+        topic = clients.create_topic(2)
+        member = clients.open_member(topic, topic)
+        assert member.consumer.fetch_num_partitions(topic, SECONDS) == 2
+        assert member.consumer.fetch_num_partitions(topic + "-missing", SECONDS) == 0
+        wait_for(lambda: member.numbers == {0, 1}, member)
+        wait_for(lambda: member.consumer.membership is not None, member)
+        assert [name for name, _ in member.calls] == ["assigned"], "it has joined once"
+
+
 @pytest.mark.parametrize("poll_seconds", [0.0, 0.01])
 def test_added_partitions_are_assigned_between_short_polls(
     clients: Clients, monkeypatch: pytest.MonkeyPatch, poll_seconds: float
 ) -> None:
     """Polls end while the group moves partitions, as on a busy machine."""
+    calls = check_added_partitions(clients, monkeypatch, poll_seconds)
+    assert not [name for name, _ in calls if name == "lost"]
+
+
+def test_added_partitions_are_assigned_with_an_unchecked_version(
+    kafka: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the attribute that is not public, the process joins the group anew after the time of a session."""
+    monkeypatch.setattr("connectors.kafka.kafka_python_client.kafka_version", "3.0.999")
+    monkeypatch.setattr("connectors.kafka.kafka_python_client.JOIN_SECONDS", 0.0)  # so that polls stop the join
+    with ExitStack() as stack:
+        clients = Clients(KafkaCluster(kafka.bootstrap, library="kafka-python"), stack)
+        check_added_partitions(clients, monkeypatch, poll_seconds=0.0)
+
+
+def check_added_partitions(
+    clients: Clients, monkeypatch: pytest.MonkeyPatch, poll_seconds: float
+) -> list[tuple[str, list[int]]]:
+    """Add partitions to a topic, check that a member gets them although its polls are short, and return its calls."""
     monkeypatch.setattr(shared, "METADATA_SECONDS", 1.0)
     topic = clients.create_topic(1)
     member = clients.open_member(topic, topic)
     wait_for(lambda: member.numbers == {0}, member)
     clients.admin.add_partitions(topic, 3, SECONDS)
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + 2 * SECONDS
     while member.numbers != {0, 1, 2}:
         assert time.monotonic() < deadline, f"the partitions are not assigned; calls: {member.calls}"
         member.poll(poll_seconds)
-    assert not [name for name, _ in member.calls if name == "lost"]
     wait_for(lambda: member.consumer.membership is not None, member)
+    return member.calls
 
 
 # --- admin ------------------------------------------------------------------------------------------------------------
