@@ -43,8 +43,8 @@ CONFIRM_SECONDS = 10.0
 refuses the commit, so that this process ends. The metadata of all partitions then state the models in use."""
 
 STARTS_PER_STEP = 8
-"""Number of assigned partitions for which offsets are requested at a time. kafka-python sends a request for the committed
-offset of each, one after the other, and `client.REQUEST_SECONDS` limits their sum."""
+"""Number of assigned partitions for which offsets are requested at a time. kafka-python sends a request for the
+committed offset of each, one after the other, and `client.REQUEST_SECONDS` limits their sum."""
 
 RESTORE_SECONDS = 1.0
 """Seconds that one poll may spend on restoring partitions; the next poll goes on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,10 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
+EXPLAINED_AT_ONCE = 32
+"""Number of alerts that are explained between two calls of `AlertBuilder.on_progress`. A full explanation takes some 20
+ms."""
+
 GroupByVersion = Callable[[Ints], Iterator[tuple[ModelVersion, Ints]]]
 """A function that groups records by the model version that scores them.
 
@@ -51,6 +55,20 @@ def compute_alert_id(record: str, model: str, alpha: float) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
+def do_nothing() -> None:
+    """Do nothing; the default of functions that are called during long work."""
+
+
+def select_most_severe(alphas: Sequence[float], max_alerts: int | None) -> set[int]:
+    """Return the indexes of the most severe alerts, and among equally severe ones of the first.
+
+    Args:
+        alphas: The false-alarm rate of each alert. A smaller one is more severe.
+        max_alerts: How many are selected, None for all.
+    """
+    return set(sorted(range(len(alphas)), key=lambda i: alphas[i])[:max_alerts])
+
+
 @dataclass(frozen=True, slots=True)
 class AlertBuilder:
     """A builder of the alerts that scored readings raise, including their explanations.
@@ -63,6 +81,9 @@ class AlertBuilder:
             scores them. Its argument is an array (R,) of row numbers in the table. It yields each version with the
             positions of its records in this array.
         max_suggested: Largest number of alerting records of a batch for which the reading to take next is suggested.
+        max_explained: Largest number of alerts of a batch that are explained as `effort` states: those that
+            `select_most_severe` selects. For the others "full" becomes "fast". None for no limit.
+        on_progress: A function that is called again and again while alerts are explained.
     """
 
     records: RecordTable
@@ -70,6 +91,8 @@ class AlertBuilder:
     effort: ExplanationEffort
     group_by_version: GroupByVersion
     max_suggested: int = 0
+    max_explained: int | None = None
+    on_progress: Callable[[], None] = do_nothing
 
     def build(
         self,
@@ -106,7 +129,21 @@ class AlertBuilder:
             self._describe_evidence(kind, feature)
             for kind, feature in zip(kinds[alerting].tolist(), features.tolist(), strict=True)
         ]
-        explanations = self._explain(record_index, num_readings, record_ids, evidence)
+        # The alphas are descending, so the p-value is at most the first `num_reached` of them. The record has raised
+        # alerts at these already, except at the last `num_crossed`.
+        num_reached = (scored.p_value[alerting][:, None] <= self.alphas).sum(1)
+        raised = [
+            (i, alpha_index)
+            for i, (reached, crossed) in enumerate(
+                zip(num_reached.tolist(), num_crossed[alerting].tolist(), strict=True)
+            )
+            for alpha_index in range(reached - crossed, reached)
+        ]
+        is_thorough = np.zeros(len(alerting), bool)
+        is_thorough[
+            [raised[k][0] for k in select_most_severe([float(self.alphas[a]) for _, a in raised], self.max_explained)]
+        ] = True
+        explanations = self._explain(record_index, num_readings, record_ids, evidence, is_thorough)
         if self.records.is_irregular:
             num_seen = self.records.count_sensors_seen(record_index, num_readings)
             num_expected = np.full(len(alerting), len(self.records.schema))
@@ -118,37 +155,33 @@ class AlertBuilder:
         if self.max_suggested and not self.records.is_irregular:
             suggestions = self._suggest(batch, readings, arrivals, alerting, is_incomplete, scored)
         alerts = []
-        for i, reading in enumerate(alerting.tolist()):
+        for i, alpha_index in raised:
+            reading = int(alerting[i])
             event = int(readings.event_indices[reading])
             fingerprint, explanation = explanations[i]
-            p_value = scored.p_value[reading]
-            # The alphas are descending, so the p-value is at most the first `num_reached` of them. The record has
-            # raised alerts at these already, except at the last `num_crossed`.
-            num_reached = int((p_value <= self.alphas).sum())
-            for alpha_index in range(num_reached - int(num_crossed[reading]), num_reached):
-                alpha = float(self.alphas[alpha_index])
-                alert = Alert(
-                    id=compute_alert_id(record_ids[i], fingerprint, alpha),
-                    record=record_ids[i],
-                    raised_at=int(num_readings[i]),
-                    features_seen=int(num_seen[i]),
-                    features_expected=int(num_expected[i]),
-                    time=int(batch.times[event]),
-                    p_value=float(p_value),
-                    alpha=alpha,
-                    score=float(scored.score[reading]),
-                    running_log_likelihood=float(scored.running_log_likelihood[reading]),
-                    model=fingerprint,
-                    message_index=int(batch.message_indices[event]),
-                    contributions=explanation.contributions,
-                    partition=int(batch.partitions[event]),
-                    is_record_closed=int(record_index[i]) in readings.close_reasons,
-                    severity=alpha_index + 1,
-                    silenced_by=explanation.silenced_by,
-                    evidence=evidence[i],
-                    next_reading=suggestions.get(i),
-                )
-                alerts.append(alert)
+            alpha = float(self.alphas[alpha_index])
+            alert = Alert(
+                id=compute_alert_id(record_ids[i], fingerprint, alpha),
+                record=record_ids[i],
+                raised_at=int(num_readings[i]),
+                features_seen=int(num_seen[i]),
+                features_expected=int(num_expected[i]),
+                time=int(batch.times[event]),
+                p_value=float(scored.p_value[reading]),
+                alpha=alpha,
+                score=float(scored.score[reading]),
+                running_log_likelihood=float(scored.running_log_likelihood[reading]),
+                model=fingerprint,
+                message_index=int(batch.message_indices[event]),
+                contributions=explanation.contributions,
+                partition=int(batch.partitions[event]),
+                is_record_closed=int(record_index[i]) in readings.close_reasons,
+                severity=alpha_index + 1,
+                silenced_by=explanation.silenced_by,
+                evidence=evidence[i],
+                next_reading=suggestions.get(i),
+            )
+            alerts.append(alert)
         return alerts
 
     def _suggest(
@@ -275,7 +308,12 @@ class AlertBuilder:
         return raising_events
 
     def _explain(
-        self, record_index: Ints, num_readings: Ints, record_ids: list[str], evidence: list[AlertCause | None]
+        self,
+        record_index: Ints,
+        num_readings: Ints,
+        record_ids: list[str],
+        evidence: list[AlertCause | None],
+        is_thorough: Bools,
     ) -> list[tuple[str, Explanation]]:
         """Explain the alerts of A records, each with the model version that scores the record.
 
@@ -286,18 +324,30 @@ class AlertBuilder:
             num_readings: (A,) number of readings of each record when the alert was raised. Later readings are ignored.
             record_ids: The A record ids.
             evidence: Which cumulative sum has raised each of the A alerts.
+            is_thorough: (A,) whether the alert is explained as `effort` states, or "fast" in place of "full".
 
         Returns:
             A list with a pair for each record: the fingerprint of its model version, and the explanation of its alert.
         """
         explanations = [("", Explanation(()))] * len(record_index)  # placeholders, which the loop replaces
-        # Records of one model version are explained together; `members` are their indexes, from 0 to A − 1.
-        for version, members in self.group_by_version(record_index):
+        cheap: ExplanationEffort = "fast" if self.effort == "full" else self.effort
+        # Some records of one model version are explained together; `members` are their indexes, from 0 to A − 1.
+        for version, effort, members in (
+            (version, effort, chosen[start : start + EXPLAINED_AT_ONCE])
+            for version, of_version in self.group_by_version(record_index)
+            for effort, chosen in (
+                (self.effort, of_version[is_thorough[of_version]]),
+                (cheap, of_version[~is_thorough[of_version]]),
+            )
+            for start in range(0, len(chosen), EXPLAINED_AT_ONCE)
+        ):
+            self.on_progress()
             member_index, member_counts = record_index[members], num_readings[members]
             if self.records.is_irregular:
                 for member in members.tolist():
                     explanation = self._explain_irregular(
                         version,
+                        effort,
                         int(record_index[member]),
                         int(num_readings[member]),
                         record_ids[member],
@@ -318,7 +368,7 @@ class AlertBuilder:
                 # Alerts are raised most easily at the largest alpha. Replacements of readings that avoid an alert at
                 # this alpha therefore avoid it at every alpha.
                 alert_rule=version.calibration.make_alert_rule(alpha=float(self.alphas[0])),
-                effort=self.effort,
+                effort=effort,
                 kernels=version.kernels,
                 is_decision_point=is_decision_point,
             )
@@ -330,6 +380,7 @@ class AlertBuilder:
     def _explain_irregular(
         self,
         version: ModelVersion,
+        effort: ExplanationEffort,
         record_index: int,
         num_readings: int,
         record_id: str,
@@ -339,12 +390,13 @@ class AlertBuilder:
 
         Args:
             version: The model version that scores the record.
+            effort: How thoroughly the alert is explained.
             record_index: Row of the record in the record table.
             num_readings: Number of readings of the record when the alert was raised. Later readings are ignored.
             record_id: Id of the record.
             evidence: Which cumulative sum has raised the alert, None if it was none.
         """
-        if self.effort == "off":
+        if effort == "off":
             return Explanation(())
         places, _ = find_last_context(self.records, record_index, num_readings)
         rows, log = np.full(len(places), record_index), self.records.log
@@ -362,7 +414,7 @@ class AlertBuilder:
                 for position, place in enumerate(places.tolist())
                 if place in label_by_place
             },
-            effort=self.effort,
+            effort=effort,
             kernels=version.kernels,
             evidence=evidence,
         )

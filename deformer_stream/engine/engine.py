@@ -8,7 +8,7 @@ new run can therefore continue where the previous run ended; the docstring of `E
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,7 +19,7 @@ from deformer_stream.calibration.conformal import Calibration, TiePolicy
 from deformer_stream.calibration.cusum import NO_KIND, Codes
 from deformer_stream.calibration.drift import DriftMonitor, RecordReadings
 from deformer_stream.calibration.drift_state import DriftNotice, DriftState
-from deformer_stream.engine.alerts import AlertBuilder, compute_alert_id
+from deformer_stream.engine.alerts import AlertBuilder, compute_alert_id, do_nothing
 from deformer_stream.engine.events import (
     NO_ALERT,
     Alert,
@@ -260,7 +260,14 @@ class Engine:
         """The number of bytes in use by the KV caches of all models that score open records."""
         return sum(cache.bytes_in_use for cache in self._cache_by_shape.values())
 
-    def handle(self, batch: EventBatch, now: int, restoring_partitions: Collection[int] = ()) -> Effects:
+    def handle(
+        self,
+        batch: EventBatch,
+        now: int,
+        restoring_partitions: Collection[int] = (),
+        max_explained: int | None = None,
+        on_progress: Callable[[], None] = do_nothing,
+    ) -> Effects:
         """Score a batch of new events in order, then close records that are complete, idle or above a limit.
 
         Args:
@@ -269,6 +276,10 @@ class Engine:
             restoring_partitions: Partitions whose events are still being replayed. Their records are not closed by a
                 timeout or a limit, because the replay may still contain events of them. The same holds for
                 `partitions_to_rescore`, which need not be given.
+            max_explained: Largest number of alerts that are explained as `effort` states, the most severe first. For
+                the others "full" becomes "fast". None for no limit. The caller sends no more alerts than these, so that
+                the content of an alert does not depend on the batch.
+            on_progress: A function that is called again and again while alerts are explained, which may take long.
 
         Returns:
             Everything that was decided: scores, alerts, rejections, closed records and notices of drift.
@@ -302,7 +313,7 @@ class Engine:
             timed_out = self._select_tie_timeouts(now, has_ended_or_new, restoring_partitions)
             no_longer_waiting = np.array(ending + timed_out, np.int64)
             batch, to_score = decide_tie_groups(self.records, batch, accepted, no_longer_waiting)
-        scored, alerts = self._score_and_alert(batch, to_score, accepted)
+        scored, alerts = self._score_and_alert(batch, to_score, accepted, max_explained, on_progress)
         self.records.drop_old_readings(accepted.record_indices)
         closed = self._close(ending, close_reasons)
         drift_notices: list[DriftNotice] = []
@@ -848,7 +859,12 @@ class Engine:
             cache.ensure_capacity(self.records.capacity)
 
     def _score_and_alert(
-        self, batch: EventBatch, to_score: AcceptedReadings, accepted: AcceptedReadings
+        self,
+        batch: EventBatch,
+        to_score: AcceptedReadings,
+        accepted: AcceptedReadings,
+        max_explained: int | None = None,
+        on_progress: Callable[[], None] = do_nothing,
     ) -> tuple[ScoredReadings, list[Alert]]:
         """Score readings and build the alerts that they raise.
 
@@ -861,6 +877,8 @@ class Engine:
             to_score: The readings to score.
             accepted: The readings that have just arrived, and the features that their events have declared as "will not
                 be observed". An alert states how many features of its record are expected. These features do not count.
+            max_explained: As for `handle`.
+            on_progress: As for `handle`.
 
         Returns:
             The scores in the order of `to_score`, and the alerts in the order of the readings that raise them.
@@ -880,7 +898,15 @@ class Engine:
             is_alert=num_crossed > 0,
         )
         # To explain an alert, the builder needs the model version that scores the record: the last argument finds it.
-        builder = AlertBuilder(self.records, self.alphas, self.effort, self._group_by_version, self._max_suggested)
+        builder = AlertBuilder(
+            self.records,
+            self.alphas,
+            self.effort,
+            self._group_by_version,
+            self._max_suggested,
+            max_explained,
+            on_progress,
+        )
         return scored, builder.build(batch, to_score, accepted, scored, num_crossed, kinds)
 
     def _count_unscorable(self, batch: EventBatch, readings: AcceptedReadings, log_likelihood: Floats) -> None:

@@ -542,7 +542,7 @@ class Effects:
             (a part of a window). The slot is scored as one reading when it is over.
         model: Fingerprint of the model that scores new records, a hash that identifies it with its calibration.
         held_back_alerts: The alerts that were raised and are not sent, because there are too many. The engine leaves
-            this list empty; the runtime decides.
+            this list empty; the runtime decides. Their explanation is "fast" at most (`Engine.handle`).
         storm_notices: Notices that alerts were held back.
     """
 

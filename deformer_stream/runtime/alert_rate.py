@@ -15,10 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from deformer_stream.engine.alerts import select_most_severe
 from deformer_stream.engine.events import Alert, Effects, StormNotice
 
 BURST_SECONDS = 10.0
 """A burst of as many alerts as may be sent in this time is sent at once."""
+
+MAX_ALERTS_AT_ONCE = 1000
+"""Largest number of alerts of one batch that are sent. Each is explained before, which takes up to 20 ms with the
+default settings, and a group takes the partitions away from a process that does not poll for its poll interval."""
 
 NOTICE_SECONDS = 10.0
 """Shortest time between two notices."""
@@ -78,19 +83,29 @@ class AlertLimiter:
         self._records: list[str] = []
         self._first_id, self._last_partition = "", 0
 
-    def limit(self, effects: Effects, clock_time: int, is_final: bool = False) -> Effects:
+    def count_permitted(self) -> int:
+        """Return how many alerts may be sent now, at most `MAX_ALERTS_AT_ONCE`."""
+        self._bucket, _ = take_tokens(self._bucket, 0, self._now(), self._max_rate, self._capacity)
+        return min(int(self._bucket.num_tokens), MAX_ALERTS_AT_ONCE)
+
+    def limit(
+        self, effects: Effects, clock_time: int, is_final: bool = False, num_permitted: int | None = None
+    ) -> Effects:
         """Return the effects of one batch with the alerts that may not be sent in `held_back_alerts`.
 
-        The most severe alerts of the batch are sent, and among equally severe ones the first. A notice is added if
-        alerts were held back since the last one, at most once in `NOTICE_SECONDS`.
+        The most severe alerts of the batch are sent, and among equally severe ones the first (`select_most_severe`). A
+        notice is added if alerts were held back since the last one, at most once in `NOTICE_SECONDS`.
 
         Args:
             effects: The effects, as the engine has returned them.
             clock_time: The time of the pipeline's clock, microseconds since 1970.
             is_final: Whether the run ends, so that a notice must not wait.
+            num_permitted: What `count_permitted` has returned before the batch was handled. None to call it now.
         """
         now, alerts = self._now(), effects.alerts
-        self._bucket, num_sent = take_tokens(self._bucket, len(alerts), now, self._max_rate, self._capacity)
+        num_permitted = self.count_permitted() if num_permitted is None else num_permitted
+        num_requested = min(len(alerts), num_permitted)
+        self._bucket, num_sent = take_tokens(self._bucket, num_requested, now, self._max_rate, self._capacity)
         if num_sent < len(alerts):
             sent, held_back = _divide(alerts, num_sent)
             self._count(held_back)
@@ -132,9 +147,8 @@ def _divide(alerts: Sequence[Alert], num_sent: int) -> tuple[list[Alert], list[A
 
     Args:
         alerts: The alerts.
-        num_sent: How many are sent: those at the smallest alphas, and among these the first.
+        num_sent: How many are sent.
     """
-    by_severity = sorted(range(len(alerts)), key=lambda i: alerts[i].alpha)
-    is_sent = set(by_severity[:num_sent])
-    sent = [alert for i, alert in enumerate(alerts) if i in is_sent]
-    return sent, [alert for i, alert in enumerate(alerts) if i not in is_sent]
+    selected = select_most_severe([alert.alpha for alert in alerts], num_sent)
+    sent = [alert for i, alert in enumerate(alerts) if i in selected]
+    return sent, [alert for i, alert in enumerate(alerts) if i not in selected]

@@ -202,8 +202,9 @@ class Pipeline:
             polled = self._poll()
             data = self._update_partitions(polled)
             batch, rejections = self._decode(data)
-            effects, scoring_seconds = self._handle(batch, rejections)
-            effects = self._limit_alerts(effects)
+            num_alerts = None if self._alert_limiter is None else self._alert_limiter.count_permitted()
+            effects, scoring_seconds = self._handle(batch, rejections, num_alerts)
+            effects = self._limit_alerts(effects, num_alerts)
             self._write(effects, data)
             self._commit_if_due(effects)
             self._report(effects, scoring_seconds)
@@ -233,7 +234,7 @@ class Pipeline:
         """Stage 2: return the events and rejections of the messages of a poll; none if the poll had no data (None)."""
         return (EventBatch.empty(), []) if data is None else self.codec.decode(data)
 
-    def _handle(self, batch: EventBatch, rejections: list[Rejection]) -> tuple[Effects, float]:
+    def _handle(self, batch: EventBatch, rejections: list[Rejection], num_alerts: int | None) -> tuple[Effects, float]:
         """Stage 3: score the events, and close records that have timed out.
 
         Records are not closed in partitions that are being restored, because their earlier events are still being read.
@@ -241,21 +242,29 @@ class Pipeline:
         Args:
             batch: The events.
             rejections: The rejections of the decoder, which are added to those of the engine.
+            num_alerts: How many alerts may be sent, None for any number. Others get a cheap explanation at most.
 
         Returns:
             The effects (scores, alerts, closed records, rejections), and the seconds that scoring took.
         """
         start = time.perf_counter()
-        effects = self.engine.handle(batch, self.clock.at(batch.times), self.recovery.restoring_partitions)
+        effects = self.engine.handle(
+            batch,
+            self.clock.at(batch.times),
+            self.recovery.restoring_partitions,
+            num_alerts,
+            self.metrics.record_progress,
+        )
         seconds = time.perf_counter() - start
         merged = Rejection.merge_by_message([*rejections, *effects.rejections])
         return replace(effects, rejections=merged), seconds
 
-    def _limit_alerts(self, effects: Effects, is_final: bool = False) -> Effects:
+    def _limit_alerts(self, effects: Effects, num_alerts: int | None = None, is_final: bool = False) -> Effects:
         """Hold alerts back if more are raised than may be sent.
 
         Args:
             effects: The effects of one batch of events.
+            num_alerts: How many alerts may be sent, None for any number.
             is_final: Whether no further effects follow.
 
         Returns:
@@ -263,7 +272,7 @@ class Pipeline:
         """
         if self._alert_limiter is None:
             return effects
-        return self._alert_limiter.limit(effects, self._now(), is_final)
+        return self._alert_limiter.limit(effects, self._now(), is_final, num_alerts)
 
     def _write_last_storm_notice(self) -> None:
         """Write a notice about alerts that were held back since the last notice, because the run ends."""

@@ -167,8 +167,8 @@ class ConsumeSettings(_AlertSettings, KafkaSettings):
     max_alert_rate: Rate | Literal["off"] = Field(
         1000,
         description="With --topic, the largest number of alerts per second that this process sends for long; ten times "
-        "as many may come at once. Further alerts are held back: they are counted, and summarised on the alerts topic "
-        "and in the log, but not sent later. off or 0 sends all alerts.",
+        "as many may come in a burst, and 1000 in one poll. Further alerts are held back: they are counted, and "
+        "summarised on the alerts topic and in the log, but not sent later. off or 0 sends all alerts.",
     )
     alerts: str = Field(
         "-",

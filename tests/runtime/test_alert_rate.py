@@ -17,7 +17,10 @@ from structlog.testing import capture_logs
 
 from connectors.files import AlertLines, TerminalAlerts
 from deformer_stream.codec import Codec, encode_storm
+from deformer_stream.engine import alerts as alert_building
+from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Alert, ClosedRecords, Effects, EventBatch, ScoredReadings
+from deformer_stream.engine.explain import ExplanationEffort
 from deformer_stream.incidents.make_evidence import make_evidence
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime import alert_rate
@@ -26,7 +29,7 @@ from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.testing import ManualClock, MemorySink, MemorySource
 from tests.runtime import test_recovery
-from tests.runtime.test_pipeline import make_engine, make_record_messages
+from tests.runtime.test_pipeline import ALPHA, make_engine, make_record_messages
 from tests.runtime.test_recovery import PARTITIONS, GroupMember, make_cluster, run_member
 
 
@@ -181,6 +184,67 @@ def test_the_pipeline_holds_alerts_back_and_counts_them(loaded: Artifact) -> Non
     events = Counter(line["event"] for line in lines)
     assert events == {"alert_raised": 3, "alerts_held_back": len(notices)}
     assert sum(line["held_back"] for line in lines if "held_back" in line) == num_alerts - 3
+
+
+def explain_storm(
+    loaded: Artifact, effort: ExplanationEffort, max_alert_rate: float | None, chunk: int = 16
+) -> tuple[dict[str, Alert], dict[str, Alert]]:
+    """Return the alerts that the pipeline has sent, and those that it has held back, by id."""
+    sink = MemorySink()
+    engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits(), effort=effort)
+    Pipeline(
+        *(MemorySource(make_record_messages(loaded), chunk=chunk), Codec(loaded.schema), engine, [sink], ManualClock()),
+        Metrics(),
+        is_finite=False,
+        max_alert_rate=max_alert_rate,
+    ).run(threading.Event())
+    held_back = {alert.id: alert for effects in sink.effects for alert in effects.held_back_alerts}
+    return {alert.id: alert for alert in sink.alerts}, held_back
+
+
+def list_features(alert: Alert) -> list[str]:
+    """Return the features of an alert's readings, the most suspicious first."""
+    return [contribution.feature for contribution in alert.contributions]
+
+
+@pytest.mark.parametrize("chunk", [16, 1000])
+def test_only_alerts_that_are_sent_are_explained_in_full(loaded: Artifact, chunk: int) -> None:
+    """What an alert that is sent states does not depend on the storm, nor on the polls."""
+    full, _ = explain_storm(loaded, "full", None)
+    fast, _ = explain_storm(loaded, "fast", None)
+    sent, held_back = explain_storm(loaded, "full", 0.3, chunk)
+    assert len(sent) == 3
+    assert held_back
+    assert {**sent, **held_back}.keys() == full.keys()
+    for alert in sent.values():
+        assert alert.contributions == full[alert.id].contributions
+        assert alert.silenced_by == full[alert.id].silenced_by
+    for alert in held_back.values():
+        assert list_features(alert) == list_features(fast[alert.id])
+        assert all(contribution.attribution is None for contribution in alert.contributions)
+        assert alert.silenced_by is None
+    assert any(item.attribution is not None for alert in sent.values() for item in alert.contributions)
+
+
+def test_progress_is_reported_while_alerts_are_explained(loaded: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The explanations of one poll can take longer than a process may be without progress."""
+    monkeypatch.setattr(alert_building, "EXPLAINED_AT_ONCE", 2)
+    reports: list[int] = []
+    engine = make_engine(loaded)
+    data = MemorySource(make_record_messages(loaded), chunk=1000).poll(0.0).data
+    assert data is not None
+    batch, _ = Codec(loaded.schema).decode(data)
+    effects = engine.handle(batch, 0, on_progress=lambda: reports.append(1))
+    assert len(reports) >= len({alert.record for alert in effects.alerts}) / 2 > 1
+
+
+def test_the_number_of_alerts_of_one_batch_is_bounded() -> None:
+    """Each alert is explained before it is sent, and the group waits for the next poll."""
+    limiter = AlertLimiter(5000.0, lambda: 0.0)
+    num_permitted = limiter.count_permitted()
+    assert num_permitted == alert_rate.MAX_ALERTS_AT_ONCE
+    effects = limiter.limit(make_effects(make_alerts(num_permitted + 5)), 0, num_permitted=num_permitted)
+    assert [len(effects.alerts), len(effects.held_back_alerts)] == [num_permitted, 5]
 
 
 class StormMember(GroupMember):
