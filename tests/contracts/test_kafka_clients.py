@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
+import json
 import logging
 import os
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -832,7 +837,9 @@ def make_secured_cluster(
         listener: Name of the listener.
         **security: Security options, beside the protocol and the trusted authority.
     """
-    protocol = {"LOGIN": "SASL_PLAINTEXT", "BOTH": "SASL_SSL", "PLAIN": "PLAINTEXT"}.get(listener, "SSL")
+    protocol = {"LOGIN": "SASL_PLAINTEXT", "TOKEN": "SASL_PLAINTEXT", "BOTH": "SASL_SSL", "PLAIN": "PLAINTEXT"}.get(
+        listener, "SSL"
+    )
     address = server.broker.bootstrap if listener == "PLAIN" else server.broker.address_by_listener[listener]
     authority = {"ssl_cafile": str(server.authority)} if protocol.endswith("SSL") else {}
     return KafkaCluster(address, {"security_protocol": protocol, **authority, **security}, library)
@@ -852,6 +859,95 @@ def test_encrypted_connections_with_a_login_are_accepted(server: SecuredBroker, 
     for cluster in clusters:
         for open_client in open_each(cluster):
             open_client().close()
+
+
+def make_token(user: str = "plant", lifetime: float = 300.0) -> str:
+    """Return a JSON Web Token without a signature, which the broker of tests accepts."""
+    now = int(time.time())
+    parts = ({"alg": "none"}, {"sub": user, "iat": now, "exp": now + lifetime})
+    return ".".join([*(base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in parts), ""])
+
+
+def check_login(cluster: KafkaCluster) -> None:
+    """Open each kind of client, and check that the broker knows the user, who has no permissions."""
+    with ExitStack() as stack:
+        clients = Clients(cluster, stack)
+        clients.open_producer()
+        with pytest.raises(ConfigError, match="this user is not authorized"):
+            clients.admin.describe_topics(["a-topic"], SECONDS)
+        with pytest.raises(ConfigError, match="this user is not authorized"):
+            clients.open_consumer().fetch_num_partitions("a-topic", SECONDS)
+
+
+def test_login_with_a_token_of_a_file_is_accepted(
+    server: SecuredBroker, library: ClientLibrary, tmp_path: Path
+) -> None:
+    path = tmp_path / "token"
+    path.write_text(make_token())
+    options = {"sasl_mechanism": "OAUTHBEARER", "sasl_oauth_token_file": str(path)}
+    check_login(make_secured_cluster(server, library, "TOKEN", **options))
+    path.write_text("not-a-token")
+    message = get_refusal(make_secured_cluster(server, library, "TOKEN", **options), ConfigError)
+    assert "not-a-token" not in message
+
+
+def test_login_with_a_token_that_aws_has_signed_is_accepted(
+    server: SecuredBroker, library: ClientLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package in place of AWS's signer shows how it is called. What it returns goes to the broker."""
+    regions: list[str] = []
+
+    def generate_auth_token(region: str) -> tuple[str, int]:
+        regions.append(region)
+        return make_token(), int((time.time() + 300) * 1000)
+
+    signer = SimpleNamespace(MSKAuthTokenProvider=SimpleNamespace(generate_auth_token=generate_auth_token))
+    session = SimpleNamespace(get_config_variable={"region": "eu-west-1"}.get)
+    monkeypatch.setitem(sys.modules, "aws_msk_iam_sasl_signer", signer)
+    monkeypatch.setitem(sys.modules, "botocore", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "botocore.session", SimpleNamespace(get_session=lambda: session))
+    for region in ({"sasl_aws_region": "us-east-1"}, {}):
+        check_login(make_secured_cluster(server, library, "TOKEN", sasl_mechanism="AWS_MSK_IAM", **region))
+    assert set(regions) == {"us-east-1", "eu-west-1"}
+
+
+def test_login_with_a_token_of_an_endpoint_is_accepted(server: SecuredBroker) -> None:
+    """librdkafka requests the token as an OAuth client (client credentials). kafka-python cannot."""
+    requests: list[tuple[str, str]] = []
+
+    class Endpoint(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            requests.append((self.headers["Authorization"], body))
+            answer = json.dumps({"access_token": make_token(), "token_type": "Bearer", "expires_in": 300}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None: ...
+
+    endpoint = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
+    threading.Thread(target=endpoint.serve_forever, daemon=True).start()
+    options = {
+        "sasl_mechanism": "OAUTHBEARER",
+        "sasl_oauth_token_endpoint": f"http://127.0.0.1:{endpoint.server_port}/token",
+        "sasl_oauth_client_id": "gateway",
+        "sasl_oauth_client_secret": "open-sesame",
+        "sasl_oauth_scope": "kafka",
+    }
+    try:
+        check_login(make_secured_cluster(server, "librdkafka", "TOKEN", **options))
+        message = get_refusal(make_secured_cluster(server, "kafka-python", "TOKEN", **options), ConfigError)
+    finally:
+        endpoint.shutdown()
+        endpoint.server_close()
+    assert "use --client librdkafka" in message
+    authorization, body = requests[0]
+    assert base64.b64decode(authorization.removeprefix("Basic ")) == b"gateway:open-sesame"
+    assert "grant_type=client_credentials" in body
+    assert "scope=kafka" in body
 
 
 def test_refused_login_is_reported(server: SecuredBroker, library: ClientLibrary) -> None:

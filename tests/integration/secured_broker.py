@@ -69,6 +69,7 @@ class SecuredBroker:
                 "TLS": listener("SSL", {}, *broker),
                 "MUTUAL": listener("SSL", {}, *broker, clients=authority.certificate),
                 "LOGIN": listener("SASL_PLAINTEXT", users),
+                "TOKEN": listener("SASL_PLAINTEXT", has_tokens=True),
                 "BOTH": listener("SASL_SSL", users, *broker),
                 "EXPIRED": listener("SSL", {}, *authority.issue("broker", ("127.0.0.1",), valid_for=-DAY / 2)),
                 "ELSEWHERE": listener("SSL", {}, *authority.issue("broker", ("elsewhere.example",))),

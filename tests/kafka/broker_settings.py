@@ -27,6 +27,7 @@ class Listener:
         certificate: The broker's certificate as PEM, if the protocol uses TLS.
         key: The key of that certificate as PEM.
         clients: The certificate of an authority as PEM, if clients must have a certificate that it has signed.
+        has_tokens: Whether the only login mechanism is OAUTHBEARER, with tokens that are not signed.
     """
 
     protocol: Literal["SSL", "SASL_PLAINTEXT", "SASL_SSL"]
@@ -34,6 +35,7 @@ class Listener:
     certificate: str = field(default="", repr=False)
     key: str = field(default="", repr=False)
     clients: str = field(default="", repr=False)
+    has_tokens: bool = False
 
     def make_settings(self, name: str) -> dict[str, str]:
         """Return the broker's settings for this listener.
@@ -42,8 +44,12 @@ class Listener:
             name: The name of the listener.
         """
         settings = {}
-        if self.protocol.startswith("SASL"):
-            package = "org.apache.kafka.common.security"
+        package = "org.apache.kafka.common.security"
+        if self.has_tokens:
+            settings["sasl.enabled.mechanisms"] = "OAUTHBEARER"
+            module = f"{package}.oauthbearer.OAuthBearerLoginModule"
+            settings["oauthbearer.sasl.jaas.config"] = f'{module} required unsecuredLoginStringClaim_sub="broker";'
+        elif self.protocol.startswith("SASL"):
             users = " ".join(f'user_{user}="{password}"' for user, password in self.users.items())
             settings["sasl.enabled.mechanisms"] = "PLAIN,SCRAM-SHA-512"
             settings["plain.sasl.jaas.config"] = f"{package}.plain.PlainLoginModule required {users};"
