@@ -1,6 +1,4 @@
-"""The interface of `connectors.kafka.ports`, implemented with the public functions of kafka-python.
-
-`KafkaPythonConsumer._fetch` also uses a private attribute.
+"""The interface of `connectors.kafka.ports`, implemented with the public functions of kafka-python and with `compat`.
 
 A consumer of kafka-python has a network thread, which calls the rebalance listener while our thread waits inside
 `poll` or `close`. A producer has one, too; its transactional methods wait without a limit, so they run in a thread of
@@ -706,7 +704,7 @@ class KafkaPythonProducer:
             transaction_timeout_ms=_to_milliseconds(transaction_seconds),
             acks="all",
             enable_idempotence=True,
-            compression_type="lz4" if importlib.util.find_spec("lz4") is not None else None,
+            compression_type="lz4",
             batch_size=max_batch_bytes,
             max_request_size=max_message_bytes,
             max_block_ms=_to_milliseconds(client.DELIVERY_SECONDS),

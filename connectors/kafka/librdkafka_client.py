@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -532,8 +531,7 @@ class LibrdkafkaProducer:
         seconds = client.DELIVERY_SECONDS
         settings: dict[str, Any] = {
             "enable.idempotence": True,
-            # kafka-python, which other processes may use, reads lz4 only with this package.
-            "compression.type": "lz4" if importlib.util.find_spec("lz4") is not None else "none",
+            "compression.type": "lz4",
             "message.max.bytes": max(1000, max_message_bytes),
             "batch.size": max_batch_bytes,
             "partitioner": "murmur2_random",  # as other Kafka clients choose the partition

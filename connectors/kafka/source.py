@@ -320,9 +320,6 @@ class KafkaSource:
         is_rebalancing = self._consumer.membership is None
         return is_rebalancing
 
-    def prefetch(self) -> None:
-        """Do nothing, because the client libraries fetch messages in the background all the time."""
-
     def _stop_waiting_partitions(self) -> None:
         """Stop reading the partitions of `waiting_partitions`, and continue with those that wait no longer."""
         for tp in self._list_active():
@@ -671,6 +668,9 @@ class KafkaSource:
 
     def get_lag(self) -> dict[tuple[str, int], int]:
         """Return the number of unread messages of each assigned partition, as far as it is known without a request.
+
+        The end of a partition is known from the last response with its messages, which is old while many are unread,
+        and from the requests of `LivenessCheck`, every ten seconds.
 
         Returns:
             A mapping from (topic, partition number) to the number of messages.

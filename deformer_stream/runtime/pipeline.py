@@ -15,8 +15,7 @@ Kafka transactions nothing is lost and nothing is delivered twice. Without trans
 repeated alerts have equal ids.
 
 Latency: a commit without an alert runs in the background, while the next messages are polled and scored. A commit with
-an alert blocks the loop, because any other work would compete with it for the GIL and delay the alert. Messages are
-prefetched before alerts are logged and counted, so that the next ones arrive in the meantime.
+an alert blocks the loop, because any other work would compete with it for the GIL and delay the alert.
 """
 
 from __future__ import annotations
@@ -299,7 +298,7 @@ class Pipeline:
         self.recovery.record_effects(effects)
 
     def _commit_if_due(self, effects: Effects) -> None:
-        """Stage 5: commit if a commit is due, then start to fetch the next messages in the background.
+        """Stage 5: commit if a commit is due.
 
         Args:
             effects: The effects of this turn of the loop. If they contain an alert or a notice, a commit is due at
@@ -311,8 +310,6 @@ class Pipeline:
         is_urgent = self._partitioned_source is not None and bool(has_messages)
         if self._commit_schedule.is_due(is_urgent, self._is_behind):
             self._commit()
-        if self._async_source is not None:
-            self._async_source.prefetch()
 
     def _commit(self, is_final: bool = False) -> None:
         """Make all effects durable, then commit the offsets of their messages together with the state to save.

@@ -176,10 +176,7 @@ class GroupSource(PartitionedSource, Protocol):
 
 @runtime_checkable
 class AsyncCommitSource(PartitionedSource, Protocol):
-    """A source that fetches messages in the background and can be polled while a commit is running."""
-
-    def prefetch(self) -> None:
-        """Start to fetch messages in the background, so that the next `poll` returns sooner. Does not block."""
+    """A source that can be polled while a commit is running."""
 
     def begin_commit(self, states: Mapping[int, PartitionState], on_committed: Callable[[], None]) -> None:
         """Start a commit like `commit`, and return without waiting for its end.

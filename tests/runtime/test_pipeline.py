@@ -254,8 +254,6 @@ class AsyncSource(MemorySource):
     def get_lag(self) -> dict[tuple[str, int], int]:
         return {("memory", 0): self.unread}
 
-    def prefetch(self) -> None: ...
-
     def commit(self, saved: Mapping[int, PartitionState] = NO_STATE) -> None:
         self.waited.append(True)
 

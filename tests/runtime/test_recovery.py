@@ -214,8 +214,6 @@ class AsyncGroupMember(GroupMember):
 
     _begun: PendingCommit | None = None
 
-    def prefetch(self) -> None: ...
-
     def begin_commit(self, saved: Mapping[int, PartitionState], ended: Callable[[], None]) -> None:
         self._end()
         self._begun = self._make_commit(saved)
