@@ -22,7 +22,11 @@ from tests.connectors.raw_batches import encode_batch, encode_record, send_batch
 
 pytestmark = pytest.mark.kafka
 
+BOTH_CLIENTS = pytest.mark.usefixtures("client_library")
+"""Runs a test with both client libraries. The others run with librdkafka by `make test-librdkafka`."""
 
+
+@BOTH_CLIENTS
 def test_partitions_are_restored_by_one_reader_in_several_polls(
     group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,6 +64,7 @@ def test_partitions_are_restored_by_one_reader_in_several_polls(
     assert reader._consumer is None, "the reader is closed when no partition waits"
 
 
+@BOTH_CLIENTS
 def test_many_partitions_are_restored_although_requests_are_slow(
     group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +198,7 @@ def test_partitions_that_were_added_while_no_process_ran_begin_with_their_first_
     wait_until(lambda: bool(successor.poll()) and len(successor.handled_offsets) == 3, "the messages")
 
 
+@BOTH_CLIENTS
 def test_partitions_are_not_added_to_the_state_topic_if_that_is_refused(
     group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,6 +214,7 @@ def test_partitions_are_not_added_to_the_state_topic_if_that_is_refused(
         assert admin.describe_topics([world.state_topic], 30.0)[world.state_topic].num_partitions == 1
 
 
+@BOTH_CLIENTS
 def test_waiting_partitions_are_neither_read_nor_committed(
     group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +254,8 @@ def test_spare_member_has_joined_without_partitions(group: Callable[..., Group])
     assert len(first.source.assigned_partitions | second.source.assigned_partitions) == 1
 
 
-def test_batch_that_the_client_cannot_read_ends_the_process(group: Callable[..., Group]) -> None:
+@pytest.mark.parametrize("client_library", ["kafka-python"], indirect=True)  # librdkafka can read it
+def test_batch_that_the_client_cannot_read_ends_the_process(group: Callable[..., Group], client_library: str) -> None:
     """The name of a header is not UTF-8, which kafka-python cannot decode. What comes before is consumed."""
     world = group(1)
     send_batch(world.bootstrap, world.topic, encode_batch(encode_record(0, b"k", b"before"), 1))
