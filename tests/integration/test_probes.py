@@ -16,9 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from connectors.kafka import ensure_topics, produce
+from connectors.kafka import describe_evidence_topic, ensure_topics, produce
+from deformer_stream import model_store
+from deformer_stream.codec.encode_evidence import encode_evidence
 from deformer_stream.runtime.metrics import STALL_SECONDS
 from tests.conftest import start_broker
+from tests.incidents.evidence_logs import make_log
 from tests.integration.programs import Cluster, RunningConsumer
 
 pytestmark = pytest.mark.kafka
@@ -71,6 +74,22 @@ def wait_until_ready(consumer: RunningConsumer) -> None:
     consumer.wait_for(lambda: probe(consumer, "/readyz") == 200, "/readyz", pause=0.2)
 
 
+def make_evidence(model: Path) -> list[tuple[bytes, bytes, None]]:
+    """Return messages of evidence of the model."""
+    fingerprint = str(model_store.read_manifest(model)["fingerprint"])
+    return [(b"", encode_evidence(batch), None) for batch in make_log(fingerprint, faults={0: [(30, 60)]})]
+
+
+def run_incidents(log: Path, bootstrap: str, topic: str, model: Path, client: str) -> RunningConsumer:
+    """Start `deformer-stream incidents` with a group that has the name of the topic."""
+    return RunningConsumer(
+        log,
+        *("--topic", topic, "--group", topic, "--bootstrap-servers", bootstrap, "--model", model, "--client", client),
+        *("--records-per-day", "8640", "--fleet", "off", "--patience", "10m"),
+        command="incidents",
+    )
+
+
 @pytest.mark.parametrize(
     ("client", "session", "commit_interval"),
     [("kafka-python", "45s", "100ms"), ("librdkafka", "45s", "100ms"), ("librdkafka", "10s", "5s")],
@@ -78,7 +97,9 @@ def wait_until_ready(consumer: RunningConsumer) -> None:
 def test_a_consumer_lives_through_an_outage_of_the_brokers(
     client: str, session: str, commit_interval: str, model_dir: Path, tmp_path: Path
 ) -> None:
-    """The process is healthy all the time. Afterwards all is consumed, by the same process, with each effect once.
+    """The process is healthy all the time, and so is the one that makes incidents.
+
+    Afterwards all is consumed, by the same process, with each effect once.
 
     With a session shorter than the outage, librdkafka gives up the partitions, and is not ready until it has joined the
     group again. What was not committed is then processed again. On a busy machine the brokers start so late that this
@@ -90,17 +111,28 @@ def test_a_consumer_lives_through_an_outage_of_the_brokers(
         ensure_topics(cluster.brokers, {name: {"num_partitions": 2}})
         options = make_options(broker.bootstrap, name, model_dir, client, "--patience", "10m")
         options += ["--session-timeout", session, "--commit-interval", commit_interval]
-        with RunningConsumer(tmp_path / "consumer.log", *options) as consumer:
+        evidence = make_evidence(model_dir)
+        ensure_topics(cluster.brokers, describe_evidence_topic(f"{name}-evidence"))
+        with (
+            RunningConsumer(tmp_path / "consumer.log", *options) as consumer,
+            run_incidents(tmp_path / "incidents.log", broker.bootstrap, name, model_dir, client) as incidents,
+        ):
             wait_until_ready(consumer)
+            wait_until_ready(incidents)
             send(cluster, name, 0, 500)
             consumer.wait_for(cluster.is_consumed(name, name), "the first events")
             send(cluster, name, 500, 2_000)
             send_invalid(cluster, name, 100)
+            produce(cluster.brokers, f"{name}-evidence", evidence[:75])
             broker.kill(1)  # probably during a commit, or before it
             end, seen = time.monotonic() + OUTAGE_SECONDS, list[tuple[int, int]]()
+            incidents_seen: set[int] = set()
             while time.monotonic() < end:
                 seen.append((probe(consumer, "/healthz"), probe(consumer, "/readyz")))
+                incidents_seen.add(probe(incidents, "/healthz"))
                 time.sleep(0.5)
+            assert incidents_seen == {200}
+            assert incidents.process.poll() is None, incidents.read_log()
             assert consumer.process.poll() is None, consumer.read_log()
             assert {healthy for healthy, _ in seen} == {200}
             assert {ready for _, ready in seen} <= ({200, 503} if loses_session else {200})
@@ -110,6 +142,10 @@ def test_a_consumer_lives_through_an_outage_of_the_brokers(
             send(cluster, name, 2_500, 100)
             consumer.wait_for(cluster.is_consumed(name, name), "the events after the outage", patience=300.0, pause=0.5)
             totals = consumer.stop()
+            produce(cluster.brokers, f"{name}-evidence", evidence[75:])
+            consumed = cluster.is_consumed(f"{name}-evidence", f"{name}-{name}-incidents")
+            incidents.wait_for(consumed, "the evidence after the outage", patience=300.0, pause=0.5)
+            incidents.stop()
         ends = cluster.read_end_offsets(name)
         assert sum(ends.values()) == 2_700
         assert totals["open"] == 2_600
