@@ -25,12 +25,17 @@ The authors compute quantiles from 100 samples; here they are those of the predi
                            validation stays in raw units, with the settings `TRAINING_SETTINGS`. Each hidden cell is
                            imputed as `deformer-stream impute` does (`engine.irregular_imputation`), given the visible
                            cells of its stay. One model serves all shares of hidden cells
+
+The figures of each fold and share are stored as soon as they are measured. If the same command runs again, it continues
+after the last stored ones. With --models, the model of each fold is stored, too, and is not trained again.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -43,8 +48,16 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.command import build_parser, describe_machine, format_today, publish_results, run_benchmark
-from benchmarks.irregular_deformer import CommandDeformer
+from benchmarks.command import (
+    ResultStore,
+    add_again_option,
+    build_parser,
+    describe_machine,
+    format_today,
+    publish_results,
+    run_benchmark,
+)
+from benchmarks.irregular_deformer import CommandDeformer, read_training
 from benchmarks.irregular_records import Readings, restore_decimals
 from benchmarks.tables import format_markdown_header, format_markdown_row, get_tables_folder, require_scikit_learn
 from deformer_stream import load
@@ -412,37 +425,53 @@ class DeformerImputer:
         max_time: Largest duration of the training.
         seed: Seed of the training.
         model: Directory of a model that was trained before; None to train one.
+        folder: Folder in which the models are stored, and from which an earlier run's models are read; a temporary one
+            if None.
 
     Attributes:
-        training_seconds: Seconds of the training of the last fold.
+        training: Steps, preset, seconds and load average of the training of the last model (see `CommandDeformer`).
+            The load average is missing if an earlier run trained it.
     """
 
-    def __init__(self, max_time: str, seed: int, model: Path | None = None) -> None:
-        self.max_time, self.seed, self.training_seconds = max_time, seed, 0.0
-        self._model_by_test: dict[bytes, DEformer] = {}  # by the row numbers of the test stays
-        if model is not None:
-            self._model_by_test[b""] = load(model).artifact.model
+    def __init__(self, max_time: str, seed: int, model: Path | None = None, folder: Path | None = None) -> None:
+        self.max_time, self.seed, self.model = max_time, seed, model
+        self._temporary = tempfile.TemporaryDirectory() if folder is None else None
+        self.folder = Path(self._temporary.name) if self._temporary is not None else folder
+        self.training: dict[str, Any] = {}
 
     def __call__(self, grids: Grids, is_hidden: Bools, train: Ints, test: Ints) -> Floats:
         """Return the quantiles of the hidden cells (see `Impute`). The median is rounded as a value of the sensor."""
-        model = self._model_by_test.get(b"") or self._model_by_test.get(test.tobytes())
-        if model is None:
-            model = self._model_by_test[test.tobytes()] = self._train(grids, test)
-        return impute_by_model(model, grids, is_hidden, test)
+        directory = self.model or self._find_or_train(grids, test)
+        if self.training.get("directory") != str(directory):
+            self.training = {**read_training(directory), "directory": str(directory)}
+        return impute_by_model(load(directory).artifact.model, grids, is_hidden, test)
 
-    def _train(self, grids: Grids, test: Ints) -> DEformer:
-        """Return a model that the command trains on the stays that are not tested."""
-        started = time.perf_counter()
+    def _find_or_train(self, grids: Grids, test: Ints) -> Path:
+        """Return the directory of the model for the stays that are not tested, which the command trains if necessary.
+
+        Its name depends on the tested stays and on all settings, so no other model can be taken for it.
+        """
+        assert self.folder is not None
+        settings = "".join(f"{name} = {json.dumps(value)}\n" for name, value in TRAINING_SETTINGS.items())
+        key = f"{settings}{self.max_time} {self.seed} {test.tolist()}"
+        directory = self.folder / hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+        if directory.exists():
+            return directory
         others = np.setdiff1d(np.arange(len(grids.values)), test)
+        self.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
-            settings = Path(folder) / "imputation.toml"
-            settings.write_text("".join(f"{name} = {json.dumps(v)}\n" for name, v in TRAINING_SETTINGS.items()))
-            options = ("--config", str(settings), "--continuous", ",".join(PARAMETERS))
+            path = Path(folder) / "imputation.toml"
+            path.write_text(settings)
+            options = ("--config", str(path), "--continuous", ",".join(PARAMETERS))
             contender = CommandDeformer(self.max_time, self.seed, Path(folder), options)
             contender.fit(make_stay_readings(grids.restore_raw()[others], grids.is_observed[others]))
-            model: DEformer = load(Path(folder) / "model").artifact.model
-        self.training_seconds = time.perf_counter() - started
-        return model
+            # The directory gets its name when it is complete, so an interrupted copy is not taken for a model.
+            incomplete = directory.with_suffix(".incomplete")
+            shutil.rmtree(incomplete, ignore_errors=True)
+            shutil.copytree(Path(folder) / "model", incomplete)
+            incomplete.rename(directory)
+        self.training = {**contender.training, "directory": str(directory)}
+        return directory
 
 
 def impute_by_model(model: DEformer, grids: Grids, is_hidden: Bools, test: Ints) -> Floats:
@@ -481,7 +510,7 @@ def measure_fold(grids: Grids, share: float, fold: int, methods: dict[str, Imput
         seconds = round(time.perf_counter() - started, 1)
         line[name] = {"mae": round(mae, 4), "crps": round(crps, 4), "seconds": seconds}
         if isinstance(impute, DeformerImputer):
-            line[name]["training_seconds"] = round(impute.training_seconds, 1)
+            line[name]["training"] = {key: v for key, v in impute.training.items() if key != "directory"}
     return line
 
 
@@ -490,13 +519,13 @@ def format_results(lines: Sequence[dict[str, Any]]) -> str:
     shares = sorted({line["share"] for line in lines})
     titles = [f"{metric}, {share:.0%} hidden" for metric in ("MAE", "CRPS", "time, s") for share in shares]
     text = format_markdown_header(["method", *titles])
-    for name in [key for key, value in lines[0].items() if isinstance(value, dict)]:
+    for name in dict.fromkeys(key for line in lines for key, value in line.items() if isinstance(value, dict)):
         cells = []
         for metric, digits in (("mae", 3), ("crps", 3), ("seconds", 0)):
             for share in shares:
-                figures = [line[name][metric] for line in lines if line["share"] == share]
+                figures = [line[name][metric] for line in lines if line["share"] == share and name in line]
                 spread = f" ± {np.std(figures):.3f}" if digits and len(figures) > 1 else ""
-                cells.append(f"{np.mean(figures):.{digits}f}{spread}")
+                cells.append(f"{np.mean(figures):.{digits}f}{spread}" if figures else "")
         text.append(format_markdown_row([name, *cells]))
     for name, figures_by_share in PUBLISHED.items():
         errors = [figures_by_share.get(share, (None, None)) for share in shares]
@@ -505,12 +534,43 @@ def format_results(lines: Sequence[dict[str, Any]]) -> str:
     return "\n".join(text)
 
 
+def describe_folds(lines: Sequence[dict[str, Any]]) -> str:
+    """Return which folds were measured for each share of hidden cells, and the training steps of the deformer."""
+    parts = []
+    for share in sorted({line["share"] for line in lines}):
+        folds = ", ".join(str(line["fold"]) for line in lines if line["share"] == share)
+        parts.append(f"{share:.0%} hidden: folds {folds}")
+    trainings = [line["deformer"]["training"] for line in lines if "deformer" in line]
+    if trainings:
+        steps = [training["steps"] for training in trainings]
+        loads = [training["load"] for training in trainings if "load" in training]
+        load_text = f", load average {min(loads)} to {max(loads)}" if loads else ""
+        parts.append(f"preset {trainings[0]['preset']}, {min(steps)} to {max(steps)} training steps{load_text}")
+    return "; ".join(parts)
+
+
+def measure_missing(
+    store: ResultStore, grids: Grids, share: float, folds: Sequence[int], methods: dict[str, Impute]
+) -> None:
+    """Measure the methods for which the store has no figures of a fold, and store them after each fold."""
+    for fold in folds:
+        stored = store.find(share=share, fold=fold) or {}
+        missing = {name: impute for name, impute in methods.items() if name not in stored}
+        if missing:
+            line = {**stored, **measure_fold(grids, share, fold, missing)}
+            if stored:
+                store.lines.remove(stored)
+            print(json.dumps(store.add(line)), flush=True)
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Measure all methods on the requested folds and publish the results."""
     require_scikit_learn()
     grids = read_grids(get_tables_folder().parent / "icu2012")
-    lines = []
-    deformer = DeformerImputer(arguments.max_time, SEED, arguments.model)
+    trained = {"max_time": arguments.max_time, "settings": json.dumps(TRAINING_SETTINGS), "model": str(arguments.model)}
+    store = ResultStore("icu_imputation", trained, arguments.again)
+    deformer = DeformerImputer(arguments.max_time, SEED, arguments.model, arguments.models)
+    folds = [int(fold) for fold in parse_numbers("--folds", arguments.folds)]
     for share in parse_numbers("--shares", arguments.shares):
         methods: dict[str, Impute] = {
             "mean": impute_by_mean,
@@ -521,15 +581,14 @@ def run(arguments: argparse.Namespace) -> None:
             methods["Gaussian process"] = make_process_imputer(share, SEED)
         if arguments.deformer or arguments.model:
             methods["deformer"] = deformer
-        for fold in parse_numbers("--folds", arguments.folds):
-            lines.append(measure_fold(grids, share, int(fold), methods))
-            print(json.dumps(lines[-1]), flush=True)
+        measure_missing(store, grids, share, folds, methods)
     conditions = (
-        f"{describe_machine()}, {format_today()}; {len(grids.values)} stays, folds {arguments.folds}, means and "
-        "standard deviations over the folds. Published figures are means over five folds; CSDI was trained on a GPU."
+        f"{describe_machine()}, {format_today()}; {len(grids.values)} stays, means and standard deviations over the "
+        f"folds ({describe_folds(store.lines)}). The deformer trains for at most {arguments.max_time} in each fold. "
+        "Published figures are means over five folds; CSDI was trained on a GPU."
     )
     publish_results(
-        "icu_imputation", f"# Imputation in CSDI's protocol\n\n{conditions}\n\n{format_results(lines)}\n", lines
+        "icu_imputation", f"# Imputation in CSDI's protocol\n\n{conditions}\n\n{format_results(store.lines)}\n"
     )
 
 
@@ -548,8 +607,11 @@ def main() -> None:
     options.add_argument("--shares", default="0.1,0.5,0.9", help="comma-separated shares of hidden cells")
     options.add_argument("--deformer", action="store_true", help="train and measure the deformer, too")
     options.add_argument("--model", type=Path, help="measure this trained model in place of a new one; for one fold")
+    options.add_argument(
+        "--models", type=Path, help="folder in which the models of the folds are stored and found again"
+    )
     options.add_argument("--quick", action="store_true", help="leave out the fit of the Gaussian process")
-    run_benchmark("icu_imputation", run, options)
+    run_benchmark("icu_imputation", run, add_again_option(options))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,13 @@ statistics of the peers. The model's own calibration, on a part of the training 
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -41,6 +43,12 @@ def run_command(*words: object) -> None:
     result = subprocess.run([sys.executable, "-m", module, *arguments], stdout=sys.stderr, env=variables, check=False)
     if result.returncode:
         raise InputError(f"{program} failed with the exit status {result.returncode}: its error is printed above")
+
+
+def read_training(model: Path) -> dict[str, Any]:
+    """Return what a model directory states about its training: steps, preset, and seconds of the command."""
+    training = json.loads((model / "manifest.json").read_text())["training"]
+    return {"steps": training["steps"], "preset": training["preset"]["name"], "seconds": training["seconds"]}
 
 
 def find_distinct_readings(readings: Readings) -> Bools:
@@ -88,6 +96,9 @@ class CommandDeformer:
         seed: Seed of the training.
         folder: Folder for the model and the tables; a temporary one if None.
         options: Further options of deformer-train.
+
+    Attributes:
+        training: Steps, preset and seconds of the last training, and the load average of its last five minutes.
     """
 
     name = "deformer"
@@ -97,6 +108,7 @@ class CommandDeformer:
         self._temporary = None if folder is not None else tempfile.TemporaryDirectory()
         self.folder = folder if self._temporary is None else Path(self._temporary.name)
         self.units: Schema
+        self.training: dict[str, Any] = {}
 
     def fit(self, train: Readings) -> None:
         """Train a model with the command."""
@@ -107,6 +119,7 @@ class CommandDeformer:
         source, model = self.folder / "train.parquet", self.folder / "model"
         words = ("--layout", "long", "--irregular", "--max-time", self.max_time, "--seed", self.seed, *self.options)
         run_command("deformer-train", source, *words, "--out", model)
+        self.training = {**read_training(model), "load": round(os.getloadavg()[1], 1)}
 
     def score(self, readings: Readings) -> PrefixScores:
         """Score the readings with the command.

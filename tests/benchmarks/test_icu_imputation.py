@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -13,9 +16,11 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import norm
 
+from benchmarks import command
 from benchmarks import icu_imputation as imputation
-from benchmarks.irregular_records import make_readings
+from benchmarks.irregular_records import Readings, make_readings
 from deformer_stream.engine.irregular_imputation import ObservedReadings, Targets
+from deformer_stream.errors import InputError
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.gaussian_process import GaussianProcessPrior
 from deformer_stream.model.reading_times import ReadingTimes
@@ -250,3 +255,68 @@ def test_results_are_averaged_over_folds() -> None:
     text = imputation.format_results([make_line(0, 0.4), make_line(1, 0.6)])
     assert "| last value | 0.500 ± 0.100 | 1.000 ± 0.200 | 1 |" in text
     assert "| CSDI (published) | 0.217 | 0.238 |  |" in text
+
+
+def test_an_interrupted_run_continues_after_the_last_stored_fold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    grids, calls = draw_grids(10), []
+
+    def impute(grids: imputation.Grids, is_hidden: NDArray[np.bool_], train: object, test: NDArray[np.int64]) -> Floats:
+        calls.append(test)
+        if len(calls) == 2:
+            raise InputError("the disk is full")
+        return imputation.impute_by_mean(grids, is_hidden, train, test)  # type: ignore[arg-type]
+
+    def measure(names: tuple[str, ...]) -> command.ResultStore:
+        store = command.ResultStore("icu_imputation", {"max_time": "1m"})
+        imputation.measure_missing(store, grids, 0.1, [0, 1], dict.fromkeys(names, impute))
+        return store
+
+    with pytest.raises(InputError):
+        measure(("one",))
+    assert [line["fold"] for line in command.ResultStore("icu_imputation", {"max_time": "1m"}).lines] == [0]
+    assert sorted(line["fold"] for line in measure(("one",)).lines) == [0, 1]
+    assert len(calls) == 3  # the first fold was not measured again
+    # A further method is added to the lines of the folds, and the figures of the others stay.
+    lines = measure(("one", "two")).lines
+    assert len(calls) == 5
+    assert all({"one", "two"} <= line.keys() for line in lines)
+    assert len(lines) == 2
+
+
+def test_model_of_a_fold_is_trained_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[int] = []
+
+    class Trainer:
+        training: ClassVar[dict[str, object]] = {"steps": 7, "preset": "tiny", "seconds": 3.0, "load": 1.5}
+
+        def __init__(self, max_time: str, seed: int, folder: Path, options: tuple[str, ...]) -> None:
+            self.folder = folder
+
+        def fit(self, readings: Readings) -> None:
+            trained.append(len(readings.records))
+            (self.folder / "model").mkdir()
+            manifest = {"training": {"steps": 7, "preset": {"name": "tiny"}, "seconds": 3.0}}
+            (self.folder / "model" / "manifest.json").write_text(json.dumps(manifest))
+
+    monkeypatch.setattr(imputation, "CommandDeformer", Trainer)
+    monkeypatch.setattr(
+        imputation, "load", lambda directory: SimpleNamespace(artifact=SimpleNamespace(model=directory))
+    )
+    used: list[Path] = []
+    monkeypatch.setattr(imputation, "impute_by_model", lambda model, *_: used.append(model))
+    grids = draw_grids(10)
+    is_hidden = imputation.hide_cells(grids.is_observed, 0.1)
+    for _ in range(2):  # the second imputer is that of a later run
+        imputer = imputation.DeformerImputer("1m", 1, folder=tmp_path / "models")
+        for fold in (0, 0, 1):
+            train, test = imputation.split_fold(10, fold)
+            imputer(grids, is_hidden, train, test)
+            assert imputer.training["steps"] == 7
+    assert trained == [8, 8]
+    assert used[0] == used[1] == used[3] != used[2] == used[5]
+    train, test = imputation.split_fold(10, 0)
+    imputation.DeformerImputer("2m", 1, folder=tmp_path / "models")(grids, is_hidden, train, test)
+    assert len(trained) == 3  # a model of another setting is not used
