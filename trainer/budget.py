@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from statistics import median_low
 
 from deformer_stream.calibration.conformal import DEFAULT_ALPHAS, Calibration
 from deformer_stream.counts import format_count
@@ -28,6 +29,9 @@ MAX_WARM_UP_SECONDS = 2.0
 
 MAX_MEASURED_RECORDS = 64
 """Largest number of records that are processed to measure the seconds per record."""
+
+MAX_COMBINED_MEASUREMENTS = 3
+"""Number of measurements of costs of which `combine_costs` returns the median."""
 
 MIN_RANKING_RECORDS, MIN_HELD_OUT_PASSES = 10, 8
 """Smallest numbers of records from which ranking statistics and held-out figures are computed, even if time is over.
@@ -132,7 +136,7 @@ class PhaseCosts:
 
     Attributes:
         calibration: Seconds to score one calibration record.
-        ranking: Seconds to compute the distance of one record to the exemplars (stored training records).
+        ranking: Seconds to score one record, and to compute its distance to the exemplars (stored training records).
         held_out: Seconds to compute the likelihood of one held-out record in one order of its readings.
         fixed: Seconds that do not depend on the number of records: report, model files, end of the process.
     """
@@ -141,6 +145,20 @@ class PhaseCosts:
     ranking: float
     held_out: float
     fixed: float
+
+
+def combine_costs(measured: Sequence[PhaseCosts]) -> PhaseCosts:
+    """Return the medians of the last measured costs, at most `MAX_COMBINED_MEASUREMENTS` of them.
+
+    Another program that uses the machine for a short time spoils one measurement, but not the median of three. Of two
+    measurements, the smaller costs count: the phases after training end at their deadlines, but nothing uses the time
+    that training leaves.
+
+    Args:
+        measured: The costs in the order in which they were measured, at least one.
+    """
+    recent = measured[-MAX_COMBINED_MEASUREMENTS:]
+    return PhaseCosts(**{f.name: median_low([getattr(costs, f.name) for costs in recent]) for f in fields(PhaseCosts)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +190,7 @@ class RecordCounts:
             costs: Measured seconds per record of each phase.
         """
         calibration_seconds = costs.calibration * self.calibration
-        # For ranking, a record is compared with the exemplars and also scored like a calibration record.
-        ranking_seconds = (costs.ranking + costs.calibration) * self.ranking
+        ranking_seconds = costs.ranking * self.ranking
         held_out_seconds = costs.held_out * self.held_out_passes
         return calibration_seconds + ranking_seconds + held_out_seconds
 
@@ -278,7 +295,11 @@ class Phase:
 
 
 def measure_seconds_per_record(
-    process: Callable[[int], object], clock: Callable[[], float], num_available: int, warm_up: bool = True
+    process: Callable[[int], object],
+    clock: Callable[[], float],
+    num_available: int,
+    warm_up: bool = True,
+    min_seconds: float = MIN_MEASURED_SECONDS,
 ) -> float:
     """Return the seconds that a function needs for each record.
 
@@ -289,6 +310,7 @@ def measure_seconds_per_record(
         clock: A function that returns the current time in seconds.
         num_available: Largest number of records that `process` can be called with.
         warm_up: Whether to call `process` once before it is measured, because the first call may load libraries.
+        min_seconds: Seconds that a call must take to be the measurement.
     """
     if warm_up:
         started = clock()
@@ -301,7 +323,7 @@ def measure_seconds_per_record(
         started = clock()
         process(num_records)
         seconds = clock() - started
-        if seconds >= MIN_MEASURED_SECONDS or num_records >= max_records:
+        if seconds >= min_seconds or num_records >= max_records:
             return seconds / num_records
         num_records = min(4 * num_records, max_records)
 

@@ -1,12 +1,15 @@
 """Fit the scale of the cumulative sums (`deformer_stream.calibration.cusum`) to normal records.
 
-The records are those of the training set. The scale may depend on them, because the scores of other records, which
-calibrate the alert rule, are computed with it.
+The alert rule is calibrated with other records, whose scores are computed with the scale. If the scale depended on
+these records, their scores would be smaller than those of new normal records, and there would be too many false alarms.
+So the records of the scale are those for validation, which the network has not learnt, if there are enough of them, and
+otherwise those of the training set. The distributions of the sensors (`Marginals`) are those of training readings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,11 +35,11 @@ from trainer.sampling import move_to_device
 Floats = NDArray[np.float64]
 
 MAX_SCALE_RECORDS = 1000
-"""Largest number of training records to which the scale is fitted."""
+"""Largest number of records to which the scale is fitted."""
 
 MIN_SCALE_RECORDS = 100
-"""Smallest number of training records to which the scale is fitted, even if time is over. A tail is then that of the
-largest ten sums."""
+"""Smallest number of records to which the scale is fitted, even if time is over. A tail is then that of the largest ten
+sums."""
 
 RECORDS_PER_PASS = 16
 """Number of records whose blocks are gathered together. It bounds memory."""
@@ -46,6 +49,7 @@ def fit_cusum_scale(
     model: DEformer,
     examples: BlockExamples,
     rows: Ints,
+    marginals: Marginals,
     batch_size: int,
     should_continue: Callable[[int], bool] = lambda num_done: True,
 ) -> CusumScale:
@@ -55,34 +59,70 @@ def fit_cusum_scale(
         model: The trained model, in evaluation mode.
         examples: The blocks of the records.
         rows: (N,) row numbers of the records.
+        marginals: The distributions of the readings of each sensor (`fit_marginals`).
         batch_size: Number of blocks that are scored together.
         should_continue: Called before each group of records with the number of records that are scored. If it returns
             False, the scale is fitted to these.
     """
-    num_sensors = len(model.schema)
-    largest_sums: list[Floats] = [np.empty((len(KINDS), 0, num_sensors))]
-    largest_record_sums: list[Floats] = [np.empty(0)]
-    has_readings: list[NDArray[np.bool_]] = [np.empty((0, num_sensors), bool)]
-    marginals = fit_marginals(examples.table, rows)
-    start = 0
-    while start < len(rows) and should_continue(start):
-        readings = score_records(model, examples, rows[start : start + RECORDS_PER_PASS], batch_size, marginals)
-        num_records = len(readings.codes)
-        sensor_sums, record_sums = advance_sums(create_states(num_records, num_sensors), readings)
-        record, place = np.nonzero(readings.is_counted)
-        codes = readings.codes[record, place]
-        largest = np.zeros((len(KINDS), num_records, num_sensors))
-        for kind in range(len(KINDS)):
-            np.maximum.at(largest[kind], (record, codes), sensor_sums[kind, record, place])
-        is_present = np.zeros((num_records, num_sensors), bool)
-        is_present[record, codes] = True
-        largest_sums.append(largest)
-        largest_record_sums.append(np.where(readings.is_counted, record_sums, 0.0).max(1, initial=0.0))
-        has_readings.append(is_present)
-        start += num_records
+    parts: list[LargestSums] = []
+    with attached_kernels(model) as kernels:
+        start = 0
+        while start < len(rows) and should_continue(start):
+            own = rows[start : start + RECORDS_PER_PASS]
+            parts.append(find_largest_sums(kernels, model, examples, own, marginals, batch_size))
+            start += len(own)
     return fit_scale(
-        np.concatenate(largest_sums, 1), np.concatenate(largest_record_sums), np.concatenate(has_readings), marginals
+        np.concatenate([part.sums for part in parts], 1),
+        np.concatenate([part.record_sums for part in parts]),
+        np.concatenate([part.has_readings for part in parts]),
+        marginals,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LargestSums:
+    """The largest cumulative sums of N records with F sensors, which are the arguments of `cusum.fit_scale`.
+
+    Attributes:
+        sums: (5, N, F) the largest value of each kind of evidence of each sensor, a row for each of `KINDS`.
+        record_sums: (N,) the largest sum of each record.
+        has_readings: (N, F) whether the record has counted readings of the sensor.
+    """
+
+    sums: Floats
+    record_sums: Floats
+    has_readings: NDArray[np.bool_]
+
+
+def find_largest_sums(
+    kernels: CpuKernels | None,
+    model: DEformer,
+    examples: BlockExamples,
+    rows: Ints,
+    marginals: Marginals,
+    batch_size: int,
+) -> LargestSums:
+    """Score the readings of a few records, and return the largest cumulative sums.
+
+    Args:
+        kernels: The compiled kernels of the model (`attached_kernels`), None to use PyTorch.
+        model: The trained model, in evaluation mode.
+        examples: The blocks of the records.
+        rows: (N,) row numbers of the records.
+        marginals: The distributions of the readings of each sensor.
+        batch_size: Number of blocks that are scored together.
+    """
+    readings = score_records(kernels, model, examples, rows, marginals, batch_size)
+    num_records, num_sensors = len(readings.codes), len(model.schema)
+    sensor_sums, record_sums = advance_sums(create_states(num_records, num_sensors), readings)
+    record, place = np.nonzero(readings.is_counted)
+    codes = readings.codes[record, place]
+    largest = np.zeros((len(KINDS), num_records, num_sensors))
+    for kind in range(len(KINDS)):
+        np.maximum.at(largest[kind], (record, codes), sensor_sums[kind, record, place])
+    has_readings = np.zeros((num_records, num_sensors), bool)
+    has_readings[record, codes] = True
+    return LargestSums(largest, np.where(readings.is_counted, record_sums, 0.0).max(1, initial=0.0), has_readings)
 
 
 def fit_marginals(table: IrregularTable, rows: Ints) -> Marginals:
@@ -93,18 +133,24 @@ def fit_marginals(table: IrregularTable, rows: Ints) -> Marginals:
 
 
 def score_records(
-    model: DEformer, examples: BlockExamples, rows: Ints, batch_size: int, marginals: Marginals
+    kernels: CpuKernels | None,
+    model: DEformer,
+    examples: BlockExamples,
+    rows: Ints,
+    marginals: Marginals,
+    batch_size: int,
 ) -> CusumReadings:
     """Return what the cumulative sums need of all readings of some records.
 
     Values have no noise, as in a stream.
 
     Args:
+        kernels: The compiled kernels of the model (`attached_kernels`), None to use PyTorch.
         model: The trained model, in evaluation mode.
         examples: The blocks of the records.
         rows: (N,) row numbers of the records.
-        batch_size: Number of blocks that are scored together.
         marginals: The distributions of the readings of each sensor.
+        batch_size: Number of blocks that are scored together.
     """
     table = examples.table
     num_readings = table.num_readings[rows]
@@ -118,15 +164,14 @@ def score_records(
     reading = table.offsets[rows[record]] + place
     codes[record, place], values[record, place] = table.codes[reading], table.values[reading]
     indexes = np.flatnonzero(np.isin(examples.blocks.records, rows))
-    with attached_kernels(model) as kernels:
-        for start in range(0, len(indexes), batch_size):
-            batch = examples.gather_stored(indexes[start : start + batch_size])
-            is_target = batch.weights.numpy() > 0
-            terms = _score_with_torch(model, batch) if kernels is None else _score_with_kernels(kernels, batch)
-            target = batch.readings[is_target]
-            own = order[np.searchsorted(ends, target, side="right")]
-            own_place = target - table.offsets[rows[own]]
-            log_prob[own, own_place], log_p[own, own_place], log_p_others[own, own_place] = terms[:, is_target]
+    for start in range(0, len(indexes), batch_size):
+        batch = examples.gather_stored(indexes[start : start + batch_size])
+        is_target = batch.weights.numpy() > 0
+        terms = _score_with_torch(model, batch) if kernels is None else _score_with_kernels(kernels, batch)
+        target = batch.readings[is_target]
+        own = order[np.searchsorted(ends, target, side="right")]
+        own_place = target - table.offsets[rows[own]]
+        log_prob[own, own_place], log_p[own, own_place], log_p_others[own, own_place] = terms[:, is_target]
     is_valid = np.arange(shape[1]) < num_readings[:, None]
     return CusumReadings(
         codes=codes,

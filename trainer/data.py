@@ -14,7 +14,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -114,6 +114,8 @@ class DataOptions:
         device_column: The column with the device of readings, for windows. None to find it.
         reading: How tables are read: the dialect of CSV files, and the zone of times without one.
         units: Units of features, which replace those in the metadata of the columns.
+        order: Order of irregular readings: "arrival" for that of the input, "time" for that of their times. None to
+            choose it (`irregular_table.choose_reading_order`).
     """
 
     layout: Layout | None = None
@@ -134,6 +136,7 @@ class DataOptions:
     time_column: str | None = None
     device_column: str | None = None
     reading: TableOptions = field(default_factory=TableOptions)
+    order: Literal["arrival", "time"] | None = None
 
     @property
     def named_columns(self) -> frozenset[str]:
@@ -401,6 +404,7 @@ def create_data_options(settings: TrainConfig, base: Schema | None = None) -> Da
         once=split_names(settings.once),
         base=base,
         ties=settings.ties,
+        order=settings.order if settings.order in ("arrival", "time") else None,
         units=settings.units,
         time_column=settings.time_column,
         device_column=None if settings.device_column == DEVICE else settings.device_column,

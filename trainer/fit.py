@@ -53,6 +53,12 @@ VALIDATION_SHARE = 0.02
 With fewer records, chance would decide which weights are kept. If validations take long, there are fewer of them.
 """
 
+MEASURED_AGAIN_AT = (0.5, 0.8, 0.95)
+"""Shares of the schedule after which the costs of the work after training are measured again.
+
+The load of the machine can change during a training. With the last one, little time is lost or missing if it did.
+"""
+
 CHECKPOINT_SECONDS = 30.0
 """Seconds between two checkpoints."""
 
@@ -264,6 +270,7 @@ class TrainingRun:
         should_stop: Callable[[], bool] = lambda: False,
         on_status: Callable[[TrainingStatus], None] = lambda status: None,
         measure_costs: Callable[[DEformer], Costs] = lambda model: Costs(0.0, 0.0),
+        measure_again: Callable[[DEformer], Costs] | None = None,
     ) -> TrainingResult:
         """Train until the schedule or the time ends, for at least one step.
 
@@ -272,6 +279,9 @@ class TrainingRun:
             on_status: Called after every step.
             measure_costs: Called with the model before the first step if there is a time limit. It returns the seconds
                 that validation and the work after training take.
+            measure_again: Called with the averaged model during a training with a time limit, at the shares
+                `MEASURED_AGAIN_AT` of its schedule. It returns the seconds at present. The time for training becomes
+                longer or shorter accordingly. None to keep the first costs.
 
         Returns:
             The trained model, with the history of the losses.
@@ -282,6 +292,10 @@ class TrainingRun:
         """
         if self.budget.limit is not None and not self.has_measured_costs:
             self._reserve_time(measure_costs(self.averaged_model), self.budget.limit)
+        if measure_again is None or self.budget.limit is None:
+            shares_left = []
+        else:
+            shares_left = [share for share in MEASURED_AGAIN_AT if share > self.progress]
         saved_at = self.budget.elapsed
         is_exhausted = self.validations_since_best >= self.recipe.patience
         step_seconds, num_steps_before, seconds_of_steps = 0.0, self.step, 0.0
@@ -296,6 +310,13 @@ class TrainingRun:
                 if self._is_validation_due():
                     self._validate_and_record()
                     is_exhausted = self.validations_since_best >= self.recipe.patience
+                if (
+                    measure_again is not None
+                    and shares_left
+                    and self.budget.compute_training_progress() >= shares_left[0]
+                ):
+                    shares_left = [share for share in shares_left if share > self.progress]
+                    self._change_reserve(measure_again(self.averaged_model))
                 on_status(self.get_status())
                 if self.ranks.is_any(should_stop()):
                     self.save()
@@ -355,7 +376,15 @@ class TrainingRun:
         num_affordable = VALIDATION_SHARE * limit / seconds_per_record
         self.validation_rows = self.validation_rows[: max(MIN_VALIDATION_ROWS, int(num_affordable))]
         self.validation_batch_size = choose_batch_size(costs.record, BATCH_SIZE)
-        last_validation_seconds = len(self.validation_rows) * seconds_per_record
+        self._change_reserve(costs)
+
+    def _change_reserve(self, costs: Costs) -> None:
+        """Reserve time for the last validation and the work after training.
+
+        Args:
+            costs: Measured costs of validation and of the work after training.
+        """
+        last_validation_seconds = len(self.validation_rows) * self.examples.num_orders * costs.record
         # `costs.after` is the time of all work after training, such as calibration and the report.
         self.budget.reserve = costs.after + last_validation_seconds
 

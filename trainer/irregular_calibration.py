@@ -25,9 +25,6 @@ from trainer.irregular_table import IrregularTable
 MAX_READINGS_PER_CALL = 50_000
 """Readings that are sent to the engine at once. It bounds memory and does not change any score."""
 
-MAX_FEATURE_BLOCKS = 200
-"""Largest number of blocks from which the typical −ln p of each feature is computed."""
-
 
 def score_irregular_records(
     model: DEformer,
@@ -109,21 +106,31 @@ def create_event_batches(table: IrregularTable, rows: Ints) -> list[EventBatch]:
     return batches
 
 
-def average_neg_log_p(model: DEformer, examples: BlockExamples, indexes: Ints, batch_size: int) -> RecordScores:
+def average_neg_log_p(
+    model: DEformer,
+    examples: BlockExamples,
+    indexes: Ints,
+    batch_size: int,
+    should_continue: Callable[[int], bool] = lambda num_done: True,
+) -> RecordScores:
     """Return the sums of −ln p over the readings of each feature, where p is the highest-density p-value of a reading.
 
     Args:
         model: The trained model, in evaluation mode.
         examples: The blocks of the records.
-        indexes: Indexes of the blocks whose readings are used, `MAX_FEATURE_BLOCKS` of them at most.
+        indexes: Indexes of the blocks whose readings are used.
         batch_size: Number of blocks that are scored together.
+        should_continue: Called before each batch with the number of blocks that are done. If it returns False, the sums
+            cover only those.
 
     Returns:
         The sums, without statistics of records.
     """
     num_features = len(model.schema)
     total = RecordScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
-    for start in range(0, min(len(indexes), MAX_FEATURE_BLOCKS), batch_size):
+    for start in range(0, len(indexes), batch_size):
+        if not should_continue(start):
+            break
         batch = examples.gather_stored(indexes[start : start + batch_size])
         codes, values, ages = (tensor.numpy() for tensor in (batch.features, batch.values, batch.ages))
         total += sum_neg_log_p(model, codes, values, ages, examples.find_scored(batch), batch_size)

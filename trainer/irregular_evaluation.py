@@ -12,7 +12,7 @@ of training records:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +140,7 @@ def evaluate_blocks(
     seed: int,
     batch_size: int,
     should_continue: Callable[[int], bool] = lambda num_done: True,
+    references: Readings | None = None,
 ) -> IrregularLikelihood:
     """Compute the likelihood of the readings of blocks, and of the baselines for the same readings.
 
@@ -151,27 +152,27 @@ def evaluate_blocks(
         batch_size: Number of blocks that are scored together.
         should_continue: Called before each batch but the first with the number of blocks that are done. If it returns
             False, the result covers only those blocks.
+        references: The training readings to which the baselines are fitted. None to draw them (`draw_references`).
     """
     parts: list[Readings] = []
     log_p_parts: list[Floats] = []
     process_parts: list[Floats] = []
     block_parts: list[Ints] = []
     num_done = 0
-    for batch, log_p in examples.iterate_log_p(model, indexes, seed, batch_size):
+    for batch, log_p, process_log_p in iterate_predictions(model, examples, indexes, seed, batch_size):
         is_scored = examples.find_scored(batch)
         parts.append(Readings.from_batch(examples, batch))
         log_p_parts.append(log_p[is_scored])
-        process_parts.append(_compute_process_log_p(model, batch)[is_scored])
+        process_parts.append(process_log_p[is_scored])
         block_parts.append(num_done + np.nonzero(is_scored)[0])
         num_done += len(batch)
         if not should_continue(num_done):
             break
     readings = Readings.concatenate(parts)
     nll, block = -np.concatenate(log_p_parts), np.concatenate(block_parts)
-    references = draw_references(examples, seed)
+    references = draw_references(examples, seed) if references is None else references
     schema = examples.table.schema
-    marginal = predict_marginal(schema, references, readings)
-    last_value = predict_last_value(schema, references, readings, marginal)
+    marginal, last_value = predict_baselines(schema, references, readings)
     process = np.concatenate(process_parts)
     baselines = {"marginal": -float(marginal.mean()), "last_value": -float(last_value.mean())}
     if model.process is not None:
@@ -188,6 +189,18 @@ def evaluate_blocks(
         num_done,
         len(np.unique(examples.blocks.records[indexes[:num_done]])),
     )
+
+
+def iterate_predictions(
+    model: DEformer, examples: BlockExamples, indexes: Ints, seed: int, batch_size: int
+) -> Iterator[tuple[BlockBatch, Floats, Floats]]:
+    """Yield batches of blocks in their real order, each with ln p of its readings under the model and its process.
+
+    The arguments are those of `BlockExamples.iterate_log_p`. The arrays have the shape (B, L). Those of the process are
+    NaN for readings that it does not contain.
+    """
+    for batch, log_p in examples.iterate_log_p(model, indexes, seed, batch_size):
+        yield batch, log_p, _compute_process_log_p(model, batch)
 
 
 def _compute_process_log_p(model: DEformer, batch: BlockBatch) -> Floats:
@@ -217,6 +230,18 @@ def draw_references(examples: BlockExamples, seed: int) -> Readings:
         for start in range(0, len(chosen), 250)
     ]
     return Readings.concatenate(parts)
+
+
+def predict_baselines(schema: Schema, references: Readings, readings: Readings) -> tuple[Floats, Floats]:
+    """Return ln p of readings by the baselines "marginal" and "last_value", (M,) each.
+
+    Args:
+        schema: The features.
+        references: The training readings to which the baselines are fitted.
+        readings: The M readings.
+    """
+    marginal = predict_marginal(schema, references, readings)
+    return marginal, predict_last_value(schema, references, readings, marginal)
 
 
 def predict_marginal(schema: Schema, references: Readings, readings: Readings) -> Floats:

@@ -27,6 +27,7 @@ from deformer_stream.calibration.score_sums import RecordScores
 from deformer_stream.calibration.seen_records import RecordHasher, RecordSet, SeenRecords
 from deformer_stream.counts import format_count
 from deformer_stream.errors import ConfigError, map_write_errors
+from deformer_stream.kernels.cpu import attached_kernels
 from deformer_stream.model.bounded_context import ContextLimit
 from deformer_stream.model.deformer import DEformer
 from trainer.budget import (
@@ -37,28 +38,42 @@ from trainer.budget import (
     RecordCounts,
     TimeBudget,
     choose_batch_size,
+    combine_costs,
     compute_min_counts,
     measure_seconds_per_record,
     plan_record_counts,
 )
 from trainer.calibrate import build_calibration
-from trainer.cusum_scale import MAX_SCALE_RECORDS, MIN_SCALE_RECORDS, fit_cusum_scale
+from trainer.cusum_scale import (
+    MAX_SCALE_RECORDS,
+    MIN_SCALE_RECORDS,
+    find_largest_sums,
+    fit_cusum_scale,
+    fit_marginals,
+)
 from trainer.data import Split, create_data_options
 from trainer.distributed import Ranks
 from trainer.examples import BlockExamples, Blocks, Ints
 from trainer.fit import MIN_VALIDATION_ROWS, SINGLE_PROCESS, TrainingResult, TrainingRun, TrainingStatus
 from trainer.gaussian_process import fit_process
 from trainer.irregular_calibration import average_neg_log_p, score_irregular_records
-from trainer.irregular_evaluation import IrregularLikelihood, evaluate_blocks
+from trainer.irregular_evaluation import (
+    IrregularLikelihood,
+    Readings,
+    draw_references,
+    evaluate_blocks,
+    iterate_predictions,
+    predict_baselines,
+)
 from trainer.irregular_table import IrregularTable, iterate_record_chunks, prepare_irregular_table
 from trainer.job_output import JobOutput, summarize_job
 from trainer.planning import (
     PRIOR_SHARE,
     SAFETY_FACTOR,
-    TRAINING_SHARE,
     compute_reserve,
     estimate_fixed_seconds,
     estimate_least_seconds,
+    is_time_too_short,
     reduce_batch,
 )
 from trainer.reading_time import READING_SHARE, ReadingMonitor
@@ -96,8 +111,21 @@ EVALUATION_BATCH = 32
 CALIBRATION_BATCH = 64
 """Number of records that are sent to the engine together by default."""
 
-MAX_MEASURED_BLOCKS = 8
-"""Largest number of blocks or records with which a cost is measured."""
+MAX_MEASURED_READINGS = 10_000
+"""Number of readings with which the time to fit the baselines is measured."""
+
+MAX_MEASURED_RECORDS, MAX_MEASURED_SECONDS = 16, 0.5
+"""Largest number of records or blocks with which a cost is measured, and seconds after which no more are added."""
+
+MEASURED_SHARE = 0.002
+"""Share of a time limit that the measurement of a cost takes if it is shorter than `MAX_MEASURED_SECONDS`."""
+
+FEATURE_BLOCKS_SHARE, MAX_FEATURE_BLOCKS = 0.2, 200
+"""Share of the blocks of the held-out figures from which the typical −ln p of each feature is computed for the drift
+monitor, and the largest number of these blocks."""
+
+STEPS_SHARE = 8.0 / 9.0
+"""Share of the time for training that its steps take. Validations take the rest (`fit.TrainingRun`)."""
 
 PROCESS_FILE = "process.safetensors"
 """File of the fitted Gaussian process in the working folder, which a continued run reads."""
@@ -144,7 +172,7 @@ def train_irregular(
         warnings.add(*(TrainingWarning(code, message) for code, message in data.warnings))
         run = job.plan()
         seen_records = _collect_seen_records(data)
-        result = run.run(should_stop, on_status, job.compute_costs)
+        result = run.run(should_stop, on_status, job.compute_costs, job.measure_costs_again)
         budget.mark_phase("training")
         warnings.add(*check_steps(result, budget.limit))
         warnings.add(*check_best_step(result, run.model.process is not None, has_old_model=False))
@@ -209,12 +237,15 @@ class _Job:
         data: The prepared table.
         blocks: The blocks of its records.
         num_rounds: Number of rounds in which the Gaussian process was fitted, 0 without one.
-        costs: Measured costs of the phases after training. None without a time limit.
+        costs: Costs of the phases after training, of which `compute_costs` says how they are measured. None without a
+            time limit.
+        references: The training readings to which the baselines of the held-out figures are fitted.
         maximum: Numbers of records and blocks that these phases use if there is enough time.
     """
 
     data: IrregularTable
     blocks: Blocks
+    references: Readings
 
     def __init__(
         self, settings: TrainConfig, folder: Path, budget: TimeBudget, on_message: Callable[[str], None]
@@ -222,8 +253,9 @@ class _Job:
         self.settings, self.folder, self.budget, self.on_message = settings, folder, budget, on_message
         self.preset_reason = ""
         self.num_rounds = 0
-        self.costs: PhaseCosts | None = None
         self.maximum = RecordCounts(0, 0, 0)
+        self._measured: list[PhaseCosts] = []
+        self._baseline_seconds = 0.0  # of the fit of the baselines, which does not depend on the number of blocks
         self._examples_by_noise: dict[tuple[float, float, float], BlockExamples] = {}
         self.state = load_previous_run(get_working_folder(settings.out), settings)
         self.start_seconds = budget.elapsed
@@ -243,6 +275,7 @@ class _Job:
         seconds = math.inf if budget.limit is None else READING_SHARE * budget.remaining
         monitor = ReadingMonitor(seconds, budget.clock, self.on_message, max_records=previous.get("records"))
         self.data = prepare_irregular_table(tables, create_data_options(self.settings), self.folder, monitor)
+        self.on_message(self.data.order.describe())
         config = irregular_model_config(self.settings, len(self.data.schema))
         limit = config.context_limit or ContextLimit(0, 1)  # the block is at least 1
         self.blocks = Blocks.divide(self.data, limit, self.folder)
@@ -252,7 +285,18 @@ class _Job:
         if not num_blocks or not len(self._create_examples(self.settings).validation_indexes):
             raise ConfigError("the table has too few records with readings: give more records")
         num_passes = -(-min(num_blocks, HELD_OUT_BLOCKS) // BLOCKS_PER_PASS)
-        num_scale = len(self.data.select_rows(Split.TRAIN)) if self.settings.evidence != "lasting" else 0
+        # The baselines do not depend on the model. What is done before training need not be estimated.
+        self.references = draw_references(self._create_examples(self.settings), self.settings.seed + 1)
+        started, num_measured = budget.clock(), min(MAX_MEASURED_READINGS, len(self.references.codes))
+        predict_baselines(self.data.schema, self.references, self.references.select(np.arange(num_measured)))
+        self._baseline_seconds = budget.clock() - started
+        num_scale = 0
+        if self._has_sums():
+            num_scale = len(self._select_scale_records())
+        elif self.settings.evidence is None:
+            self.on_message(
+                "arrival_share = 0 trains a model for imputation: as with --evidence lasting, it has no sums"
+            )
         # The records of the scale of cumulative sums are planned as those for ranking, which are typical ones, too.
         self.maximum = RecordCounts(
             min(num_calibration, MAX_CALIBRATION_RECORDS),
@@ -273,7 +317,6 @@ class _Job:
             self.on_message("measuring how long training and calibration take")
         run, seconds = self._choose_preset(process)
         if is_limited:
-            self.costs = self._measure_costs(run.averaged_model)
             batch = run.recipe.batch
             if self.state is not None:
                 batch = self.state["identity"]["batch"]
@@ -354,9 +397,10 @@ class _Job:
         return TrainingRun(examples, model, recipe, settings.seed, folder, self.budget, identity)
 
     def _choose_preset(self, process: dict[str, torch.Tensor] | None) -> tuple[TrainingRun, float]:
-        """Create the run with the preset that suits the time.
+        """Create the run with the preset that suits the time, and measure its costs.
 
-        With `--preset auto`, it is the larger one of `AUTO_PRESETS` if the time limit leaves enough training steps.
+        With `--preset auto`, it is the larger one of `AUTO_PRESETS` if the time limit leaves enough training steps. It
+        is also the larger one if the schedule of the smaller one would end before the time does.
 
         Returns:
             The run, and the seconds of a training step for each block of its batch, 0 if they were not measured.
@@ -365,90 +409,185 @@ class _Job:
         if self.state is not None:
             self.settings = self._set_preset(self.state["identity"]["preset"])
             self.preset_reason = "that of the interrupted run"
-            return self._create_run(self.settings, process), 0.0
+            return self._measure_run(self.settings, process)[0], 0.0
         is_open = self.settings.preset == "auto" and is_limited and not has_own_size(self.settings)
         large, small = AUTO_PRESETS
         if not is_open:
             self.preset_reason = "the default" if self.settings.preset == "auto" else "chosen by --preset"
             self.settings = self._set_preset(resolve_preset(self.settings))
-            run = self._create_run(self.settings, process)
-            return run, self._measure_step(run) if is_limited and not self.is_rushed else 0.0
+            return self._measure_run(self.settings, process)
         if self.is_rushed:
             self.settings = self._set_preset(small)
             self.preset_reason = f"--max-time leaves no time to measure preset {large}"
-            return self._create_run(self.settings, process), 0.0
-        run = self._create_run(self._set_preset(large), process)
-        seconds = self._measure_step(run)
-        num_steps = int(TRAINING_SHARE * self.budget.remaining / max(run.batch_size * seconds, 1e-9))
+            return self._measure_run(self.settings, process)
+        large_settings, small_settings = self._set_preset(large), self._set_preset(small)
+        run, seconds = self._measure_run(large_settings, process)
+        num_steps = self._estimate_steps(run, seconds)
         num_needed = min(MIN_STEPS_OF_LARGER_PRESET, run.steps)
         if num_steps >= num_needed:
-            self.settings = self._set_preset(large)
+            self.settings = large_settings
             self.preset_reason = "the time limit leaves enough training steps for it"
+            return run, seconds
+        large_measured = self._measured
+        small_run, small_seconds = self._measure_run(small_settings, process)
+        if self._estimate_steps(small_run, small_seconds) > small_run.steps:
+            self.settings, self._measured = large_settings, large_measured
+            self.preset_reason = f"preset {small} would end its training before --max-time"
             return run, seconds
         self.preset_reason = (
             f"--max-time leaves time for at most about {format_count(num_steps, 'training step')} of preset {large}, "
             f"which should have at least {num_needed}"
         )
         self.on_message(f"preset {small}: {self.preset_reason}")
-        self.settings = self._set_preset(small)
-        run = self._create_run(self.settings, process)
-        return run, self._measure_step(run)
+        self.settings = small_settings
+        return small_run, small_seconds
 
     def _set_preset(self, preset: str) -> TrainConfig:
         """Return the settings with another preset."""
         return self.settings.model_copy(update={"preset": preset})
 
+    def _measure_run(self, settings: TrainConfig, process: dict[str, torch.Tensor] | None) -> tuple[TrainingRun, float]:
+        """Create the run of a preset. Under a time limit, measure its costs in place of those of another preset.
+
+        Returns:
+            The run, and the seconds of a training step for each block of its batch, 0 if they were not measured.
+        """
+        run = self._create_run(settings, process)
+        if self.budget.limit is None:
+            return run, 0.0
+        self._measured = [self._measure_costs(run.averaged_model)]
+        return run, 0.0 if self.is_rushed or self.state is not None else self._measure_step(run)
+
     def _measure_step(self, run: TrainingRun) -> float:
         """Return the measured seconds of a training step for each block of its batch."""
         return measure_seconds_per_record(run.measure_step_seconds, self.budget.clock, run.batch_size)
 
+    def _estimate_steps(self, run: TrainingRun, seconds_per_block: float) -> int:
+        """Return about how many training steps of a run fit into the time before the work after training."""
+        seconds = STEPS_SHARE * self._estimate_training_seconds()
+        return int(seconds / max(run.batch_size * seconds_per_block, 1e-9))
+
+    def _estimate_training_seconds(self) -> float:
+        """Return the seconds that are left for training, if the first and the last validation are short."""
+        costs = self.costs
+        if costs is None or self.budget.limit is None:
+            return math.inf
+        validation_seconds = 2 * MIN_VALIDATION_ROWS * costs.held_out / BLOCKS_PER_PASS
+        return self.budget.remaining - compute_reserve(costs, self.maximum, self.budget.limit) - validation_seconds
+
+    @property
+    def costs(self) -> PhaseCosts | None:
+        """Costs of the phases after training, from the last measurements. None without a time limit."""
+        return combine_costs(self._measured) if self._measured else None
+
     def _measure_costs(self, model: DEformer) -> PhaseCosts:
-        """Return the measured seconds for each record of the calibration and for each block of held-out figures."""
-        fixed_seconds = estimate_fixed_seconds(self.start_seconds, len(self.data.schema))
+        """Return the measured seconds for each record of calibration and sums, and for each pass of held-out figures.
+
+        Args:
+            model: The model in evaluation mode. Its weights do not change the costs.
+        """
+        fixed_seconds = self._baseline_seconds + estimate_fixed_seconds(self.start_seconds, len(self.data.schema))
         if self.is_rushed:
-            return PhaseCosts(calibration=0.1, ranking=0.0, held_out=0.02 * BLOCKS_PER_PASS, fixed=fixed_seconds)
-        clock, examples = self.budget.clock, self._create_examples(self.settings)
-        records = self._sample_calibration_records()[:MAX_MEASURED_BLOCKS]
-        blocks = self._sample_held_out_blocks(examples)[:MAX_MEASURED_BLOCKS]
-        # Records differ in length, so the cost of a reading is measured.
-        num_readings = np.cumsum(self.data.num_readings[records])
-        calibration_seconds = measure_seconds_per_record(
-            lambda num_records: score_irregular_records(model, self.data, records[:num_records]), clock, len(records)
+            seconds = 0.1
+            return PhaseCosts(
+                calibration=seconds, ranking=seconds, held_out=0.02 * BLOCKS_PER_PASS, fixed=fixed_seconds
+            )
+        examples, seed = self._create_examples(self.settings), self.settings.seed
+        calibration_rows = self._find_typical_records(self._sample_calibration_records())
+        calibration_seconds = self._measure(
+            lambda num_records: score_irregular_records(model, self.data, calibration_rows[:num_records]),
+            len(calibration_rows),
         )
-        mean_readings = self.data.num_readings[self._sample_calibration_records()].mean()
-        calibration_seconds *= float(mean_readings) / max(float(num_readings[-1]) / len(records), 1.0)
-        held_out_seconds = measure_seconds_per_record(
-            lambda num_blocks: examples.evaluate(model, blocks[:num_blocks], 0, EVALUATION_BATCH), clock, len(blocks)
+        scale_seconds = 0.0
+        if self.maximum.ranking:
+            scale_rows = self._find_typical_records(self._select_scale_records())
+            marginals = fit_marginals(self.data, scale_rows)
+            with attached_kernels(model) as kernels:
+                scale_seconds = self._measure(
+                    lambda num_records: find_largest_sums(
+                        kernels, model, examples, scale_rows[:num_records], marginals, EVALUATION_BATCH
+                    ),
+                    len(scale_rows),
+                )
+        blocks = self._sample_held_out_blocks(examples)[:MAX_MEASURED_RECORDS]
+        held_out_seconds = self._measure(
+            lambda num_blocks: list(iterate_predictions(model, examples, blocks[:num_blocks], seed, EVALUATION_BATCH)),
+            len(blocks),
         )
-        # A record of the scale costs its blocks. `RecordCounts` adds the cost of a calibration record.
-        blocks_per_record = len(self.blocks) / max(len(self.data.split), 1)
-        scale_seconds = blocks_per_record * held_out_seconds
+        feature_seconds = self._measure(
+            lambda num_blocks: average_neg_log_p(model, examples, blocks[:num_blocks], EVALUATION_BATCH), len(blocks)
+        )
         return PhaseCosts(
             calibration=SAFETY_FACTOR * calibration_seconds,
-            ranking=SAFETY_FACTOR * max(0.0, scale_seconds - calibration_seconds),
-            held_out=SAFETY_FACTOR * BLOCKS_PER_PASS * held_out_seconds,
+            ranking=SAFETY_FACTOR * scale_seconds,
+            held_out=SAFETY_FACTOR * BLOCKS_PER_PASS * (held_out_seconds + FEATURE_BLOCKS_SHARE * feature_seconds),
             fixed=fixed_seconds,
         )
 
+    def _measure(self, process: Callable[[int], object], num_available: int) -> float:
+        """Return the measured seconds for each record of a function, which is called with a number of records."""
+        min_seconds = min(MAX_MEASURED_SECONDS, MEASURED_SHARE * (self.budget.limit or math.inf))
+        return measure_seconds_per_record(process, self.budget.clock, num_available, min_seconds=min_seconds)
+
+    def _find_typical_records(self, rows: Ints) -> Ints:
+        """Return the records whose number of readings is next to the mean, `MAX_MEASURED_RECORDS` of them at most."""
+        num_readings = self.data.num_readings[rows]
+        return rows[np.argsort(np.abs(num_readings - num_readings.mean()), kind="stable")][:MAX_MEASURED_RECORDS]
+
     def _choose_batch(self, run: TrainingRun, seconds_per_block: float) -> int:
         """Return the number of blocks per batch with which the time limit allows at least `MIN_STEPS` steps."""
-        if self.costs is None:
+        costs = self.costs
+        if costs is None:
             return run.recipe.batch
-        recipe, budget = run.recipe, self.budget
-        validation_seconds = 2 * MIN_VALIDATION_ROWS * self.costs.held_out / BLOCKS_PER_PASS
-        reserve = compute_reserve(self.costs, self.maximum, budget.limit or math.inf)
-        training_seconds = budget.remaining - reserve - validation_seconds
-        return reduce_batch(recipe, training_seconds, seconds_per_block, "block", self.on_message)
+        min_final_seconds = compute_min_counts(self.maximum).estimate_seconds(costs) + costs.fixed
+        validation_seconds = 2 * MIN_VALIDATION_ROWS * costs.held_out / BLOCKS_PER_PASS
+        min_seconds = seconds_per_block * run.recipe.accumulate + validation_seconds + min_final_seconds
+        if is_time_too_short(self.budget, min_seconds, self.on_message):
+            return 1
+        training_seconds = self._estimate_training_seconds()
+        return reduce_batch(run.recipe, training_seconds, seconds_per_block, "block", self.on_message)
 
     def compute_costs(self, model: DEformer) -> Costs:
         """Return the seconds to reserve for the work after training, and the seconds to validate a block.
 
         The model is not used, because the costs were measured when the run was planned.
         """
-        if self.costs is None or self.budget.limit is None:
+        costs = self.costs
+        if costs is None or self.budget.limit is None:
             return Costs(after=0.0, record=0.0)
-        after = compute_reserve(self.costs, self.maximum, self.budget.limit)
-        return Costs(after, record=self.costs.held_out / BLOCKS_PER_PASS)
+        after = compute_reserve(costs, self.maximum, self.budget.limit)
+        return Costs(after, record=costs.held_out / BLOCKS_PER_PASS)
+
+    def measure_costs_again(self, model: DEformer) -> Costs:
+        """Measure the costs during the training, and return what `compute_costs` returns then.
+
+        The medians of the last measurements count (`budget.combine_costs`).
+
+        Args:
+            model: The averaged model, in evaluation mode.
+        """
+        if not self.is_rushed:
+            self._measured.append(self._measure_costs(model))
+        return self.compute_costs(model)
+
+    def _has_sums(self) -> bool:
+        """Return whether the anomaly score is that of cumulative sums, to which a scale is fitted.
+
+        A model that has learnt no reading in its real order is for imputation, and has none unless the user wants it.
+        """
+        if self.settings.evidence is not None:
+            return self.settings.evidence == "fading"
+        return self._create_examples(self.settings).arrival_share > 0.0
+
+    def _select_scale_records(self) -> Ints:
+        """Return the records to which the scale of the cumulative sums can be fitted, in random order.
+
+        They are those for validation, which the network has not learnt, or those for training if the former are few.
+        """
+        rows = self.data.select_rows(Split.VALIDATION)
+        if len(rows) < MIN_SCALE_RECORDS:
+            rows = self.data.select_rows(Split.TRAIN)
+        return np.random.default_rng([self.settings.seed, 0xC5]).permutation(rows)[:MAX_SCALE_RECORDS]
 
     def _sample_calibration_records(self) -> Ints:
         """Return the calibration records in random order, `MAX_CALIBRATION_RECORDS` of them at most."""
@@ -466,6 +605,10 @@ class _Job:
         """Send a message that a phase begins, and return the object that ends it at its deadline."""
         of = "" if num_used == num_available else f"{num_used:,} of "
         self.on_message(f"{name}: {of}{format_count(num_available, noun)}")
+        return self._create_phase(name, num_used, min_used, later_seconds)
+
+    def _create_phase(self, name: str, num_used: int, min_used: int, later_seconds: float) -> Phase:
+        """Return the object that ends a phase at its deadline, `later_seconds` before that of all phases."""
         deadline = math.inf
         if self.costs is not None:
             deadline = self.budget.clock() + self.budget.remaining - self.costs.fixed - later_seconds
@@ -491,41 +634,70 @@ class _Job:
         statistics = score_irregular_records(
             model, self.data, rows[:num_records], batch_size, cusum_scale, phase.should_continue
         )
-        examples = self._create_examples(self.settings)
-        sums = average_neg_log_p(model, examples, self._sample_held_out_blocks(examples), EVALUATION_BATCH)
+        sums = self._average_neg_log_p(model)
         scores = RecordScores(statistics, sums.neg_log_p_sums, sums.num_readings)
         return build_calibration(scores, self.data.schema, "arrival", 0.0, cusum_scale=cusum_scale)
 
+    def _average_neg_log_p(self, model: DEformer) -> RecordScores:
+        """Return the sums of −ln p over the readings of each feature, from as many blocks as the time permits."""
+        examples = self._create_examples(self.settings)
+        blocks = self._sample_held_out_blocks(examples)
+        num_blocks = int(FEATURE_BLOCKS_SHARE * min(self._count_held_out_blocks(), len(blocks)))
+        num_blocks = min(max(num_blocks, 1), MAX_FEATURE_BLOCKS)
+        minimum = min(num_blocks, int(FEATURE_BLOCKS_SHARE * MIN_HELD_OUT_PASSES * BLOCKS_PER_PASS))
+        held_out_seconds = 0.0 if self.costs is None else MIN_HELD_OUT_PASSES * self.costs.held_out
+        phase = self._create_phase("typical readings of each feature", num_blocks, minimum, held_out_seconds)
+        return average_neg_log_p(
+            model, examples, blocks[:num_blocks], self._choose_block_batch(), phase.should_continue
+        )
+
     def _fit_cusum_scale(self, model: DEformer) -> CusumScale | None:
-        """Fit the scale of the cumulative sums to training records; None with `--evidence lasting`."""
+        """Fit the scale of the cumulative sums to normal records; None if the anomaly score has no sums."""
         if not self.maximum.ranking:
             return None
-        rows = np.random.default_rng([self.settings.seed, 0xC5]).permutation(self.data.select_rows(Split.TRAIN))
+        rows = self._select_scale_records()
         num_records = self._plan_counts(self.maximum).ranking
         minimum = compute_min_counts(self.maximum)
         later_seconds = 0.0 if self.costs is None else replace(minimum, ranking=0).estimate_seconds(self.costs)
         phase = self._start_phase(
             "fitting the scale of the sums", "record", num_records, len(rows), minimum.ranking, later_seconds
         )
-        batch_size = EVALUATION_BATCH
-        if self.costs is not None:
-            batch_size = choose_batch_size(self.costs.held_out / BLOCKS_PER_PASS, EVALUATION_BATCH)
         examples = self._create_examples(self.settings)
-        return fit_cusum_scale(model, examples, rows[:num_records], batch_size, phase.should_continue)
+        training_rows = self.data.select_rows(Split.TRAIN)
+        shuffled_rows = np.random.default_rng([self.settings.seed, 0xC6]).permutation(training_rows)
+        marginals = fit_marginals(self.data, shuffled_rows[:MAX_SCALE_RECORDS])
+        return fit_cusum_scale(
+            model, examples, rows[:num_records], marginals, self._choose_block_batch(), phase.should_continue
+        )
+
+    def _choose_block_batch(self) -> int:
+        """Return the number of blocks that are scored together after training."""
+        if self.costs is None:
+            return EVALUATION_BATCH
+        return choose_batch_size(self.costs.held_out / BLOCKS_PER_PASS, EVALUATION_BATCH)
+
+    def _count_held_out_blocks(self) -> int:
+        """Return the number of blocks of the held-out figures in the time that is left, if nothing else is done."""
+        counts = self._plan_counts(replace(self.maximum, calibration=0, ranking=0))
+        return max(1, counts.held_out_passes * BLOCKS_PER_PASS)
 
     def evaluate_held_out(self, model: DEformer) -> IrregularLikelihood:
         """Compute the likelihood of readings of calibration records, which training has not used."""
         examples = self._create_examples(self.settings)
         blocks = self._sample_held_out_blocks(examples)
-        num_passes = self._plan_counts(replace(self.maximum, calibration=0, ranking=0)).held_out_passes
-        num_blocks = min(len(blocks), max(1, num_passes * BLOCKS_PER_PASS))
+        num_blocks = min(len(blocks), self._count_held_out_blocks())
         minimum = min(num_blocks, MIN_HELD_OUT_PASSES * BLOCKS_PER_PASS)
         phase = self._start_phase("held-out figures", "block", num_blocks, len(blocks), minimum, 0.0)
-        batch_size = EVALUATION_BATCH
-        if self.costs is not None:
-            batch_size = choose_batch_size(self.costs.held_out / BLOCKS_PER_PASS, EVALUATION_BATCH)
         seed = self.settings.seed + 1  # for other noise than in validation
-        return evaluate_blocks(model, examples, blocks[:num_blocks], seed, batch_size, phase.should_continue)
+        return evaluate_blocks(
+            model,
+            examples,
+            blocks[:num_blocks],
+            seed,
+            self._choose_block_batch(),
+            phase.should_continue,
+            self.references,
+        )
 
     def count_train_records(self, result: TrainingResult) -> int:
         """Return about how many different training records the steps used: all if they used all blocks."""

@@ -1,7 +1,8 @@
 """Prepare a table of irregular readings (`--irregular`): ragged arrays of normalised values with their own times.
 
 A sensor reports any number of times in a record, and no reading is assigned to a time slot. The readings of a record
-are sorted by time, and those of the same time stay in the order of the input. Only these are left out: nulls, values
+are in the order in which a stream would deliver them: in the order of the input if it is one of arrival, with some late
+readings, and otherwise in order of their times (`choose_reading_order`). Only these are left out: nulls, values
 that a stream refuses, readings without a time, and exact repetitions of a reading (same record, sensor, time and
 value), which a sender has delivered twice. Each kind is counted.
 
@@ -15,7 +16,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +45,14 @@ CHUNK_READINGS = 2_000_000
 DURATION_QUANTILE = 0.99
 """The duration of a record is this quantile of the durations of the training records, unless records are windows."""
 
+MAX_LATE_SHARE = 0.5
+"""The order of the input is one of arrival only if at most this share of the readings is late. A reading is late if its
+record has an earlier row with a later time. Of the readings of two sensors, one after the other, half are late."""
+
+MAX_MEAN_LATENESS = 0.1
+"""Late readings of an order of arrival are late by this share of the duration of their record on average, or less. In a
+table that is sorted by sensors, it is about a half."""
+
 RESOLUTION_QUANTILE = 0.05
 """The resolution of times is this quantile of the intervals between different times of a training record."""
 
@@ -59,18 +68,72 @@ UNTIMED = "readings without a time"
 _TEMPORARY_COLUMNS = {"row": np.int32, "code": np.int16, "value": np.float32, "time": np.int64, "event": np.int64}
 
 
+@dataclass(frozen=True, slots=True)
+class ReadingOrder:
+    """The order of the readings of each record in a table.
+
+    Attributes:
+        name: "arrival" for the order of the input, "time" for that of the times.
+        late_share: Share of the readings that are late in the order of the input: an earlier row of their record has a
+            later time.
+        mean_lateness: Mean over the late readings of the time by which they are late, as a share of the duration of
+            their record; 0 if no reading is late.
+        is_requested: Whether the user has chosen the order (`--order`).
+    """
+
+    name: Literal["arrival", "time"]
+    late_share: float
+    mean_lateness: float
+    is_requested: bool
+
+    def describe(self) -> str:
+        """Return a sentence for the user."""
+        if not self.late_share:
+            return "the rows of each record are in order of time, so the model learns no late readings"
+        found = f"{self.late_share:.1%} of the readings have a row after one with a later time"
+        if self.name == "arrival":
+            reason = " (--order arrival)" if self.is_requested else "; --order time sorts them by time"
+            return f"{found}: the order of the rows is learnt as the order of arrival{reason}"
+        if self.is_requested:
+            return f"{found}: readings are sorted by time (--order time)"
+        return (
+            f"{found}, by {self.mean_lateness:.0%} of the duration of their record, which is no order of arrival: "
+            "readings are sorted by time; --order arrival keeps the order of the rows"
+        )
+
+
+def choose_reading_order(
+    requested: Literal["arrival", "time"] | None, late_share: float, mean_lateness: float
+) -> ReadingOrder:
+    """Return the order of the readings of a table.
+
+    If it is not requested, it is that of the input if at most `MAX_LATE_SHARE` of the readings are late, by at most
+    `MAX_MEAN_LATENESS` of the duration of their record on average.
+
+    Args:
+        requested: The order that the user wants, None to choose it.
+        late_share: Share of the readings that are late (see `ReadingOrder`).
+        mean_lateness: Mean share of the duration by which they are late.
+    """
+    is_arrival = late_share <= MAX_LATE_SHARE and mean_lateness <= MAX_MEAN_LATENESS
+    name = requested or ("arrival" if is_arrival else "time")
+    return ReadingOrder(name, late_share, mean_lateness, requested is not None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class IrregularTable(TrainingTable):
     """A training table of N records with M irregular readings, as ragged arrays on disk.
 
-    The readings of record i have the indexes `offsets[i]` to `offsets[i + 1]` − 1, in the order of their times.
+    The readings of record i have the indexes `offsets[i]` to `offsets[i + 1]` − 1, in the order `order`.
 
     Attributes:
         codes: (M,) int16 feature codes.
         values: (M,) float32 normalised numbers or label codes.
-        ages: (M,) float64 seconds from the origin of the record: the start of its window, or its first reading.
+        ages: (M,) float64 seconds from the origin of the record: the start of its window, or its first reading. The age
+            of a late reading is negative if its time is before the origin.
         offsets: (N + 1,) int64 index of the first reading of each record; the last entry is M.
         origins: (N,) int64 origin of each record in microseconds since 1970.
+        order: The order of the readings of a record.
     """
 
     codes: NDArray[np.int16]
@@ -78,6 +141,7 @@ class IrregularTable(TrainingTable):
     ages: NDArray[np.float64]
     offsets: NDArray[np.int64]
     origins: NDArray[np.int64]
+    order: ReadingOrder
 
     @property
     def num_readings(self) -> NDArray[np.int64]:
@@ -86,7 +150,8 @@ class IrregularTable(TrainingTable):
 
     def summarize(self) -> dict[str, Any]:
         """Return the facts about the table that are stored in the model's manifest, as JSON values."""
-        return super().summarize() | {"readings": int(self.offsets[-1])}
+        order = {"name": self.order.name, "late_share": round(self.order.late_share, 6)}
+        return super().summarize() | {"readings": int(self.offsets[-1]), "order": order}
 
 
 def prepare_irregular_table(
@@ -122,7 +187,7 @@ def prepare_irregular_table(
     schema = replace(schema, window=options.window)
     tables.monitor.start_pass("converting the readings")
     is_training = collected.split == Split.TRAIN
-    codes, values, ages, offsets, origins = _write_readings(tables, schema, folder)
+    order, codes, values, ages, offsets, origins = _write_readings(tables, schema, folder, options.order)
     schema = replace(schema, reading_times=_choose_reading_times(options.window, ages, offsets, is_training))
     return IrregularTable(
         **collected.describe(),
@@ -135,12 +200,20 @@ def prepare_irregular_table(
         ages=ages,
         offsets=offsets,
         origins=origins,
+        order=order,
     )
 
 
 def _write_readings(
-    tables: InputTables, schema: Schema, folder: Path
-) -> tuple[NDArray[np.int16], NDArray[np.float32], NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
+    tables: InputTables, schema: Schema, folder: Path, requested_order: Literal["arrival", "time"] | None
+) -> tuple[
+    ReadingOrder,
+    NDArray[np.int16],
+    NDArray[np.float32],
+    NDArray[np.float64],
+    NDArray[np.int64],
+    NDArray[np.int64],
+]:
     """Write the readings of all records to disk. This is the third pass over the input.
 
     Args:
@@ -148,12 +221,14 @@ def _write_readings(
             are stored in its `skipped_by_reason`.
         schema: The features, one for each sensor.
         folder: An existing folder.
+        requested_order: The order that the user wants, None to choose it.
 
     Returns:
-        codes, values, ages, offsets and origins, as in `IrregularTable`.
+        order, codes, values, ages, offsets and origins, as in `IrregularTable`.
     """
     num_readings = _append_readings(tables, schema, folder)
     placed, first = _place_by_record(folder, num_readings, tables.num_records)
+    chosen_order = choose_reading_order(requested_order, *_measure_lateness(placed, first))
     shape = (int(num_readings.sum()),)
     codes = create_array_file(folder / "codes.npy", np.int16, shape)
     values = create_array_file(folder / "values.npy", np.float32, shape)
@@ -165,14 +240,15 @@ def _write_readings(
         chunk = slice(int(first[records.start]), int(first[records.stop]))
         rows = np.repeat(np.arange(records.start, records.stop), np.diff(first[records.start : records.stop + 1]))
         code, value, time = (np.array(placed[name][chunk]) for name in ("code", "value", "time"))
-        order = np.lexsort((placed["event"][chunk], time, rows))
+        by_time = (time,) if chosen_order.name == "time" else ()
+        order = np.lexsort((placed["event"][chunk], *by_time, rows))
         rows, code, value, time = rows[order], code[order], value[order], time[order]
         is_kept = ~_find_repetitions(rows, code, value, time)
         rows, code, value, time = rows[is_kept], code[is_kept], value[is_kept], time[is_kept]
         num_kept[records] = np.bincount(rows - records.start, minlength=records.stop - records.start)
         if tables.window is None:
             found, first_of_row = np.unique(rows, return_index=True)
-            origins[found] = time[first_of_row]  # the earliest one, because the readings are sorted
+            origins[found] = time[first_of_row]  # the first one, as in a stream
         else:
             origins[rows] = floor_to_window(time, tables.window.width)
         written = slice(num_written, num_written + len(rows))
@@ -187,7 +263,39 @@ def _write_readings(
     offsets = np.concatenate([[0], np.cumsum(num_kept)])
     for array in (codes, values, ages):
         array.flush()
-    return codes[:num_written], values[:num_written], ages[:num_written], offsets, origins
+    return chosen_order, codes[:num_written], values[:num_written], ages[:num_written], offsets, origins
+
+
+def _measure_lateness(placed: dict[str, NDArray[Any]], first: NDArray[np.int64]) -> tuple[float, float]:
+    """Return the share of late readings, and by which share of the duration of their record they are late on average.
+
+    Args:
+        placed: The columns "time" and "event" of the readings, record after record.
+        first: (N + 1,) index of the first reading of each record.
+    """
+    num_late, sum_lateness = 0, 0.0
+    for records in iterate_record_chunks(first):
+        chunk = slice(int(first[records.start]), int(first[records.stop]))
+        rows = np.repeat(np.arange(records.start, records.stop), np.diff(first[records.start : records.stop + 1]))
+        in_order = np.lexsort((placed["event"][chunk], rows))
+        rows, time = rows[in_order], np.array(placed["time"][chunk])[in_order]
+        by_time = np.lexsort((time, rows))
+        rank = np.empty(len(time), np.int64)
+        rank[by_time] = np.arange(len(time))
+        # Ranks of later records are larger, so the largest rank so far belongs to the reading's own record.
+        latest = time[by_time][np.maximum.accumulate(rank)]
+        lateness = latest - time
+        is_late = lateness > 0
+        bounds = first[records.start : records.stop] - chunk.start
+        durations = np.zeros(len(first) - 1)
+        found = records.start + np.flatnonzero(np.diff(first[records.start : records.stop + 1]))
+        starts = bounds[found - records.start]
+        sorted_time = time[by_time]
+        ends = np.append(starts[1:], len(time)) - 1
+        durations[found] = sorted_time[ends] - sorted_time[starts]
+        num_late += int(is_late.sum())
+        sum_lateness += float((lateness[is_late] / durations[rows[is_late]]).sum())
+    return num_late / max(int(first[-1]), 1), sum_lateness / max(num_late, 1)
 
 
 def _append_readings(tables: InputTables, schema: Schema, folder: Path) -> NDArray[np.int64]:
@@ -310,12 +418,17 @@ def _choose_reading_times(
 
     Args:
         window: The window of time that is a record, or None.
-        ages: (M,) seconds since the origins of the records, ascending in each record.
+        ages: (M,) seconds since the origins of the records.
         offsets: (N + 1,) index of the first reading of each record.
         is_training: (N,) whether the record is for training.
     """
-    records = np.flatnonzero(is_training & (np.diff(offsets) > 0))
-    durations = ages[offsets[records + 1] - 1] - ages[offsets[records]]
+    has_readings = np.diff(offsets) > 0
+    records = np.flatnonzero(is_training & has_readings)
+    starts = offsets[:-1][has_readings]
+    spans = np.zeros(len(has_readings))
+    if len(starts):
+        spans[has_readings] = np.maximum.reduceat(ages, starts) - np.minimum.reduceat(ages, starts)
+    durations = spans[records]
     duration = 1.0
     if window is not None:
         duration = float(window.width)
@@ -325,7 +438,7 @@ def _choose_reading_times(
     shuffled = np.random.default_rng(0x71E5).permutation(records)
     num_readings = np.cumsum(offsets[shuffled + 1] - offsets[shuffled])
     sampled = shuffled[: max(1, int(np.searchsorted(num_readings, MAX_TIMED_READINGS)))]
-    intervals = [np.diff(ages[offsets[record] : offsets[record + 1]]) for record in np.sort(sampled).tolist()]
+    intervals = [np.diff(np.sort(ages[offsets[record] : offsets[record + 1]])) for record in np.sort(sampled).tolist()]
     positive = np.concatenate([np.empty(0), *(interval[interval > 0] for interval in intervals)])
     resolution = 1e6 * float(np.quantile(positive, RESOLUTION_QUANTILE)) if len(positive) else duration
     return ReadingTimes(int(duration), int(np.clip(round(resolution), 1, duration)))

@@ -175,7 +175,7 @@ def train(
         planned = _prepare_run(tables, settings, folder, budget, ranks, on_prepared, on_message)
         run, data = planned.run, planned.run.data
         warnings.add(*(TrainingWarning(code, message) for code, message in data.warnings))
-        order = choose_order(settings.order, data)
+        order = choose_order(settings.order_of_features, data)
         # Before the training, because the old directory may be damaged, and because this time is then known.
         seen_records = find_seen_records(
             data.schema,
@@ -360,7 +360,7 @@ class _FinalPhases:
         phase = self._start_phase("ranking", num_records, minimum.ranking, later_seconds, maximum.ranking)
         self.num_ranking_records = min(self.num_ranking_records, num_records)
         # A record is compared with the exemplars, and also scored like a calibration record.
-        seconds_per_record = self.costs.ranking + self.costs.calibration
+        seconds_per_record = self.costs.ranking
         batch_size = choose_batch_size(seconds_per_record, MAX_REFERENCE_RECORDS)
         return add_ranking(
             model,
@@ -569,7 +569,7 @@ def _prepare_run(
     data, num_references = _leave_out_outliers(data, settings, budget, previous.get("references"), on_message)
     budget.mark_phase("contamination")
     on_prepared(data)
-    choose_order(settings.order, data)  # raises before training if the order is impossible
+    choose_order(settings.order_of_features, data)  # raises before training if the order is impossible
     first_budget = budget
     if settings.folds:  # several models share the time
         first_budget = create_first_part(budget, settings.folds, start_seconds, len(data.schema))

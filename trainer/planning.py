@@ -442,10 +442,10 @@ class RunPlanner:
         fixed_seconds = estimate_fixed_seconds(self.start_seconds, len(data.schema))
         if self.is_rushed:
             seconds = ASSUMED_SECONDS_PER_RECORD
-            return PhaseCosts(calibration=seconds, ranking=seconds, held_out=seconds, fixed=fixed_seconds)
+            return PhaseCosts(calibration=seconds, ranking=2 * seconds, held_out=seconds, fixed=fixed_seconds)
         settings, clock = self.settings, self.budget.clock
         rows = data.select_rows(Split.CALIBRATION)
-        order = choose_order(settings.order, data)
+        order = choose_order(settings.order_of_features, data)
         calibration_seconds = measure_seconds_per_record(
             lambda num_records: compute_statistics(model, data, rows[:num_records], order, seed=0), clock, len(rows)
         )
@@ -454,10 +454,10 @@ class RunPlanner:
             clock,
             len(rows),
         )
-        ranking_seconds = measure_distance_seconds(model, data, choose_exemplars(settings), settings.seed, clock)
+        distance_seconds = measure_distance_seconds(model, data, choose_exemplars(settings), settings.seed, clock)
         return PhaseCosts(
             calibration=SAFETY_FACTOR * calibration_seconds,
-            ranking=SAFETY_FACTOR * ranking_seconds,
+            ranking=SAFETY_FACTOR * (calibration_seconds + distance_seconds),
             held_out=SAFETY_FACTOR * held_out_seconds,
             fixed=fixed_seconds,
         )
@@ -482,15 +482,30 @@ class RunPlanner:
         validation_seconds = 2 * MIN_VALIDATION_ROWS * VALIDATION_ORDERS * costs.held_out
         min_final_seconds = compute_min_counts(maximum).estimate_seconds(costs) + costs.fixed
         # The shortest training is one step with one record in each of its batches.
-        min_limit = budget.elapsed + seconds_per_record * recipe.accumulate + validation_seconds + min_final_seconds
-        if min_limit > limit:
-            self.on_message(
-                f"--max-time {limit:g}s is too short for this table on this machine, which needs at least about "
-                f"{min_limit:.0f} s; training for one step and finishing as early as possible"
-            )
+        min_seconds = seconds_per_record * recipe.accumulate + validation_seconds + min_final_seconds
+        if is_time_too_short(budget, min_seconds, self.on_message):
             return 1
         training_seconds = budget.remaining - compute_reserve(costs, maximum, limit) - validation_seconds
         return reduce_batch(recipe, training_seconds, seconds_per_record, "record", self.on_message)
+
+
+def is_time_too_short(budget: TimeBudget, min_seconds: float, on_message: Callable[[str], None]) -> bool:
+    """Return whether the shortest training and the least work after it do not fit, and send a message if so.
+
+    Args:
+        budget: The time of the job, which is limited.
+        min_seconds: Seconds of one training step with the smallest batch, of its validation, and of the phases after
+            training with the smallest numbers of records.
+        on_message: Called with the message.
+    """
+    min_limit = budget.elapsed + min_seconds
+    if budget.limit is None or min_limit <= budget.limit:
+        return False
+    on_message(
+        f"--max-time {budget.limit:g}s is too short for this table on this machine, which needs at least about "
+        f"{min_limit:.0f} s; training for one step and finishing as early as possible"
+    )
+    return True
 
 
 def reduce_batch(

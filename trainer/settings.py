@@ -173,7 +173,8 @@ class TrainSettings(WindowedTableSettings):
         None,
         description="What the anomaly score of a record of irregular readings is computed from (default: fading). "
         "fading: cumulative sums of each sensor, which return to zero when a fault has gone, so that late faults of "
-        "long records are found. lasting: all readings of the record with equal weights.",
+        "long records are found. lasting: all readings of the record with equal weights; it is the default if "
+        "arrival_share is 0, because such a model is for imputation.",
     )
     slots: int | None = Field(
         None,
@@ -251,10 +252,12 @@ class TrainSettings(WindowedTableSettings):
         "training and calibration. If there are no anomalies, up to this share of normal records raises alerts in "
         "addition to alpha.",
     )
-    order: Literal["arrival", "random", "schema"] | None = Field(
+    order: Literal["arrival", "random", "schema", "time"] | None = Field(
         None,
         description="Order in which the readings of a record will arrive. arrival: as in a long table. random: any "
-        "order. schema: the order of the columns. By default arrival for a long table, otherwise random.",
+        "order. schema: the order of the columns. By default arrival for a long table, otherwise random. With "
+        "--irregular: arrival, the order of the rows; or time, that of their times. By default the order of the rows "
+        "if few of them are late, otherwise that of their times.",
     )
     ties: Literal["arrival", "hold"] = Field(
         "arrival",
@@ -292,6 +295,11 @@ class TrainSettings(WindowedTableSettings):
             )
         return self
 
+    @property
+    def order_of_features(self) -> Literal["arrival", "random", "schema"] | None:
+        """The value of --order for records whose features report once. The value "time" needs irregular readings."""
+        return None if self.order == "time" else self.order
+
     def _check_irregular(self) -> None:
         """Check that --irregular is not combined with an option that has no meaning for irregular readings.
 
@@ -301,13 +309,15 @@ class TrainSettings(WindowedTableSettings):
         if not self.irregular:
             if self.evidence is not None:
                 raise ValueError("--evidence needs --irregular: add --irregular, or remove --evidence")
+            if self.order == "time":
+                raise ValueError("--order time needs --irregular: add --irregular, or remove --order time")
             return
         is_set_by_option = {
             "--slots": self.slots is not None,
             "--per-slot": self.per_slot != "first",
             "--once": bool(self.once),
             "--ties hold": self.ties == "hold",
-            f"--order {self.order}": self.order not in (None, "arrival"),
+            f"--order {self.order}": self.order not in (None, "arrival", "time"),
             "--folds": self.folds is not None,
             "--contamination": bool(self.contamination),
             "--init-from": self.init_from is not None,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.cusum import CusumScale
+from deformer_stream.calibration.marginals import Marginals
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.explain import ExplanationEffort
 from deformer_stream.kernels.library import load_library
@@ -48,10 +49,19 @@ def make_compiled_model() -> DEformer:
 
 
 @cache
+def make_scale() -> CusumScale:
+    """Return a scale with distributions that are narrower than those of the streams, so that sums of levels rise."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, len(SCHEMA), 3000)
+    marginals = Marginals.fit(SCHEMA, codes, 0.3 * rng.normal(size=len(codes)))
+    return replace(CusumScale.neutral(len(SCHEMA)), marginals=marginals)
+
+
+@cache
 def make_calibration(seed: int = 0) -> Calibration:
     """Return a calibration of cumulative sums for which many records raise alerts."""
     statistics = np.random.default_rng(seed).exponential(8.0, 200)
-    return Calibration.from_statistics(statistics, "random", cusum_scale=CusumScale.neutral(len(SCHEMA)))
+    return Calibration.from_statistics(statistics, "random", cusum_scale=make_scale())
 
 
 def make_engine(

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.calibration.cusum import CusumScale
 from deformer_stream.codec.state import decode_snapshot, encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import (
@@ -37,6 +36,7 @@ from tests.engine.irregular_streams import (
     make_compiled_model,
     make_engine,
     make_model,
+    make_scale,
 )
 from tests.model.test_irregular_readings import SCHEMA, make_config, make_irregular_model
 
@@ -288,8 +288,7 @@ def test_long_records_have_the_same_bits_whatever_the_batches_and_restarts() -> 
         return scores, alerts
 
     # Only the outliers near the end raise alerts.
-    scale = CusumScale.neutral(len(SCHEMA))
-    calibration = Calibration.from_statistics(1500 + np.arange(100.0), "random", cusum_scale=scale)
+    calibration = Calibration.from_statistics(1500 + np.arange(100.0), "random", cusum_scale=make_scale())
     final_states: list[bytes] = []
     expected_scores, expected_alerts = run([], 0, 2**24)
     assert min(alert.raised_at for alert in expected_alerts) > 500
@@ -399,3 +398,14 @@ def test_ranking_is_the_sum_of_centered_nlls_over_the_root_of_their_number() -> 
     scores = dict(zip(closed.record_ids, closed.anomaly_score.tolist(), strict=True))
     expected = running["excess"] / np.sqrt(running["scored"])
     np.testing.assert_allclose([scores["r0"], scores["r1"]], expected)
+
+
+def test_sums_of_levels_rise_in_the_streams_of_these_tests() -> None:
+    """Without distributions of the sensors they would stay 0, and restarts could lose them unnoticed."""
+    engine = make_engine()
+    engine.handle(make_batch(draw_readings(3, 40, 0)), 1)
+    cusums = engine.snapshot(0, 1).cusums
+    assert cusums is not None
+    num_sensors = len(SCHEMA)
+    levels = cusums[:, 4 * num_sensors + 1 :]
+    assert (levels > 0).any(1).all()

@@ -18,7 +18,7 @@ from trainer import checkpoint
 from trainer.budget import Costs, TimeBudget
 from trainer.data import PreparedTable, Split
 from trainer.evaluate import evaluate_held_out
-from trainer.fit import Interrupted, Recipe, TrainingResult, TrainingRun, should_use_bfloat16
+from trainer.fit import Interrupted, Recipe, TrainingResult, TrainingRun, TrainingStatus, should_use_bfloat16
 from trainer.sampling import Noise, create_generator, draw_random_keys, gather_values, order_readings
 from trainer.settings import Optimizer
 
@@ -162,6 +162,30 @@ def test_training_ends_within_its_time_limit(data: PreparedTable, tmp_path: Path
     assert 14.5 < now < 15.5
     assert not fitted.stopped_early
     assert 20 <= len(fitted.history) <= 32
+
+
+@pytest.mark.parametrize(("first", "later"), [(15.0, 5.0), (5.0, 10.0)])
+def test_time_for_training_follows_the_costs_that_are_measured_during_it(
+    data: PreparedTable, tmp_path: Path, first: float, later: float
+) -> None:
+    """The reserve is too large or too small at first. The training ends when the time for the later work begins."""
+    now = [0.0]
+    budget = TimeBudget(limit=20.0, clock=lambda: now[0])
+    fit = start(data, tmp_path, replace(RECIPE, epochs=10_000, patience=10_000), budget)
+    measured_at: list[float] = []
+
+    def measure_again(model: DEformer) -> Costs:
+        measured_at.append(now[0])
+        return Costs(after=later, record=0.0)
+
+    def work(status: TrainingStatus) -> None:
+        now[0] += 0.05
+
+    result = fit.run(on_status=work, measure_costs=lambda model: Costs(first, 0.0), measure_again=measure_again)
+    assert now[0] == pytest.approx(20.0 - later, abs=0.2)
+    assert measured_at[0] == pytest.approx(0.5 * (20.0 - first), abs=0.2)
+    assert len(measured_at) == 3
+    assert result.steps > 100
 
 
 def test_training_without_time_does_one_step(data: PreparedTable, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from click.testing import CliRunner
 
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import PrefixState, advance_prefix_state
-from deformer_stream.calibration.cusum import advance_sums, compute_statistics, create_states
+from deformer_stream.calibration.cusum import CusumScale, advance_sums, compute_statistics, create_states
 from deformer_stream.calibration.seen_records import RecordHasher
 from deformer_stream.errors import ConfigError
-from deformer_stream.kernels.cpu import is_supported
+from deformer_stream.kernels.cpu import attached_kernels, is_supported
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.settings import load_settings
 from tests.trainer.irregular import divided, fleet, prepared_irregular
@@ -27,10 +26,10 @@ from tests.trainer.test_irregular_examples import CONFIG
 from trainer import gaussian_process, irregular_job
 from trainer.budget import TimeBudget
 from trainer.cli import command
-from trainer.cusum_scale import fit_cusum_scale, score_records
+from trainer.cusum_scale import fit_cusum_scale, fit_marginals, score_records
 from trainer.data import Split
 from trainer.distributed import Ranks
-from trainer.fit import Interrupted
+from trainer.fit import Interrupted, TrainingRun
 from trainer.gaussian_process import fit_process
 from trainer.irregular_calibration import average_neg_log_p, score_irregular_records
 from trainer.irregular_job import IrregularOutput, train_irregular
@@ -185,10 +184,8 @@ def test_calibration_through_the_engine_gives_the_scores_of_the_blocks(tmp_path:
     assert all(0.3 < mean < 3.0 for mean in means.values())
 
 
-def test_scale_of_cumulative_sums_is_fitted_to_the_scores_of_the_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The sums of training records, from which the scale is fitted, are those that a stream would have."""
+def test_scale_of_cumulative_sums_is_fitted_to_the_scores_of_the_engine(tmp_path: Path) -> None:
+    """The sums of the records, from which the scale is fitted, are those that a stream would have."""
     table = prepared_irregular(tmp_path, fleet(np.random.default_rng(2)))
     examples = divided(tmp_path, table)
     torch.manual_seed(0)
@@ -198,17 +195,18 @@ def test_scale_of_cumulative_sums_is_fitted_to_the_scores_of_the_engine(
     assert model.process is not None
     fit_process(model.process, examples, 0)
     rows = np.random.default_rng(0).permutation(table.select_rows(Split.TRAIN))[:40]
-    scale = fit_cusum_scale(model, examples, rows, 7)
+    marginals = fit_marginals(table, rows)
+    scale = fit_cusum_scale(model, examples, rows, marginals, 7)
     assert scale.num_sensors == 3
     assert (scale.slopes < 1.0).any()  # an untrained model is wrong, so normal records have large sums
     assert scale.marginals is not None
     is_linear = table.schema.is_linear
     assert is_linear.any()
     assert ((scale.marginals.num_readings >= 100) == is_linear).all()  # labels have no cells
-    readings = score_records(model, examples, rows, 7, scale.marginals)
-    with monkeypatch.context() as patch:  # PyTorch computes the same as the compiled kernels
-        patch.setattr("trainer.cusum_scale.attached_kernels", lambda model: nullcontext())
-        reference = score_records(model, examples, rows, 7, scale.marginals)
+    with attached_kernels(model) as kernels:
+        assert kernels is not None
+        readings = score_records(kernels, model, examples, rows, marginals, 7)
+    reference = score_records(None, model, examples, rows, marginals, 7)  # PyTorch computes the same
     for name in ("log_p", "log_p_others", "log_masses"):
         np.testing.assert_allclose(getattr(readings, name), getattr(reference, name), rtol=1e-3, atol=1e-3)
     assert not np.array_equal(readings.log_p, reference.log_p)  # rounding errors differ
@@ -231,6 +229,28 @@ def test_evidence_fades_by_default(tmp_path: Path, source: Path) -> None:
     assert not np.allclose(lasting.scores, fading.scores, rtol=0.01)
     with pytest.raises(ConfigError, match="--evidence needs --irregular"):
         load_settings(TrainConfig, {"out": tmp_path, "evidence": "fading"}, None, "train")
+
+
+def test_model_for_imputation_has_no_sums_unless_they_are_requested(tmp_path: Path, source: Path) -> None:
+    assert run(source, tmp_path / "default", arrival_share=0.0, epochs=1).calibration.cusum_scale is None
+    requested = run(source, tmp_path / "sums", arrival_share=0.0, epochs=1, evidence="fading")
+    assert requested.calibration.cusum_scale is not None
+
+
+@pytest.mark.parametrize(("minimum", "part"), [(5, Split.VALIDATION), (50, Split.TRAIN)])
+def test_scale_is_fitted_to_records_that_the_network_has_not_learnt_if_there_are_enough(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, minimum: int, part: Split
+) -> None:
+    fitted: list[np.ndarray[Any, Any]] = []
+
+    def fit(model: object, examples: object, rows: np.ndarray[Any, Any], *others: Any) -> CusumScale:
+        fitted.append(rows)
+        return fit_cusum_scale(model, examples, rows, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(irregular_job, "MIN_SCALE_RECORDS", minimum)
+    monkeypatch.setattr(irregular_job, "fit_cusum_scale", fit)
+    output = run(source, tmp_path / "model", epochs=1)
+    assert sorted(fitted[0].tolist()) == output.data.select_rows(part).tolist()
 
 
 @pytest.mark.parametrize(
@@ -274,6 +294,81 @@ def test_command_trains_and_previews(tmp_path: Path, source: Path) -> None:
     result = CliRunner().invoke(command, [*arguments, *out])
     assert result.exit_code == 0, result.output
     assert "nats a reading (sensor alone" in result.output
+
+
+class Clock:
+    """A clock that stands still unless work is simulated."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plan_job(tmp_path: Path, source: Path, clock: Clock, **options: Any) -> tuple[Any, TrainingRun]:
+    """Return a planned job with a limit of 1,000 seconds."""
+    (tmp_path / "work").mkdir()
+    settings = TrainConfig(out=tmp_path / "model", irregular=True, **options)
+    job = irregular_job._Job(settings, tmp_path / "work", TimeBudget(1000.0, clock), lambda line: None)
+    job.prepare([source])
+    return job, job.plan()
+
+
+def test_reserve_is_the_time_of_the_work_itself(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The costs of all phases are those of the functions that they call, whatever computes the scores."""
+    clock = Clock()
+
+    def simulate(name: str, seconds: float) -> None:
+        real = getattr(irregular_job, name)
+
+        def work(*arguments: Any, **options: Any) -> Any:
+            rows = next(a for a in arguments if isinstance(a, np.ndarray))
+            clock.now += seconds * len(rows)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(irregular_job, name, work)
+
+    simulate("score_irregular_records", 0.7)
+    simulate("find_largest_sums", 0.3)
+    simulate("iterate_predictions", 0.02)
+    simulate("average_neg_log_p", 0.1)
+    job, _ = plan_job(tmp_path, source, clock, preset="tiny", **SMALL)
+    assert job.costs.calibration == pytest.approx(1.1 * 0.7)
+    assert job.costs.ranking == pytest.approx(1.1 * 0.3)
+    assert job.costs.held_out == pytest.approx(1.1 * irregular_job.BLOCKS_PER_PASS * (0.02 + 0.2 * 0.1))
+    expected = 24 * 0.7 + 86 * 0.3  # calibration and training records, of which 10 are for validation
+    reserve = job.compute_costs(None).after - job.costs.fixed - job.maximum.held_out_passes * job.costs.held_out
+    assert reserve == pytest.approx(1.1 * expected)
+
+
+def test_a_short_load_while_costs_are_measured_does_not_shorten_training(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, slowness = Clock(), 10.0
+
+    def work(model: DEformer, table: IrregularTable, rows: np.ndarray[Any, Any]) -> None:
+        clock.now += slowness * 0.2 * len(rows)
+
+    monkeypatch.setattr(irregular_job, "score_irregular_records", work)
+    job, run = plan_job(tmp_path, source, clock, preset="tiny", epochs=10_000, **SMALL)
+    reserve = job.compute_costs(run.averaged_model).after
+    slowness = 1.0
+    again = [job.measure_costs_again(run.averaged_model).after for _ in range(3)]
+    assert max(again) < reserve - 24 * 1.5  # seconds of 24 calibration records
+    slowness = 10.0
+    assert job.measure_costs_again(run.averaged_model).after == again[-1]  # a single measurement does not count
+    assert job.measure_costs_again(run.averaged_model).after == pytest.approx(reserve)  # lasting load does
+
+
+def test_larger_preset_is_chosen_if_the_smaller_one_would_end_before_the_limit(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {"small": 1.5 / 32, "tiny": 0.1 / 32}
+    monkeypatch.setattr(irregular_job._Job, "_measure_step", lambda job, run: seconds[run.identity["preset"]])
+    job, run = plan_job(tmp_path, source, Clock())
+    assert job.settings.preset == run.identity["preset"] == "small"
+    assert "tiny would end its training" in job.preset_reason
 
 
 @pytest.mark.parametrize(("seconds_per_block", "preset"), [(1e-6, "small"), (1e3, "tiny")])

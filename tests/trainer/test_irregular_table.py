@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from benchmarks.early import compute_false_alarm_bounds
+from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.cusum import CusumScale
+from deformer_stream.engine.engine import Engine
+from deformer_stream.engine.events import EventBatch, RejectionReason
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.bounded_context import select_contexts
+from deformer_stream.model.deformer import DEformer
 from tests.trainer.irregular import START, divided, fleet, prepared_irregular
 from tests.trainer.tables import correlated, prepared, write
+from tests.trainer.test_irregular_examples import CONFIG
 from trainer import irregular_table
 from trainer.data import DataOptions, Split
+from trainer.irregular_calibration import score_irregular_records
 from trainer.irregular_table import NO_VALUE, REPEATED, UNTIMED, IrregularTable, prepare_irregular_table
 
 
@@ -138,3 +150,98 @@ def test_contexts_of_blocks_are_those_of_the_stream(
         assert np.concatenate([older, latest]).tolist() == (first + expected).tolist()
         if block > 1:
             assert blocks.lengths[index] <= block
+
+
+def late_log(rng: np.random.Generator, mean_delay: float = 60.0, **options: int) -> dict[str, Any]:
+    """Return the readings of a fleet in the order in which they arrive, after a delay of each, all records together."""
+    columns = fleet(rng, **options)
+    ages = (np.array(columns["time"]) - START) % 7200  # records begin every two hours
+    order = np.argsort(ages + rng.exponential(mean_delay, len(ages)), kind="stable")
+    return {name: [values[i] for i in order] for name, values in columns.items()}
+
+
+def test_rows_in_order_of_arrival_keep_their_order(tmp_path: Path) -> None:
+    first = [("x", 1.0, 30.0), ("x", 1.0, 30.0), ("y", 2.0, 28.0), ("x", 1.5, 60.0), ("y", 2.5, 59.0)]
+    table = prepared_irregular(tmp_path, long_table(first))
+    assert table.order.name == "arrival"
+    assert table.order.late_share == pytest.approx(2 / 63)
+    assert table.order.mean_lateness == pytest.approx((2 + 1) / 2 / 32)  # the record lasts 32 seconds
+    assert readings_of(table, 0) == [("x", 1.0, 0.0), ("y", 2.0, -2.0), ("x", 1.5, 30.0), ("y", 2.5, 29.0)]
+    assert table.origins[0] == 1e6 * (START + 30)  # that of the first reading, as in a stream
+    assert table.summarize()["order"]["name"] == "arrival"
+    assert "--order time" in table.order.describe()
+
+
+@pytest.mark.parametrize("requested", ["arrival", "time"])
+def test_order_can_be_forced(tmp_path: Path, requested: str) -> None:
+    columns = late_log(np.random.default_rng(2))
+    table = prepared_irregular(tmp_path, columns, order=requested)
+    ages = [table.ages[a:b] for a, b in zip(table.offsets, table.offsets[1:], strict=False)]
+    assert all((np.diff(own) >= 0).all() for own in ages) == (requested == "time")
+    assert f"--order {requested}" in table.order.describe()
+    times = table.schema.reading_times
+    assert times is not None
+    assert times.duration == pytest.approx(3.5e9, rel=0.05)  # also if the last row does not have the latest time
+
+
+def test_other_orders_than_that_of_arrival_are_sorted_by_time(tmp_path: Path) -> None:
+    columns = fleet(np.random.default_rng(3))
+    records, sensors, times = (np.array(columns[name]) for name in ("record", "feature", "time"))
+    orders = {
+        "sensor after sensor": np.lexsort((times, sensors, records)),
+        "random": np.random.default_rng(0).permutation(len(times)),
+        "latest first": np.argsort(-times),
+    }
+    for name, order in orders.items():
+        (tmp_path / name).mkdir()
+        table = prepared_irregular(
+            tmp_path / name, {key: [column[i] for i in order] for key, column in columns.items()}
+        )
+        assert table.order.name == "time", name
+        assert "--order arrival" in table.order.describe()
+    (tmp_path / "sorted").mkdir()
+    table = prepared_irregular(tmp_path / "sorted", columns)
+    assert table.order.late_share == 0
+    assert "no late readings" in table.order.describe()
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**16), mean_delay=st.sampled_from([20.0, 120.0, 300.0]))
+def test_alpha_holds_for_a_stream_whose_readings_are_as_late_as_those_of_the_table(
+    tmp_path: Path, seed: int, mean_delay: float
+) -> None:
+    """Calibration records have the scores of a stream with their rows, so they are exchangeable with new records."""
+    folder = tmp_path / f"{seed}-{mean_delay}"
+    folder.mkdir(exist_ok=True)
+    columns = late_log(np.random.default_rng(seed), mean_delay, num_records=300, max_readings=20)
+    table = prepared_irregular(folder, columns)
+    assert table.order.name == "arrival"
+    assert table.order.late_share > 0.02
+    torch.manual_seed(0)
+    model = DEformer(table.schema, replace(CONFIG, context_recent=3, context_block=4)).eval()
+    rows = np.arange(len(table.split))
+    scores = score_irregular_records(model, table, rows, cusum_scale=CusumScale.neutral(len(table.schema)))
+    # The stream gets the rows of the log, in which the records alternate.
+    schema, names = table.schema, columns["feature"]
+    codes = np.array([schema.code_by_name[name] for name in names], np.int32)
+    is_label = schema.is_discrete[codes]
+    labels = schema.features[schema.code_by_name["state"]].labels
+    values = [labels.index(v) if flag else float(v) for v, flag in zip(columns["value"], is_label, strict=True)]
+    times = np.round(1e6 * np.array(columns["time"])).astype(np.int64)
+    zeros = np.zeros(len(codes), np.int32)
+    log = EventBatch(columns["record"], codes, np.array(values, np.float64), times, zeros, zeros)
+    calibration = Calibration(np.empty(0), "arrival", cusum_scale=CusumScale.neutral(len(schema)))
+    engine = Engine(model, calibration, fingerprint="", alpha=(), effort="off")
+    rejections = engine.handle(log, now=0).rejections
+    assert {rejection.reason for rejection in rejections} <= {RejectionReason.DUPLICATE}
+    assert len(rejections) == sum(table.skipped_by_reason.values())
+    closed = engine.finish().closed
+    # The rows of the table are numbered in the order in which their records begin in the log.
+    number_by_id = {record: i for i, record in enumerate(dict.fromkeys(columns["record"]))}
+    streamed = np.zeros(len(rows))
+    streamed[[number_by_id[record] for record in closed.record_ids]] = closed.score
+    np.testing.assert_allclose(scores, streamed, rtol=1e-4, atol=1e-4)
+    half = np.random.default_rng(seed).permutation(rows)
+    p_values = Calibration.from_statistics(scores[half[:150]], "arrival").compute_pooled_p_values(streamed[half[150:]])
+    low, high = compute_false_alarm_bounds(0.1, 150, 150)
+    assert low <= (p_values <= 0.1).sum() <= high

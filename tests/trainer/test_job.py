@@ -112,7 +112,7 @@ def test_command_ends_within_its_time_limit(tmp_path: Path, limit: float, cli: A
     assert used["calibration"] >= 99, "alpha 1%, the default of the commands that score, is in reach"
 
 
-COSTS = PhaseCosts(calibration=0.01, ranking=0.002, held_out=0.005, fixed=1.0)
+COSTS = PhaseCosts(calibration=0.01, ranking=0.012, held_out=0.005, fixed=1.0)
 ALL_RECORDS = RecordCounts(calibration=20_000, ranking=1000, held_out_passes=8000)
 
 
