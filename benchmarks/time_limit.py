@@ -7,6 +7,9 @@ The measured time is that of the whole process: start, imports, training, model 
 this time divided by the limit. It should be at most 1.1, and not much less than 1 if more training is useful. The least
 limit is that of the command itself: a smaller limit cannot be kept, and the command then prints how long it needs.
 
+Cases of irregular readings (`--irregular`) are simulated, intensive-care stays and cycles of the hydraulic rig
+(`benchmarks.icu`, `benchmarks.hydraulic`). Cases whose data is not there are left out, and named.
+
 Other load on the machine makes each phase slower, also the phases whose costs were measured before. Therefore the load
 average before each case is printed, and the seconds of the command's start (3 s on an idle machine), which are nearly
 all imports. `--repeat` runs each case several times.
@@ -25,8 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.command import build_parser, describe_machine, format_today, publish_results, run_benchmark
-from benchmarks.tables import format_markdown_header, format_markdown_row
+from benchmarks.fleet import simulate_shifts
+from benchmarks.hydraulic import make_case as make_cycles_case
+from benchmarks.hydraulic import read_cycles
+from benchmarks.icu import read_stays
+from benchmarks.icu_imputation import PARAMETERS, TRAINING_SETTINGS, make_stay_readings, read_grids
+from benchmarks.tables import format_markdown_header, format_markdown_row, get_tables_folder
 
 BATCH_ROWS = 100_000
 """Rows of a table that are generated and written at once."""
@@ -61,28 +69,37 @@ class Case:
     Attributes:
         name: A short description of the table and of the options.
         limit: The value of `--max-time` in seconds.
-        columns: Generates the columns of the given number of rows from a random number generator.
-        num_rows: Number of rows of the table.
+        write: Writes the table as a Parquet file to a path.
         options: Further options of the command.
+        settings: Keys of the file of `--config`, with their values.
     """
 
     name: str
     limit: float
-    columns: Callable[[np.random.Generator, int, int], dict[str, Any]]
-    num_rows: int
+    write: Callable[[Path], None]
     options: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
-    def write(self, path: Path) -> None:
-        """Write the table as a Parquet file, one batch at a time."""
+
+def generate(num_rows: int, draw: Callable[[np.random.Generator, int, int], dict[str, Any]]) -> Callable[[Path], None]:
+    """Return a function that writes a generated table, one batch at a time.
+
+    Args:
+        num_rows: Number of rows of the table.
+        draw: Generates the columns of a batch from a random number generator, the first row and the number of rows.
+    """
+
+    def write(path: Path) -> None:
         rng = np.random.default_rng(0)
         writer = None
-        for first_row in range(0, self.num_rows, BATCH_ROWS):
-            num_rows = min(BATCH_ROWS, self.num_rows - first_row)
-            batch = pa.table(self.columns(rng, first_row, num_rows))
+        for first_row in range(0, num_rows, BATCH_ROWS):
+            batch = pa.table(draw(rng, first_row, min(BATCH_ROWS, num_rows - first_row)))
             writer = writer or pq.ParquetWriter(path, batch.schema)
             writer.write_table(batch)
         if writer is not None:
             writer.close()
+
+    return write
 
 
 def draw_measurements(num_columns: int) -> Callable[[np.random.Generator, int, int], dict[str, Any]]:
@@ -130,19 +147,49 @@ def draw_sensor_readings(num_sensors: int, num_slots: int) -> Callable[[np.rando
     return draw
 
 
+def write_stays(path: Path) -> None:
+    """Write the readings of the intensive-care stays of patients who survived."""
+    stays, has_survived = read_stays(get_tables_folder().parent / "icu2012")
+    pq.write_table(stays.select(np.flatnonzero(has_survived)).to_table(), path)
+
+
+def write_hourly_stays(path: Path) -> None:
+    """Write the last value of each hour of the intensive-care stays, as in `benchmarks.icu_imputation`."""
+    grids = read_grids(get_tables_folder().parent / "icu2012")
+    pq.write_table(make_stay_readings(grids.restore_raw(), grids.is_observed).to_table(), path)
+
+
+def write_cycles(path: Path) -> None:
+    """Write the readings of the training cycles of the hydraulic rig, fold 0 of `benchmarks.hydraulic`."""
+    case = make_cycles_case(*read_cycles(get_tables_folder().parent / "hydraulic"), 0)
+    pq.write_table(case.train.to_table(), path)
+
+
+def write_shifts(path: Path) -> None:
+    """Write simulated shifts of pumps (`benchmarks.fleet`)."""
+    pq.write_table(simulate_shifts(100, "", 0).readings.to_table(), path)
+
+
+IRREGULAR = ("--layout", "long", "--irregular")
+
 CASES = (
-    Case("2,000,000 rows of 10 columns", 25.0, draw_measurements(10), 2_000_000),
-    Case("6,400 rows of 8 columns, the least limit", 1.0, draw_measurements(8), 6_400),
-    Case("6,400 rows of 8 columns", 10.0, draw_measurements(8), 6_400),
-    Case("2,000 rows of 62 columns", 30.0, draw_measurements(62), 2_000),
-    Case("1,966 rows of 1,555 columns", 30.0, draw_measurements(1555), 1_966),
-    Case("100 rows of 784 binary columns", 30.0, draw_bits(784), 100),
-    Case("3,000 rows of 784 binary columns", 30.0, draw_bits(784), 3_000),
-    Case("200 windows of 2,000 features", 30.0, draw_sensor_readings(100, 20), 400_000,
+    Case("2,000,000 rows of 10 columns", 25.0, generate(2_000_000, draw_measurements(10))),
+    Case("6,400 rows of 8 columns, the least limit", 1.0, generate(6_400, draw_measurements(8))),
+    Case("6,400 rows of 8 columns", 10.0, generate(6_400, draw_measurements(8))),
+    Case("2,000 rows of 62 columns", 30.0, generate(2_000, draw_measurements(62))),
+    Case("1,966 rows of 1,555 columns", 30.0, generate(1_966, draw_measurements(1555))),
+    Case("100 rows of 784 binary columns", 30.0, generate(100, draw_bits(784))),
+    Case("3,000 rows of 784 binary columns", 30.0, generate(3_000, draw_bits(784))),
+    Case("200 windows of 2,000 features", 30.0, generate(400_000, draw_sensor_readings(100, 20)),
          ("--window", "20s", "--slots", "20")),
-    Case("1,000 rows of 20 columns, 5 folds", 30.0, draw_measurements(20), 1_000, ("--folds", "5")),
-    Case("100,000 rows of 20 columns, 2% contamination", 30.0, draw_measurements(20), 100_000,
+    Case("1,000 rows of 20 columns, 5 folds", 30.0, generate(1_000, draw_measurements(20)), ("--folds", "5")),
+    Case("100,000 rows of 20 columns, 2% contamination", 30.0, generate(100_000, draw_measurements(20)),
          ("--contamination", "0.02")),
+    Case("irregular: 100 shifts of 850 readings", 60.0, write_shifts, IRREGULAR),
+    Case("irregular: 162 cycles of 480 readings", 120.0, write_cycles, IRREGULAR),
+    Case("irregular: 3,446 stays of 430 readings", 240.0, write_stays, IRREGULAR),
+    Case("irregular: 4,000 stays for imputation", 240.0, write_hourly_stays,
+         (*IRREGULAR, "--continuous", ",".join(PARAMETERS)), TRAINING_SETTINGS),
 )  # fmt: skip
 
 
@@ -165,6 +212,10 @@ def run_case(case: Case, folder: Path, verbose: bool, uses_processor_time: bool)
     command = [sys.executable, *program, str(folder / "table.parquet"), "--out", str(folder / "model")]
     environment = os.environ | ({"OMP_NUM_THREADS": "1"} if uses_processor_time else {})
     command += ["--max-time", f"{case.limit:g}s", *case.options]
+    if case.settings:
+        lines = [f"{name} = {json.dumps(value)}\n" for name, value in case.settings.items()]
+        (folder / "settings.toml").write_text("".join(lines))
+        command += ["--config", str(folder / "settings.toml")]
     load = os.getloadavg()[0]
     cpu_seconds_before = read_child_cpu_seconds()
     started = time.monotonic()
@@ -201,11 +252,21 @@ def run_case(case: Case, folder: Path, verbose: bool, uses_processor_time: bool)
     }
 
 
+def find_missing_data(case: Case) -> Path | None:
+    """Return the folder that a case needs if it does not exist."""
+    name = {write_stays: "icu2012", write_hourly_stays: "icu2012", write_cycles: "hydraulic"}.get(case.write)
+    folder = get_tables_folder().parent / (name or "")
+    return None if name is None or folder.exists() else folder
+
+
 def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the measurements of each case, which are also printed."""
     with tempfile.TemporaryDirectory() as temporary:
         for case in CASES:
             if arguments.cases and not any(words in case.name for words in arguments.cases.split(";")):
+                continue
+            if missing := find_missing_data(case):
+                print(f"{case.name}: left out, because {missing} does not exist: set DEFORMER_DATA", flush=True)
                 continue
             folder = Path(temporary) / str(CASES.index(case))
             folder.mkdir()
