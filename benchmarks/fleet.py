@@ -266,7 +266,7 @@ def run(arguments: argparse.Namespace) -> None:
     conditions = (
         f"{describe_machine()}, {format_today()}; {arguments.shifts} normal shifts with {mean_readings:.0f} readings "
         f"on average, {len(case.train.records)} train, {len(case.calibration.records)} calibrate, "
-        f"{len(case.test.records)} are tested, seeds {arguments.seeds}. {describe_times(arguments)}"
+        f"{len(case.test.records)} are tested, seeds {arguments.seeds}. {describe_times(arguments, lines)}"
     )
     publish_results("fleet", format_report(lines, conditions), lines)
 

@@ -167,7 +167,8 @@ def run(arguments: argparse.Namespace) -> None:
     conditions = (
         f"{describe_machine()}, {format_today()}; folds {arguments.folds}, in the last one {len(case.train.records)} "
         f"cycles train, {len(case.calibration.records)} calibrate, {len(case.test.records)} normal ones are tested. "
-        f"False alarms and their bounds are sums over the folds, other figures are means. {describe_times(arguments)}"
+        f"False alarms and their bounds are sums over the folds, other figures are means. "
+        f"{describe_times(arguments, lines)}"
     )
     publish_results("hydraulic", format_report(lines, conditions), lines)
 

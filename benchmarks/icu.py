@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace) -> None:
     conditions = (
         f"{describe_machine()}, {format_today()}; {len(stays.records)} stays with {len(stays)} readings, "
         f"{len(case.train.records)} train, {len(case.calibration.records)} calibrate, {len(case.test.records)} are "
-        f"tested, seeds {arguments.seeds}. {describe_times(arguments)}"
+        f"tested, seeds {arguments.seeds}. {describe_times(arguments, lines)}"
     )
     publish_results("icu", format_report(average_lines(lines), conditions), lines)
 

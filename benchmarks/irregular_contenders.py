@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,21 @@ def make_contenders(arguments: argparse.Namespace, seed: int, interval: float) -
     return contenders
 
 
-def describe_times(arguments: argparse.Namespace) -> str:
-    """Return a sentence with the durations of the training runs."""
+def describe_times(arguments: argparse.Namespace, lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return sentences with the durations of the training runs, and with the deformer's steps.
+
+    Args:
+        arguments: The parsed options.
+        lines: The JSON lines of all contenders.
+    """
     deformer = f", the deformer for at most {arguments.max_time}" if arguments.deformer else ""
-    return f"GRU-D trains for {arguments.peer_time:g} s{deformer}."
+    trainings = [line["training"] for line in lines if line.get("training")]
+    text = f"GRU-D trains for {arguments.peer_time:g} s{deformer}."
+    if trainings:
+        steps = ", ".join(f"{training['steps']} steps of preset {training['preset']}" for training in trainings)
+        loads = ", ".join(f"{training['load']:g}" for training in trainings)
+        text += f" The deformer did {steps}, at a load average of {loads}."
+    return text
 
 
 def measure_cases(
@@ -94,11 +106,14 @@ def measure_contenders(
 ) -> list[dict[str, Any]]:
     """Measure contenders one after the other; print and return a JSON line for each that begins with a description.
 
-    A contender with p-values is measured a second time, with cumulative sums (`irregular_cusums`).
+    A line contains the load average after the measurement, and for the deformer what it states about its training. A
+    contender with p-values is measured a second time, with cumulative sums (`irregular_cusums`).
     """
     lines = []
     for contender in contenders:
-        lines.append({**description, **measure_contender(contender, case)})
+        lines.append({**description, **measure_contender(contender, case), "load": round(os.getloadavg()[0], 1)})
+        if isinstance(contender, CommandDeformer):
+            lines[-1]["training"] = contender.training
         print(json.dumps(lines[-1]), flush=True)
         if contender.score(case.calibration.select([0])).log_p_values is not None:
             lines.append({**description, **measure_contender(CusumContender(contender, case.train), case)})

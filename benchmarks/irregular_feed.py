@@ -12,14 +12,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.feed import ProduceConnection, encode_records
+from benchmarks.feed import ProduceConnection, encode_records, make_quiet_calibration
 from benchmarks.icu import read_stays
 from benchmarks.irregular_records import FIRST_TIME, Readings, make_readings
+from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.cusum import KINDS, CusumScale
+from deformer_stream.calibration.marginals import Marginals
 from deformer_stream.kernels.library import load_library
-from deformer_stream.model.deformer import PRESETS, DEformer
+from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.reading_times import ReadingTimes
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.runtime.timing import limit_rate
+from trainer.recipes import irregular_model_config
+from trainer.settings import TrainConfig
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -30,10 +35,17 @@ OUTLIER_SHARE = 0.05
 """Share of the records that get an outlier, so that they raise an alert."""
 OUTLIER = 1e6
 """Value of an outlier."""
+EXTREME_NATS = 7.0
+"""−ln p of a reading with which its record raises an alert. In models with random weights, that of an `OUTLIER` is
+about 9, and that of other readings seldom above 2."""
+QUIET_STATISTIC = 62.0
+"""A statistic above all those of the quiet calibration."""
 
 
 def make_irregular_model(preset: str, sensors: Sequence[str], precision: str = "float32") -> DEformer:
-    """Return a model of irregular readings with random weights, which are as fast as trained ones.
+    """Return a model of irregular readings as `deformer-train` creates it, with random weights.
+
+    Random weights are as fast as trained ones.
 
     Args:
         preset: The preset of the hyperparameters.
@@ -41,21 +53,30 @@ def make_irregular_model(preset: str, sensors: Sequence[str], precision: str = "
         precision: The precision of the layers' matrix products.
     """
     torch.manual_seed(0)
-    config = replace(
-        PRESETS[preset],
-        precision=precision,  # type: ignore[arg-type]
-        neighbors=8,
-        process_rank=12,
-        process_scales=5,
-        context_recent=32,
-        context_block=64,
-    )
+    settings = TrainConfig(out=Path("unused"), irregular=True, preset=preset)  # type: ignore[arg-type]
+    config = replace(irregular_model_config(settings, len(sensors)), precision=precision)  # type: ignore[arg-type]
     features = tuple(Feature(name, "continuous") for name in sensors)
     model = DEformer(Schema(features, reading_times=ReadingTimes(2 * 24 * 60 * MINUTE, MINUTE)), config).eval()
     if model.process is not None:
         model.process.factors.copy_(0.3 * torch.randn(model.process.factors.shape))
     model.kernel_library = load_library(config.precision == "bfloat16")
     return model
+
+
+def make_irregular_calibration(schema: Schema) -> Calibration:
+    """Return a calibration with cumulative sums of all kinds, under which only an `OUTLIER` raises an alert.
+
+    Args:
+        schema: The sensors.
+    """
+    rng = np.random.default_rng(0)
+    codes = np.repeat(np.arange(len(schema)), 200)
+    marginals = Marginals.fit(schema, codes, rng.normal(size=len(codes)))
+    # The sums cost what they cost in a trained model, but only single readings can have a large statistic.
+    slopes = np.full((len(KINDS), len(schema)), 1e-9)
+    slopes[KINDS.index("extreme")] = QUIET_STATISTIC / EXTREME_NATS
+    scale = CusumScale(slopes, np.zeros_like(slopes), record_slope=1e-9, record_intercept=0.0, marginals=marginals)
+    return replace(make_quiet_calibration(), cusum_scale=scale)
 
 
 def read_or_simulate_records(folder: Path | None, num_records: int, num_readings: int) -> Readings:

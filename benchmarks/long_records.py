@@ -29,12 +29,10 @@ import numpy as np
 import torch
 
 from benchmarks.command import RESULTS, describe_machine, format_today
-from benchmarks.feed import make_quiet_calibration
-from benchmarks.irregular_feed import make_irregular_model
+from benchmarks.irregular_feed import make_irregular_calibration, make_irregular_model
 from benchmarks.stream import format_table
 from benchmarks.stream_local import read_resident_bytes
 from deformer_stream import load
-from deformer_stream.calibration.cusum import KINDS, CusumScale
 from deformer_stream.codec.state import encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import EventBatch
@@ -71,10 +69,7 @@ def make_engine(model: DEformer, options: argparse.Namespace, num_records: int) 
     limits = Limits(
         max_open_records=2 * num_records, max_record_bytes=2**40, cache_bytes=options.cache_mib * 2**20, tie_wait=None
     )
-    # Cumulative sums are updated, and their statistics are too small for an alert.
-    slopes = np.full((len(KINDS), len(model.schema)), 1e-9)
-    scale = CusumScale(slopes, np.zeros_like(slopes), record_slope=1e-9, record_intercept=0.0)
-    return Engine(model, replace(make_quiet_calibration(), cusum_scale=scale), "benchmark", 1e-9, limits)
+    return Engine(model, make_irregular_calibration(model.schema), "benchmark", 1e-9, limits)
 
 
 def make_batch(names: list[str], first: int, num_readings: int, num_sensors: int, seed: int) -> EventBatch:

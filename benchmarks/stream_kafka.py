@@ -33,7 +33,13 @@ from benchmarks.feed import (
     make_model,
     make_quiet_calibration,
 )
-from benchmarks.irregular_feed import MessageFeed, make_irregular_model, produce, read_or_simulate_records
+from benchmarks.irregular_feed import (
+    MessageFeed,
+    make_irregular_calibration,
+    make_irregular_model,
+    produce,
+    read_or_simulate_records,
+)
 from benchmarks.recovery import measure_ready_seconds
 from benchmarks.tables import get_tables_folder
 from connectors.kafka import KafkaCluster, ensure_topics
@@ -481,9 +487,8 @@ def irregular(options: argparse.Namespace, folder: Path) -> Rows:
     feed = MessageFeed.in_order_of_time(records, num_messages, PARTITIONS)
     model = Path(options.model) if options.model else folder / "irregular"
     if not options.model:
-        model_store.write(
-            model, make_irregular_model(options.preset, records.sensors), make_quiet_calibration(), {}, ""
-        )
+        network = make_irregular_model(options.preset, records.sensors)
+        model_store.write(model, network, make_irregular_calibration(network.schema), {}, "")
     load_before = os.getloadavg()[0]
     context = multiprocessing.get_context("spawn")
     with load_broker_script().start(is_long_running=True) as broker:

@@ -685,14 +685,14 @@ class _Job:
         """Compute the likelihood of readings of calibration records, which training has not used."""
         examples = self._create_examples(self.settings)
         blocks = self._sample_held_out_blocks(examples)
-        num_blocks = min(len(blocks), self._count_held_out_blocks())
-        minimum = min(num_blocks, MIN_HELD_OUT_PASSES * BLOCKS_PER_PASS)
-        phase = self._start_phase("held-out figures", "block", num_blocks, len(blocks), minimum, 0.0)
+        # This is the last phase, so it takes the time that is left, whatever the costs were expected to be.
+        minimum = min(len(blocks), MIN_HELD_OUT_PASSES * BLOCKS_PER_PASS)
+        phase = self._start_phase("held-out figures", "block", len(blocks), len(blocks), minimum, 0.0)
         seed = self.settings.seed + 1  # for other noise than in validation
         return evaluate_blocks(
             model,
             examples,
-            blocks[:num_blocks],
+            blocks,
             seed,
             self._choose_block_batch(),
             phase.should_continue,

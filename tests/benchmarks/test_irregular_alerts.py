@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from benchmarks import fleet, hydraulic, icu, irregular_deformer
 from benchmarks import irregular_alerts as alerts
 from benchmarks.early import compute_false_alarm_bounds
+from benchmarks.irregular_contenders import describe_times
 from benchmarks.irregular_cusums import CusumContender
 from benchmarks.irregular_records import FaultyReadings, Readings, compute_log_slopes, fit_units, make_readings
 from deformer_stream.calibration.conformal import PrefixState, advance_prefix_state
@@ -238,3 +240,12 @@ def test_results_of_the_commands_are_assigned_to_their_readings(
     num_rows = 2
     with pytest.raises(InputError, match="scored 2 of 3 readings"):
         contender.score(readings)
+
+
+def test_conditions_state_the_steps_and_the_load_of_the_trainings() -> None:
+    arguments = argparse.Namespace(peer_time=60.0, deformer=True, max_time="2m")
+    training = {"steps": 700, "preset": "tiny", "seconds": 119.0, "load": 1.5}
+    text = describe_times(arguments, [{"contender": "deformer", "training": training}, {"contender": "GRU-D"}])
+    assert "700 steps of preset tiny" in text
+    assert "load average of 1.5" in text
+    assert describe_times(arguments, []).endswith("the deformer for at most 2m.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 
 from benchmarks import long_records
-from benchmarks.irregular_feed import OUTLIER, MessageFeed, read_or_simulate_records
+from benchmarks.irregular_feed import OUTLIER, MessageFeed, make_irregular_calibration, read_or_simulate_records
 from benchmarks.irregular_records import FIRST_TIME
+from deformer_stream.engine.engine import Engine
 
 
 def test_records_have_bounded_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,3 +56,21 @@ def test_messages_are_in_order_of_time_and_of_the_partition_of_their_record() ->
         assert partition_by_record.setdefault(message["record"], partition) == partition
     assert set(partition_by_record.values()) == {0, 1, 2, 3}
     assert 1 <= sum(message["value"] == OUTLIER for message in decoded) <= 2
+
+
+def test_only_outliers_raise_an_alert_in_a_model_with_all_sums() -> None:
+    """The benchmarks measure what a model of `deformer-train` computes, also the sums of levels."""
+    options = argparse.Namespace(model="", preset="tiny", precision="float32", sensors=6, cache_mib=1)
+    model = long_records.make_model(options)
+    assert (model.config.neighbors, model.config.neighbor_decay) == (12, 0.8)
+    calibration = make_irregular_calibration(model.schema)
+    assert calibration.cusum_scale is not None
+    engine = Engine(model, calibration, "benchmark", 0.01)
+    batch = long_records.make_batch(["a", "b"], 0, 60, 6, 0)
+    assert not engine.handle(batch, 0).alerts
+    cusums = engine.snapshot(0, 0).cusums
+    assert cusums is not None
+    assert (cusums[:, 4 * 6 + 1 :] > 0).any()
+    outlier = long_records.make_batch(["a", "b"], 60, 1, 6, 0)
+    alerts = engine.handle(replace(outlier, values=np.array([0.0, OUTLIER])), 0).alerts
+    assert [alert.record for alert in alerts] == ["b"]
