@@ -213,6 +213,9 @@ def test_results_of_the_commands_are_assigned_to_their_readings(
         if program == "deformer-train":
             assert pq.read_table(arguments[0]).num_rows == 4
             assert "--irregular" in arguments
+            training = {"steps": 3, "preset": {"name": "tiny"}, "seconds": 1.0}
+            (tmp_path / "model").mkdir()
+            (tmp_path / "model" / "manifest.json").write_text(json.dumps({"training": training}))
             return
         columns = {"record": ["x", "y", "x"], "seq": [0, 0, 1], "score": [0.5, 7.0, 0.75]}
         table = pa.table(columns | {"log_likelihood": [-1.0, -2.0, -3.0]})
@@ -230,6 +233,8 @@ def test_results_of_the_commands_are_assigned_to_their_readings(
     monkeypatch.setattr(irregular_deformer, "load", lambda path: Loaded())
     contender = irregular_deformer.CommandDeformer("1m", 0, tmp_path)
     contender.fit(readings)
+    assert contender.training.items() >= {"steps": 3, "preset": "tiny", "seconds": 1.0}.items()
+    assert contender.training["load"] >= 0
     scores = contender.score(readings)
     assert scores.statistics.tolist() == [0.5, 0.5, 0.75, 7.0]
     assert scores.log_likelihoods is not None
