@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deformer_stream.errors import TORCH_REMEDY, DeformerError
+from deformer_stream.errors import DeformerError
+from deformer_stream.extras import format_remedy
 from deformer_stream.runtime.process import limit_thread_spinning
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -228,7 +229,7 @@ def run(command: click.Command, name: str) -> None:
         if (error.name or "").partition(".")[0] != "torch":  # any other module belongs to every installation
             exit_code = _print_bug(name, error)
         else:
-            message = f"this command needs PyTorch, which is not installed: {TORCH_REMEDY}"
+            message = f"this command needs PyTorch, which is not installed: {format_remedy('train')}"
             exit_code = _print_error(name, message, USAGE_EXIT_CODE)
     except Exception as error:  # any other error is a bug, and is reported in one line, too
         exit_code = _print_bug(name, error)

@@ -19,9 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-TORCH_REMEDY = "pip install 'deformer-stream[train]'"
-"""What to do if PyTorch is missing. Training, GPUs, imputation and scoring without compiled kernels need it."""
-
 
 class DeformerError(Exception):
     """The base class of all errors whose message is meant for the operator.

@@ -35,11 +35,12 @@ from deformer_stream import __version__
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.seen_records import RecordSet, SeenRecords
 from deformer_stream.errors import ArtifactError, ConfigError, map_write_errors
+from deformer_stream.extras import is_installed
 from deformer_stream.incident_store import INCIDENTS_FILE
 from deformer_stream.kernels.cpu import is_supported
 from deformer_stream.kernels.library import load_library
 from deformer_stream.model.config import ModelConfig
-from deformer_stream.model.load_network import is_torch_installed, load_network, require_torch
+from deformer_stream.model.load_network import load_network, require_torch
 from deformer_stream.model.parameters import Array, Model, ModelParameters, check_parameters, count_state_values
 from deformer_stream.model.schema import Schema
 from deformer_stream.model_manifest import (
@@ -453,7 +454,7 @@ def _is_cpu(device: str) -> bool:
         ConfigError: The name is that of a GPU, but there is none, or PyTorch is not installed.
     """
     has_gpu_file = any(os.path.exists(path) for path in GPU_FILES)
-    if device == "cpu" or (device == "auto" and not (has_gpu_file and is_torch_installed())):
+    if device == "cpu" or (device == "auto" and not (has_gpu_file and is_installed("torch"))):
         return True
     return resolve_device(device).type == "cpu"
 

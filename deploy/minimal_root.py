@@ -8,6 +8,7 @@ time zones, and a user. It holds no shell and no package manager. Only deploy/Do
 
 from __future__ import annotations
 
+import compileall
 import os
 import re
 import shutil
@@ -19,10 +20,31 @@ from pathlib import Path
 
 USER_ID = 10001
 
-UNUSED_MODULES = ("config-*", "ensurepip", "idlelib", "pydoc_data", "test", "tkinter", "turtledemo", "lib2to3")
-"""Parts of the standard library that are left out: they test, build or show windows."""
+UNUSED_MODULES = (
+    "config-*",
+    "ensurepip",
+    "idlelib",
+    "lib2to3",
+    "pydoc_data",
+    "sqlite3",
+    "test",
+    "tkinter",
+    "turtledemo",
+    "_curses*.so",
+    "_dbm*.so",
+    "_gdbm*.so",
+    "_sqlite3*.so",
+    "_test*.so",
+    "_tkinter*.so",
+    "readline*.so",
+    "*.opt-?.pyc",
+)
+"""Parts of the standard library that are left out: they test, build, or show windows and prompts; databases; files for
+Python's option -O. Some would bring libraries with them: those of Tk and X11 have 8 MB.
+"""
 
 UNUSED_FILES = (
+    "f2py",
     "pip",
     "pip-*",
     "site-packages",
@@ -31,19 +53,36 @@ UNUSED_FILES = (
     "tests",
     "*.a",
     "*.pxd",
+    "*.pxi",
     "*.pyi",
+    "*.pyx",
     "*.h",
     "*.c",
     "*.cpp",
 )
 """Files and folders of packages that are not needed at run time."""
 
-UNUSED_LIBRARIES = ("*_flight*.so*", "libarrow_s3.so*", "_s3fs*.so", "_pyarrow_cpp_tests*.so")
-"""Libraries of Arrow that only modules of the same names load, which this program does not import. They have 50 MB."""
+UNUSED_LIBRARIES = (
+    "*_flight*.so*",
+    "libarrow_s3.so*",
+    "_s3fs*.so",
+    "_pyarrow_cpp_tests*.so",
+    "libarrow_python*.so",  # programs load it by another of its three names, `libarrow_python.so.2600`
+    "libarrow_python*.so.*.*.*",
+    "_simd.*.so",  # of NumPy's own tests
+)
+"""Libraries of Arrow that only modules of the same names load, which this program does not import, and second copies.
+They have 55 MB.
+"""
+
+UNUSED_LEXERS = "pygments/lexers/[!_]*.py"
+"""Languages that `rich` could colour. This program prints no source code but Python's, in tracebacks. They have 9 MB."""
+
+USED_LEXER = "python.py"
 
 CHECK = """
 import pyarrow.compute, pyarrow.csv, pyarrow.dataset, pyarrow.parquet
-import deformer_stream.cli.main, matplotlib.figure, numpy, ssl, zoneinfo
+import deformer_stream.cli.main, numpy, rich.traceback, ssl, zoneinfo
 numpy.linalg.svd(numpy.eye(3))
 zoneinfo.ZoneInfo("Europe/Berlin")
 """
@@ -68,6 +107,19 @@ def copy(source: Path, root: Path, unused: tuple[str, ...] = ()) -> None:
         shutil.copytree(source, target, symlinks=True, ignore=ignore, dirs_exist_ok=True)
     elif not target.exists():
         shutil.copy2(source, target)
+
+
+def remove_lexers(packages: Path) -> None:
+    """Remove the languages that are never coloured, as source and as compiled files.
+
+    Args:
+        packages: The folder `site-packages` of the image.
+    """
+    for source in packages.glob(UNUSED_LEXERS):
+        if source.name != USED_LEXER:
+            source.unlink()
+            for compiled in (source.parent / "__pycache__").glob(f"{source.stem}.*.pyc"):
+                compiled.unlink()
 
 
 def list_libraries(programs: Iterable[Path]) -> set[Path]:
@@ -97,7 +149,11 @@ def main(environment: Path, root: Path) -> None:
     # `site-packages` of the environment is left out above by its name, and needed.
     (packages,) = environment.glob("lib/python*/site-packages")
     copy(packages, root, (*UNUSED_FILES, *UNUSED_LIBRARIES))
+    remove_lexers(root / packages.relative_to("/"))
     copy(standard_library, root, (*UNUSED_FILES, *UNUSED_MODULES))
+    # The image of Python has no compiled files of its standard library, and the file system is read-only later: without
+    # this step, every process would compile 200 modules when it starts.
+    compileall.compile_dir(root / standard_library.relative_to("/"), quiet=1, stripdir=str(root), prependdir="/")
     copy(python, root)
     for name in os.listdir("/"):  # /lib and others are links into /usr
         if Path("/", name).is_symlink():

@@ -10,10 +10,10 @@ from typing import Any
 from connectors.receivers.http import make_identity, to_printable_line
 from deformer_stream.codec.incident_text import list_facts, summarize_incident
 from deformer_stream.errors import ConfigError
+from deformer_stream.extras import format_remedy
 from deformer_stream.runtime.incident_ports import Notification, TemporaryFailure
 from deformer_stream.settings.option_files import read_option_file
 
-INSTALL_HINT = "pip install 'deformer-stream[notify]'"
 APP_NAME = "deformer-stream"
 MIN_HIDDEN_CHARS = 3
 """Smallest number of characters of a part of an address that is hidden in messages, because it may be a secret."""
@@ -38,7 +38,7 @@ class AppriseReceiver:
         try:
             import apprise
         except ImportError:
-            raise ConfigError(f"--notify needs the package apprise: run {INSTALL_HINT}") from None
+            raise ConfigError(f"--notify needs the package apprise: run {format_remedy('notify')}") from None
         # Apprise's own log could show addresses. Its messages are part of the exceptions, without the address.
         logger = logging.getLogger("apprise")
         logger.propagate = False

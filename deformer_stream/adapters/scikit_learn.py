@@ -13,6 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from deformer_stream.errors import DeformerError
+from deformer_stream.extras import format_remedy
 from deformer_stream.library.frames import TabularRecords, read_array, read_frame, warn
 from deformer_stream.library.training import run_training
 
@@ -22,8 +23,7 @@ try:
     from sklearn.utils.validation import check_is_fitted, validate_data
 except ImportError as error:  # scikit-learn is not installed, or is older than 1.6
     raise ImportError(
-        f"DeformerDetector needs scikit-learn 1.6 or later ({error}); install it with "
-        "pip install 'deformer-stream[sklearn]'"
+        f"DeformerDetector needs scikit-learn 1.6 or later ({error}); install it with {format_remedy('sklearn')}"
     ) from None
 
 if TYPE_CHECKING:

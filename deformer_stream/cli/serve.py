@@ -5,7 +5,6 @@ Heavy packages are imported inside the command, so that `--help` is printed with
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +14,7 @@ import click
 
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, stop_on_signals
+from deformer_stream.extras import format_remedy, is_installed
 
 if TYPE_CHECKING:
     from deformer_stream.page.app import Page
@@ -75,11 +75,10 @@ def check_page_packages() -> None:
     """Raise `ConfigError` if the packages of the page are not installed."""
     from deformer_stream.errors import ConfigError
 
-    missing = [name for name in PAGE_PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [name for name in PAGE_PACKAGES if not is_installed(name)]
     if missing:
         raise ConfigError(
-            f"the operator's page needs packages that are not installed ({', '.join(missing)}): "
-            "pip install 'deformer-stream[page]'"
+            f"the operator's page needs packages that are not installed ({', '.join(missing)}): {format_remedy('page')}"
         )
 
 

@@ -494,6 +494,7 @@ def build_calibrate() -> click.Command:
         from deformer_stream.cli.seen_records import replace_calibration_records, select_new_records
         from deformer_stream.counts import format_count
         from deformer_stream.incident_store import read_incident_calibration, write_incident_calibration
+        from deformer_stream.report.charts import explain_missing_charts
         from deformer_stream.runtime.calibration_sink import MaxStatisticSink
         from deformer_stream.runtime.next_order import RecordReadingsSink, score_in_chosen_order
 
@@ -556,6 +557,8 @@ def build_calibrate() -> click.Command:
             f"the model was written to {target} (fingerprint {fingerprint})" + (f"; {note}" if note else "") + repeated,
             err=True,
         )
+        if reason := explain_missing_charts():
+            click.echo(f"the report was written without charts: {reason}", err=True)
         if settings.incidents:
 
             def compute_p_values(ids: Sequence[str], scores: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING
 
-from deformer_stream.errors import TORCH_REMEDY, ConfigError
+from deformer_stream.errors import ConfigError
+from deformer_stream.extras import format_remedy
 from deformer_stream.model.parameters import Model, ModelParameters
 
 if TYPE_CHECKING:
     from deformer_stream.model.deformer import DEformer
-
-
-def is_torch_installed() -> bool:
-    """Return whether PyTorch can be found, without importing it."""
-    try:
-        return importlib.util.find_spec("torch") is not None
-    except ImportError:
-        return False
 
 
 def require_torch(purpose: str) -> None:
@@ -32,7 +24,8 @@ def require_torch(purpose: str) -> None:
     try:
         import torch  # noqa: F401 - only whether it is there
     except ImportError as error:
-        raise ConfigError(f"{purpose} needs PyTorch, which cannot be imported ({error}): {TORCH_REMEDY}") from None
+        remedy = format_remedy("train")
+        raise ConfigError(f"{purpose} needs PyTorch, which cannot be imported ({error}): {remedy}") from None
 
 
 def load_network(model: Model, purpose: str = "scoring without compiled kernels") -> DEformer:

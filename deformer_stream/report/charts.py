@@ -4,6 +4,8 @@ The charts are parts of the pages of `deformer_stream.report.pages`. Each chart 
 screens, and the style sheet of the page shows one of the two drawings. Colours are CSS variables of the page, so a
 chart follows its light or dark theme. Equal arguments give equal output. Titles, labels and names are escaped. Numbers
 that are not finite are left out.
+
+Matplotlib is in the extras `report` and `train`. Without it, a chart is its title and a sentence that names the extra.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from xml.etree import ElementTree
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from deformer_stream.extras import format_remedy, is_installed
 from deformer_stream.report.pages import format_number, render_part, replace_illegal_characters
 
 if TYPE_CHECKING:
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Floats = NDArray[np.float64]
+
+_MISSING_MATPLOTLIB = f"charts need matplotlib, which is not installed: {format_remedy('report')}"
 
 MAX_MAGNITUDE = 1e100
 """Numbers of this magnitude or more count as not finite, since the arithmetic of axes would overflow."""
@@ -340,6 +345,11 @@ def draw_histogram(
     return _render_chart(title, draw)
 
 
+def explain_missing_charts() -> str | None:
+    """Return why reports have no charts, with the remedy; None if they have them."""
+    return None if is_installed("matplotlib") else _MISSING_MATPLOTLIB
+
+
 def _render_chart(title: str, draw: Callable[[_Layout], str], legend: Sequence[str] = ()) -> Markup:
     """Return a chart as HTML: its title, its legend, and one drawing each for wide and for narrow screens.
 
@@ -348,6 +358,8 @@ def _render_chart(title: str, draw: Callable[[_Layout], str], legend: Sequence[s
         draw: A function that returns the chart as SVG, in the sizes of the given layout.
         legend: Names of the curves in drawing order; empty for a chart without a legend.
     """
+    if reason := explain_missing_charts():
+        return _render_without_drawing(title, reason)
     from markupsafe import Markup
 
     drawings = {layout.name: Markup(draw(layout)) for layout in _LAYOUTS}  # noqa: S704 - matplotlib escapes text
@@ -360,12 +372,19 @@ def _render_chart(title: str, draw: Callable[[_Layout], str], legend: Sequence[s
 
 def _draw_empty(title: str) -> Markup:
     """Return a chart that has only a title and the text "no data". One drawing serves wide and narrow screens."""
+    if reason := explain_missing_charts():
+        return _render_without_drawing(title, reason)
     from markupsafe import Markup
 
     figure = _new_figure(340, 70)
     figure.text(0.5, 0.5, "no data", color=_SOFT, fontsize=13, horizontalalignment="center")
     drawing = Markup(_to_svg(figure, f"{title}: no data", title))  # noqa: S704 - matplotlib escapes text
     return render_part("chart", title, [], {"all": drawing})
+
+
+def _render_without_drawing(title: str, reason: str) -> Markup:
+    """Return a chart that has only a title and the reason why it is not drawn."""
+    return render_part("chart", title, [], {"all": render_part("paragraph", reason)})
 
 
 def _new_figure(width: float, height: float) -> Figure:
