@@ -261,7 +261,11 @@ class Settings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix=VARIABLE_PREFIX, extra="forbid", validate_default=True, protected_namespaces=()
+        env_prefix=VARIABLE_PREFIX,
+        extra="forbid",
+        validate_default=True,
+        protected_namespaces=(),
+        defer_build=True,  # a process uses the settings of one command; those of the others would delay its start
     )
 
     @classmethod
