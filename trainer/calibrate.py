@@ -137,16 +137,16 @@ def score_calibration_records(
             if order == "arrival" and arrival_ranks is not None and data.ties == "hold":
                 # With this option readings of the same time have the same rank, so ranks can be used as event times.
                 times = gather_values(arrival_ranks, columns).long().numpy()
-                statistics = _score_tie_groups(model, feature_codes, ordered_values, times)
-                scores = replace(scores, statistics=statistics)
+                statistics, centered_nll = _score_tie_groups(model, feature_codes, ordered_values, times)
+                scores = replace(scores, statistics=statistics, centered_nll=centered_nll)
             total += scores
     return total
 
 
 def _score_tie_groups(
     model: DEformer, feature_codes: NDArray[np.int64], values: NDArray[np.float64], times: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Return the largest prefix statistic of each record if readings with the same time are scored together.
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the scores of each record if readings with the same time are scored together.
 
     Readings of one record with the same time are a tie group. A prefix statistic is the anomaly score of the record
     after one of its tie groups. The records are processed by a streaming engine that raises no alerts.
@@ -159,7 +159,9 @@ def _score_tie_groups(
         times: (N, L) event times in any unit. Only their equality and order within a record matter.
 
     Returns:
-        (N,) statistics, larger is more anomalous; 0 for a record without readings.
+        statistics: (N,) largest prefix statistics, larger is more anomalous; 0 for a record without readings.
+        centered NLLs: (N,) sums of centered NLLs. Empty if the model has exemplars already (`--init-from`), with which
+            the engine combines them.
     """
     # Alerts are not needed (no alphas), nor explanations of them (effort "off"), nor p-values (a calibration without
     # scores).
@@ -175,8 +177,10 @@ def _score_tie_groups(
     # Complete records are closed at once; `finish` closes those with missing readings. The time `now` is arbitrary,
     # because no record is closed by a timeout here.
     closed = ClosedRecords.concatenate([engine.handle(batch, now=0).closed, engine.finish().closed])
-    statistic_by_id = dict(zip(closed.record_ids, closed.score.tolist(), strict=True))
-    return np.array([statistic_by_id.get(str(index), 0.0) for index in range(len(feature_codes))])
+    rows = np.array([int(record_id) for record_id in closed.record_ids], np.int64)
+    statistics, centered_nll = np.zeros(len(feature_codes)), np.zeros(len(feature_codes))
+    statistics[rows], centered_nll[rows] = closed.score, closed.anomaly_score
+    return statistics, np.empty(0) if model.config.exemplars else centered_nll
 
 
 def compute_statistics(
@@ -230,6 +234,7 @@ def build_calibration(
     trim: float,
     ties: TiePolicy = "arrival",
     cusum_scale: CusumScale | None = None,
+    record_scores: NDArray[np.float64] | None = None,
 ) -> Calibration:
     """Return the calibration of the alert rule: the sorted anomaly scores of normal records and how they were computed.
 
@@ -242,11 +247,14 @@ def build_calibration(
         ties: "arrival" if readings of one record with the same time were scored one after the other, "hold" if they
             were scored together.
         cusum_scale: The scale of the cumulative sums from which the scores were computed, None without sums.
+        record_scores: The anomaly scores of complete calibration records; None if they are unknown.
     """
     # These means are stored for the drift monitor, which compares them with those of later records.
     mean_neg_log_p_by_feature = scores.average_neg_log_p_by_feature(schema.names)
     statistics = trim_largest(scores.statistics, trim)
-    return Calibration.from_statistics(statistics, order, mean_neg_log_p_by_feature, ties, cusum_scale)
+    if record_scores is not None:
+        record_scores = trim_largest(record_scores, trim)
+    return Calibration.from_statistics(statistics, order, mean_neg_log_p_by_feature, ties, cusum_scale, record_scores)
 
 
 def split_folds(data: PreparedTable, num_folds: int, seed: int) -> Iterator[PreparedTable]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from deformer_stream.engine.record_scores import sum_centered_nll
 from deformer_stream.kernels.cpu import attached_kernels
 from deformer_stream.model.deformer import DEformer
+from deformer_stream.model.exemplars import Exemplars
 from deformer_stream.model.ranking import Ranking
 from trainer.budget import measure_seconds_per_record
 from trainer.data import PreparedTable, Split
@@ -38,6 +39,9 @@ MIN_DIFFERENCE_RATE = 0.05
 Differences of labels are divided by this probability. Without a lower bound, a label that is nearly always the same
 would outweigh all other features.
 """
+
+DISTANCE_BATCH = 256
+"""Number of calibration records whose distances to the exemplars are computed at once."""
 
 RANKING_SEED = 0x4A4C
 """Constant that is combined with the user's seed, so that this module's random numbers differ from those of others."""
@@ -104,6 +108,70 @@ def add_ranking(
     model.ranking = ranking.to(model.device)
     model.config = replace(model.config, exemplars=ranking.num_exemplars)
     return model
+
+
+def score_complete_records(
+    model: DEformer,
+    data: PreparedTable,
+    rows: NDArray[np.int64],
+    centered_nll: NDArray[np.float64],
+    exemplar_rows: NDArray[np.int64],
+    should_continue: Callable[[int], bool] = lambda num_done: True,
+) -> NDArray[np.float64]:
+    """Return the anomaly scores of complete calibration records, computed as those of new records (`Exemplars.score`).
+
+    A calibration record that is an exemplar is compared with all exemplars but itself. If all calibration records are
+    exemplars, the p-value of a new record is at least the conformal one: were the new record an exemplar as well, the
+    calibration records could only be nearer to their nearest exemplars.
+
+    Args:
+        model: The trained model with its exemplars. Without them, the scores are the centered NLLs.
+        data: The prepared table.
+        rows: (N,) row numbers of the records.
+        centered_nll: (N,) the sum of the centered NLLs of the readings of each record.
+        exemplar_rows: (M,) row numbers of the last M exemplars of the model, which are records of the table.
+        should_continue: Called before each batch with the number of records that are scored. If it returns False, no
+            more records are scored.
+
+    Returns:
+        The scores of the N records, or of the first ones if `should_continue` returned False.
+    """
+    exemplars = Exemplars.from_parameters(model.extract_parameters())
+    if exemplars is None:
+        return centered_nll
+    num_old = len(exemplars.positions) - len(exemplar_rows)
+    index_by_row = {row: num_old + index for index, row in enumerate(exemplar_rows.tolist())}
+    codes = np.arange(len(data.schema))
+    parts = [np.empty(0)]
+    for start in range(0, len(rows), DISTANCE_BATCH):
+        if not should_continue(start):
+            break
+        batch = rows[start : start + DISTANCE_BATCH]
+        values = np.asarray(data.values[batch], np.float64)
+        own_exemplar = np.array([index_by_row.get(row, -1) for row in batch.tolist()])
+        scores = exemplars.score(
+            np.where(np.isnan(values), -1, codes),
+            np.nan_to_num(values),
+            centered_nll[start : start + DISTANCE_BATCH],
+            own_exemplar,
+        )
+        parts.append(scores)
+    return np.concatenate(parts)
+
+
+def choose_exemplar_rows(
+    data: PreparedTable, max_exemplars: int, seed: int, calibration_exemplars: bool
+) -> NDArray[np.int64]:
+    """Return the row numbers of the records of a table that `add_ranking` stores as exemplars, in their order.
+
+    Args:
+        data: The prepared table.
+        max_exemplars: As in `add_ranking`.
+        seed: As in `add_ranking`.
+        calibration_exemplars: As in `add_ranking`.
+    """
+    rng = np.random.default_rng([seed, RANKING_SEED])  # the choice of exemplars draws its first numbers
+    return _choose_exemplar_rows(data, max_exemplars, rng, calibration_exemplars)
 
 
 def measure_distance_seconds(

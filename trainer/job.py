@@ -50,7 +50,7 @@ from trainer.data import PreparedTable, Split, create_data_options, prepare_tabl
 from trainer.distributed import Ranks
 from trainer.evaluate import BATCH_SIZE as EVALUATION_BATCH_SIZE
 from trainer.evaluate import HeldOutLikelihood, compute_independent_nll, evaluate_held_out
-from trainer.exemplars import MAX_REFERENCE_RECORDS, add_ranking
+from trainer.exemplars import MAX_REFERENCE_RECORDS, add_ranking, choose_exemplar_rows, score_complete_records
 from trainer.fit import SINGLE_PROCESS, TrainingResult, TrainingStatus
 from trainer.job_output import JobOutput, summarize_job
 from trainer.outliers import choose_num_references, drop_outliers
@@ -207,8 +207,11 @@ def train(
             part = fold_run.run.budget
             scores += final_phases.score_calibration_records(fold_model, fold_data, order, fold_seed, part)
             budget.mark_phase("folds")
-        calibration = build_calibration(scores, data.schema, order, settings.contamination, data.ties)
         model = final_phases.add_ranking(result.model, data)
+        record_scores = final_phases.score_complete_records(model, data, scores.centered_nll)
+        calibration = build_calibration(
+            scores, data.schema, order, settings.contamination, data.ties, record_scores=record_scores
+        )
         budget.mark_phase("ranking")
         held_out = final_phases.evaluate_held_out(model, data)
         budget.mark_phase("held-out figures")
@@ -291,6 +294,7 @@ class _FinalPhases:
     ) -> None:
         self.settings, self.budget, self.costs, self.on_message = settings, budget, costs, on_message
         self.num_ranking_records = 0
+        self.calibration_rows: list[NDArray[np.int64]] = []  # the scored records of each call
         self.held_out_rows: NDArray[np.int64] = np.empty(0, np.int64)
 
     def score_calibration_records(
@@ -311,7 +315,9 @@ class _FinalPhases:
         if self.costs is None:  # there is no time limit
             rows = sample_rows(rows, seed)
             phase = self._start_phase("calibrating", len(rows), min_records=0, later_seconds=0.0)
-            return score_calibration_records(model, data, rows, order, seed, should_continue=phase.should_continue)
+            scores = score_calibration_records(model, data, rows, order, seed, should_continue=phase.should_continue)
+            self.calibration_rows.append(rows[: len(scores.statistics)])
+            return scores
         maximum = count_all_records(data)
         if part is not None:
             maximum = replace(maximum, ranking=0, held_out_passes=0)
@@ -328,7 +334,9 @@ class _FinalPhases:
         rows = _shuffle(rows, seed)[:num_records]
         phase = self._start_phase("calibrating", num_records, minimum.calibration, later_seconds, maximum.calibration)
         batch_size = choose_batch_size(self.costs.calibration, CALIBRATION_BATCH_SIZE)
-        return score_calibration_records(model, data, rows, order, seed, batch_size, phase.should_continue)
+        scores = score_calibration_records(model, data, rows, order, seed, batch_size, phase.should_continue)
+        self.calibration_rows.append(rows[: len(scores.statistics)])
+        return scores
 
     def add_ranking(self, model: DEformer, data: PreparedTable) -> DEformer:
         """Add exemplars (stored training records) and typical values of normal records to the model.
@@ -372,6 +380,34 @@ class _FinalPhases:
             phase.should_continue,
             calibration_exemplars,
         )
+
+    def score_complete_records(
+        self, model: DEformer, data: PreparedTable, centered_nll: NDArray[np.float64]
+    ) -> NDArray[np.float64] | None:
+        """Return the anomaly scores of the complete calibration records, or of as many as the time permits.
+
+        Args:
+            model: The model with its exemplars.
+            data: The prepared table.
+            centered_nll: The centered NLLs of the records that were scored for the calibration, in the same order.
+
+        Returns:
+            The scores; None if there are none.
+        """
+        rows = np.concatenate([np.empty(0, np.int64), *self.calibration_rows])
+        if len(rows) != len(centered_nll):
+            return None  # tie groups of an adapted model, whose centered NLLs are unknown
+        exemplar_rows = choose_exemplar_rows(
+            data,
+            choose_exemplars(self.settings),
+            self.settings.seed,
+            self.settings.calibration_exemplars is not False,
+        )
+        maximum = replace(count_all_records(data), calibration=0, ranking=0)
+        later_seconds = 0.0 if self.costs is None else compute_min_counts(maximum).estimate_seconds(self.costs)
+        phase = self._start_phase("scoring complete calibration records", len(rows), 1, later_seconds)
+        scores = score_complete_records(model, data, rows, centered_nll, exemplar_rows, phase.should_continue)
+        return scores if len(scores) else None
 
     def evaluate_held_out(self, model: DEformer, data: PreparedTable) -> HeldOutLikelihood:
         """Compute the likelihood of calibration records, which training has not used, for the report.

@@ -239,6 +239,39 @@ def trim_largest(statistics: Floats, share: float) -> Floats:
     return np.sort(statistics)[: len(statistics) - round(share * len(statistics))]
 
 
+def _check_scores(scores: Floats) -> None:
+    """Raise `ValueError` if the scores of a calibration are not a flat list of finite numbers in ascending order."""
+    if scores.ndim != 1:
+        raise ValueError(
+            f"the scores of a calibration must be a flat list of numbers, but have {scores.ndim} dimensions: "
+            "give one number per record"
+        )
+    is_finite = np.isfinite(scores)
+    if not is_finite.all():
+        raise ValueError(f"the scores of a calibration must be finite, but one is {scores[~is_finite][0]}: remove it")
+    is_descent = np.diff(scores) < 0
+    if is_descent.any():
+        index = int(is_descent.argmax())
+        raise ValueError(
+            f"the scores of a calibration must be in ascending order, but {scores[index]} is before "
+            f"{scores[index + 1]}: sort them"
+        )
+
+
+def _rank(scores: Floats, calibration_scores: Floats) -> Floats:
+    """Return the conformal p-values of anomaly scores, of the same shape.
+
+    Args:
+        scores: Scores of new records, of any shape; larger is more anomalous.
+        calibration_scores: (n,) scores of normal records, ascending.
+    """
+    # The calibration scores are ascending, so those from the first one at or above the bound on count as larger.
+    lower_bounds = scores - SCORE_TOLERANCE * (1.0 + np.abs(scores))
+    num_at_least = len(calibration_scores) - np.searchsorted(calibration_scores, lower_bounds, "left")
+    p_values: Floats = ((1.0 + num_at_least) / (len(calibration_scores) + 1.0)).astype(np.float64)
+    return p_values
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """The anomaly scores of normal records. A new record is compared with them to compute its p-value.
@@ -262,6 +295,9 @@ class Calibration:
             "hold" for all together (`TiePolicy`).
         cusum_scale: The anomaly scores are those of cumulative sums, which this scale turns into statistics (`cusum`).
             None if they are the combinations of p-values of this module.
+        record_scores: (m,) ascending; the anomaly scores of complete normal records (`ClosedRecords.anomaly_score`),
+            with which a closed record is compared as a whole. They use all readings at once, so they detect more than
+            `scores` do, but a record has such a score only when it closes. None if they are unknown.
     """
 
     scores: Floats
@@ -271,26 +307,13 @@ class Calibration:
     mean_neg_log_p_by_feature: Mapping[str, float] = field(default_factory=dict)
     tie_policy: TiePolicy = "arrival"
     cusum_scale: CusumScale | None = None
+    record_scores: Floats | None = None
 
     def __post_init__(self) -> None:
         # If the calibration is read from a model directory, the reader adds the directory and the remedy to the errors.
-        if self.scores.ndim != 1:
-            raise ValueError(
-                f"the scores of a calibration must be a flat list of numbers, but have {self.scores.ndim} dimensions: "
-                "give one number per record"
-            )
-        is_finite = np.isfinite(self.scores)
-        if not is_finite.all():
-            raise ValueError(
-                f"the scores of a calibration must be finite, but one is {self.scores[~is_finite][0]}: remove it"
-            )
-        is_descent = np.diff(self.scores) < 0
-        if is_descent.any():
-            index = int(is_descent.argmax())
-            raise ValueError(
-                f"the scores of a calibration must be in ascending order, but {self.scores[index]} is before "
-                f"{self.scores[index + 1]}: sort them"
-            )
+        _check_scores(self.scores)
+        if self.record_scores is not None:
+            _check_scores(self.record_scores)
         if self.calibration_by_group and not self.separator:
             raise ValueError(
                 "the calibration has groups of records, but no separator (the text after the group's name in a record "
@@ -351,6 +374,7 @@ class Calibration:
         mean_neg_log_p_by_feature: Mapping[str, float] | None = None,
         tie_policy: TiePolicy = "arrival",
         cusum_scale: CusumScale | None = None,
+        record_scores: Floats | None = None,
     ) -> Calibration:
         """Return a calibration without groups.
 
@@ -364,6 +388,7 @@ class Calibration:
             tie_policy: How readings of one record with the same event time were scored: "arrival" for one after the
                 other, "hold" for all together.
             cusum_scale: The scale of the cumulative sums from which the scores were computed, None without sums.
+            record_scores: (m,) the anomaly scores of complete records, in any order; None if they are unknown.
         """
         scores = np.sort(np.asarray(statistics, np.float64))
         return Calibration(
@@ -372,9 +397,16 @@ class Calibration:
             mean_neg_log_p_by_feature=mean_neg_log_p_by_feature or {},
             tie_policy=tie_policy,
             cusum_scale=cusum_scale,
+            record_scores=None if record_scores is None else np.sort(np.asarray(record_scores, np.float64)),
         )
 
-    def with_groups(self, statistics_by_group: Mapping[str, Floats], separator: str, min_records: int) -> Calibration:
+    def with_groups(
+        self,
+        statistics_by_group: Mapping[str, Floats],
+        separator: str,
+        min_records: int,
+        record_scores_by_group: Mapping[str, Floats] | None = None,
+    ) -> Calibration:
         """Return a copy of this calibration that also holds calibrations of single groups of records.
 
         A group is a set of records, for example those of one device. It gets a calibration of its own if it has at
@@ -385,9 +417,16 @@ class Calibration:
                 The name "" (records without a group) is ignored.
             separator: The text that separates the name of the group from the rest of a record id.
             min_records: Number of records that a group needs for a calibration of its own.
+            record_scores_by_group: By the name of each group, the anomaly scores of its complete calibration records in
+                any order; None if they are unknown.
         """
         calibration_by_group = {
-            name: Calibration.from_statistics(statistics, self.arrival_order, tie_policy=self.tie_policy)
+            name: Calibration.from_statistics(
+                statistics,
+                self.arrival_order,
+                tie_policy=self.tie_policy,
+                record_scores=None if record_scores_by_group is None else record_scores_by_group[name],
+            )
             for name, statistics in statistics_by_group.items()
             if name and len(statistics) >= min_records
         }
@@ -442,10 +481,31 @@ class Calibration:
         Returns:
             The p-values, of the same shape.
         """
-        # The calibration scores are ascending, so those from the first one at or above the bound on count as larger.
-        lower_bounds = scores - SCORE_TOLERANCE * (1.0 + scores)
-        num_at_least = len(self.scores) - np.searchsorted(self.scores, lower_bounds, "left")
-        p_values: Floats = ((1.0 + num_at_least) / (len(self.scores) + 1.0)).astype(np.float64)
+        return _rank(scores, self.scores)
+
+    def compute_record_p_values(self, scores: Floats, record_ids: Sequence[str]) -> Floats | None:
+        """Return the p-values of R complete records by their anomaly scores as a whole, (R,).
+
+        Other than the anytime-valid p-values, they are conformal p-values of one number for each record. If the group
+        of a record has no calibration of its own, the record is compared with the records of all groups.
+
+        Args:
+            scores: (R,) the anomaly scores of the complete records; larger is more anomalous.
+            record_ids: The ids of the R records, which name their groups.
+
+        Returns:
+            The p-values, NaN for a score of NaN; None if the calibration has no scores of complete records.
+        """
+        if self.record_scores is None:
+            return None
+        p_values = _rank(scores, self.record_scores)
+        if self.calibration_by_group:
+            indexes_by_group = group_indexes_by_key(extract_group(record, self.separator) for record in record_ids)
+            for name in indexes_by_group.keys() & self.calibration_by_group.keys():
+                of_group, indexes = self.calibration_by_group[name].record_scores, indexes_by_group[name]
+                if of_group is not None:
+                    p_values[indexes] = _rank(scores[indexes], of_group)
+        p_values[np.isnan(scores)] = np.nan  # readings that the network could not score
         return p_values
 
     def compute_p_values(
@@ -526,9 +586,17 @@ class Calibration:
             document["cusum"] = self.cusum_scale.to_json()
         if self.mean_neg_log_p_by_feature:
             document["surprise"] = dict(self.mean_neg_log_p_by_feature)
+        if self.record_scores is not None:
+            document["record_scores"] = self.record_scores.tolist()
         if self.calibration_by_group:
             scores_by_group = {name: group.scores.tolist() for name, group in self.calibration_by_group.items()}
             document |= {"separator": self.separator, "groups": scores_by_group}
+            if self.record_scores is not None:
+                document["record_scores_by_group"] = {
+                    name: group.record_scores.tolist()
+                    for name, group in self.calibration_by_group.items()
+                    if group.record_scores is not None
+                }
         return document
 
     @staticmethod
@@ -544,15 +612,27 @@ class Calibration:
         """
         arrival_order, tie_policy = str(document["order"]), document.get("ties", "arrival")
         scores_by_group = document.get("groups", {})
+        record_scores_by_group = document.get("record_scores_by_group", {})
         return Calibration(
             scores=np.asarray(document["scores"], np.float64),
             arrival_order=arrival_order,
             separator=document.get("separator", ""),
             calibration_by_group={
-                name: Calibration(np.asarray(scores, np.float64), arrival_order, tie_policy=tie_policy)
+                name: Calibration(
+                    np.asarray(scores, np.float64),
+                    arrival_order,
+                    tie_policy=tie_policy,
+                    record_scores=_read_scores(record_scores_by_group.get(name)),
+                )
                 for name, scores in scores_by_group.items()
             },
             mean_neg_log_p_by_feature={str(name): float(mean) for name, mean in document.get("surprise", {}).items()},
             tie_policy=tie_policy,
             cusum_scale=CusumScale.from_json(document["cusum"]) if "cusum" in document else None,
+            record_scores=_read_scores(document.get("record_scores")),
         )
+
+
+def _read_scores(values: Sequence[float] | None) -> Floats | None:
+    """Return a list of a JSON document as an array, None if the document has none."""
+    return None if values is None else np.asarray(values, np.float64)

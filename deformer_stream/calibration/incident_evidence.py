@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log, log1p
 from typing import Literal
 
@@ -68,11 +68,13 @@ class ScoreTail:
         start: The largest score of the calibration records.
         p_value: The p-value of this score, 1/(n + 1).
         scale: Increase of the score by which the p-value falls to 1/e of its value.
+        of_records: The tail of the anomaly scores of complete records, None if they are unknown.
     """
 
     start: float
     p_value: float
     scale: float
+    of_records: ScoreTail | None = None
 
     def extend(self, p_value: float, score: float | None) -> float:
         """Return the p-value of a record, extended below `p_value` if its score is larger than `start`.
@@ -102,6 +104,17 @@ def fit_tail(calibration_scores: Floats) -> ScoreTail | None:
     if not len(excesses):
         return None
     return ScoreTail(float(scores[-1]), 1.0 / (len(scores) + 1), float(excesses.mean()))
+
+
+def fit_tails(calibration_scores: Floats, record_scores: Floats | None) -> ScoreTail | None:
+    """Return the tail of the scores of calibration records, with that of their scores as complete records.
+
+    Args:
+        calibration_scores: (n,) anomaly scores of normal records, in any order.
+        record_scores: (m,) anomaly scores of complete normal records, in any order; None if they are unknown.
+    """
+    tail = fit_tail(calibration_scores)
+    return tail if tail is None or record_scores is None else replace(tail, of_records=fit_tail(record_scores))
 
 
 def compute_log_e_values(p_values: Floats) -> Floats:

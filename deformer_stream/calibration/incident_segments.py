@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -122,7 +122,7 @@ class SegmentCalibration:
             "statistics": list(self.log_statistics),
             "records_per_segment": self.records_per_segment,
             "devices": self.num_devices,
-            "tail": None if tail is None else {"start": tail.start, "p": tail.p_value, "scale": tail.scale},
+            "tail": None if tail is None else _tail_to_json(tail),
             "detector": self.kind,
             "group": self.group,
             "start": self.start,
@@ -167,12 +167,25 @@ def add_open_alert(alert_p_by_record: dict[str, float], record: str, p_value: fl
         del alert_p_by_record[next(iter(alert_p_by_record))]
 
 
+def _tail_to_json(tail: ScoreTail) -> dict[str, Any]:
+    """Return a tail as values that JSON can express."""
+    document: dict[str, Any] = {"start": tail.start, "p": tail.p_value, "scale": tail.scale}
+    return document if tail.of_records is None else document | {"records": _tail_to_json(tail.of_records)}
+
+
 def _read_tail(document: Mapping[str, Any]) -> ScoreTail:
     """Return the tail of a JSON document.
 
     Raises:
         ValueError: A number is not finite or out of range.
     """
+    tail = _read_single_tail(document)
+    of_records = document.get("records")
+    return tail if of_records is None else replace(tail, of_records=_read_single_tail(of_records))
+
+
+def _read_single_tail(document: Mapping[str, Any]) -> ScoreTail:
+    """Return the tail of a JSON document without that of complete records."""
     tail = ScoreTail(float(document["start"]), float(document["p"]), float(document["scale"]))
     if not (math.isfinite(tail.start) and 0.0 < tail.p_value <= 1.0 and 0.0 < tail.scale < math.inf):
         raise ValueError(f"the tail of the scores is out of range: {tail}")

@@ -46,6 +46,7 @@ class CalibrationStatistics:
             logged arrivals, "random", or "schema" for the order of the features in the schema.
         tie_policy: How readings of one record with the same event time were scored: "arrival" for one after the other,
             "hold" for all together.
+        record_scores: (N,) the anomaly score of each complete record, in the same order; None if they are unknown.
     """
 
     max_statistics: NDArray[np.float64]
@@ -53,6 +54,7 @@ class CalibrationStatistics:
     mean_neg_log_p_by_feature: Mapping[str, float]
     arrival_order: str
     tie_policy: TiePolicy
+    record_scores: NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +157,22 @@ def recalibrate(
             "check that the input uses the feature names of the model"
         )
     generator = np.random.default_rng([seed, 0xCA1B])  # other numbers than other users of the same seed draw
+    record_scores = statistics.record_scores
+
+    def trim_record_scores(rows: slice | list[int]) -> NDArray[np.float64] | None:
+        """Return the scores of some complete records from which a calibration is made, None if they are unknown."""
+        if record_scores is None:
+            return None
+        # Another generator, so that the choice of the statistics does not depend on these scores.
+        return trim_largest(_choose_records(record_scores[rows], np.random.default_rng([seed, 0xCA1C])), trim)
+
     pooled = Calibration.from_statistics(
         trim_largest(_choose_records(scores, generator), trim),
         statistics.arrival_order,
         statistics.mean_neg_log_p_by_feature,
         statistics.tie_policy,
         old.cusum_scale,
+        trim_record_scores(slice(None)),
     )
     min_records = max(1, *(Calibration.count_required_records(alpha) for alpha in alphas))
     if group_by is None:
@@ -191,7 +203,12 @@ def recalibrate(
         for name, group_statistics in statistics_by_group.items()
         if len(group_statistics) < min_records
     }
-    new = pooled.with_groups(statistics_by_group, separator, min_records)
+    record_scores_by_group = {
+        name: scores_of_group
+        for name, indexes in indexes_by_group.items()
+        if (scores_of_group := trim_record_scores(indexes)) is not None
+    }
+    new = pooled.with_groups(statistics_by_group, separator, min_records, record_scores_by_group or None)
     return Recalibration(old, new, len(scores), num_records_by_pooled_group, min_records, num_ungrouped)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +21,14 @@ class RecordScores:
         neg_log_p_sums: (F,) for each feature the sum of −ln p over its readings, in nats. p is the highest-density
             p-value of a reading: the probability of a value that is at most as likely as the observed one.
         num_readings: (F,) for each feature the number of its scored readings.
+        centered_nll: (N,) for each record the sum of the centered NLLs of its readings, in nats; empty if unknown. The
+            centered NLL of a reading is its negative log-likelihood minus its expectation.
     """
 
     statistics: Floats
     neg_log_p_sums: Floats
     num_readings: NDArray[np.int64]
+    centered_nll: Floats = field(default_factory=lambda: np.empty(0))
 
     def __add__(self, other: RecordScores) -> RecordScores:
         """Return the scores of these records followed by those of `other`, and the sums over the readings of both."""
@@ -33,6 +36,7 @@ class RecordScores:
             np.concatenate([self.statistics, other.statistics]),
             self.neg_log_p_sums + other.neg_log_p_sums,
             self.num_readings + other.num_readings,
+            np.concatenate([self.centered_nll, other.centered_nll]),
         )
 
     def average_neg_log_p_by_feature(self, names: Sequence[str]) -> dict[str, float]:

@@ -35,14 +35,15 @@ def score_records(model: DEformer, features: NDArray[np.int64], values: Floats, 
     num_features = len(model.schema)
     total = RecordScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
     batches = _iterate_score_terms(model, features, values, batch_size)
-    for batch_index, (log_p, _, is_scored) in enumerate(batches):
+    for batch_index, (log_p, centered_nll, is_scored) in enumerate(batches):
         start = batch_index * batch_size
         scored_codes = features[start : start + batch_size][is_scored]  # flat: one code per scored reading
         _, state = advance_prefix_state(PrefixState.initial(len(is_scored)), log_p, is_scored)
         # Sum −ln p over the readings of each feature, and count them.
         neg_log_p_sums = np.bincount(scored_codes, weights=-log_p[is_scored], minlength=num_features).astype(np.float64)
         num_readings = np.bincount(scored_codes, minlength=num_features)
-        total += RecordScores(state.max_statistic, neg_log_p_sums, num_readings)
+        sums = np.where(is_scored, centered_nll, 0.0).sum(1)
+        total += RecordScores(state.max_statistic, neg_log_p_sums, num_readings, sums)
     return total
 
 

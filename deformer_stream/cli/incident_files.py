@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import threading
     from pathlib import Path
 
+    from deformer_stream.calibration.conformal import Calibration
     from deformer_stream.incident_store import IncidentCalibration
-    from deformer_stream.runtime.incident_calibration import ComputePValues
     from deformer_stream.runtime.incident_sink import IncidentSink
     from deformer_stream.settings import CalibrateSettings, ReplaySettings
 
@@ -158,7 +158,7 @@ def write_segments(
     settings: CalibrateSettings,
     directory: Path,
     before: IncidentCalibration | None,
-    compute_p_values: ComputePValues | None = None,
+    calibration: Calibration | None = None,
     log_model: str | None = None,
 ) -> None:
     """Calibrate the segments of the incident budget, write them to a model directory, and print what is in reach.
@@ -167,20 +167,20 @@ def write_segments(
         settings: Options of `calibrate`.
         directory: The model directory.
         before: The incident calibration that is replaced, None if there is none.
-        compute_p_values: As in `calibrate_from_evidence`.
+        calibration: As in `calibrate_from_evidence`.
         log_model: Fingerprint of the model that has written the evidence, None for that of the directory.
     """
     from deformer_stream.incident_store import write_incident_calibration
 
-    calibration = _collect_segments(settings, directory, before, compute_p_values, log_model)
-    write_incident_calibration(directory, calibration)
+    segments = _collect_segments(settings, directory, before, calibration, log_model)
+    write_incident_calibration(directory, segments)
 
 
 def _collect_segments(
     settings: CalibrateSettings,
     directory: Path,
     before: IncidentCalibration | None,
-    compute_p_values: ComputePValues | None,
+    calibration: Calibration | None,
     log_model: str | None = None,
 ) -> IncidentCalibration:
     """Return the incident calibration with new segments, and print which budgets are in reach. See `write_segments`."""
@@ -205,12 +205,12 @@ def _collect_segments(
         log_model or model,
         fit_tail_of_manifest(manifest),
         0 if "window" in manifest else REORDER_MICROS,
-        compute_p_values,
+        calibration,
         make_get_device(settings.device_by),
         settings.open_early == "on" or (settings.open_early == "auto" and "reading_times" in manifest),
     )
     click.echo(align_columns(describe_segments(segments, parse_budget(DEFAULT_BUDGET))))
-    known = [calibration for calibration in segments if calibration.num_segments]
+    known = [of_length for of_length in segments if of_length.num_segments]
     span = f", from {format_rfc3339(known[-1].start)} to {format_rfc3339(known[-1].end)}" if known else ""
     click.echo(
         f"segments of {model} from {', '.join(settings.incidents)}{span}; the records must be normal, and neither "

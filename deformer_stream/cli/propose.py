@@ -295,7 +295,7 @@ def _load_model(settings: ProposeSettings) -> Artifact | None:
 
 def _make_recalibration(
     loaded: Artifact, settings: ProposeSettings
-) -> Callable[[Sequence[str], NDArray[np.float64]], Calibration]:
+) -> Callable[[Sequence[str], NDArray[np.float64], NDArray[np.float64] | None], Calibration]:
     """Return a function that makes a calibration of records from their ids and scores, with the groups of the old one.
 
     Args:
@@ -304,11 +304,18 @@ def _make_recalibration(
     """
     from deformer_stream.calibration.recalibrate import CalibrationStatistics, recalibrate
 
-    old = loaded.calibration
+    old, is_irregular = loaded.calibration, loaded.schema.reading_times is not None
 
-    def make_calibration(record_ids: Sequence[str], scores: NDArray[np.float64]) -> Calibration:
+    def make_calibration(
+        record_ids: Sequence[str], scores: NDArray[np.float64], record_scores: NDArray[np.float64] | None
+    ) -> Calibration:
         statistics = CalibrationStatistics(
-            scores, record_ids, old.mean_neg_log_p_by_feature, old.arrival_order, old.tie_policy
+            scores,
+            record_ids,
+            old.mean_neg_log_p_by_feature,
+            old.arrival_order,
+            old.tie_policy,
+            None if is_irregular else record_scores,
         )
         return recalibrate(old, statistics, [settings.alpha], old.separator or None, seed=settings.seed).new
 

@@ -34,9 +34,6 @@ from deformer_stream.runtime import process
 if TYPE_CHECKING:
     import threading
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from connectors.files import (
         AlertLines,
         EvidenceLines,
@@ -535,6 +532,8 @@ def build_calibrate() -> click.Command:
             if has_choice
             else sink.find_arrival_order(factory.choose_order_of_rows(loaded, given), given.order),
             tie_policy=settings.ties or loaded.calibration.tie_policy,
+            # They depend a little on the order of the readings, which is another one with a choice.
+            record_scores=None if has_choice or sink.record_scores is None else sink.record_scores[is_used],
         )
         recalibration = recalibrate(
             loaded.calibration, statistics, settings.alpha, settings.group_by, settings.trim, settings.seed
@@ -560,12 +559,7 @@ def build_calibrate() -> click.Command:
         if reason := explain_missing_charts():
             click.echo(f"the report was written without charts: {reason}", err=True)
         if settings.incidents:
-
-            def compute_p_values(ids: Sequence[str], scores: NDArray[np.float64]) -> NDArray[np.float64]:
-                """Return the p-values under the new calibration of records that were scored under the old one."""
-                return recalibration.new.compute_p_values(scores[:, None], lambda: ids)[:, 0]
-
-            incident_files.write_segments(settings, target, incidents_before, compute_p_values, loaded.fingerprint)
+            incident_files.write_segments(settings, target, incidents_before, recalibration.new, loaded.fingerprint)
         return 0
 
     return calibrate

@@ -13,14 +13,19 @@ from typing import Annotated
 import msgspec
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from deformer_stream.codec.json_types import Micros
 from deformer_stream.engine.events import NO_TIME, SuggestedReading
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, Suspect
 
-EVIDENCE_VERSION = 1
-"""Version of the format. A reader refuses messages of a later version."""
+EVIDENCE_VERSION = 2
+"""Latest version of the format. A reader refuses messages of a later version.
+
+Version 2 has p-values of closed records as a whole, which the detection of incidents must not ignore. A message without
+them has version 1, so that earlier releases read it.
+"""
 
 MAX_EVIDENCE_BYTES = 2**19
 """Maximum size of a message: half of the default limit of a Kafka topic. A larger batch becomes several messages."""
@@ -38,6 +43,8 @@ class _ClosedColumns(msgspec.Struct):
     score: list[float]
     readings: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
     alerted: list[Annotated[int, msgspec.Meta(ge=0, le=1)]]
+    record_p: list[Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] | None] | None = None
+    record_score: list[float | None] | None = None
 
 
 class _SuspectObject(msgspec.Struct):
@@ -89,7 +96,7 @@ def encode_evidence(batch: EvidenceBatch) -> bytes:
     """Return a batch of evidence as a JSON object on one line, without a newline at its end."""
     closed = batch.closed
     document = {
-        "v": EVIDENCE_VERSION,
+        "v": 1 if closed.record_p_values is None else EVIDENCE_VERSION,
         "model": batch.model,
         "partition": batch.partition,
         "closed": {
@@ -99,10 +106,17 @@ def encode_evidence(batch: EvidenceBatch) -> bytes:
             "score": closed.scores,
             "readings": closed.num_readings,
             "alerted": closed.is_alerted.astype(np.int8),
+            **_record_columns(closed),
         },
         "alerts": [_alert_to_json(alert) for alert in batch.alerts],
     }
     return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _record_columns(closed: ClosedRows) -> dict[str, NDArray[np.float64]]:
+    """Return the columns of complete records that are known. NaN becomes null."""
+    columns = {"record_p": closed.record_p_values, "record_score": closed.record_scores}
+    return {name: column for name, column in columns.items() if column is not None}
 
 
 def encode_evidence_parts(batch: EvidenceBatch, max_bytes: int = MAX_EVIDENCE_BYTES) -> list[bytes]:
@@ -142,6 +156,8 @@ def _slice_rows(closed: ClosedRows, rows: slice) -> ClosedRows:
         closed.scores[rows],
         closed.num_readings[rows],
         closed.is_alerted[rows],
+        None if closed.record_p_values is None else closed.record_p_values[rows],
+        None if closed.record_scores is None else closed.record_scores[rows],
     )
 
 
@@ -182,10 +198,10 @@ def decode_evidence(payload: bytes) -> EvidenceBatch:
     """
     try:
         version = _decode_version(payload).v
-        if version != EVIDENCE_VERSION:
+        if not 1 <= version <= EVIDENCE_VERSION:
             raise InputError(
-                f"evidence of format version {version} cannot be read: this release reads version {EVIDENCE_VERSION}; "
-                "use the release that wrote it"
+                f"evidence of format version {version} cannot be read: this release reads versions 1 to "
+                f"{EVIDENCE_VERSION}; use the release that wrote it"
             )
         message = _decode_message(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -196,6 +212,8 @@ def decode_evidence(payload: bytes) -> EvidenceBatch:
     closed = message.closed
     num_records = len(closed.record)
     lengths = [len(closed.time), len(closed.p), len(closed.score), len(closed.readings), len(closed.alerted)]
+    record_p, record_score = closed.record_p, closed.record_score
+    lengths += [len(column) for column in (record_p, record_score) if column is not None]
     if any(length != num_records for length in lengths):
         raise InputError(
             "no message of evidence (its columns of closed records have different lengths); give what "
@@ -211,6 +229,8 @@ def decode_evidence(payload: bytes) -> EvidenceBatch:
             np.array(closed.score, np.float64),
             np.array(closed.readings, np.int32),
             np.array(closed.alerted, np.bool_),
+            None if record_p is None else np.array(record_p, np.float64),  # null becomes NaN
+            None if record_score is None else np.array(record_score, np.float64),
         ),
         tuple(_alert_from_json(alert) for alert in message.alerts),
     )

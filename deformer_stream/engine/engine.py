@@ -1136,14 +1136,18 @@ class Engine:
         closed = self.records.close(ending, reason)
         record_index = np.array(ending, np.int64)
         # The score for ranking complete records depends on the model, so it is not computed by the table of records.
-        anomaly_score = closed.anomaly_score.copy()
+        anomaly_score, record_p_value = closed.anomaly_score.copy(), closed.record_p_value.copy()
         for version, members in self._group_by_version(record_index):
             anomaly_score[members] = version.rank_records(self.records, record_index[members])
+            record_ids = [closed.record_ids[index] for index in members.tolist()]
+            p_values = version.calibration.compute_record_p_values(anomaly_score[members], record_ids)
+            if p_values is not None:
+                record_p_value[members] = p_values
         if self._drift_monitor is not None:
             self._observe_drift(self._drift_monitor, closed, record_index)
         # Only now, because ranking and drift detection read the readings of the closed records.
         self._release(ending)
-        return replace(closed, anomaly_score=anomaly_score)
+        return replace(closed, anomaly_score=anomaly_score, record_p_value=record_p_value)
 
     def _observe_drift(self, monitor: DriftMonitor, closed: ClosedRecords, record_index: Ints) -> None:
         """Pass closed records to the drift monitor, which tests whether they still resemble the calibration records.

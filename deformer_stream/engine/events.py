@@ -471,6 +471,8 @@ class ClosedRecords:
             statistic of the record. The prefix statistic of the first k readings combines their p-values in one number.
         latest_time: (R,) int64 latest event time of the record's readings, microseconds since 1970; `NO_TIME` if none
             of them has a time.
+        record_p_value: (R,) p-value of the closed record as a whole, by its `anomaly_score`; NaN if the calibration has
+            no scores of complete records.
     """
 
     record_ids: list[str]
@@ -485,6 +487,7 @@ class ClosedRecords:
     alert_alpha: NDArray[np.float64]
     score: NDArray[np.float64]
     latest_time: NDArray[np.int64]
+    record_p_value: NDArray[np.float64]
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -496,7 +499,7 @@ class ClosedRecords:
         floats, ints = np.empty(0), np.empty(0, np.int32)
         bools = np.empty(0, np.bool_)
         times = np.empty(0, np.int64)
-        return ClosedRecords([], [], ints, ints, bools, floats, floats, floats, ints, floats, floats, times)
+        return ClosedRecords([], [], ints, ints, bools, floats, floats, floats, ints, floats, floats, times, floats)
 
     @staticmethod
     def concatenate(parts: Sequence[ClosedRecords]) -> ClosedRecords:
@@ -516,6 +519,7 @@ class ClosedRecords:
             np.concatenate([part.alert_alpha for part in parts]),
             np.concatenate([part.score for part in parts]),
             np.concatenate([part.latest_time for part in parts]),
+            np.concatenate([part.record_p_value for part in parts]),
         )
 
 

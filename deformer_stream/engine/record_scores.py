@@ -67,7 +67,8 @@ def compute_record_scores(kernels: CpuKernels | None, model: Model, features: In
         values: (N, L) values in the model's normalised units; label codes of discrete features. Padding is ignored.
 
     Returns:
-        The statistics of the N records, the sum of each feature, and the number of scored readings of each feature.
+        The statistics and the sums of centered NLLs of the N records, the sum of each feature, and the number of scored
+        readings of each feature.
 
     Raises:
         ConfigError: The readings of the model are irregular.
@@ -86,7 +87,7 @@ def compute_record_scores(kernels: CpuKernels | None, model: Model, features: In
         sum_by_feature = np.bincount(codes, neg_log_p, num_features).astype(np.float64)
         count_by_feature = np.bincount(codes, minlength=num_features)
         # Adding appends the statistics of the records, and adds the sums and the counts.
-        scores += RecordScores(part.running["peak"], sum_by_feature, count_by_feature)
+        scores += RecordScores(part.running["peak"], sum_by_feature, count_by_feature, part.running["excess"])
     return scores
 
 

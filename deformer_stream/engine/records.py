@@ -532,6 +532,7 @@ class RecordTable:
             alert_alpha=self.alert_alpha[rows],
             score=self.running["peak"][rows],  # the largest anomaly score over the first 1, 2, … readings
             latest_time=self.find_latest_times(rows),
+            record_p_value=np.full(len(rows), np.nan),  # the engine compares the records with the calibration
         )
 
     def close_ids(self, partition_id: int, record_ids: Iterable[str]) -> list[int]:

@@ -85,6 +85,9 @@ class ClosedRows:
         scores: (R,) anomaly score of each record; larger is more anomalous.
         num_readings: (R,) int32 number of readings of each record.
         is_alerted: (R,) whether the record has raised an alert.
+        record_p_values: (R,) p-value of each record as a whole, NaN where it is unknown; None if all are.
+        record_scores: (R,) anomaly score of each record as a whole, from which this p-value is computed. A later
+            calibration computes p-values from it. NaN where it is unknown, None if all are.
     """
 
     record_ids: list[str]
@@ -93,6 +96,8 @@ class ClosedRows:
     scores: NDArray[np.float64]
     num_readings: NDArray[np.int32]
     is_alerted: NDArray[np.bool_]
+    record_p_values: NDArray[np.float64] | None = None
+    record_scores: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
         """Return the number of records."""

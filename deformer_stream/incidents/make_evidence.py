@@ -75,6 +75,14 @@ def _select_rows(closed: ClosedRecords, rows: NDArray[np.int64]) -> ClosedRows:
     """
     numbers = np.stack([closed.p_value[rows], np.nan_to_num(closed.score[rows])])
     p_values, scores = round_significant(numbers, _DIGITS)
+    # NaN is a number that is unknown.
+    record_p_values, record_scores = np.full((2, len(rows)), np.nan)
+    for numbers, target, digits in (
+        (closed.record_p_value[rows], record_p_values, P_VALUE_DIGITS),
+        (closed.anomaly_score[rows], record_scores, SCORE_DIGITS),
+    ):
+        is_known = np.isfinite(numbers)
+        target[is_known] = round_significant(numbers[is_known], digits)
     return ClosedRows(
         [closed.record_ids[row] for row in rows.tolist()],
         closed.latest_time[rows],
@@ -82,6 +90,8 @@ def _select_rows(closed: ClosedRecords, rows: NDArray[np.int64]) -> ClosedRows:
         scores,
         closed.num_readings[rows],
         closed.alert_seq[rows] >= 0,
+        None if np.isnan(record_p_values).all() else record_p_values,
+        record_scores,
     )
 
 

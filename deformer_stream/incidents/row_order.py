@@ -12,8 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from deformer_stream.calibration.incident_evidence import ScoreTail
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.incidents.events import AlertRow, EvidenceBatch
+
+Floats = NDArray[np.float64]
 
 MAX_PENDING_ALERTS = 16_384
 """Largest number of alerts whose records have not closed yet; the oldest ones are dropped first, and counted."""
@@ -31,6 +37,8 @@ class Row(NamedTuple):
         score: Anomaly score of the record.
         is_alerted: Whether the record has alerted.
         alert: Its last alert, None if it has none or the alert is unknown.
+        record_p_value: p-value of the record as a whole, None if it is unknown.
+        record_score: Anomaly score of the record as a whole, None if it is unknown.
     """
 
     time: int
@@ -41,6 +49,21 @@ class Row(NamedTuple):
     score: float
     is_alerted: bool
     alert: AlertRow | None
+    record_p_value: float | None = None
+    record_score: float | None = None
+
+    def extend_p_value(self, tail: ScoreTail | None) -> float:
+        """Return the p-value with which the record enters a detector: that of the whole record if it is known.
+
+        Args:
+            tail: The tail by which p-values are extended, None if they are not.
+        """
+        if self.record_p_value is None:
+            return self.p_value if tail is None else tail.extend(self.p_value, self.score)
+        of_records = None if tail is None else tail.of_records
+        if of_records is None:
+            return self.record_p_value
+        return of_records.extend(self.record_p_value, self.record_score)
 
 
 class OpenAlert(NamedTuple):
@@ -113,16 +136,29 @@ class RowOrder:
             closed.p_values.tolist(),
             closed.scores.tolist(),
             closed.is_alerted.tolist(),
+            _list_known(closed.record_p_values, len(closed)),
+            _list_known(closed.record_scores, len(closed)),
             strict=True,
         )
-        for record, time, p_value, score, is_alerted in columns:
+        for record, time, p_value, score, is_alerted, record_p_value, record_score in columns:
             alert_of_record = state.alert_by_record.pop(record, None) if state.alert_by_record else None
             if time == NO_TIME:
                 state.num_untimed += 1
                 continue
             state.sequence += 1
             state.stream_time = max(state.stream_time, time)
-            row = Row(time, record, state.sequence, batch.model, p_value, score, is_alerted, alert_of_record)
+            row = Row(
+                time,
+                record,
+                state.sequence,
+                batch.model,
+                p_value,
+                score,
+                is_alerted,
+                alert_of_record,
+                record_p_value,
+                record_score,
+            )
             if reorder <= 0:
                 yield row
                 continue
@@ -167,3 +203,15 @@ class RowOrder:
         """Continue from a state."""
         self._state = state
         heapq.heapify(state.waiting)
+
+
+def _list_known(values: Floats | None, num_rows: int) -> list[float | None]:
+    """Return a column of numbers as a list with None in place of NaN.
+
+    Args:
+        values: (R,) the numbers; None if none is known.
+        num_rows: The number R of rows.
+    """
+    if values is None:
+        return [None] * num_rows
+    return [None if value != value else value for value in values.tolist()]  # only NaN differs from itself

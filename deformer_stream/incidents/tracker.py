@@ -485,7 +485,7 @@ class IncidentTracker:
         incident = _get_open(device)
         self._begin_segment(device, plan, time)
         device.alert_p_by_record.pop(row.record, None)
-        extended_p = row.p_value if plan.tail is None else plan.tail.extend(row.p_value, row.score)
+        extended_p = row.extend_p_value(plan.tail)
         if self._adjuster is not None and self._adjuster.applies_to(row.model):
             extended_p = self._adjuster.adjust(name, time, extended_p, row.score, _get_shares(row.alert))
         log_state = advance_detector(device.log_state or INITIAL_STATE, extended_p, plan.kind, plan.log_normalisers)

@@ -58,7 +58,13 @@ class Exemplars:
         arrays = (parameters.arrays[f"ranking.{name}"] for name in ("positions", "known", "deviations", "typical"))
         return Exemplars(parameters.schema, *arrays)
 
-    def score(self, codes: NDArray[np.int64], values: Floats, centered_nll: Floats) -> Floats:
+    def score(
+        self,
+        codes: NDArray[np.int64],
+        values: Floats,
+        centered_nll: Floats,
+        own_exemplar: NDArray[np.int64] | None = None,
+    ) -> Floats:
         """Return the anomaly score of complete records; larger is more anomalous.
 
         The score is the distance to the nearest exemplars (stored training records) plus `CENTERED_NLL_WEIGHT` times
@@ -70,6 +76,7 @@ class Exemplars:
                 order; −1 for padding.
             values: (R, L), the normalised values of continuous features and the label codes of discrete ones.
             centered_nll: (R,), the sum of the centered NLLs of the record's readings.
+            own_exemplar: As in `compute_distances`.
 
         Returns:
             (R,), the scores of the records.
@@ -82,14 +89,16 @@ class Exemplars:
         np.put_along_axis(value_by_feature, columns, values, 1)
         np.put_along_axis(known, columns, codes >= 0, 1)
         positions = compute_positions(self.schema, value_by_feature[:, :num_features]) / self.deviations
-        distances = self.compute_distances(positions, known[:, :num_features])
+        distances = self.compute_distances(positions, known[:, :num_features], own_exemplar)
         (distance_median, distance_spread), (nll_median, nll_spread) = self.typical
         distance_score = (distances - distance_median) / distance_spread
         nll_score = (centered_nll - nll_median) / nll_spread
         score: Floats = distance_score + CENTERED_NLL_WEIGHT * nll_score
         return score
 
-    def compute_distances(self, positions: Singles, known: Bools) -> Floats:
+    def compute_distances(
+        self, positions: Singles, known: Bools, own_exemplar: NDArray[np.int64] | None = None
+    ) -> Floats:
         """Return the mean distance of each record to its nearest exemplars, (R,).
 
         The distance of two records is the sum of the absolute differences of positions over the features that both
@@ -100,9 +109,11 @@ class Exemplars:
         Args:
             positions: (R, F) the positions of the readings of R records, divided by the attribute `deviations`.
             known: (R, F) false where the record has no reading of the feature. Its position is then ignored.
+            own_exemplar: (R,) the index of the exemplar that each record is itself, which is left out; −1 if it is
+                none. By default no record is an exemplar.
         """
         num_records, num_features = positions.shape
-        num_neighbors = min(NUM_NEIGHBORS, len(self.positions))
+        num_neighbors = min(NUM_NEIGHBORS, len(self.positions) - (own_exemplar is not None))
         rows_at_once = max(1, MAX_DIFFERENCES // max(1, self.positions.size))
         distances = np.empty(num_records)
         is_text_label = np.array([has_unordered_labels(feature) for feature in self.schema.features])
@@ -120,6 +131,9 @@ class Exemplars:
             both_known = known[rows, None] & self.known
             num_shared = np.maximum(both_known.sum(-1), 1)  # at least 1, to avoid a division by 0
             of_exemplars = (differences * both_known).sum(-1) * num_features / num_shared  # (rows, M)
+            if own_exemplar is not None:
+                is_exemplar = np.flatnonzero(own_exemplar[rows] >= 0)
+                of_exemplars[is_exemplar, own_exemplar[rows][is_exemplar]] = np.inf
             distances[rows] = np.partition(of_exemplars, num_neighbors - 1, 1)[:, :num_neighbors].mean(1)
         return distances
 

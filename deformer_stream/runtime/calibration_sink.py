@@ -45,6 +45,8 @@ class MaxStatisticSink:
         self.record_ids: list[str] = []
         self.has_wide_rows = self.has_ordered_readings = False
         self._max_statistics: list[NDArray[np.float64]] = []
+        self._record_scores: list[NDArray[np.float64]] = []
+        self._is_irregular = schema.reading_times is not None
         self._readings_by_record: dict[str, list[tuple[int, float]]] = {}  # feature code and raw value
         # Statistics of each feature are not computed from irregular readings, whose times are not kept.
         self._max_kept_records = NUM_RECORDS_WITH_READINGS if schema.reading_times is None else 0
@@ -59,6 +61,14 @@ class MaxStatisticSink:
         It is the largest prefix statistic (anomaly score of the record after its first k readings).
         """
         return np.concatenate([np.empty(0), *self._max_statistics])
+
+    @property
+    def record_scores(self) -> NDArray[np.float64] | None:
+        """The anomaly score of each of the N records of `record_ids` as a whole, (N,); None with irregular readings.
+
+        Irregular readings have no complete records; evidence states the p-value of their cumulative sums.
+        """
+        return None if self._is_irregular else np.concatenate([np.empty(0), *self._record_scores])
 
     @property
     def fingerprints(self) -> NDArray[np.uint64]:
@@ -86,6 +96,7 @@ class MaxStatisticSink:
         self.record_ids += closed_ids
         self._fingerprints += [self._hash_sum_by_open_record.pop(record_id, 0) for record_id in closed_ids]
         self._max_statistics.append(closed.score[indices])  # the score is the largest prefix statistic
+        self._record_scores.append(closed.anomaly_score[indices])
 
     def _keep_readings(self, effects: Effects) -> None:
         """Keep the scored readings of the first `NUM_RECORDS_WITH_READINGS` records, for statistics of each feature.

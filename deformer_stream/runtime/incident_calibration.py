@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,24 +10,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.incident_budget import (
     MICROS_PER_DAY,
     IncidentBudget,
     count_required_segments,
     format_length,
 )
-from deformer_stream.calibration.incident_evidence import ScoreTail, fit_tail
+from deformer_stream.calibration.incident_evidence import ScoreTail, fit_tails
 from deformer_stream.calibration.incident_segments import SEGMENT_LENGTHS, SegmentCalibration, SegmentCollector
 from deformer_stream.counts import format_count
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.device import extract_device
 from deformer_stream.incidents.events import EvidenceBatch
+from deformer_stream.incidents.make_evidence import P_VALUE_DIGITS, round_significant
 from deformer_stream.incidents.row_order import OpenAlert, Row, RowOrder
 
 Floats = NDArray[np.float64]
-
-ComputePValues = Callable[[Sequence[str], Floats], Floats]
-"""Returns the p-values of records from their ids and scores."""
 
 
 def fit_tail_of_manifest(manifest: dict[str, Any]) -> ScoreTail | None:
@@ -36,7 +36,13 @@ def fit_tail_of_manifest(manifest: dict[str, Any]) -> ScoreTail | None:
         manifest: The contents of manifest.json.
     """
     calibration = manifest["calibration"]
-    return None if calibration.get("groups") else fit_tail(np.asarray(calibration["scores"], np.float64))
+    if calibration.get("groups"):
+        return None
+    record_scores = calibration.get("record_scores")
+    return fit_tails(
+        np.asarray(calibration["scores"], np.float64),
+        None if record_scores is None else np.asarray(record_scores, np.float64),
+    )
 
 
 def calibrate_from_evidence(
@@ -44,7 +50,7 @@ def calibrate_from_evidence(
     model: str,
     tail: ScoreTail | None,
     reorder: int,
-    compute_p_values: ComputePValues | None = None,
+    calibration: Calibration | None = None,
     get_device: Callable[[str], str] = extract_device,
     opens_early: bool = False,
 ) -> list[SegmentCalibration]:
@@ -55,23 +61,25 @@ def calibrate_from_evidence(
         model: Fingerprint of the model that must have scored the records.
         tail: The tail by which p-values are extended, None if they are not.
         reorder: Time for which rows wait for earlier ones, in microseconds.
-        compute_p_values: Returns p-values under a calibration of the model that is newer than the evidence. None for
-            the p-values of the evidence.
+        calibration: A calibration of the model that is newer than the evidence, under which p-values are computed anew.
+            None for the p-values of the evidence.
         get_device: Returns the device of a record id.
         opens_early: Whether incidents may open at alerts of open records. The statistics of the segments then include
             those at these alerts.
 
     Raises:
-        InputError: Another model has scored the records, there are none, or the alerts have no scores from which new
-            p-values could be computed.
+        InputError: Another model has scored the records, there are none, the alerts have no scores from which new
+            p-values could be computed, or an earlier release has written the evidence without p-values of complete
+            records, which new evidence has.
     """
     collectors = [SegmentCollector(length, tail, opens_early=opens_early) for length in SEGMENT_LENGTHS]
     order = RowOrder(reorder, get_device)
     num_records = 0
     for batch in batches:
         _check_model(batch, model)
-        rescored = batch if compute_p_values is None else rescore_batch(batch, compute_p_values)
-        if opens_early and any(alert.score is None for alert in rescored.alerts) and compute_p_values is not None:
+        rescored = batch if calibration is None else rescore_batch(batch, calibration)
+        _check_record_p_values(rescored, tail)
+        if opens_early and any(alert.score is None for alert in rescored.alerts) and calibration is not None:
             raise InputError(
                 "the alerts of the evidence have no scores, which --open-early needs: run `deformer-stream replay "
                 "--evidence` again with this release"
@@ -93,6 +101,16 @@ def _check_model(batch: EvidenceBatch, model: str) -> None:
         )
 
 
+def _check_record_p_values(batch: EvidenceBatch, tail: ScoreTail | None) -> None:
+    """Raise `InputError` if a batch lacks the p-values of complete records that new evidence of the model has."""
+    if len(batch.closed) and batch.closed.record_p_values is None and tail is not None and tail.of_records is not None:
+        raise InputError(
+            "the evidence has no p-values of complete records, by which this calibration detects incidents: write it "
+            "again with `deformer-stream replay --evidence` of this release and the calibrated model, and then run "
+            "`deformer-stream calibrate --incidents`"
+        )
+
+
 def _collect_rows(
     rows: Iterable[Row | OpenAlert], collectors: Sequence[SegmentCollector], get_device: Callable[[str], str]
 ) -> int:
@@ -103,7 +121,8 @@ def _collect_rows(
             num_records += 1
             device = get_device(row.record)
             for collector in collectors:
-                collector.add(device, row.time, row.p_value, row.score, row.record)
+                # The p-value is extended already; a score of −∞ keeps the collector from extending it.
+                collector.add(device, row.time, row.extend_p_value(collector.tail), -math.inf, row.record)
             continue
         alert = row.alert
         device = get_device(alert.record)
@@ -112,15 +131,31 @@ def _collect_rows(
     return num_records
 
 
-def rescore_batch(batch: EvidenceBatch, compute_p_values: ComputePValues) -> EvidenceBatch:
-    """Return a batch whose closed records and alerts have new p-values. Alerts without a score keep theirs.
+def rescore_batch(batch: EvidenceBatch, calibration: Calibration) -> EvidenceBatch:
+    """Return a batch whose closed records and alerts have the p-values of another calibration.
+
+    Alerts without a score keep theirs.
 
     Args:
         batch: The batch.
-        compute_p_values: Returns the p-values of records from their ids and scores.
+        calibration: The other calibration.
     """
-    closed = batch.closed
-    closed = replace(closed, p_values=compute_p_values(closed.record_ids, closed.scores))
+
+    def compute_p_values(record_ids: Sequence[str], scores: Floats) -> Floats:
+        p_values = calibration.compute_p_values(scores[:, None], lambda: record_ids)[:, 0]
+        return round_significant(p_values, P_VALUE_DIGITS)
+
+    closed, record_p_values = batch.closed, None
+    if closed.record_scores is not None:
+        record_p_values = calibration.compute_record_p_values(closed.record_scores, closed.record_ids)
+        if record_p_values is not None:
+            is_known = ~np.isnan(record_p_values)
+            record_p_values[is_known] = round_significant(record_p_values[is_known], P_VALUE_DIGITS)
+    closed = replace(
+        closed,
+        p_values=compute_p_values(closed.record_ids, closed.scores),
+        record_p_values=record_p_values,
+    )
     scored = [alert for alert in batch.alerts if alert.score is not None]
     if not scored:
         return replace(batch, closed=closed)

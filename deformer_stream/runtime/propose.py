@@ -43,7 +43,7 @@ from deformer_stream.calibration.incident_evidence import (
     ScoreTail,
     advance_detector,
     compute_log_statistic,
-    fit_tail,
+    fit_tails,
 )
 from deformer_stream.calibration.incident_segments import (
     MICROS_PER_HOUR,
@@ -54,7 +54,6 @@ from deformer_stream.calibration.incident_segments import (
 from deformer_stream.calibration.share_vectors import compute_cosine
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, FeedbackLabel, Incident
-from deformer_stream.incidents.make_evidence import P_VALUE_DIGITS, round_significant
 from deformer_stream.incidents.overlay import Overlay
 from deformer_stream.incidents.row_order import OpenAlert, Row, RowOrder
 from deformer_stream.runtime.incident_calibration import rescore_batch
@@ -258,8 +257,7 @@ def propose(
     detection: DetectionPlan,
     labels: Sequence[FeedbackLabel],
     options: ProposalOptions,
-    recalibrate_records: Callable[[Sequence[str], np.ndarray[tuple[int], np.dtype[np.float64]]], Calibration]
-    | None = None,
+    recalibrate_records: Callable[[Sequence[str], Floats, Floats | None], Calibration] | None = None,
     replan: Callable[[Sequence[SegmentCalibration]], DetectionPlan] | None = None,
     tail: ScoreTail | None = None,
 ) -> Proposal:
@@ -270,8 +268,8 @@ def propose(
         detection: Today's rule, options and patterns.
         labels: The labels of people, in any order.
         options: What the candidate replaces, and what is compared.
-        recalibrate_records: Returns a calibration from record ids and their scores. Required if the calibration of
-            records is replaced.
+        recalibrate_records: Returns a calibration from record ids, their scores, and their scores as complete records
+            (None if they are unknown). Required if the calibration of records is replaced.
         replan: Returns today's rule with other segments. Required if segments or the calibration of records are
             replaced.
         tail: The tail of the scores of the calibration of records, by which p-values of new segments are extended; None
@@ -292,8 +290,9 @@ def propose(
     calibration = None
     if "records" in options.changes:
         assert recalibrate_records is not None  # noqa: S101 - a programming error of the caller
-        calibration = recalibrate_records(kept.record_ids, np.array(kept.scores))
-        tail = None if calibration.calibration_by_group else fit_tail(calibration.scores)
+        calibration = recalibrate_records(kept.record_ids, kept.scores, kept.record_scores)
+        has_groups = bool(calibration.calibration_by_group)
+        tail = None if has_groups else fit_tails(calibration.scores, calibration.record_scores)
     found = _find_candidate(read_log, detection, unpatterned, today, overlay, options, calibration, replan, tail)
     log = replace(log, num_alerts_removed=found.num_alerts_removed, num_alerts_new=found.num_alerts_new)
     difference = found.difference
@@ -519,11 +518,17 @@ class _KeptRecords:
     """
 
     seed: int
-    _heap: list[tuple[float, str, float]] = field(default_factory=list)
+    _heap: list[tuple[float, str, float, float]] = field(default_factory=list)
 
-    def add(self, record: str, score: float) -> None:
-        """Add a record. If there are too many, the ones with the smallest hashes stay."""
-        entry = (-_hash_record(record, self.seed), record, score)
+    def add(self, record: str, score: float, record_score: float) -> None:
+        """Add a record. If there are too many, the ones with the smallest hashes stay.
+
+        Args:
+            record: Id of the record.
+            score: Its score.
+            record_score: Its score as a complete record, NaN if it is unknown.
+        """
+        entry = (-_hash_record(record, self.seed), record, score, record_score)
         if len(self._heap) < MAX_COLLECTED_RECORDS:
             heapq.heappush(self._heap, entry)
         elif entry[0] > self._heap[0][0]:
@@ -532,14 +537,20 @@ class _KeptRecords:
     @property
     def record_ids(self) -> list[str]:
         """The ids of the records, in the order of `scores`."""
-        return [record for _, record, _ in self._list()]
+        return [record for _, record, _, _ in self._list()]
 
     @property
-    def scores(self) -> list[float]:
+    def scores(self) -> Floats:
         """The scores of the records."""
-        return [score for _, _, score in self._list()]
+        return np.array([score for _, _, score, _ in self._list()])
 
-    def _list(self) -> list[tuple[float, str, float]]:
+    @property
+    def record_scores(self) -> Floats | None:
+        """The scores of the records as complete records, None if one of them is unknown."""
+        scores = np.array([record_score for _, _, _, record_score in self._list()])
+        return None if np.isnan(scores).any() else scores
+
+    def _list(self) -> list[tuple[float, str, float, float]]:
         """Return the records in an order that does not depend on that of the log."""
         return sorted(self._heap, key=lambda entry: (-entry[0], entry[1]))
 
@@ -618,9 +629,10 @@ def _collect_scores(
             closed.p_values.tolist(),
             closed.scores.tolist(),
             closed.is_alerted.tolist(),
+            np.full(len(closed), np.nan).tolist() if closed.record_scores is None else closed.record_scores.tolist(),
             strict=True,
         )
-        for record, time, p_value, score, is_alerted in rows:
+        for record, time, p_value, score, is_alerted, record_score in rows:
             device = get_device(record)
             owner = spans.find(device, time)
             id_ = None
@@ -631,7 +643,7 @@ def _collect_scores(
             is_fault = label_by_record.get(record) == "true"
             is_normal = not is_fault and (owner is None or owner.label not in ("true", "maintenance"))
             if collects and is_normal and not overlay.is_under_maintenance(device, time):
-                kept.add(record, score)
+                kept.add(record, score, record_score)
     return score_by_incident, chooser.make_review(), kept
 
 
@@ -689,7 +701,7 @@ class _Rescorer:
         """
         waiting: dict[str, AlertRow] = {}
         for batch in batches:
-            rescored = rescore_batch(batch, self._compute_p_values)
+            rescored = rescore_batch(batch, self._calibration)
             is_alerted = rescored.closed.p_values <= self._alpha
             alerts = []
             for alert in rescored.alerts:
@@ -704,11 +716,6 @@ class _Rescorer:
                     alerts.append(alert_of_record)
             closed = replace(rescored.closed, is_alerted=is_alerted)
             yield batch, replace(rescored, closed=closed, alerts=tuple(alerts))
-
-    def _compute_p_values(self, record_ids: Sequence[str], scores: Floats) -> Floats:
-        """Return p-values under the other calibration."""
-        p_values = self._calibration.compute_p_values(scores[:, None], lambda: record_ids)[:, 0]
-        return round_significant(p_values, P_VALUE_DIGITS)
 
 
 def _collect_segments(
@@ -767,7 +774,7 @@ def _add_row(
     excluded: Excluded,
 ) -> None:
     """Add a closed record to the segments to which it belongs, with its p-value under the patterns."""
-    extended_p = row.p_value if tail is None else tail.extend(row.p_value, row.score)
+    extended_p = row.extend_p_value(tail)
     shares = None if row.alert is None else {suspect.feature: suspect.share for suspect in row.alert.suspects}
     adjusted_p = adjuster.adjust(device, row.time, extended_p, row.score, shares)
     for collector in collectors:

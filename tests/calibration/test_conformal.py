@@ -253,3 +253,21 @@ def test_centered_nll_of_a_record_is_the_sum_over_its_scored_readings() -> None:
         by_reading = model.conditionals(torch.from_numpy(codes), x).score(x)[1].numpy()
     is_scored = (codes >= 0) & (codes != 1)  # feature 1 is context
     np.testing.assert_allclose(by_record, np.where(is_scored, by_reading, 0.0).sum(1), atol=1e-9)
+
+
+def test_complete_records_are_compared_with_complete_records_of_their_group() -> None:
+    statistics = np.arange(99.0)
+    assert Calibration.from_statistics(statistics, "arrival").compute_record_p_values(np.zeros(1), ["a@1"]) is None
+    pooled = Calibration.from_statistics(statistics, "arrival", record_scores=np.arange(-10.0, 9.0)[::-1])
+    calibration = pooled.with_groups({"a": statistics}, "@", 1, {"a": np.arange(4.0)})
+    for copy in (calibration, Calibration.from_json(json.loads(json.dumps(calibration.to_json())))):
+        p_values = copy.compute_record_p_values(np.array([-10.0, -10.0, 8.5, 2.0]), ["a@1", "b@1", "b@2", "a@2"])
+        assert p_values is not None
+        np.testing.assert_allclose(p_values, [1.0, 1.0, 0.05, 0.6])
+
+
+def test_equal_negative_scores_of_complete_records_raise_the_p_value() -> None:
+    calibration = Calibration.from_statistics(np.arange(3.0), "arrival", record_scores=np.array([-50.0, 1.0, 2.0]))
+    p_values = calibration.compute_record_p_values(np.array([-50.0 + 1e-3]), ["r"])
+    assert p_values is not None
+    assert p_values.tolist() == [1.0]

@@ -138,7 +138,8 @@ def test_the_tail_raises_the_statistics_of_segments() -> None:
 
 
 def test_a_calibration_survives_json() -> None:
-    calibration = make_calibration([1 / 3, -2.5, 1e-17], tail=ScoreTail(1.0, 0.25, 2.0), group="hall", num_left_out=3)
+    tail = ScoreTail(1.0, 0.25, 2.0, ScoreTail(-0.5, 0.2, 1.0))
+    calibration = make_calibration([1 / 3, -2.5, 1e-17], tail=tail, group="hall", num_left_out=3)
     assert "early" not in calibration.to_json()
     early = replace(calibration, opens_early=True)
     assert SegmentCalibration.from_json(json.loads(json.dumps(early.to_json()))) == early
@@ -159,6 +160,7 @@ FORGERIES: list[dict[str, Any]] = [
     {"tail": {"start": 1.0, "p": 0.5, "scale": -1.0}},
     {"tail": {"start": math.nan, "p": 0.5, "scale": 1.0}},
     {"tail": 7},
+    {"tail": {"start": 1.0, "p": 0.5, "scale": 1.0, "records": {"start": 1.0, "p": 0.5, "scale": 0.0}}},
 ]
 
 

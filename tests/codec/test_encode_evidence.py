@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -115,7 +116,7 @@ VALID = encode_evidence(make_batch())
         (b"[]", "Expected `object`"),
         (b"\xff", "malformed"),
         (VALID.replace("Prüfung".encode(), b"\xff"), "no message of evidence"),
-        (VALID.replace(b'"v":1', b'"v":2'), "format version 2"),
+        (VALID.replace(b'"v":1', b'"v":3'), "format version 3"),
         (VALID.replace(b'"p":[0.000531', b'"p":[0.0'), "$.closed.p"),
         (VALID.replace(b'"p":[0.000531', b'"p":[null'), "$.closed.p"),
         (VALID.replace(b'"score":[83.8', b'"score":[1e999'), "no message of evidence"),
@@ -167,3 +168,24 @@ def test_small_batch_is_one_message_and_an_empty_one_is_none() -> None:
 def test_row_that_is_too_large_is_a_message_of_its_own() -> None:
     batch = EvidenceBatch("m", 0, make_closed(("a" * 900, 1, 0.5, 1.0, 1, False), ("b" * 900, 1, 0.5, 1.0, 1, False)))
     assert len(encode_evidence_parts(batch, 100)) == 2
+
+
+def test_p_values_of_complete_records_have_the_second_version_and_survive() -> None:
+    closed = make_batch().closed
+    batch = replace(
+        make_batch(),
+        closed=replace(closed, record_p_values=np.array([0.002, np.nan]), record_scores=np.array([-0.5, np.nan])),
+    )
+    payload = encode_evidence(batch)
+    assert payload.startswith(b'{"v":2,')
+    assert b'"record_p":[0.002,null],"record_score":[-0.5,null]' in payload
+    decoded = decode_evidence(payload)
+    assert_array_equal(decoded.closed.record_p_values, batch.closed.record_p_values)
+    assert_array_equal(decoded.closed.record_scores, batch.closed.record_scores)
+    first, second = (decode_evidence(part) for part in encode_evidence_parts(replace(batch, alerts=()), 200))
+    assert (first.closed.record_p_values, first.closed.record_ids) == (0.002, closed.record_ids[:1])
+    assert np.isnan(second.closed.record_scores)
+    with pytest.raises(InputError, match="different lengths"):
+        decode_evidence(payload.replace(b"[0.002,null]", b"[0.002]"))
+    with pytest.raises(InputError, match="record_p"):
+        decode_evidence(payload.replace(b"[0.002,null]", b"[0.0,null]"))

@@ -103,6 +103,7 @@ def make_effects(first: int, records: int = 2) -> tuple[Effects, Messages]:
         np.where(np.arange(records) % 2 == 0, 0.01, 1.0),
         np.full(records, 9.3),
         np.full(records, 1_583_750_074_500_000),
+        np.full(records, 0.002),
     )
     alerts = [make_alert(name, 4 * i + 2) for i, name in enumerate(names)]
     rejected = [Rejection(4 * i + 3, RejectionReason.NOT_JSON, "no JSON") for i in range(records)]

@@ -143,3 +143,15 @@ def test_rounding_gives_short_numbers_that_differ_little(number: float, digits: 
 @pytest.mark.parametrize(("number", "rounded"), [(0.0, 0.0), (1.0, 1.0), (1 / 3, 0.333333), (123456789.0, 123457000.0)])
 def test_rounding_examples(number: float, rounded: float) -> None:
     assert round_significant(np.array([number]), 6).tolist() == [rounded]
+
+
+def test_p_values_of_complete_records_are_stated_where_they_are_known() -> None:
+    effects = make_closed_effects(
+        record_p_value=np.array([0.0123456789, np.nan, np.nan]), anomaly_score=np.array([-1.2345678, 2.0, np.nan])
+    )
+    (first, second), _ = make_evidence(effects)
+    assert first.closed.record_p_values is None
+    assert first.closed.record_scores is not None
+    assert first.closed.record_scores.tolist() == [2.0]
+    np.testing.assert_array_equal(second.closed.record_p_values, [0.0123457, np.nan])
+    np.testing.assert_array_equal(second.closed.record_scores, [-1.2346, np.nan])

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern
@@ -210,7 +211,10 @@ def test_a_calibration_of_records_leaves_out_only_what_was_confirmed(detection: 
     labels = click(find_incidents(fleet, detection))
     given: dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
 
-    def recalibrate(ids: Sequence[str], scores: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Calibration:
+    def recalibrate(
+        ids: Sequence[str], scores: NDArray[np.float64], record_scores: NDArray[np.float64] | None
+    ) -> Calibration:
+        assert record_scores is None  # the evidence has none
         given["scores"] = scores
         assert len(set(ids)) == len(ids) == len(scores)
         return Calibration.from_statistics(scores[:: len(scores) // NUM_CALIBRATION], "arrival")

@@ -682,3 +682,21 @@ def test_an_incident_that_opens_early_names_the_reading_to_take_next() -> None:
     (opened,) = IncidentTracker(EARLY).handle(alert_batch(make_alert("pump", 0, 1e-10, next_reading=SUGGESTION)))
     assert opened.next_reading is not None
     assert opened.next_reading.suggestion == SUGGESTION
+
+
+def test_the_p_value_of_the_whole_record_is_the_evidence_if_it_is_known() -> None:
+    tail = ScoreTail(10.0, 0.01, 1.0, ScoreTail(3.0, 0.001, 1.0))
+    plan = replace(SEGMENTS, tail=tail)
+    rows = make_batch(make_rows("pump", range(1), 0.5))
+
+    def open_with(record_p_value: float, record_score: float) -> int:
+        closed = replace(
+            rows.closed, record_p_values=np.array([record_p_value]), record_scores=np.array([record_score])
+        )
+        return len(IncidentTracker(plan).handle(replace(rows, closed=closed)))
+
+    assert IncidentTracker(plan).handle(rows) == []
+    assert open_with(1e-12, 0.0) == 1
+    assert open_with(0.001, 3.0) == 0
+    assert open_with(0.001, 40.0) == 1  # extended by the tail of complete records
+    assert open_with(math.nan, math.nan) == 0

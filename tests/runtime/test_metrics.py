@@ -119,7 +119,7 @@ def make_effects() -> Effects:
     alert = Alert("id", "r", 1, 1, 6, 1_000_000, 0.001, 0.01, 9.0, -3.0, "m", 0, ())
     times = np.full(1, 1_000_000)
     closed = ClosedRecords(
-        ["r"], [CloseReason.TIMEOUT], ints, ints, np.ones(1, bool), one, one, one, ints, one, one, times
+        ["r"], [CloseReason.TIMEOUT], ints, ints, np.ones(1, bool), one, one, one, ints, one, one, times, one
     )
     refused = [
         Rejection(0, RejectionReason.LATE, "late"),

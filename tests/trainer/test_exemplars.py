@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,8 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.exemplars import Exemplars
 from tests.trainer.tables import mixed, prepared
-from trainer.data import PreparedTable
-from trainer.exemplars import MIN_DIFFERENCE_RATE, add_ranking
+from trainer.data import PreparedTable, Split
+from trainer.exemplars import MIN_DIFFERENCE_RATE, add_ranking, choose_exemplar_rows, score_complete_records
 
 CONFIG = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=4, hidden=(16,))
 
@@ -82,3 +83,42 @@ def test_loaded_model_ranks_like_the_model_in_memory(tmp_path: Path) -> None:
     near, far = detector.score(rows).anomaly_score.tolist()
     assert far > near + 1.0
     assert detector.score([{"b": -9.0, "state": "high", "a": 9.0}]).anomaly_score[0] != pytest.approx(near, abs=0.5)
+
+
+def test_scores_of_complete_calibration_records_leave_out_the_record_itself(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    data = prepared(tmp_path, {"x": rng.normal(size=400), "y": rng.normal(size=400)})
+    model = add_ranking(model_of(data), data, 1000, 0)
+    rows, centered_nll = np.arange(0, 400, 7), np.zeros(58)
+    exemplar_rows = choose_exemplar_rows(data, 1000, 0, True)
+    scores = score_complete_records(model, data, rows, centered_nll, exemplar_rows)
+    exemplars = Exemplars.from_parameters(model.extract_parameters())
+    assert exemplars is not None
+    for row, score in zip(rows.tolist(), scores.tolist(), strict=True):
+        index = exemplar_rows.tolist().index(row)
+        others = replace(
+            exemplars, positions=np.delete(exemplars.positions, index, 0), known=np.delete(exemplars.known, index, 0)
+        )
+        values = np.asarray(data.values[[row]], np.float64)
+        assert score == pytest.approx(others.score(np.array([[0, 1]]), values, np.zeros(1))[0], rel=1e-6)
+    assert len(score_complete_records(model, data, rows, centered_nll, exemplar_rows, lambda num_done: False)) == 0
+
+
+def test_p_values_of_complete_records_are_uniform(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    x = rng.normal(size=1200)
+    table = {"x": x, "y": x + rng.normal(size=1200)}
+    data = prepared(tmp_path, table)
+    model = add_ranking(model_of(data), data, 1000, 0)
+    exemplars = Exemplars.from_parameters(model.extract_parameters())
+    assert exemplars is not None
+    rows = data.select_rows(Split.CALIBRATION)
+    scores = score_complete_records(model, data, rows, np.zeros(len(rows)), choose_exemplar_rows(data, 1000, 0, True))
+    x = rng.normal(size=4000)
+    new = data.schema.normalise(np.tile([0, 1], (4000, 1)), np.column_stack([x, x + rng.normal(size=4000)]))
+    new_scores = exemplars.score(np.tile([0, 1], (4000, 1)), new, np.zeros(4000))
+    calibration = Calibration.from_statistics(scores, "random", record_scores=scores)
+    p_values = calibration.compute_record_p_values(new_scores, [""] * 4000)
+    assert p_values is not None
+    for level in (0.1, 0.5):  # within four standard deviations of a calibration of this size
+        assert abs((p_values <= level).mean() - level) < 4 * np.sqrt(level * (1 - level) / len(scores))
