@@ -15,7 +15,7 @@ KERNEL_TESTS := tests/kernels/test_library.py tests/kernels/test_abi.py tests/ke
 # The tests of a file run in one process. Each process starts its own broker, so the number of processes is limited.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help docs demo demo-page kernels test test-librdkafka test-kernels wheel test-wheel test-lowest test-newest sbom first-hours lint check format bench bench-quality chaos chaos-incidents test-outage fuzz kafka kafka-jars test-programs deploy-tools test-deploy clean
+.PHONY: help docs demo demo-page kernels test test-librdkafka test-kernels wheel test-wheel test-lowest test-newest sbom first-hours lint check format bench bench-quality bench-incidents chaos chaos-incidents test-outage fuzz kafka kafka-jars test-programs deploy-tools test-deploy clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -168,6 +168,15 @@ bench-quality: $(VENV)/.bench ## measure detection, early alerts, drift, density
 	$(BIN)/python -m benchmarks.icu_imputation --deformer
 	$(BIN)/python -m benchmarks.hydraulic --deformer
 	$(BIN)/python -m benchmarks.fleet --deformer
+
+bench-incidents: $(VENV)/.bench $(VENV)/.dev kafka-jars ## measure incidents: detection on public data (DEFORMER_DATA), the budget, feedback, speed, and a receiver that hangs
+	$(BIN)/python -m benchmarks.incidents skab --max-time 200s
+	$(BIN)/python -m benchmarks.incidents tep --max-time 300s
+	$(BIN)/python -m benchmarks.incidents hydraulic --max-time 120s
+	$(BIN)/python -m benchmarks.incident_guarantee
+	$(BIN)/python -m benchmarks.incident_feedback --seeds 4
+	$(BIN)/python -m benchmarks.incident_speed
+	$(BIN)/python -m benchmarks.incident_delivery --store
 
 test-outage: $(VENV)/.dev kafka-jars ## stop the brokers of a consumer for 90 seconds; fail if a health check of it fails
 	DEFORMER_OUTAGE_SECONDS=90 $(BIN)/python -m pytest tests/integration/test_probes.py -k outage

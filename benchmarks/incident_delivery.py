@@ -14,13 +14,12 @@ The incidents of the benchmark are found by the e-detector, because they are to 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import quantiles
@@ -29,9 +28,10 @@ from typing import Any
 import numpy as np
 import orjson
 
-from benchmarks.command import describe_machine, format_today
+from benchmarks.command import describe_machine, format_today, publish_results
 from benchmarks.feed import OUTLIER_VALUE, make_model, make_quiet_calibration
 from benchmarks.stream_kafka import _Alerts
+from benchmarks.tables import format_markdown_header, format_markdown_row
 from connectors.kafka import KafkaCluster, KafkaIncidentLog, ensure_topics
 from connectors.kafka.client import DELIVERY_SECONDS, load_client
 from connectors.kafka.ports import OutgoingMessage
@@ -41,7 +41,6 @@ from tests.conftest import load_broker_script
 from tests.connectors.receiving_server import Answer, ReceivingServer
 from tests.integration.programs import RunningConsumer
 
-RESULTS = Path(__file__).parent / "results"
 NUM_FEATURES, NUM_DEVICES = 8, 20
 FAULT_EVERY, FAULT_SECONDS = 5.0, 3.0
 """Every 5 seconds the next device has a fault of 3 seconds."""
@@ -234,31 +233,34 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
         }
 
 
+def format_report(rows: Sequence[Mapping[str, Any]], conditions: str) -> str:
+    """Return the report: the conditions, and a table for the latency and one for the receivers."""
+    parts = ["# A receiver that hangs", conditions]
+    for table in ("latency", "receivers"):
+        shown = [
+            {name: value for name, value in row.items() if name != "table"} for row in rows if row["table"] == table
+        ]
+        header = format_markdown_header([name.replace("_", " ") for name in shown[0]])
+        parts.append("\n".join([*header, *(format_markdown_row(list(map(str, row.values()))) for row in shown)]))
+    return "\n\n".join(parts) + "\n"
+
+
 def main() -> None:
     """Run the benchmark, print its tables, and store the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hang", type=float, default=600.0, help="seconds for which the receiver hangs")
     parser.add_argument("--before", type=float, default=60.0, help="seconds before, for comparison")
     parser.add_argument("--rate", type=float, default=400.0, help="records per second")
-    parser.add_argument("--store", action="store_true", help=f"append the rows to {RESULTS.name}")
+    parser.add_argument("--store", action="store_true", help="write the tables and the rows to the results")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = list(measure(options, Path(folder)))
-    for table in ("latency", "receivers"):
-        shown = [
-            {name: value for name, value in row.items() if name != "table"} for row in rows if row["table"] == table
-        ]
-        print("| " + " | ".join(name.replace("_", " ") for name in shown[0]) + " |")
-        print("| " + " | ".join("---" for _ in shown[0]) + " |")
-        for row in shown:
-            print("| " + " | ".join(str(value) for value in row.values()) + " |")
-        print()
-    common = {"benchmark": "incident_delivery", "date": format_today(), "machine": describe_machine()}
-    lines = [json.dumps({**common, "hang": options.hang, **row}) for row in rows]
-    print("\n".join(lines))
+    common = {"date": format_today(), "machine": describe_machine(), "hang": options.hang}
+    text = format_report(rows, f"{common['machine']}, {common['date']}; the receiver hangs for {options.hang:g} s.")
     if options.store:
-        with (RESULTS / "incident_delivery.jsonl").open("a") as file:
-            file.writelines(f"{line}\n" for line in lines)
+        publish_results("incident_delivery", text, [{**common, **row} for row in rows])
+    else:
+        print(text)
     if any(row.get("missing") for row in rows):
         sys.exit(1)
 

@@ -8,6 +8,11 @@ a process of its own, whose peak memory is measured.
 tracker      The tracker alone, on batches in memory, as `incidents` calls it for each message.
 messages     Decoding of messages and the tracker: what `incidents` does for each message without Kafka.
 replay       `deformer-stream replay EVIDENCE.jsonl --incidents`: reading a file, decoding, the tracker, writing.
+kafka        `deformer-stream incidents` with a real Kafka, which holds all evidence when the process starts: reading,
+             the tracker, and writing incidents and state in transactions.
+
+The memory of replay and kafka is that of the measured process alone; that of the other parts includes the generator of
+the evidence.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,7 +35,7 @@ import numpy as np
 
 from deformer_stream.calibration.incident_budget import parse_budget, plan_budget
 from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence
-from deformer_stream.codec.encode_incidents import encode_incident
+from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
 from deformer_stream.codec.incident_state import encode_incident_state
 from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, Suspect
 from deformer_stream.incidents.fleet import FleetRule
@@ -42,6 +48,7 @@ START = 1_583_712_000_000_000
 """2020-03-09T00:00:00Z"""
 BATCH_SECONDS = 1
 """Seconds of evidence in a message."""
+MAX_MESSAGE_BYTES = 2**20
 ALPHA = 0.01
 NUM_CALIBRATION_RECORDS = 5000
 FAULTS_PER_DAY, FAULT_SECONDS = 10, 600
@@ -82,6 +89,8 @@ def iterate_batches(num_devices: int, num_seconds: int, model: str, seed: int = 
             round_significant(-np.log(p_values), 5),
             np.full(num_devices, 8, np.int32),
             is_alerted,
+            p_values,
+            round_significant(-np.log(p_values), 5),
         )
         yield EvidenceBatch(model, 0, closed, alerts)
 
@@ -166,6 +175,63 @@ def measure_replay(arguments: argparse.Namespace, folder: Path) -> dict[str, Any
     }
 
 
+def measure_kafka(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Measure the process `incidents` with Kafka, from its first records on."""
+    from connectors.kafka import KafkaCluster, describe_evidence_topic, ensure_topics
+    from connectors.kafka.client import DELIVERY_SECONDS, load_client
+    from connectors.kafka.ports import OutgoingMessage
+    from deformer_stream import model_store
+    from tests.conftest import load_broker_script
+    from tests.integration.programs import Cluster, RunningConsumer
+    from tests.models import write_model
+
+    model = write_model(folder / "model")
+    fingerprint = str(model_store.read_manifest(model)["fingerprint"])
+    topic, num_rows, num_bytes = "sensors", 0, 0
+    with ExitStack() as cleanup:
+        bootstrap = cleanup.enter_context(load_broker_script().start(is_long_running=True)).bootstrap
+        cluster = KafkaCluster(bootstrap)
+        ensure_topics(cluster, {topic: {"num_partitions": 1}, **describe_evidence_topic(f"{topic}-evidence")})
+        producer = load_client(cluster).open_producer(cluster, None, DELIVERY_SECONDS, MAX_MESSAGE_BYTES)
+        for batch in iterate_batches(arguments.devices, arguments.seconds, fingerprint):
+            payload = encode_evidence(batch)
+            producer.enqueue(OutgoingMessage(0, f"{topic}-evidence", None, payload))
+            num_rows += len(batch.closed)
+            num_bytes += len(payload)
+        producer.flush(DELIVERY_SECONDS)
+        producer.close()
+        options = ["--topic", topic, "--group", topic, "--bootstrap-servers", bootstrap, "--model", model]
+        process = cleanup.enter_context(
+            RunningConsumer(
+                folder / "incidents.log",
+                *options,
+                *("--incident-rule", "e-detector", "--records-per-day", "86400", "--from", "earliest"),
+                command="incidents",
+            )
+        )
+        process.wait_until_ready()
+        samples: list[tuple[float, float]] = []
+
+        def is_done() -> bool:
+            count = process.read_metrics().get("deformer_evidence_records_total", 0.0)
+            samples.append((time.perf_counter(), count))
+            return count >= num_rows
+
+        process.wait_for(is_done, "the evidence", patience=3600.0, pause=0.02)
+        peak_kibibytes = _read_peak_kibibytes(process.process.pid)
+        process.stop()
+        incidents = [decode_incident(m.value) for m in Cluster(bootstrap).read_topic(f"{topic}-incidents") if m.value]
+    (start, first), (end, last) = samples[0], samples[-1]
+    return {
+        "records": num_rows,
+        "records_/s": round((last - first) / (end - start)) if len(samples) > 1 else num_rows,
+        "seconds": round(end - start, 1),
+        "incidents": len({incident.id for incident in incidents if incident.kind == "device"}),
+        "file_MiB": round(num_bytes / 2**20),
+        "peak_MiB": round(peak_kibibytes / 1024),
+    }
+
+
 def _read_peak_kibibytes(process: int) -> int:
     """Return the largest resident memory of a process so far, 0 if it has ended."""
     try:
@@ -179,6 +245,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
     "tracker": measure_tracker,
     "messages": measure_messages,
     "replay": measure_replay,
+    "kafka": measure_kafka,
 }
 
 

@@ -4,8 +4,9 @@
     python -m benchmarks.incidents tep
     python -m benchmarks.incidents hydraulic
 
-A row is a record of one device. Our records become incidents as in the program: p-values, the detector of
-`calibration.incident_evidence`, the segment rule, and `incidents.tracker`. The peers are Hotelling's T² and the
+A row is a record of one device. Our records become incidents as in the program: p-values of complete records, the
+detector of `calibration.incident_evidence`, the segment rule, and `incidents.tracker`. A second line has the
+anytime-valid p-values from which alerts follow in their place. The peers are Hotelling's T² and the
 residual Q of a PCA, and an Isolation Forest, each with a run rule: an incident opens when the score has been above a
 threshold in k of the last n rows. All thresholds are set by the same segments of normal rows at the same budget of
 false incidents, with the segment rule. Each peer has the run rule with which it finds most faults on the rows that are
@@ -35,6 +36,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +54,8 @@ from deformer_stream.calibration.incident_segments import SegmentCalibration, Se
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.incidents.events import ClosedRows, EvidenceBatch
 from deformer_stream.incidents.tracker import IncidentTracker, TrackerOptions
+from deformer_stream.library.detector import Detector
+from deformer_stream.library.detector import load as load_detector
 from deformer_stream.library.training import train
 
 Floats = NDArray[np.float64]
@@ -64,6 +68,9 @@ RECORD_ALPHA = 0.01
 
 RUN_RULES = ((1, 1), (3, 3), (8, 10), (15, 20), (24, 30))
 """The run rules k of n of the peers, of which each peer has the best one."""
+
+OURS, OURS_BY_ALERTS = "ours", "ours, p-values of alerts"
+"""The evidence of the product, by p-values of complete records; and that by the anytime-valid p-values of alerts."""
 
 HELD_OUT = ", held out"
 """End of the name of the held-out rows of a device."""
@@ -232,37 +239,46 @@ def rank_by_cross_fit(case: Case, score: Scorer, num_blocks: int = 5) -> CaseSco
     return CaseScores(held_out, tests)
 
 
+def train_or_load(case: Case, index: int, arguments: argparse.Namespace) -> Detector:
+    """Return the model of a fold: from the folder of --models if it is there, else a new one, which is stored there."""
+    folder = None if arguments.models is None else Path(arguments.models) / case.name / str(index)
+    if folder is not None and folder.exists():
+        return load_detector(folder)
+    print(f"{case.name}: training model {index + 1} of {len(case.folds)}", flush=True)
+    fit = case.folds[index].fit
+    table = pa.table({name: fit[:, column] for column, name in enumerate(case.columns)})
+    options = {"continuous": ",".join(case.columns), "preset": "tiny", "seed": arguments.seed}
+    return train(table, folder, max_time=arguments.max_time, **options)
+
+
 def score_by_network(case: Case, arguments: argparse.Namespace) -> dict[str, CaseScores]:
-    """Return the scores of our models: the statistic of the stream, and the anomaly score of complete records."""
-    statistics: dict[str, list[Floats]] = {}
-    anomaly_scores: dict[str, list[Floats]] = {}
-    own: dict[str, DeviceScores] = {}
-    names_of_tests = {name for fold in case.folds for name in fold.tests}
+    """Return the scores of our models: those of complete records, and the running ones from which alerts follow."""
+    parts_by_title: dict[str, dict[str, list[DeviceScores]]] = {title: {} for title in (OURS, OURS_BY_ALERTS)}
     for index, fold in enumerate(case.folds):
-        print(f"{case.name}: training model {index + 1} of {len(case.folds)}", flush=True)
-        table = pa.table({name: fold.fit[:, column] for column, name in enumerate(case.columns)})
-        options = {"continuous": ",".join(case.columns), "preset": "tiny", "seed": arguments.seed}
-        detector = train(table, max_time=arguments.max_time, **options)
-        tail = fit_tail(detector.artifact.calibration.scores)
+        detector = train_or_load(case, index, arguments)
+        calibration = detector.artifact.calibration
         for name, rows in [*fold.held_out.items(), *fold.tests.items()]:
             result = detector.score(rows, columns=list(case.columns))
-            statistics.setdefault(name, []).append(np.asarray(result.score, np.float64))
-            anomaly_scores.setdefault(name, []).append(np.asarray(result.anomaly_score, np.float64))
-            own[name] = DeviceScores(statistics[name][-1], np.asarray(result.p_value, np.float64), tail)
-    if case.has_own_p_values:
-        return {
-            "ours": CaseScores(
-                {name: device for name, device in own.items() if name not in names_of_tests},
-                {name: device for name, device in own.items() if name in names_of_tests},
-            )
-        }
+            p_values = calibration.compute_record_p_values(result.anomaly_score, [""] * len(rows))
+            tail = None if calibration.record_scores is None else fit_tail(calibration.record_scores)
+            for title, of_fold in (
+                (OURS, DeviceScores(result.anomaly_score, p_values, tail)),
+                (OURS_BY_ALERTS, DeviceScores(result.score, result.p_value, fit_tail(calibration.scores))),
+            ):
+                parts_by_title[title].setdefault(name, []).append(of_fold)
+    names_of_tests = {name for fold in case.folds for name in fold.tests}
     results = {}
-    for title, parts_by_name in (("ours, complete records", anomaly_scores), ("ours", statistics)):
-        # The held-out rows of an experiment have another name than its tested ones.
-        joined = {name: DeviceScores(np.concatenate(parts)) for name, parts in parts_by_name.items()}
-        held_out = {name: device for name, device in joined.items() if name not in names_of_tests}
-        tests = {name: device for name, device in joined.items() if name in names_of_tests}
-        results[title] = rank_among_others(CaseScores(held_out, tests))
+    for title, parts_by_name in parts_by_title.items():
+        # The held-out rows of an experiment have another name than its tested ones, and can come from several models.
+        joined = {
+            name: parts[0] if case.has_own_p_values else DeviceScores(np.concatenate([part.scores for part in parts]))
+            for name, parts in parts_by_name.items()
+        }
+        scores = CaseScores(
+            {name: device for name, device in joined.items() if name not in names_of_tests},
+            {name: device for name, device in joined.items() if name in names_of_tests},
+        )
+        results[title] = scores if case.has_own_p_values else rank_among_others(scores)
     return results
 
 
@@ -459,9 +475,10 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> list[dict[str, An
     )
     for title, scores in contenders.items():
         rows_by_device, plan = detect_by_evidence(case, scores)
-        lines.append(
-            _describe_line(case, title, scores, rows_by_device) | {"threshold": round(plan.log_threshold / LN_10, 1)}
-        )
+        line = _describe_line(case, title, scores, rows_by_device)
+        if title == OURS:  # alerts follow from the other p-values
+            line |= measure_record_alerts(case, contenders[OURS_BY_ALERTS])
+        lines.append(line | {"threshold": round(plan.log_threshold / LN_10, 1)})
     peers: dict[str, Scorer] = {
         "PCA T²": lambda fit, rows: [t2 for t2, _ in score_by_pca(fit, rows)],
         "PCA Q": lambda fit, rows: [q for _, q in score_by_pca(fit, rows)],
@@ -630,7 +647,7 @@ def format_results(lines: Sequence[Mapping[str, Any]]) -> str:
             f"{line['false'] / line['normal_hours']:.2f}",
             "" if delay is None else f"{delay:.0f} s" if delay < 600 else f"{delay / 60:.0f} min",
         ]
-        name = f"**{line['method']}**" if line["method"].startswith("ours") else line["method"]
+        name = f"**{line['method']}**" if line["method"] == OURS else line["method"]
         text.append(format_markdown_row([name, *cells]))
     return "\n".join(text)
 
@@ -673,6 +690,7 @@ def main() -> None:
     options = build_parser(__doc__, "", max_time="100s")
     options.add_argument("data", help=f"data set: {', '.join(MAKERS)}")
     options.add_argument("--seed", type=int, default=0, help="seed of the training runs; 0 by default")
+    options.add_argument("--models", help="folder in which models are stored, and from which they are used again")
     run_benchmark("incidents", run, options)
 
 

@@ -166,8 +166,6 @@ def shorten(value: object) -> str:
 def count_calibration_records(manifest: dict[str, Any]) -> tuple[int, ...]:
     """Return the number of calibration records of a model, and of each of its groups with a calibration of their own.
 
-    They are the records with which closed records are compared as a whole, if the calibration has their scores.
-
     Args:
         manifest: The contents of manifest.json.
 
@@ -176,8 +174,7 @@ def count_calibration_records(manifest: dict[str, Any]) -> tuple[int, ...]:
     """
     try:
         calibration = manifest["calibration"]
-        groups = calibration.get("groups", {}) | calibration.get("record_scores_by_group", {})
-        scores = calibration.get("record_scores", calibration["scores"])
-        return len(scores), *(len(scores_of_group) for scores_of_group in groups.values())
+        groups = calibration.get("groups", {})
+        return len(calibration["scores"]), *(len(scores) for scores in groups.values())
     except (AttributeError, LookupError, TypeError):
         raise ArtifactError(f"{MANIFEST} has no calibration records: {REMEDY}") from None

@@ -53,7 +53,7 @@ class Row(NamedTuple):
     record_score: float | None = None
 
     def extend_p_value(self, tail: ScoreTail | None) -> float:
-        """Return the p-value with which the record enters a detector: that of the whole record if it is known.
+        """Return the p-value with which the record enters the segment rule: that of the whole record if it is known.
 
         Args:
             tail: The tail by which p-values are extended, None if they are not.

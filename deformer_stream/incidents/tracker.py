@@ -485,7 +485,8 @@ class IncidentTracker:
         incident = _get_open(device)
         self._begin_segment(device, plan, time)
         device.alert_p_by_record.pop(row.record, None)
-        extended_p = row.extend_p_value(plan.tail)
+        # The e-detector needs exact p-values, the segment rule the most telling ones.
+        extended_p = row.extend_p_value(plan.tail) if plan.rule == "segments" else row.p_value
         if self._adjuster is not None and self._adjuster.applies_to(row.model):
             extended_p = self._adjuster.adjust(name, time, extended_p, row.score, _get_shares(row.alert))
         log_state = advance_detector(device.log_state or INITIAL_STATE, extended_p, plan.kind, plan.log_normalisers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.incident_delivery import count_missing, describe_latency
+from benchmarks.incident_delivery import count_missing, describe_latency, format_report
 from connectors.receivers.webhook import Webhook
 from deformer_stream.codec.encode_incidents import encode_incident
 from deformer_stream.incidents.overlay import Presentation
@@ -35,3 +35,14 @@ def test_only_accepted_requests_count() -> None:
     webhook.close()
     server.close()
     assert count_missing(server, expected) == 2
+
+
+def test_report_has_both_tables() -> None:
+    rows = [
+        {"table": "latency", "phase": "before", "median_ms": 8.5},
+        {"table": "receivers", "webhook": "hangs", "missing": 0},
+    ]
+    text = format_report(rows, "a machine")
+    assert "| phase | median ms |\n" in text
+    assert "| before | 8.5 |\n" in text
+    assert "| hangs | 0 |\n" in text

@@ -700,3 +700,6 @@ def test_the_p_value_of_the_whole_record_is_the_evidence_if_it_is_known() -> Non
     assert open_with(0.001, 3.0) == 0
     assert open_with(0.001, 40.0) == 1  # extended by the tail of complete records
     assert open_with(math.nan, math.nan) == 0
+    # The bound of the e-detector needs exact p-values, which those of complete records are not.
+    plan = E_DETECTOR
+    assert open_with(1e-12, 0.0) == 0
