@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from connectors.kafka import client
@@ -18,6 +19,29 @@ Result = TypeVar("Result")
 
 def do_nothing() -> None:
     """Do nothing; the default of functions that are called at certain moments."""
+
+
+@contextmanager
+def call_meanwhile(on_wait: Callable[[], None]) -> Iterator[None]:
+    """Call a function every `WAIT_SECONDS` in a thread, while the `with` block waits in this thread.
+
+    Args:
+        on_wait: The function.
+    """
+    has_ended = threading.Event()
+
+    def run() -> None:
+        """Call the function until the block has ended."""
+        while not has_ended.wait(WAIT_SECONDS):
+            on_wait()
+
+    thread = threading.Thread(target=run, name="kafka-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 class BackgroundCall(Generic[Result]):

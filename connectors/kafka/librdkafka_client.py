@@ -14,7 +14,7 @@ from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import OffsetSpec
 
 from connectors.kafka import client
-from connectors.kafka.background import BackgroundCall, do_nothing
+from connectors.kafka.background import BackgroundCall, call_meanwhile
 from connectors.kafka.librdkafka_admin import LibrdkafkaAdmin
 from connectors.kafka.librdkafka_connection import (
     DROPPED_CODES,
@@ -90,7 +90,6 @@ class LibrdkafkaConsumer:
             rd.IsolationLevel.READ_UNCOMMITTED if options.reads_uncommitted else rd.IsolationLevel.READ_COMMITTED
         )
         self._topic = ""  # the one that is subscribed
-        self._is_closing = False
         self._client, self._events = self._connect()
 
     def _connect(self) -> tuple[rd.Consumer, ClientEvents]:
@@ -378,15 +377,12 @@ class LibrdkafkaConsumer:
             RebalanceInProgress: The group is moving partitions, or this process is no longer a member.
             Unavailable: The commit, or one before it, takes too long. It may still take effect.
         """
-        if offsets:
-            self._commit_within(offsets, timeout)
-
-    def _commit_within(self, offsets: Offsets, timeout: float, on_wait: Callable[[], None] = do_nothing) -> None:
-        """Commit offsets as `commit` does, and call a function again and again during the wait."""
+        if not offsets:
+            return
         deadline = time.monotonic() + timeout
-        self._join_commit(deadline, on_wait)
+        self._join_commit(deadline)
         call = self._commit_call = BackgroundCall(lambda: self._commit(offsets))
-        self._join_commit(deadline, on_wait)
+        self._join_commit(deadline)
         call.get()
 
     def _commit(self, offsets: Offsets) -> None:
@@ -418,18 +414,14 @@ class LibrdkafkaConsumer:
                 f"Kafka at {self._cluster.servers}: committing failed: this process is joining the consumer group again"
             )
 
-    def _join_commit(self, deadline: float, on_wait: Callable[[], None] = do_nothing) -> None:
+    def _join_commit(self, deadline: float) -> None:
         """Wait until the commit in progress, if there is one, has ended.
 
-        Args:
-            deadline: A time of `time.monotonic()`.
-            on_wait: A function that is called again and again during the wait.
-
         Raises:
-            Unavailable: It has not ended before the deadline.
+            Unavailable: It has not ended before the deadline, a time of `time.monotonic()`.
         """
         if self._commit_call is not None:
-            if not self._commit_call.wait(deadline - time.monotonic(), on_wait):
+            if not self._commit_call.wait(deadline - time.monotonic()):
                 raise self._events.make_timeout_error("committing")
             self._commit_call = None
 
@@ -452,7 +444,6 @@ class LibrdkafkaConsumer:
 
     def close(self) -> None:
         """Close without committing, and leave the group if there is no instance name."""
-        self._is_closing = True
         with suppress(Unavailable):
             self._join_commit(time.monotonic() + client.CONNECT_SECONDS)
         with suppress(KafkaException, RuntimeError):  # a second call
@@ -484,10 +475,9 @@ class LibrdkafkaConsumer:
             error: Exception | None = None
             if offsets:
                 try:
-                    if self._is_closing:  # confluent-kafka then lets no other thread commit
+                    # While this function is called, confluent-kafka lets no other thread commit.
+                    with call_meanwhile(self._handler.on_wait):
                         self._commit(offsets)
-                    else:
-                        self._commit_within(offsets, self._options.session_seconds / 2, self._handler.on_wait)
                 except DeformerError as failure:
                     error = failure
             self._handler.on_revoked_committed(error)

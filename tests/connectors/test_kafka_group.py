@@ -271,8 +271,7 @@ def test_commit_of_revoked_partitions_has_a_deadline(
     first = world.add_member(session_seconds=6.0)
     first.read(40)
     second = world.add_member(session_seconds=6.0)  # with librdkafka, it joins the group before its first poll
-    hanging, waits = threading.Event(), list[int]()
-    first.source.on_wait = lambda: waits.append(len(first.revoked))
+    hanging = threading.Event()
     monkeypatch.setattr(first.delivery._producer, "commit_transaction", lambda timeout: hanging.wait(30.0) or None)
 
     def poll_first() -> None:
@@ -284,7 +283,6 @@ def test_commit_of_revoked_partitions_has_a_deadline(
         wait_until(lambda: poll_first() is None and len(second.caught_up) == 1, "an assignment")
         hanging.set()
         assert len(first.revoked) == len(first.source.assigned_partitions) == 1, "the other partition is kept"
-        assert 0 in waits, "the process counts as healthy during the revocation"
         wait_until(lambda: bool(second.handled_offsets), "the messages again, because they were not committed")
     world.check_effects(first, second)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
@@ -140,6 +141,30 @@ def test_progress_is_reported_while_a_commit_is_repeated(
     member.commit()
     assert len(waits) >= 3
     world.check_effects(member)
+
+
+@BOTH_CLIENTS
+def test_progress_is_reported_while_revoked_partitions_are_committed(
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = group(1)
+    world.produce(10)
+    member = world.add_member()
+    member.read(10)
+    member.poll(0.0)  # so that what was read counts as written
+    has_waited, waits = threading.Event(), list[bool]()
+
+    def wait() -> None:
+        waits.append(True)
+        has_waited.set()
+
+    producer: Any = member.delivery._producer
+    commit = producer.commit_transaction
+    monkeypatch.setattr(producer, "commit_transaction", lambda timeout: has_waited.wait(30.0) and commit(timeout))
+    member.source.on_wait = wait
+    assert member.source.on_revoked(member.source._consumer.assignment) == {}
+    assert waits
+    assert world.read_positions() == {0: 10}
 
 
 def test_partitions_that_are_added_begin_with_their_first_message(
