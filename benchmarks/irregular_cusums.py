@@ -22,6 +22,7 @@ from deformer_stream.calibration.cusum import (
     fit_scale,
 )
 from deformer_stream.calibration.marginals import Marginals
+from deformer_stream.calibration.steps import Steps
 from deformer_stream.ragged import ragged_indices
 
 MAX_SCALE_RECORDS = 1000
@@ -43,8 +44,19 @@ class CusumContender:
         records = np.random.default_rng(0).permutation(len(train.records))[:MAX_SCALE_RECORDS]
         sample = train.select(records)
         num_sensors = len(sample.sensors)
-        self.marginals = Marginals.fit(self.units, sample.codes, self.units.normalise(sample.codes, sample.values))
-        sensor_sums, record_sums = self._compute_sums(sample, density.score(sample))
+        values = self.units.normalise(sample.codes, sample.values)
+        self.marginals = Marginals.fit(self.units, sample.codes, values)
+        previous = sample.find_previous_of_sensor()
+        is_first = sample.record_index % 2 == 0
+        previous_values = np.where(previous >= 0, values[previous], np.inf)
+        self.steps, first, second = Steps.fit_halves(self.units, sample.codes, values, previous_values, is_first)
+        # The sums of a record are computed with the steps of the half that does not contain it.
+        log_p_step = np.where(
+            is_first,
+            second.compute_log_p(sample.codes, values, previous_values),
+            first.compute_log_p(sample.codes, values, previous_values),
+        )
+        sensor_sums, record_sums = self._compute_sums(sample, density.score(sample), log_p_step)
         largest = np.zeros((len(KINDS), len(sample.records), num_sensors))
         has_readings = np.zeros((len(sample.records), num_sensors), bool)
         has_readings[sample.record_index, sample.codes] = True
@@ -52,7 +64,7 @@ class CusumContender:
             np.maximum.at(largest[kind], (sample.record_index, sample.codes), sensor_sums[kind])
         largest_record_sums = np.zeros(len(sample.records))
         np.maximum.at(largest_record_sums, sample.record_index, record_sums)
-        self.scale: CusumScale = fit_scale(largest, largest_record_sums, has_readings, self.marginals)
+        self.scale: CusumScale = fit_scale(largest, largest_record_sums, has_readings, self.marginals, self.steps)
 
     def fit(self, train: Readings) -> None:
         """Do nothing: the density is fitted already."""
@@ -60,13 +72,17 @@ class CusumContender:
     def score(self, readings: Readings) -> PrefixScores:
         """Score the prefixes of records in order of time."""
         scores = self.density.score(readings)
-        sensor_sums, record_sums = self._compute_sums(readings, scores)
+        values = self.units.normalise(readings.codes, readings.values)
+        previous = readings.find_previous_of_sensor()
+        previous_values = np.where(previous >= 0, values[previous], np.inf)
+        log_p_step = self.steps.compute_log_p(readings.codes, values, previous_values)
+        sensor_sums, record_sums = self._compute_sums(readings, scores, log_p_step)
         codes = readings.codes[None]
         statistics = compute_statistics(self.scale, codes, sensor_sums[:, None], record_sums[None])[0]
         return PrefixScores(statistics, scores.log_likelihoods, scores.log_p_values)
 
-    def _compute_sums(self, readings: Readings, scores: PrefixScores) -> tuple[Floats, Floats]:
-        """Return the sums after each of M readings: (3, M) those of its sensor, and (M,) that of its record."""
+    def _compute_sums(self, readings: Readings, scores: PrefixScores, log_p_step: Floats) -> tuple[Floats, Floats]:
+        """Return the evidence after each of M readings: (6, M) that of its sensor, and (M,) the sum of its record."""
         if scores.log_p_values is None or scores.log_likelihoods is None:
             raise ValueError(f"{self.density.name} has no density, but cumulative sums need p-values")
         log_masses = np.nan_to_num(scores.log_likelihoods) + self.log_resolutions[readings.codes]
@@ -80,12 +96,12 @@ class CusumContender:
             row, place = ragged_indices(lengths)
             span, shape = slice(int(bounds[0]), int(bounds[-1])), (len(lengths), int(lengths.max()))
             codes, values = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
-            (log_p, masses, level), is_counted = np.zeros((3, *shape)), np.zeros(shape, bool)
+            (log_p, masses, level, step), is_counted = np.zeros((4, *shape)), np.zeros(shape, bool)
             codes[row, place], values[row, place] = readings.codes[span], readings.values[span]
             log_p[row, place], masses[row, place] = scores.log_p_values[span], log_masses[span]
-            level[row, place] = log_p_level[span]
+            level[row, place], step[row, place] = log_p_level[span], log_p_step[span]
             is_counted[row, place] = True
             states = create_states(len(lengths), len(readings.sensors))
-            own = advance_sums(states, CusumReadings(codes, values, log_p, None, masses, is_counted, level))
+            own = advance_sums(states, CusumReadings(codes, values, log_p, None, masses, is_counted, level, step))
             sensor_sums[:, span], record_sums[span] = own[0][:, row, place], own[1][row, place]
         return sensor_sums, record_sums

@@ -40,3 +40,16 @@ def run_boundaries(values: NDArray[Any]) -> NDArray[np.int64]:
     is_boundary = np.ones(len(values) + 1, bool)  # the first run begins at 0, the last one ends after all values
     np.not_equal(values[1:], values[:-1], out=is_boundary[1:-1])
     return is_boundary.nonzero()[0]
+
+
+def find_previous_in_group(groups: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the index of the previous element of the same group for each of M elements, −1 if there is none, (M,).
+
+    Args:
+        groups: (M,) number of the group of each element.
+    """
+    order = np.argsort(groups, kind="stable")  # the elements of a group stay in their order
+    previous = np.full(len(groups), -1)
+    is_same = groups[order][1:] == groups[order][:-1]
+    previous[order[1:][is_same]] = order[:-1][is_same]
+    return previous

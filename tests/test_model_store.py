@@ -105,11 +105,9 @@ def test_fingerprint_depends_on_weights_and_calibration_and_not_on_the_training_
     assert len({*other_summary, other_calibration, other_weights}) == 3
 
 
-def without_single_readings(scale: CusumScale) -> dict[str, Any]:
-    """Return the scale as a release wrote it that had cumulative sums only."""
-    document = scale.to_json()
-    del document["extreme"]
-    return document
+def without_kinds(scale: CusumScale, *kinds: str) -> CusumScale:
+    """Return the scale that an earlier release wrote, which did not have these kinds of evidence."""
+    return CusumScale.from_json({key: value for key, value in scale.to_json().items() if key not in kinds})
 
 
 def test_model_of_irregular_readings_survives_a_round_trip(tmp_path: Path) -> None:
@@ -120,7 +118,8 @@ def test_model_of_irregular_readings_survives_a_round_trip(tmp_path: Path) -> No
     manifest = json.loads((tmp_path / "m" / model_store.MANIFEST).read_text())
     assert manifest["format_version"] == 6
     scale = CusumScale.neutral(len(schema))
-    for cusum_scale, version in ((scale, 7), (CusumScale.from_json(without_single_readings(scale)), 6)):
+    for kinds, version in (((), 8), (("step",), 7), (("step", "level", "extreme"), 6)):
+        cusum_scale = without_kinds(scale, *kinds)
         calibration = replace(make_calibration(make_small_model()), cusum_scale=cusum_scale)
         model_store.write(tmp_path / str(version), model, calibration, {}, "")
         manifest = json.loads((tmp_path / str(version) / model_store.MANIFEST).read_text())

@@ -3,13 +3,13 @@
 The alert rule is calibrated with other records, whose scores are computed with the scale. If the scale depended on
 these records, their scores would be smaller than those of new normal records, and there would be too many false alarms.
 So the records of the scale are those for validation, which the network has not learnt, if there are enough of them, and
-otherwise those of the training set. The distributions of the sensors (`Marginals`) are those of training readings.
+otherwise those of the training set. The distributions of the sensors' readings and steps are those of training records.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,12 +22,14 @@ from deformer_stream.calibration.cusum import (
     advance_sums,
     compute_log_resolutions,
     create_states,
+    find_previous_values,
     fit_scale,
 )
 from deformer_stream.calibration.marginals import Marginals
+from deformer_stream.calibration.steps import Steps
 from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch, attached_kernels
 from deformer_stream.model.deformer import DEformer
-from deformer_stream.ragged import ragged_indices
+from deformer_stream.ragged import find_previous_in_group, ragged_indices
 from trainer.examples import BlockBatch, BlockExamples, Ints
 from trainer.irregular_table import IrregularTable
 from trainer.sampling import move_to_device
@@ -41,6 +43,13 @@ MIN_SCALE_RECORDS = 100
 """Smallest number of records to which the scale is fitted, even if time is over. A tail is then that of the largest ten
 sums."""
 
+MIN_HELD_OUT_RECORDS = 500
+"""Smallest number of validation records to which the scale is fitted in place of training records.
+
+The tails of 172 such records found 19% of the shifted parameters of intensive-care stays, those of 500 training records
+28% (docs/experiments/27-steps-and-single-readings.md).
+"""
+
 RECORDS_PER_PASS = 16
 """Number of records whose blocks are gathered together. It bounds memory."""
 
@@ -49,7 +58,7 @@ def fit_cusum_scale(
     model: DEformer,
     examples: BlockExamples,
     rows: Ints,
-    marginals: Marginals,
+    distributions: SensorDistributions,
     batch_size: int,
     should_continue: Callable[[int], bool] = lambda num_done: True,
 ) -> CusumScale:
@@ -59,7 +68,7 @@ def fit_cusum_scale(
         model: The trained model, in evaluation mode.
         examples: The blocks of the records.
         rows: (N,) row numbers of the records.
-        marginals: The distributions of the readings of each sensor (`fit_marginals`).
+        distributions: The distributions of the readings and steps of each sensor (`SensorDistributions.fit`).
         batch_size: Number of blocks that are scored together.
         should_continue: Called before each group of records with the number of records that are scored. If it returns
             False, the scale is fitted to these.
@@ -69,14 +78,57 @@ def fit_cusum_scale(
         start = 0
         while start < len(rows) and should_continue(start):
             own = rows[start : start + RECORDS_PER_PASS]
-            parts.append(find_largest_sums(kernels, model, examples, own, marginals, batch_size))
+            parts.append(find_largest_sums(kernels, model, examples, own, distributions, batch_size))
             start += len(own)
     return fit_scale(
         np.concatenate([part.sums for part in parts], 1),
         np.concatenate([part.record_sums for part in parts]),
         np.concatenate([part.has_readings for part in parts]),
-        marginals,
+        distributions.marginals,
+        distributions.steps,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SensorDistributions:
+    """The distributions of the readings and of the steps of each sensor in training records.
+
+    Attributes:
+        marginals: The distributions of the readings.
+        steps: The distributions of the steps.
+        steps_by_half: The same of the records with even row numbers, and of those with odd ones. The sums of a record
+            are computed with the half that does not contain it.
+    """
+
+    marginals: Marginals
+    steps: Steps
+    steps_by_half: tuple[Steps, Steps]
+
+    @staticmethod
+    def fit(table: IrregularTable, rows: Ints) -> SensorDistributions:
+        """Fit the distributions to the readings of some records."""
+        record, place = ragged_indices(table.num_readings[rows])
+        readings = table.offsets[rows[record]] + place
+        codes, values = np.asarray(table.codes[readings], np.int64), np.asarray(table.values[readings])
+        earlier = find_previous_in_group(record * len(table.schema) + codes)
+        previous = np.where(earlier >= 0, values[earlier], np.inf)
+        whole, *halves = Steps.fit_halves(table.schema, codes, values, previous, rows[record] % 2 == 0)
+        return SensorDistributions(Marginals.fit(table.schema, codes, values), whole, (halves[0], halves[1]))
+
+    def add_steps(self, readings: CusumReadings, rows: Ints) -> CusumReadings:
+        """Return the readings of N whole records with the p-values of their steps.
+
+        Args:
+            readings: The readings, (N, L).
+            rows: (N,) row numbers of the records.
+        """
+        states = create_states(len(rows), len(self.steps.slopes))
+        previous = find_previous_values(states, readings.codes, readings.values, readings.is_counted)
+        log_p_step = np.zeros_like(readings.log_p)
+        for half, steps in enumerate(self.steps_by_half):
+            own = rows % 2 != half
+            log_p_step[own] = steps.compute_log_p(readings.codes[own], readings.values[own], previous[own])
+        return replace(readings, log_p_step=log_p_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +136,7 @@ class LargestSums:
     """The largest cumulative sums of N records with F sensors, which are the arguments of `cusum.fit_scale`.
 
     Attributes:
-        sums: (5, N, F) the largest value of each kind of evidence of each sensor, a row for each of `KINDS`.
+        sums: (6, N, F) the largest value of each kind of evidence of each sensor, a row for each of `KINDS`.
         record_sums: (N,) the largest sum of each record.
         has_readings: (N, F) whether the record has counted readings of the sensor.
     """
@@ -99,7 +151,7 @@ def find_largest_sums(
     model: DEformer,
     examples: BlockExamples,
     rows: Ints,
-    marginals: Marginals,
+    distributions: SensorDistributions,
     batch_size: int,
 ) -> LargestSums:
     """Score the readings of a few records, and return the largest cumulative sums.
@@ -109,10 +161,11 @@ def find_largest_sums(
         model: The trained model, in evaluation mode.
         examples: The blocks of the records.
         rows: (N,) row numbers of the records.
-        marginals: The distributions of the readings of each sensor.
+        distributions: The distributions of the readings and steps of each sensor.
         batch_size: Number of blocks that are scored together.
     """
-    readings = score_records(kernels, model, examples, rows, marginals, batch_size)
+    readings = score_records(kernels, model, examples, rows, distributions.marginals, batch_size)
+    readings = distributions.add_steps(readings, rows)
     num_records, num_sensors = len(readings.codes), len(model.schema)
     sensor_sums, record_sums = advance_sums(create_states(num_records, num_sensors), readings)
     record, place = np.nonzero(readings.is_counted)
@@ -123,13 +176,6 @@ def find_largest_sums(
     has_readings = np.zeros((num_records, num_sensors), bool)
     has_readings[record, codes] = True
     return LargestSums(largest, np.where(readings.is_counted, record_sums, 0.0).max(1, initial=0.0), has_readings)
-
-
-def fit_marginals(table: IrregularTable, rows: Ints) -> Marginals:
-    """Return the distributions of the readings of some records, sensor by sensor."""
-    record, place = ragged_indices(table.num_readings[rows])
-    readings = table.offsets[rows[record]] + place
-    return Marginals.fit(table.schema, table.codes[readings], table.values[readings])
 
 
 def score_records(

@@ -46,10 +46,11 @@ from trainer.budget import (
 from trainer.calibrate import build_calibration
 from trainer.cusum_scale import (
     MAX_SCALE_RECORDS,
+    MIN_HELD_OUT_RECORDS,
     MIN_SCALE_RECORDS,
+    SensorDistributions,
     find_largest_sums,
     fit_cusum_scale,
-    fit_marginals,
 )
 from trainer.data import Split, create_data_options
 from trainer.distributed import Ranks
@@ -501,11 +502,11 @@ class _Job:
         scale_seconds = 0.0
         if self.maximum.ranking:
             scale_rows = self._find_typical_records(self._select_scale_records())
-            marginals = fit_marginals(self.data, scale_rows)
+            distributions = SensorDistributions.fit(self.data, scale_rows)
             with attached_kernels(model) as kernels:
                 scale_seconds = self._measure(
                     lambda num_records: find_largest_sums(
-                        kernels, model, examples, scale_rows[:num_records], marginals, EVALUATION_BATCH
+                        kernels, model, examples, scale_rows[:num_records], distributions, EVALUATION_BATCH
                     ),
                     len(scale_rows),
                 )
@@ -585,7 +586,7 @@ class _Job:
         They are those for validation, which the network has not learnt, or those for training if the former are few.
         """
         rows = self.data.select_rows(Split.VALIDATION)
-        if len(rows) < MIN_SCALE_RECORDS:
+        if len(rows) < MIN_HELD_OUT_RECORDS:
             rows = self.data.select_rows(Split.TRAIN)
         return np.random.default_rng([self.settings.seed, 0xC5]).permutation(rows)[:MAX_SCALE_RECORDS]
 
@@ -665,9 +666,9 @@ class _Job:
         examples = self._create_examples(self.settings)
         training_rows = self.data.select_rows(Split.TRAIN)
         shuffled_rows = np.random.default_rng([self.settings.seed, 0xC6]).permutation(training_rows)
-        marginals = fit_marginals(self.data, shuffled_rows[:MAX_SCALE_RECORDS])
+        distributions = SensorDistributions.fit(self.data, shuffled_rows[:MAX_SCALE_RECORDS])
         return fit_cusum_scale(
-            model, examples, rows[:num_records], marginals, self._choose_block_batch(), phase.should_continue
+            model, examples, rows[:num_records], distributions, self._choose_block_batch(), phase.should_continue
         )
 
     def _choose_block_batch(self) -> int:

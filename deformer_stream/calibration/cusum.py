@@ -2,25 +2,27 @@
 
 Fisher's combination of all p-values of a record (`conformal`) hardly rises after hundreds of normal readings, however
 wrong the next ones are. Cumulative sums (CUSUM; Page, "Continuous inspection schemes", 1954) forget: they fall while
-readings are as predicted, never below 0. There are sums of four kinds for each sensor s, and one for the record:
+readings are as predicted, never below 0. There are sums of five kinds for each sensor s, and one for the record:
 
     improbable   S_s ← max(0, S_s + ln κ + (1 − κ) min(−ln p, c))    readings that the model finds improbable
     offset       O_s ← max(0, O_s + ln λ + (1 − λ) min(−ln p', c))   readings that differ from what other sensors imply
     repeated     R_s ← R_s + min(−ln P, d) if the sensor repeats its last value, else 0
     level        L_s ← max(0, L_s + ln κ + (1 − κ) min(−ln p″, c))   readings that are unusual, whatever came before
+    step         D_s ← max(0, D_s + ln λ + (1 − λ) min(−ln p‴, c))   unusual steps from the sensor's last value
     record       T   ← max(0, T + ln λ + (1 − λ) min(−ln p, c))      improbable readings of any sensors
 
-A fifth kind of evidence of each sensor is the reading itself, which a sum would count as one reading of many:
+A sixth kind of evidence of each sensor is the reading itself, which a sum would count as one reading of many:
 
     extreme      E   = min(−ln p, e)                                 a single reading that is very improbable
 
 p is the highest-density p-value of the reading (the probability of a value that is at most as likely), p' that given
 the readings of the other sensors only, and P the probability of its value at the resolution of the sensor. p″ is its
-p-value in the distribution of all normal readings of the sensor (`marginals`). A sum is updated with each reading of
-its sensor. A sensor that is shifted soon becomes predictable from its own readings, which
-the sum "offset" does not use. A sensor that is stuck makes all of its readings likely, which only "repeated" sees. If
-several sensors are shifted from the beginning of the record, all readings are as the others imply, which only "level"
-sees.
+p-value in the distribution of all normal readings of the sensor (`marginals`), and p‴ that of the step from the
+previous value of the sensor among its normal steps (`steps`). A sum is updated with each reading of its sensor. A
+sensor that is shifted soon becomes predictable from its own readings, which the sum "offset" does not use. A sensor
+that is stuck makes all of its readings likely, which only "repeated" sees. If several sensors are shifted from the
+beginning of the record, all readings are as the others imply, which only "level" sees. A sensor that jumps at certain
+times of each record is hardly predicted by a network with little training. Jumps of another size are seen by "step".
 
 An increment ln κ + (1 − κ)(−ln p) is the logarithm of κ p^(κ − 1), whose mean is 1 if p is uniform (Vovk and Wang,
 "E-values: calibration, combination and applications", 2021). The increment of "repeated" is the logarithm of a
@@ -32,7 +34,8 @@ records. Their tail is described by an exponential distribution, P(largest value
 to training records (`fit_scale`). A record has one sum "record", and as many sums of the other kinds as it has sensors.
 The largest of many exceeds a threshold more often than one does. So a constant is added to the statistics −ln P of each
 kind, such that the largest one of a record exceeds −ln s in a share s of the normal records. Without it, the sum of the
-record hardly counts beside those of 40 sensors.
+record hardly counts beside those of 40 sensors. "extreme" gets a larger constant (`EXTREME_BONUS`), because no other
+kind sees a fault in its first reading.
 
 The statistic of a reading is the largest one over the kinds. The largest statistic so far is the anomaly score of the
 record. It is calibrated as any other (`conformal.Calibration`), so the false-alarm rate does not depend on these
@@ -52,7 +55,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.marginals import Marginals
+from deformer_stream.calibration.steps import Steps
 from deformer_stream.model.schema import Schema
+from deformer_stream.ragged import find_previous_in_group
 
 Floats = NDArray[np.float64]
 Floats32 = NDArray[np.float32]
@@ -63,7 +68,7 @@ Bools = NDArray[np.bool_]
 SUM_KINDS = ("improbable", "offset", "repeated")
 """The kinds of sums of each sensor that all scales have, in the order of the state."""
 
-KINDS = (*SUM_KINDS, "extreme", "level")
+KINDS = (*SUM_KINDS, "extreme", "level", "step")
 """The kinds of evidence of each sensor, in the order of `CusumScale.slopes`."""
 
 EVIDENCE_KINDS = (*KINDS, "record")
@@ -79,8 +84,8 @@ which kind is the evidence. The sum of the record and a sum "offset" are often e
 SENSOR_KAPPA = 0.2
 """κ of the sums "improbable" and "level". A sum rises at p-values below κ^(1/(1 − κ)), here 13%."""
 
-OFFSET_KAPPA = RECORD_KAPPA = 0.1
-"""λ of the sums "offset" and of the sum of the record, which rise at p-values below 8%."""
+OFFSET_KAPPA = RECORD_KAPPA = STEP_KAPPA = 0.1
+"""λ of the sums "offset" and "step" and of the sum of the record, which rise at p-values below 8%."""
 
 MAX_SURPRISE = 12.0
 """Largest −ln p that a sum counts, in nats. A single reading adds no more, because tails of models are uncertain."""
@@ -111,6 +116,10 @@ BALANCED_SHARE = 0.05
 """The share s of the normal records in which the largest statistic of each kind exceeds −ln s. A usual α is best,
 because the kinds then raise equally many false alarms at it."""
 
+EXTREME_BONUS = math.log(2.0)
+"""Number of nats that is added to the balanced statistics of "extreme", which then raise about twice as many false
+alarms as those of another kind. It finds more faults within their first readings, and costs hardly any later ones."""
+
 NEVER = -1e9
 """Intercept of a kind of evidence that a scale does not have. Its statistic is never the largest."""
 
@@ -122,11 +131,12 @@ class CusumScale:
     With the tail a e^(−(x − u)/b), the slope is 1/b, and the intercept −u/b − ln a, plus the constant of the kind.
 
     Attributes:
-        slopes: (5, F) slopes of the evidence of each sensor, a row for each of `KINDS`.
-        intercepts: (5, F) their intercepts.
+        slopes: (6, F) slopes of the evidence of each sensor, a row for each of `KINDS`.
+        intercepts: (6, F) their intercepts.
         record_slope: The slope of the sum of the record.
         record_intercept: Its intercept.
         marginals: The distributions of the sensors' readings, for the sums "level", which stay 0 without them.
+        steps: The distributions of the sensors' steps, for the sums "step", which stay 0 without them.
 
     Raises:
         ValueError: The arrays have other shapes, or a number is not finite.
@@ -137,6 +147,7 @@ class CusumScale:
     record_slope: float
     record_intercept: float
     marginals: Marginals | None = None
+    steps: Steps | None = None
 
     def __post_init__(self) -> None:
         if self.slopes.ndim != 2 or len(self.slopes) != len(KINDS) or self.slopes.shape != self.intercepts.shape:
@@ -149,6 +160,8 @@ class CusumScale:
             raise ValueError("slopes and intercepts of cumulative sums must be finite numbers")
         if self.marginals is not None and len(self.marginals.edges) != self.slopes.shape[1]:
             raise ValueError("the distributions of readings must be those of all sensors")
+        if self.steps is not None and len(self.steps.slopes) != self.slopes.shape[1]:
+            raise ValueError("the distributions of steps must be those of all sensors")
 
     @property
     def num_sensors(self) -> int:
@@ -173,13 +186,16 @@ class CusumScale:
         }
         if self.marginals is not None:
             lines["marginals"] = self.marginals.to_json()
+        if self.steps is not None:
+            lines["steps"] = self.steps.to_json()
         return lines | {"record": {"slope": self.record_slope, "intercept": self.record_intercept}}
 
     @staticmethod
     def from_json(document: dict[str, Any]) -> CusumScale:
         """Return the scale that an object from `to_json` describes.
 
-        Scales of early models do not have the kinds "extreme" and "level". Their statistics are then never the largest.
+        Scales of early models do not have the kinds "extreme", "level" and "step". Their statistics are then never the
+        largest.
 
         Raises:
             KeyError: A key is missing.
@@ -191,7 +207,8 @@ class CusumScale:
         slopes, intercepts = (np.array([line[name] for line in lines], np.float64) for name in ("slopes", "intercepts"))
         record = document["record"]
         marginals = Marginals.from_json(document["marginals"]) if "marginals" in document else None
-        return CusumScale(slopes, intercepts, float(record["slope"]), float(record["intercept"]), marginals)
+        steps = Steps.from_json(document["steps"]) if "steps" in document else None
+        return CusumScale(slopes, intercepts, float(record["slope"]), float(record["intercept"]), marginals, steps)
 
 
 def compute_log_resolutions(schema: Schema) -> Floats:
@@ -210,12 +227,12 @@ def compute_log_resolutions(schema: Schema) -> Floats:
 
 
 def state_width(num_sensors: int) -> int:
-    """Return the number W of numbers in the state of a record with F sensors: 5F + 1.
+    """Return the number W of numbers in the state of a record with F sensors: 6F + 1.
 
     They are the sums of each kind (F for each of `SUM_KINDS`), the last value of each sensor (infinite before its first
-    reading), the sum of the record, and the sums "level" (F).
+    reading), the sum of the record, the sums "level" (F), and the sums "step" (F).
     """
-    return (len(SUM_KINDS) + 2) * num_sensors + 1
+    return (len(SUM_KINDS) + 3) * num_sensors + 1
 
 
 def create_states(num_records: int, num_sensors: int) -> Floats32:
@@ -238,6 +255,8 @@ class CusumReadings:
         log_masses: (R, L) ln of the probability of the value at the resolution of the sensor; −inf if that is unknown.
         is_counted: (R, L) false for padding and for readings that are not scored.
         log_p_level: (R, L) ln of the p-value among all normal readings of the sensor; None without `marginals`.
+        log_p_step: (R, L) ln of the p-value of the step from the previous value (`find_previous_values`) among the
+            normal steps of the sensor; None without `steps`.
     """
 
     codes: Ints
@@ -247,6 +266,26 @@ class CusumReadings:
     log_masses: Floats
     is_counted: Bools
     log_p_level: Floats | None = None
+    log_p_step: Floats | None = None
+
+
+def find_previous_values(states: Floats32, codes: Ints, values: Floats32, is_counted: Bools) -> Floats32:
+    """Return the previous counted value of the sensor of each reading, (R, L); infinite if there is none.
+
+    Args:
+        states: (R, W) the states of the records before the readings (`state_width`), which contain earlier values.
+        codes: (R, L) sensor codes of up to L new readings of each record.
+        values: (R, L) normalised values or label codes.
+        is_counted: (R, L) false for padding and for readings that are not scored.
+    """
+    num_sensors = (states.shape[1] - 1) // (len(SUM_KINDS) + 3)
+    record, place = np.nonzero(is_counted)
+    code = codes[record, place]
+    earlier = find_previous_in_group(record * num_sensors + code)
+    stored = states[record, len(SUM_KINDS) * num_sensors + code]
+    previous = np.full(codes.shape, np.inf, np.float32)
+    previous[record, place] = np.where(earlier >= 0, values[record, place][earlier], stored)
+    return previous
 
 
 def advance_sums(states: Floats32, readings: CusumReadings) -> tuple[Floats, Floats]:
@@ -260,12 +299,13 @@ def advance_sums(states: Floats32, readings: CusumReadings) -> tuple[Floats, Flo
         readings: The readings.
 
     Returns:
-        First (5, R, L): the evidence of the reading's sensor after each reading, a row for each of `KINDS`. Second
+        First (6, R, L): the evidence of the reading's sensor after each reading, a row for each of `KINDS`. Second
         (R, L): the sum of the record. Both are undefined for readings that are not counted.
     """
     num_records, num_readings = readings.codes.shape
-    num_sensors = (states.shape[1] - 1) // (len(SUM_KINDS) + 2)
-    record_place, level_place = (len(SUM_KINDS) + 1) * num_sensors, (len(SUM_KINDS) + 1) * num_sensors + 1
+    num_sensors = (states.shape[1] - 1) // (len(SUM_KINDS) + 3)
+    record_place = (len(SUM_KINDS) + 1) * num_sensors
+    level_place, step_place = record_place + 1, record_place + 1 + num_sensors
     sensor_sums = np.zeros((len(KINDS), num_records, num_readings))
     record_sums = np.zeros((num_records, num_readings))
     sensor_bets = compute_increments(readings.log_p, SENSOR_KAPPA)
@@ -274,6 +314,8 @@ def advance_sums(states: Floats32, readings: CusumReadings) -> tuple[Floats, Flo
     offset_bets = compute_increments(log_p_others, OFFSET_KAPPA)
     log_p_level = np.zeros_like(readings.log_p) if readings.log_p_level is None else readings.log_p_level
     level_bets = compute_increments(log_p_level, SENSOR_KAPPA)
+    log_p_step = np.zeros_like(readings.log_p) if readings.log_p_step is None else readings.log_p_step
+    step_bets = compute_increments(log_p_step, STEP_KAPPA)
     repetitions = np.clip(-readings.log_masses, 0.0, MAX_REPETITION)
     sensor_sums[KINDS.index("extreme")] = np.clip(-readings.log_p, 0.0, MAX_EXTREME)
     for column in range(num_readings):
@@ -286,12 +328,15 @@ def advance_sums(states: Floats32, readings: CusumReadings) -> tuple[Floats, Flo
         repeated = states[rows, 2 * num_sensors + code] + repetitions[rows, column]
         repeated = np.where(is_repeated, repeated, 0.0).astype(np.float32)
         level = np.maximum(states[rows, level_place + code] + level_bets[rows, column], 0.0).astype(np.float32)
+        step = np.maximum(states[rows, step_place + code] + step_bets[rows, column], 0.0).astype(np.float32)
         record = np.maximum(states[rows, record_place] + record_bets[rows, column], 0.0).astype(np.float32)
         for kind, sums in enumerate((improbable, offset, repeated)):
             states[rows, kind * num_sensors + code] = sums
             sensor_sums[kind, rows, column] = sums
         states[rows, level_place + code] = level
         sensor_sums[KINDS.index("level"), rows, column] = level
+        states[rows, step_place + code] = step
+        sensor_sums[KINDS.index("step"), rows, column] = step
         states[rows, len(SUM_KINDS) * num_sensors + code] = value
         states[rows, record_place] = record
         record_sums[rows, column] = record
@@ -310,14 +355,14 @@ def compute_statistics(scale: CusumScale, codes: Ints, sensor_sums: Floats, reco
     Args:
         scale: The lines that turn sums into statistics.
         codes: (R, L) sensor codes.
-        sensor_sums: (5, R, L) the evidence of each reading's sensor after the reading (`advance_sums`).
+        sensor_sums: (6, R, L) the evidence of each reading's sensor after the reading (`advance_sums`).
         record_sums: (R, L) the sums of the records after each reading.
     """
     return np.asarray(compute_statistics_by_kind(scale, codes, sensor_sums, record_sums).max(0))
 
 
 def compute_statistics_by_kind(scale: CusumScale, codes: Ints, sensor_sums: Floats, record_sums: Floats) -> Floats:
-    """Return the statistic of each kind of evidence, (6, R, L), a row for each of `EVIDENCE_KINDS`.
+    """Return the statistic of each kind of evidence, (7, R, L), a row for each of `EVIDENCE_KINDS`.
 
     The arguments are those of `compute_statistics`.
     """
@@ -330,14 +375,18 @@ def find_largest_kinds(statistics_by_kind: Floats) -> Codes:
     """Return the code of the kind with the largest statistic, (R, L); the first one of those that count as equal.
 
     Args:
-        statistics_by_kind: (6, R, L) the statistics of each reading (`compute_statistics_by_kind`).
+        statistics_by_kind: (7, R, L) the statistics of each reading (`compute_statistics_by_kind`).
     """
     is_largest = statistics_by_kind >= statistics_by_kind.max(0) - TIE_TOLERANCE
     return np.asarray(is_largest.argmax(0), np.int8)
 
 
 def fit_scale(
-    largest_sums: Floats, largest_record_sums: Floats, has_readings: Bools, marginals: Marginals | None = None
+    largest_sums: Floats,
+    largest_record_sums: Floats,
+    has_readings: Bools,
+    marginals: Marginals | None = None,
+    steps: Steps | None = None,
 ) -> CusumScale:
     """Fit the tails of the largest evidence in N normal records, and balance the kinds.
 
@@ -345,10 +394,11 @@ def fit_scale(
     records, the kinds are not balanced.
 
     Args:
-        largest_sums: (5, N, F) the largest evidence of each kind over the readings of a record.
+        largest_sums: (6, N, F) the largest evidence of each kind over the readings of a record.
         largest_record_sums: (N,) the largest value of the sum of the record.
         has_readings: (N, F) whether the sensor has readings in the record.
         marginals: The distributions from which the sums "level" were computed.
+        steps: The distributions of steps of all records.
     """
     num_sensors = has_readings.shape[1]
     scale = CusumScale.neutral(num_sensors)
@@ -363,9 +413,11 @@ def fit_scale(
             intercepts[kind] *= LEVEL_DISCOUNT
         statistics = np.where(has_readings, intercepts[kind] + slopes[kind] * largest_sums[kind], -np.inf)
         intercepts[kind] += _compute_balance(statistics.max(1), bool(largest_sums[kind].any()))
+        if KINDS[kind] == "extreme":
+            intercepts[kind] += EXTREME_BONUS
     slope, intercept = _fit_line(largest_record_sums, (1.0, 0.0))
     intercept += _compute_balance(intercept + slope * largest_record_sums, bool(largest_record_sums.any()))
-    return CusumScale(slopes, intercepts, slope, intercept, marginals)
+    return CusumScale(slopes, intercepts, slope, intercept, marginals, steps)
 
 
 def _compute_balance(largest_statistics: Floats, has_evidence: bool) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.model.schema import Schema
+from deformer_stream.model.schema import Feature, Schema
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -70,8 +70,7 @@ class Marginals:
             own = values[codes == code].astype(np.float64)
             if not schema.is_linear[code] or len(own) < MIN_READINGS:
                 continue
-            width = max((feature.quantum or 0.0) / feature.scale, MIN_WIDTH)
-            own += width * (rng.random(len(own)) - 0.5)
+            own += compute_noise_width(feature) * (rng.random(len(own)) - 0.5)
             edges[code], num_readings[code] = np.quantile(own, np.linspace(0.0, 1.0, NUM_CELLS + 1)), len(own)
         return Marginals(edges, num_readings)
 
@@ -108,6 +107,11 @@ class Marginals:
             ValueError: A value is not valid.
         """
         return Marginals(np.array(document["edges"], np.float64), np.array(document["readings"], np.int64))
+
+
+def compute_noise_width(feature: Feature) -> float:
+    """Return the width of the noise on the readings of a sensor in normalised units: its resolution, if it has one."""
+    return max((feature.quantum or 0.0) / feature.scale, MIN_WIDTH)
 
 
 def find_log_p(edges: Floats, log_p_by_cell: Floats, codes: Ints, values: NDArray[np.floating[Any]]) -> Floats:

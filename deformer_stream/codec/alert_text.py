@@ -37,6 +37,7 @@ EVIDENCE_TEXTS = {
     "repeated": "{sensor} repeats its last value",
     "extreme": "{sensor} has a very improbable reading",
     "level": "{sensor} has unusual values",
+    "step": "{sensor} changes by unusual steps",
     "record": "improbable readings of several sensors",
 }
 """What a line says about the evidence of an alert, by its kind."""

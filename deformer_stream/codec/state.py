@@ -11,6 +11,7 @@ decoded value is returned.
 
 Format versions: the lowest version that holds the state is written, because earlier releases can read it.
 
+- Version 10 is written if sums "step" of irregular readings have begun to rise (`calibration.cusum`).
 - Version 9 is written if sums "level" of irregular readings have begun to rise (`calibration.cusum`).
 - Version 8 is written if the latest event time of each record is saved, which `consume --evidence on` needs.
 - Version 7 is written if readings are irregular: a sensor reports any number of times in a record. It states how many
@@ -57,7 +58,7 @@ from deformer_stream.errors import StateError
 from deformer_stream.model.windows import PerSlot
 from deformer_stream.ragged import ragged_indices
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 SNAPSHOT, DECISIONS = b"S", b"D"
 """The byte `kind` of the header, for the two kinds of saved state."""
 MIN_COMPRESSED_BYTES = 16_384
@@ -157,8 +158,9 @@ _DROPPED_COLUMNS = {"dropped": pa.int64()}
 _CUSUM_COLUMNS = {"cusums": pa.float32()}
 """The states of the cumulative sums (`Snapshot.cusums`), record after record. Version 6 does not have this column."""
 _LEVEL_COLUMNS = {"levels": pa.float32()}
-"""The last F numbers in the state of the sums of each record, which are those of the kind "level". Missing if all are
-0."""
+"""The F numbers after those of `cusums` in the state of each record: the sums "level". Missing if all are 0."""
+_STEP_COLUMNS = {"step_sums": pa.float32()}
+"""The last F numbers in the state of each record: the sums "step". Missing if all are 0."""
 _LATEST_COLUMNS = {"latest_event_time": pa.int64()}
 """The latest event time of each record (`Snapshot.latest_event_time`)."""
 _COLUMNS_ADDED_IN_VERSION = {
@@ -170,6 +172,7 @@ _COLUMNS_ADDED_IN_VERSION = {
     7: {*_DROPPED_COLUMNS, *_CUSUM_COLUMNS},
     8: {*_LATEST_COLUMNS},
     9: {*_LEVEL_COLUMNS},
+    10: {*_STEP_COLUMNS},
 }
 _PARTS = (
     _TIE_COLUMNS,
@@ -177,6 +180,7 @@ _PARTS = (
     _CIRCULAR_COLUMNS,
     _TIME_COLUMNS | _DROPPED_COLUMNS | _CUSUM_COLUMNS,
     _LEVEL_COLUMNS,
+    _STEP_COLUMNS,
     _LATEST_COLUMNS,
 )
 """Columns of the parts that not every state has. Since version 7, those of a missing part are missing."""
@@ -192,6 +196,7 @@ _SNAPSHOT_TYPES = (
     | _DROPPED_COLUMNS
     | _CUSUM_COLUMNS
     | _LEVEL_COLUMNS
+    | _STEP_COLUMNS
     | _LATEST_COLUMNS
 )
 """The type of each column of a snapshot in the newest format version."""
@@ -230,10 +235,10 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
         steps = np.diff(event_times.times, prepend=0)
         columns |= {"times": steps, "origins": event_times.origins, "dropped": event_times.num_dropped}
         cusums = snapshot.cusums if snapshot.cusums is not None else create_states(len(snapshot), len(vocabulary))
-        num_without_levels = state_width(len(vocabulary)) - len(vocabulary)
-        columns["cusums"] = cusums[:, :num_without_levels].ravel()
-        if cusums[:, num_without_levels:].any():
-            columns["levels"] = cusums[:, num_without_levels:].ravel()
+        step_place = cusums.shape[1] - len(vocabulary)
+        others, levels, step_sums = np.split(cusums, [step_place - len(vocabulary), step_place], 1)
+        columns["cusums"] = others.ravel()
+        columns |= {name: sums.ravel() for name, sums in (("levels", levels), ("step_sums", step_sums)) if sums.any()}
     if snapshot.latest_event_time is not None:
         columns["latest_event_time"] = snapshot.latest_event_time
     return _encode(SNAPSHOT, columns, _SNAPSHOT_TYPES)
@@ -349,12 +354,12 @@ def _decode_snapshot(data: bytes) -> Snapshot:
     cusums = columns.pop("cusums", None)
     if cusums is not None:
         num_records, num_sensors = len(columns["ids"]), len(vocabulary)
-        levels = columns.pop("levels", np.zeros(num_records * num_sensors, np.float32))
-        has_length = len(cusums) + len(levels) == num_records * state_width(num_sensors)
-        has_length &= len(levels) == num_records * num_sensors
+        absent = np.zeros(num_records * num_sensors, np.float32)
+        added = [columns.pop(name, absent) for name in ("levels", "step_sums")]
+        num_others = state_width(num_sensors) - len(added) * num_sensors
+        has_length = len(cusums) == num_records * num_others and all(len(sums) == len(absent) for sums in added)
         _require(has_length, "the cumulative sums do not have the length that the records need")
-        num_others = state_width(num_sensors) - num_sensors
-        parts = cusums.reshape(num_records, num_others), levels.reshape(num_records, num_sensors)
+        parts = [cusums.reshape(num_records, num_others), *(sums.reshape(num_records, num_sensors) for sums in added)]
         cusums = np.concatenate(parts, 1)
     columns["closed"] = StringColumn.from_strings(columns["closed"])
     latest_event_time = columns.pop("latest_event_time", None)

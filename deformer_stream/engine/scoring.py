@@ -37,6 +37,7 @@ from deformer_stream.calibration.cusum import (
     OFFSET_KAPPA,
     RECORD_KAPPA,
     SENSOR_KAPPA,
+    STEP_KAPPA,
     TIE_TOLERANCE,
     Codes,
     CusumReadings,
@@ -45,9 +46,11 @@ from deformer_stream.calibration.cusum import (
     compute_log_resolutions,
     compute_statistics_by_kind,
     find_largest_kinds,
+    find_previous_values,
 )
 from deformer_stream.calibration.drift import RecordReadings
 from deformer_stream.calibration.marginals import find_log_p
+from deformer_stream.calibration.steps import find_step_log_p
 from deformer_stream.engine.events import AlertState
 from deformer_stream.engine.passes import MAX_READINGS_PER_PASS, PassReadings, group_by_length
 from deformer_stream.engine.record_contexts import ContextWalk, find_places
@@ -146,6 +149,8 @@ class ModelVersion:
         self._log_resolutions = compute_log_resolutions(model.schema)
         marginals = None if calibration.cusum_scale is None else calibration.cusum_scale.marginals
         self._level_log_p = None if marginals is None else marginals.compute_log_p_by_cell()
+        steps = None if calibration.cusum_scale is None else calibration.cusum_scale.steps
+        self._step_log_p = None if steps is None else steps.compute_log_p_by_cell()
         has_process = bool(model.config.neighbors and model.num_prior_components)
         # With cumulative sums, there is a fourth score term: ln of the p-value given the readings of other sensors.
         self._has_others = calibration.cusum_scale is not None and has_process
@@ -609,11 +614,15 @@ class ModelVersion:
             intercepts=scale.intercepts,
             level_edges=None if scale.marginals is None else scale.marginals.edges,
             level_log_p=self._level_log_p,
+            step_slopes=None if scale.steps is None else scale.steps.slopes,
+            step_edges=None if scale.steps is None else scale.steps.edges,
+            step_log_p=self._step_log_p,
             largest_kinds=kinds,
             record_slope=scale.record_slope,
             record_intercept=scale.record_intercept,
             sensor_kappa=SENSOR_KAPPA,
             offset_kappa=OFFSET_KAPPA,
+            step_kappa=STEP_KAPPA,
             record_kappa=RECORD_KAPPA,
             max_surprise=MAX_SURPRISE,
             max_repetition=MAX_REPETITION,
@@ -714,6 +723,11 @@ def _compute_cusum_statistics(
     log_p_level = None
     if cusums.level_edges is not None and cusums.level_log_p is not None:
         log_p_level = find_log_p(cusums.level_edges, cusums.level_log_p, codes, values)
+    states = cusums.cusum_states[record_index]
+    log_p_step = None
+    if cusums.step_slopes is not None and cusums.step_edges is not None and cusums.step_log_p is not None:
+        previous = find_previous_values(states, codes, values, is_counted)
+        log_p_step = find_step_log_p(cusums.step_slopes, cusums.step_edges, cusums.step_log_p, codes, values, previous)
     readings = CusumReadings(
         codes=codes,
         values=values,
@@ -722,8 +736,8 @@ def _compute_cusum_statistics(
         log_masses=terms[0, reading] + cusums.log_resolutions[codes],
         is_counted=is_counted,
         log_p_level=log_p_level,
+        log_p_step=log_p_step,
     )
-    states = cusums.cusum_states[record_index]
     sums = advance_sums(states, readings)
     cusums.cusum_states[record_index] = states
     scale = CusumScale(cusums.slopes, cusums.intercepts, cusums.record_slope, cusums.record_intercept)

@@ -131,11 +131,12 @@ class RaggedBatch:
 
 CUSUM_ARRAYS = (
     *("cusum_states", "codes", "values", "log_p_others"),
-    *("log_resolutions", "slopes", "intercepts", "level_edges", "level_log_p", "largest_kinds"),
+    *("log_resolutions", "slopes", "intercepts", "level_edges", "level_log_p"),
+    *("step_slopes", "step_edges", "step_log_p", "largest_kinds"),
 )
 CUSUM_NUMBERS = (
-    *("num_sensors", "num_cells", "record_slope", "record_intercept"),
-    *("sensor_kappa", "offset_kappa", "record_kappa"),
+    *("num_sensors", "num_cells", "num_step_cells", "record_slope", "record_intercept"),
+    *("sensor_kappa", "offset_kappa", "step_kappa", "record_kappa"),
     *("max_surprise", "max_repetition", "max_extreme", "tie_tolerance"),
 )
 """The fields of `abi.AdvanceTask` that only cumulative sums need. They have the names of those of `CusumArguments`."""
@@ -148,21 +149,25 @@ class CusumArguments:
     The numbers are those of `deformer_stream.calibration.cusum`.
 
     Attributes:
-        cusum_states: (records, 5F + 1) the states of all open records, which are updated.
+        cusum_states: (records, 6F + 1) the states of all open records, which are updated.
         codes: (M,) the sensors of the readings.
         values: (M,) their normalised values, as the network reads them.
         log_p_others: (M,) ln of the p-values given the readings of other sensors only; None if they are not computed.
         log_resolutions: (F,) ln of the width of each sensor's values, −inf if it is unknown.
-        slopes: (5, F) slopes of the lines that turn the evidence of a sensor into statistics.
-        intercepts: (5, F) their intercepts.
+        slopes: (6, F) slopes of the lines that turn the evidence of a sensor into statistics.
+        intercepts: (6, F) their intercepts.
         level_edges: (F, K + 1) edges of the cells of each sensor's values, None without them.
         level_log_p: (F, K + 2) ln of the p-values below the cells, in each of them, and above them; None without them.
+        step_slopes: (F,) slopes of the regressions on the previous value of the sensor, None without cells of steps.
+        step_edges: (F, K' + 1) edges of the cells of each sensor's steps, None without them.
+        step_log_p: (F, K' + 2) ln of the p-values below the cells, in each of them, and above them; None without them.
         largest_kinds: (M,) int8 output. It receives the code of the kind whose statistic has raised the anomaly score
             of the record with this reading (`find_largest_kinds`); −1 if the anomaly score has not risen.
         record_slope: Slope of the line of the record's sum.
         record_intercept: Its intercept.
-        sensor_kappa: κ of the sums "improbable".
+        sensor_kappa: κ of the sums "improbable" and "level".
         offset_kappa: That of the sums "offset".
+        step_kappa: That of the sums "step".
         record_kappa: κ of the sum of a record.
         max_surprise: Largest −ln p that a sum counts.
         max_repetition: Largest increment of the sum "repeated".
@@ -179,11 +184,15 @@ class CusumArguments:
     intercepts: Doubles
     level_edges: Doubles | None
     level_log_p: Doubles | None
+    step_slopes: Doubles | None
+    step_edges: Doubles | None
+    step_log_p: Doubles | None
     largest_kinds: NDArray[np.int8]
     record_slope: float
     record_intercept: float
     sensor_kappa: float
     offset_kappa: float
+    step_kappa: float
     record_kappa: float
     max_surprise: float
     max_repetition: float
@@ -199,6 +208,11 @@ class CusumArguments:
     def num_cells(self) -> int:
         """The number K of cells of each sensor, 0 without cells."""
         return 0 if self.level_edges is None else self.level_edges.shape[1] - 1
+
+    @property
+    def num_step_cells(self) -> int:
+        """The number K' of cells of each sensor's steps, 0 without cells."""
+        return 0 if self.step_edges is None else self.step_edges.shape[1] - 1
 
 
 class CpuKernels:

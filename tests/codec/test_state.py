@@ -231,7 +231,7 @@ def test_large_state_is_compressed(records: int, smaller: bool) -> None:
 
 def test_format_version_2_is_read() -> None:
     """Bytes written by a release must stay readable; a change of the format increases FORMAT_VERSION."""
-    assert FORMAT_VERSION == 9
+    assert FORMAT_VERSION == 10
     assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v2").read_bytes()), EXAMPLE)
     assert decode_decisions((GOLDEN / "decisions.v2").read_bytes()) == DECIDED
     head = (GOLDEN / "snapshot.v2").read_bytes()[: HEADER.size]
@@ -270,7 +270,7 @@ def test_format_version_7_is_written_for_irregular_readings() -> None:
     assert IRREGULAR.event_times is not None
     sums = np.random.default_rng(0).exponential(size=(3, state_width(len(IRREGULAR.vocabulary)))).astype(np.float32)
     num_sensors = len(IRREGULAR.vocabulary)
-    sums[:, -num_sensors:] = 0.0  # the sums "level", for which there is version 9
+    sums[:, -2 * num_sensors :] = 0.0  # the sums "level" and "step", for which there are versions 9 and 10
     dropping = replace(
         IRREGULAR, event_times=replace(IRREGULAR.event_times, num_dropped=np.array([7, 0, 2**40])), cusums=sums
     )
@@ -282,11 +282,18 @@ def test_format_version_7_is_written_for_irregular_readings() -> None:
         assert_same_snapshot(decode_snapshot(encode_snapshot(snapshot)), snapshot)
 
 
-def test_format_version_9_is_written_only_for_sums_of_levels() -> None:
-    sums = create_states(3, len(IRREGULAR.vocabulary))
-    sums[1, -1] = 2.5
+@pytest.mark.parametrize(("has_level", "has_step", "version"), [(True, False, 9), (False, True, 10), (True, True, 10)])
+def test_format_versions_9_and_10_are_written_only_for_sums_of_levels_and_of_steps(
+    has_level: bool, has_step: bool, version: int
+) -> None:
+    num_sensors = len(IRREGULAR.vocabulary)
+    sums = create_states(3, num_sensors)
+    if has_level:
+        sums[1, -num_sensors - 1] = 2.5
+    if has_step:
+        sums[2, -num_sensors:] = 1.5
     data = encode_snapshot(replace(IRREGULAR, cusums=sums))
-    assert data[10] == 9
+    assert data[10] == version
     restored = decode_snapshot(data).cusums
     assert restored is not None
     np.testing.assert_array_equal(restored, sums)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.cusum import CusumScale
 from deformer_stream.calibration.marginals import Marginals
+from deformer_stream.calibration.steps import Steps
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.explain import ExplanationEffort
 from deformer_stream.kernels.library import load_library
@@ -50,11 +51,13 @@ def make_compiled_model() -> DEformer:
 
 @cache
 def make_scale() -> CusumScale:
-    """Return a scale with distributions that are narrower than those of the streams, so that sums of levels rise."""
+    """Return a scale with distributions that are narrower than those of the streams, so that their sums rise."""
     rng = np.random.default_rng(0)
     codes = rng.integers(0, len(SCHEMA), 3000)
-    marginals = Marginals.fit(SCHEMA, codes, 0.3 * rng.normal(size=len(codes)))
-    return replace(CusumScale.neutral(len(SCHEMA)), marginals=marginals)
+    values, previous = 0.3 * rng.normal(size=(2, len(codes)))
+    marginals = Marginals.fit(SCHEMA, codes, values)
+    steps = Steps.fit_halves(SCHEMA, codes, values, previous, np.arange(len(codes)) % 2 == 0)[0]
+    return replace(CusumScale.neutral(len(SCHEMA)), marginals=marginals, steps=steps)
 
 
 @cache

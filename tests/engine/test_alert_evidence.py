@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.cusum import KINDS, NEVER, TIE_TOLERANCE, CusumScale, find_largest_kinds
 from deformer_stream.calibration.marginals import Marginals
+from deformer_stream.calibration.steps import Steps
 from deformer_stream.codec.alert_text import format_alert_line, summarize_cause
 from deformer_stream.codec.state import decode_snapshot, encode_snapshot
 from deformer_stream.engine import explain
@@ -172,11 +173,11 @@ def test_an_alert_names_the_kind_of_evidence_and_the_sensor(kind: str, is_compil
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_a_sensor_whose_level_is_unusual_raises_an_alert(is_compiled: bool) -> None:
     """A scale that counts nothing else: the sensor has values that no normal record has, from the beginning."""
-    intercepts = np.full((5, NUM_SENSORS), NEVER)
+    intercepts = np.full((6, NUM_SENSORS), NEVER)
     intercepts[KINDS.index("level")] = 0.0
     edges = np.tile(np.linspace(-8.0, 8.0, 41), (NUM_SENSORS, 1))
     marginals = Marginals(edges, np.full(NUM_SENSORS, 10_000))
-    scale = CusumScale(np.ones((5, NUM_SENSORS)), intercepts, 0.0, NEVER, marginals)
+    scale = CusumScale(np.ones((6, NUM_SENSORS)), intercepts, 0.0, NEVER, marginals)
     codes, values, ages = simulate(np.random.default_rng(3), 120)
     normal = make_process_batch([(codes, values.round(2), ages)])
     assert not make_engine(is_compiled, scale=scale).handle(normal, 0).alerts
@@ -188,6 +189,31 @@ def test_a_sensor_whose_level_is_unusual_raises_an_alert(is_compiled: bool) -> N
     assert f"evidence: sensor{FAULTY} has unusual values (" in format_alert_line(alert)
     # Four readings, each with ln κ + (1 − κ) ln 10,001 nats, are more than 15.
     assert alert.score == pytest.approx(3 * (math.log(0.2) + 0.8 * math.log(10_001)), rel=0.4)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_sensor_with_unusual_steps_raises_an_alert(is_compiled: bool) -> None:
+    """A scale that counts nothing else: the sensor alternates between two usual values."""
+    intercepts = np.full((6, NUM_SENSORS), NEVER)
+    intercepts[KINDS.index("step")] = 0.0
+    edges = np.tile(np.linspace(-6.0, 6.0, 41), (NUM_SENSORS, 1))
+    counts, num_steps = np.full((NUM_SENSORS, 40), 250), np.full(NUM_SENSORS, 10_000)
+    scale = CusumScale(
+        np.ones((6, NUM_SENSORS)), intercepts, 0.0, NEVER, steps=Steps(np.ones(NUM_SENSORS), edges, counts, num_steps)
+    )
+    codes, values, ages = simulate(np.random.default_rng(3), 120)
+    normal = make_process_batch([(codes, values.round(2), ages)])
+    assert not make_engine(is_compiled, scale=scale).handle(normal, 0).alerts
+    values[codes == FAULTY] = 4.0 * (-1.0) ** np.arange((codes == FAULTY).sum())
+    batch = make_process_batch([(codes, values.round(2), ages)])
+    (alert,) = make_engine(is_compiled, scale=scale).handle(batch, 0).alerts
+    assert alert.evidence == AlertCause("step", f"sensor{FAULTY}")
+    assert f"evidence: sensor{FAULTY} changes by unusual steps (" in format_alert_line(alert)
+    # The first reading has no step. Each of the next ones adds ln λ + (1 − λ) ln 10,001 nats.
+    increment = math.log(0.1) + 0.9 * math.log(10_001)
+    assert alert.score / increment == pytest.approx(round(alert.score / increment), abs=1e-4)
+    again = handle_in_parts(make_engine(is_compiled, scale=scale), batch, 7)
+    assert again == [replace(alert, message_index=0)]
 
 
 def test_the_division_into_batches_does_not_change_the_evidence() -> None:

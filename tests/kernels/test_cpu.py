@@ -30,6 +30,7 @@ from deformer_stream.calibration.cusum import (
     OFFSET_KAPPA,
     RECORD_KAPPA,
     SENSOR_KAPPA,
+    STEP_KAPPA,
     TIE_TOLERANCE,
     CusumReadings,
     CusumScale,
@@ -37,8 +38,10 @@ from deformer_stream.calibration.cusum import (
     compute_statistics_by_kind,
     create_states,
     find_largest_kinds,
+    find_previous_values,
 )
 from deformer_stream.calibration.marginals import Marginals
+from deformer_stream.calibration.steps import Steps
 from deformer_stream.engine.conditionals import compute_conditionals
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Contribution
@@ -262,9 +265,9 @@ def test_running_statistics_follow_their_definition(seed: int, max_readings: int
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**16), has_others=st.booleans(), is_masked=st.booleans(), has_level=st.booleans())
+@given(seed=st.integers(0, 2**16), has_others=st.booleans(), is_masked=st.booleans(), has_cells=st.booleans())
 def test_cumulative_sums_equal_those_of_the_reference(
-    seed: int, has_others: bool, is_masked: bool, has_level: bool
+    seed: int, has_others: bool, is_masked: bool, has_cells: bool
 ) -> None:
     """Statistics and states of records at any index, with readings from likely to extreme."""
     kernels = kernels_of(make_model(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
@@ -277,8 +280,15 @@ def test_cumulative_sums_equal_those_of_the_reference(
     marginals = Marginals(
         np.sort(rng.integers(-3, 5, (num_sensors, 9)), 1).astype(np.float64), np.array([0, 9, 200, 7])
     )
-    slopes, intercepts = rng.random((5, num_sensors)), rng.normal(size=(5, num_sensors))
-    scale = CusumScale(slopes, intercepts, 0.3, -0.5, marginals if has_level else None)
+    # Slopes with few digits, so that no rounding error moves a step over an edge.
+    steps = Steps(
+        np.array([0.5, 0.0, 1.0, -0.25]),
+        np.sort(rng.integers(-3, 4, (num_sensors, 7)), 1) - 0.125,
+        rng.integers(0, 9, (num_sensors, 6)),
+        np.array([40, 0, 3, 25]),
+    )
+    slopes, intercepts = rng.random((6, num_sensors)), rng.normal(size=(6, num_sensors))
+    scale = CusumScale(slopes, intercepts, 0.3, -0.5, *((marginals, steps) if has_cells else ()))
     log_resolutions = np.array([-np.inf, -3.0, 0.0, 0.5])
     states, running = create_states(8, num_sensors), np.full(8, INITIAL_RUNNING)
     arguments = CusumArguments(
@@ -289,13 +299,17 @@ def test_cumulative_sums_equal_those_of_the_reference(
         log_resolutions=log_resolutions,
         slopes=scale.slopes,
         intercepts=scale.intercepts,
-        level_edges=marginals.edges if has_level else None,
-        level_log_p=marginals.compute_log_p_by_cell() if has_level else None,
+        level_edges=marginals.edges if has_cells else None,
+        level_log_p=marginals.compute_log_p_by_cell() if has_cells else None,
+        step_slopes=steps.slopes if has_cells else None,
+        step_edges=steps.edges if has_cells else None,
+        step_log_p=steps.compute_log_p_by_cell() if has_cells else None,
         largest_kinds=np.full(M, 9, np.int8),
         record_slope=scale.record_slope,
         record_intercept=scale.record_intercept,
         sensor_kappa=SENSOR_KAPPA,
         offset_kappa=OFFSET_KAPPA,
+        step_kappa=STEP_KAPPA,
         record_kappa=RECORD_KAPPA,
         max_surprise=MAX_SURPRISE,
         max_repetition=MAX_REPETITION,
@@ -308,15 +322,17 @@ def test_cumulative_sums_equal_those_of_the_reference(
     for i, index in enumerate(record_index.tolist()):
         own = np.arange(offsets[i], offsets[i + 1])[None]
         counted = np.ones(own.shape, bool) if is_scored is None else is_scored[own]
-        codes = arguments.codes[own]
+        codes, values = arguments.codes[own], arguments.values[own]
+        previous = find_previous_values(expected_states[[index]], codes, values, counted)
         readings = CusumReadings(
             codes,
-            arguments.values[own],
+            values,
             terms[1, own],
             None if arguments.log_p_others is None else arguments.log_p_others[own],
             terms[0, own] + log_resolutions[codes],
             counted,
-            marginals.compute_log_p(codes, arguments.values[own]) if has_level else None,
+            marginals.compute_log_p(codes, values) if has_cells else None,
+            steps.compute_log_p(codes, values, previous) if has_cells else None,
         )
         state = expected_states[[index]]
         sums = advance_sums(state, readings)

@@ -14,7 +14,13 @@ from click.testing import CliRunner
 
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import PrefixState, advance_prefix_state
-from deformer_stream.calibration.cusum import CusumScale, advance_sums, compute_statistics, create_states
+from deformer_stream.calibration.cusum import (
+    CusumScale,
+    advance_sums,
+    compute_statistics,
+    create_states,
+    find_previous_values,
+)
 from deformer_stream.calibration.seen_records import RecordHasher
 from deformer_stream.errors import ConfigError
 from deformer_stream.kernels.cpu import attached_kernels, is_supported
@@ -26,7 +32,7 @@ from tests.trainer.test_irregular_examples import CONFIG
 from trainer import gaussian_process, irregular_job
 from trainer.budget import TimeBudget
 from trainer.cli import command
-from trainer.cusum_scale import fit_cusum_scale, fit_marginals, score_records
+from trainer.cusum_scale import SensorDistributions, fit_cusum_scale, score_records
 from trainer.data import Split
 from trainer.distributed import Ranks
 from trainer.fit import Interrupted, TrainingRun
@@ -195,14 +201,17 @@ def test_scale_of_cumulative_sums_is_fitted_to_the_scores_of_the_engine(tmp_path
     assert model.process is not None
     fit_process(model.process, examples, 0)
     rows = np.random.default_rng(0).permutation(table.select_rows(Split.TRAIN))[:40]
-    marginals = fit_marginals(table, rows)
-    scale = fit_cusum_scale(model, examples, rows, marginals, 7)
+    distributions = SensorDistributions.fit(table, rows)
+    marginals = distributions.marginals
+    scale = fit_cusum_scale(model, examples, rows, distributions, 7)
     assert scale.num_sensors == 3
     assert (scale.slopes < 1.0).any()  # an untrained model is wrong, so normal records have large sums
     assert scale.marginals is not None
     is_linear = table.schema.is_linear
     assert is_linear.any()
     assert ((scale.marginals.num_readings >= 100) == is_linear).all()  # labels have no cells
+    assert scale.steps is not None
+    assert ((scale.steps.num_steps > 0) == is_linear).all()
     with attached_kernels(model) as kernels:
         assert kernels is not None
         readings = score_records(kernels, model, examples, rows, marginals, 7)
@@ -211,7 +220,9 @@ def test_scale_of_cumulative_sums_is_fitted_to_the_scores_of_the_engine(tmp_path
         np.testing.assert_allclose(getattr(readings, name), getattr(reference, name), rtol=1e-3, atol=1e-3)
     assert not np.array_equal(readings.log_p, reference.log_p)  # rounding errors differ
     assert readings.is_counted.sum(1).tolist() == table.num_readings[rows].tolist()
-    sums = advance_sums(create_states(len(rows), 3), readings)
+    previous = find_previous_values(create_states(len(rows), 3), readings.codes, readings.values, readings.is_counted)
+    log_p_step = scale.steps.compute_log_p(readings.codes, readings.values, previous)
+    sums = advance_sums(create_states(len(rows), 3), replace(readings, log_p_step=log_p_step))
     statistics = np.where(readings.is_counted, compute_statistics(scale, readings.codes, *sums), 0.0)
     actual = score_irregular_records(model, table, rows, 5, scale)
     np.testing.assert_allclose(actual, statistics.max(1), rtol=1e-3, atol=1e-3)
@@ -247,7 +258,7 @@ def test_scale_is_fitted_to_records_that_the_network_has_not_learnt_if_there_are
         fitted.append(rows)
         return fit_cusum_scale(model, examples, rows, *others)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(irregular_job, "MIN_SCALE_RECORDS", minimum)
+    monkeypatch.setattr(irregular_job, "MIN_HELD_OUT_RECORDS", minimum)
     monkeypatch.setattr(irregular_job, "fit_cusum_scale", fit)
     output = run(source, tmp_path / "model", epochs=1)
     assert sorted(fitted[0].tolist()) == output.data.select_rows(part).tolist()

@@ -199,19 +199,23 @@ typedef struct {
     RunningState *running;               /* statistics of all records, updated for the R records */
     double *out;                         /* (3, M) output: ln p (NaN if not scored), its sum, max_statistic so far */
     /* The rest is for statistics from cumulative sums (calibration/cusum.py); NULL and 0 if p-values are combined. */
-    float *cusum_states;                 /* (records, 5F + 1) states of all records, updated for the R records */
+    float *cusum_states;                 /* (records, 6F + 1) states of all records, updated for the R records */
     const int64_t *codes;                /* (M) sensors of the readings */
     const float *values;                 /* (M) their values, as the network reads them */
     const double *log_p_others;          /* (M) ln of the p-value given the readings of other sensors only; NULL: none */
     const double *log_resolutions;       /* (F) ln of the width of each sensor's values, -inf if it is unknown */
-    const double *slopes, *intercepts;   /* (5, F) lines that turn the evidence of each sensor into statistics */
+    const double *slopes, *intercepts;   /* (6, F) lines that turn the evidence of each sensor into statistics */
     const double *level_edges;           /* (F, num_cells + 1) edges of the cells of each sensor's values; NULL: none */
     const double *level_log_p;           /* (F, num_cells + 2) ln of the p-value below, in and above these cells */
+    const double *step_slopes;           /* (F) a step is value - slope * previous value of the sensor */
+    const double *step_edges;            /* (F, num_step_cells + 1) edges of the cells of each sensor's steps; NULL: none */
+    const double *step_log_p;            /* (F, num_step_cells + 2) ln of the p-value below, in and above these cells */
     int8_t *largest_kinds;               /* (M) output: kind of the largest statistic, -1 if it raises no max_statistic */
-    int64_t num_records, num_sensors, num_cells;
+    int64_t num_records, num_sensors, num_cells, num_step_cells;
     double p_value_exponent;             /* power to which p-values are raised before they are combined */
     double record_slope, record_intercept; /* line that turns the sum of the record into a statistic */
-    double sensor_kappa, offset_kappa, record_kappa; /* kappa of the sums "improbable" and "offset", and of the record */
+    double sensor_kappa, offset_kappa, step_kappa; /* kappa of the sums "improbable" and "level", "offset", and "step" */
+    double record_kappa;                 /* kappa of the sum of the record */
     double max_surprise, max_repetition; /* largest -ln p that a sum counts, and largest increment of "repeated" */
     double max_extreme;                  /* largest -ln p of the evidence "extreme" */
     double tie_tolerance;                /* largest difference of statistics that count as equal */

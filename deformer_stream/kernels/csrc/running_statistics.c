@@ -4,7 +4,7 @@
 #include "gamma_tail.h"
 
 #define TOLERANCE 1e-15   /* relative error of Fisher's statistic */
-#define SENSOR_EVIDENCE 5 /* kinds of evidence of each sensor: three sums, the reading itself, and the sum "level" */
+#define SENSOR_EVIDENCE 6 /* kinds of evidence of each sensor: three sums, the reading, and the sums "level", "step" */
 
 /* Return Sidak's statistic -ln(1 - (1 - p)^count), where p is the smallest of `count` p-values. min_log_p: ln(p).
  *
@@ -25,19 +25,36 @@ static double bet(double log_p, double kappa, double limit) {
     return log(kappa) + (1 - kappa) * fmin(fmax(-log_p, 0), limit); /* rounding can make a p-value > 1 */
 }
 
-/* Return ln of the p-value of a reading among all normal readings of its sensor, 0 if their distribution is not known.
+/* Return the entry of a table with an entry below num_cells cells, one in each of them, and one above them.
  *
- * It is that of the cell with the value (`Marginals.compute_log_p` of calibration/marginals.py). */
-static double log_p_level(const AdvanceTask *task, int64_t code, double value) {
-    if (!task->level_edges) return 0;
-    const double *edges = task->level_edges + code * (task->num_cells + 1);
-    int64_t low = 0, high = task->num_cells + 1; /* the number of edges that are at most the value */
+ * edges: (num_cells + 1) ascending. */
+static double find_cell(const double *edges, int64_t num_cells, const double *log_p, double value) {
+    int64_t low = 0, high = num_cells + 1; /* the number of edges that are at most the value */
     while (low < high) {
         int64_t middle = (low + high) / 2;
         if (edges[middle] <= value) low = middle + 1;
         else high = middle;
     }
-    return task->level_log_p[code * (task->num_cells + 2) + low];
+    return log_p[low];
+}
+
+/* Return ln of the p-value of a reading among all normal readings of its sensor, 0 if their distribution is not known.
+ *
+ * It is that of the cell with the value (`Marginals.compute_log_p` of calibration/marginals.py). */
+static double log_p_level(const AdvanceTask *task, int64_t code, double value) {
+    if (!task->level_edges) return 0;
+    int64_t K = task->num_cells;
+    return find_cell(task->level_edges + code * (K + 1), K, task->level_log_p + code * (K + 2), value);
+}
+
+/* Return ln of the p-value of the step from a sensor's previous value, 0 if there is none or no distribution of steps.
+ *
+ * It is that of the cell with the step (`find_step_log_p` of calibration/steps.py). */
+static double log_p_step(const AdvanceTask *task, int64_t code, double value, double previous) {
+    if (!task->step_edges || !isfinite(previous)) return 0;
+    int64_t K = task->num_step_cells;
+    double step = value - task->step_slopes[code] * previous;
+    return find_cell(task->step_edges + code * (K + 1), K, task->step_log_p + code * (K + 2), step);
 }
 
 /* Add a reading to the cumulative sums of its record, and return its statistic. `advance_sums`, `compute_statistics` and
@@ -47,20 +64,23 @@ static double log_p_level(const AdvanceTask *task, int64_t code, double value) {
 static double advance_cusums(const AdvanceTask *task, int64_t record_index, int64_t m, double log_prob, double log_p,
                              int8_t *kind) {
     int64_t F = task->num_sensors, code = task->codes[m];
-    float *state = task->cusum_states + record_index * (5 * F + 1);
+    float *state = task->cusum_states + record_index * (6 * F + 1);
     float *improbable = state + code, *offset = state + F + code, *repeated = state + 2 * F + code;
     float *last_value = state + 3 * F + code, *record = state + 4 * F, *level = record + 1 + code;
+    float *step = record + 1 + F + code;
     double log_p_others = task->log_p_others ? task->log_p_others[m] : 0;
     double repetition = fmin(fmax(-(log_prob + task->log_resolutions[code]), 0), task->max_repetition);
     *improbable = (float)fmax(*improbable + bet(log_p, task->sensor_kappa, task->max_surprise), 0);
     *offset = (float)fmax(*offset + bet(log_p_others, task->offset_kappa, task->max_surprise), 0);
     *repeated = *last_value == task->values[m] ? (float)(*repeated + repetition) : 0;
+    double unusual_step = log_p_step(task, code, task->values[m], *last_value);
+    *step = (float)fmax(*step + bet(unusual_step, task->step_kappa, task->max_surprise), 0);
     *last_value = task->values[m];
     *record = (float)fmax(*record + bet(log_p, task->record_kappa, task->max_surprise), 0);
     double extreme = fmin(fmax(-log_p, 0), task->max_extreme);
     double unusual = bet(log_p_level(task, code, task->values[m]), task->sensor_kappa, task->max_surprise);
     *level = (float)fmax(*level + unusual, 0);
-    const double evidence[SENSOR_EVIDENCE] = {*improbable, *offset, *repeated, extreme, *level};
+    const double evidence[SENSOR_EVIDENCE] = {*improbable, *offset, *repeated, extreme, *level, *step};
     double statistics[SENSOR_EVIDENCE + 1], largest = task->record_intercept + task->record_slope * *record;
     statistics[SENSOR_EVIDENCE] = largest;
     for (int64_t i = 0; i < SENSOR_EVIDENCE; i++) {
