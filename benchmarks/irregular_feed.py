@@ -18,6 +18,7 @@ from benchmarks.irregular_records import FIRST_TIME, Readings, make_readings
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.cusum import KINDS, CusumScale
 from deformer_stream.calibration.marginals import Marginals
+from deformer_stream.calibration.steps import Steps
 from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.reading_times import ReadingTimes
@@ -71,11 +72,14 @@ def make_irregular_calibration(schema: Schema) -> Calibration:
     """
     rng = np.random.default_rng(0)
     codes = np.repeat(np.arange(len(schema)), 200)
-    marginals = Marginals.fit(schema, codes, rng.normal(size=len(codes)))
+    values = rng.normal(size=len(codes))
+    marginals = Marginals.fit(schema, codes, values)
+    is_first = np.arange(len(codes)) % 2 == 0
+    steps, *_ = Steps.fit_halves(schema, codes, values, rng.permutation(values), is_first)
     # The sums cost what they cost in a trained model, but only single readings can have a large statistic.
     slopes = np.full((len(KINDS), len(schema)), 1e-9)
     slopes[KINDS.index("extreme")] = QUIET_STATISTIC / EXTREME_NATS
-    scale = CusumScale(slopes, np.zeros_like(slopes), record_slope=1e-9, record_intercept=0.0, marginals=marginals)
+    scale = CusumScale(slopes, np.zeros_like(slopes), 1e-9, 0.0, marginals, steps)
     return replace(make_quiet_calibration(), cusum_scale=scale)
 
 
