@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from deformer_stream.model.gaussian_process import GaussianProcessPrior, Neighbors
-from deformer_stream.model.process_conditionals import condition_in_order, is_exact
+from deformer_stream.model.process_conditionals import condition_in_order, is_exact, predict_from_others
+from deformer_stream.model.gaussian_prior import PriorConditional
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.time_inputs import find_previous_of_sensor
 from trainer.examples import BlockExamples
@@ -34,10 +35,25 @@ BLOCKS_PER_ROUND = 200
 """Number of random blocks whose readings are used in a round."""
 
 BLOCKS_PER_STEP = 8
-"""Number of random blocks of a step if each reading is conditioned on all readings before it."""
+"""Number of random blocks of a step if the process is exact: if it is conditioned on all readings of a context."""
+
+MAX_EXACT_ROUNDS = 32
+"""Number of rounds of the fit of an exact process for imputation."""
+
+EXACT_LEARNING_RATE, EXACT_BETAS = 0.02, (0.9, 0.99)
+"""Learning rate of the first step, and decay rates of Adam, for an exact process for imputation."""
+
+MIN_SUBSET_SHARE = 0.15
+"""Smallest share of the readings of a block from which each of them is predicted, for imputation."""
 
 LEARNING_RATE = 0.03
 """Learning rate of the first step. It falls linearly to 0."""
+
+SHORT_SCALE = 0.1
+"""The shortest time scale of an exact process for imputation in units of `ReadingTimes.resolution`.
+
+It stands for what only simultaneous readings of different sensors have in common.
+"""
 
 LONG_SCALE = 1000.0
 """The longest time scale in units of `ReadingTimes.duration`. It stands for what differs from record to record."""
@@ -86,10 +102,16 @@ class _Parameters(nn.Module):
         process: The process, for the shapes of its buffers.
         step_variances: (S,) half of the mean squared difference of successive readings of each sensor.
         generator: The source of random numbers.
+        has_short_scale: Whether the first time scale is `SHORT_SCALE` and fixed.
     """
 
     def __init__(
-        self, schema: Schema, process: GaussianProcessPrior, step_variances: Tensor, generator: torch.Generator
+        self,
+        schema: Schema,
+        process: GaussianProcessPrior,
+        step_variances: Tensor,
+        generator: torch.Generator,
+        has_short_scale: bool = False,
     ) -> None:
         super().__init__()
         times = schema.reading_times
@@ -110,10 +132,12 @@ class _Parameters(nn.Module):
         self.log_deviations = nn.Parameter(deviations.log())
         self.log_noise = nn.Parameter(0.5 * (0.5 * step_variances).log())
         # From the resolution to a third of the duration; the last scale is longer than any record, and fixed.
-        num_fitted = len(process.scales) - 1
+        has_short_scale = has_short_scale and num_scales > 1
+        num_fitted = len(process.scales) - 1 - has_short_scale
         duration, resolution = times.duration / 1e6, times.resolution / 1e6
         spread = np.geomspace(resolution, max(duration / 3.0, resolution), num_fitted) if num_fitted else np.empty(0)
         self.log_scales = nn.Parameter(torch.from_numpy(np.log(spread)))
+        self.short_scale = torch.full((int(has_short_scale),), SHORT_SCALE * resolution, dtype=torch.float64)
         self.long_scale = torch.tensor([LONG_SCALE * duration], dtype=torch.float64)
         self.share_logits = create(process.outlier_share, math.log(0.05 / 0.45))
         self.log_excess = create(process.outlier_factor, math.log(3.0 - MIN_FACTOR))
@@ -126,7 +150,7 @@ class _Parameters(nn.Module):
         """
         process.means, process.factors = self.means.clone(), self.factors.clone()
         process.deviations, process.noise = self.log_deviations.exp(), self.log_noise.exp()
-        process.scales = torch.cat([self.log_scales.exp(), self.long_scale])
+        process.scales = torch.cat([self.short_scale, self.log_scales.exp(), self.long_scale])
         process.outlier_share = MIN_SHARE + (MAX_SHARE - MIN_SHARE) * self.share_logits.sigmoid()
         process.outlier_factor = MIN_FACTOR + self.log_excess.exp()
 
@@ -171,12 +195,17 @@ def _run_rounds(
     """Fit the process as `fit_process` does, with the same arguments and result, on the current number of threads."""
     schema = examples.table.schema
     generator = create_generator(seed, 0x6B)
-    parameters = _Parameters(schema, process, estimate_step_variances(examples, generator), generator)
-    optimizer = torch.optim.Adam(parameters.parameters(), lr=LEARNING_RATE)
+    is_exact_imputation = _fits_complete_examples(process, examples) and choose_arrival_share(examples) == 0.0
+    step_variances = estimate_step_variances(examples, generator)
+    parameters = _Parameters(schema, process, step_variances, generator, is_exact_imputation)
+    learning_rate, betas, max_rounds = LEARNING_RATE, (0.9, 0.999), NUM_ROUNDS
+    if is_exact_imputation:
+        learning_rate, betas, max_rounds = EXACT_LEARNING_RATE, EXACT_BETAS, MAX_EXACT_ROUNDS
+    optimizer = torch.optim.Adam(parameters.parameters(), lr=learning_rate, betas=betas)
     started = clock()
     num_rounds, step = 0, 0
-    total_steps = NUM_ROUNDS * STEPS_PER_ROUND
-    for round_index in range(NUM_ROUNDS):
+    total_steps = max_rounds * STEPS_PER_ROUND
+    for round_index in range(max_rounds):
         generator = create_generator(seed, 0x6B, 1 + round_index)
         with torch.no_grad():
             parameters.fill(process)
@@ -189,7 +218,7 @@ def _run_rounds(
             if progress >= 1.0:
                 break
             for group in optimizer.param_groups:
-                group["lr"] = LEARNING_RATE * (1.0 - progress)
+                group["lr"] = learning_rate * (1.0 - progress)
             parameters.fill(process)
             loss = compute_loss()
             optimizer.zero_grad()
@@ -216,7 +245,9 @@ def _prepare_loss(
 
     The loss is the mean −ln p of the readings. If the process has as many neighbors as an example has readings, each
     reading is conditioned on all readings before it (`model.process_conditionals`), and a step uses complete examples.
-    Otherwise the neighbors are chosen for the whole round.
+    If the model is for imputation, each reading of a random subset of the block is conditioned on all others: all
+    readings are then targets with contexts of the size that imputation has. Otherwise the neighbors are chosen for the
+    whole round.
 
     Args:
         process: The process.
@@ -226,9 +257,7 @@ def _prepare_loss(
     Returns:
         The function, None if there are no readings.
     """
-    # The examples for the benchmark of imputation have no blocks.
-    blocks = getattr(examples, "blocks", None)
-    if blocks is None or not is_exact(process, blocks.limit.max_readings(len(examples.table.schema))):
+    if not _fits_complete_examples(process, examples):
         targets = draw_targets(process, examples, BLOCKS_PER_ROUND, generator)
 
         def compute_loss() -> Tensor:
@@ -242,13 +271,36 @@ def _prepare_loss(
     def compute_exact_loss() -> Tensor:
         drawn = torch.randint(len(examples.train_indexes), (BLOCKS_PER_STEP,), generator=generator).numpy()
         batch = examples.gather(examples.train_indexes[drawn], generator, arrival_share=arrival_share)
-        prior = condition_in_order(process, batch.features, batch.values, batch.ages)
-        z = (batch.values.unsqueeze(-1) - prior.means) / prior.scales
-        log_p = torch.logsumexp(prior.log_weights - prior.scales.log() - 0.5 * z.square(), -1)
-        weights = batch.weights * prior.has_prior
-        return -(log_p * weights).sum() / weights.sum().clamp(min=1e-9) + 0.5 * math.log(2.0 * math.pi)
+        if arrival_share > 0.0:
+            prior = condition_in_order(process, batch.features, batch.values.double(), batch.ages)
+            return _compute_mean_nll(prior, batch.values, batch.weights)
+        # The readings are in random order, so the first ones are a random subset.
+        num_readings = (batch.features >= 0).sum(1)
+        shares = MIN_SUBSET_SHARE + (1.0 - MIN_SUBSET_SHARE) * torch.rand(BLOCKS_PER_STEP, generator=generator)
+        num_used = (shares * num_readings).ceil().long()
+        width = int(num_used.max())
+        is_used = torch.arange(width) < num_used.unsqueeze(1)
+        features = batch.features[:, :width].masked_fill(~is_used, -1)
+        values = batch.values[:, :width].double()
+        prior = predict_from_others(process, features, values, batch.ages[:, :width])
+        return _compute_mean_nll(prior, values, is_used.double())
 
     return compute_exact_loss
+
+
+def _compute_mean_nll(prior: PriorConditional, values: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted mean of −ln p of values, (N, L), of which the prior contains some."""
+    z = (values.unsqueeze(-1) - prior.means) / prior.scales
+    log_p = torch.logsumexp(prior.log_weights - prior.scales.log() - 0.5 * z.square(), -1)
+    weights = weights * prior.has_prior
+    return -(log_p * weights).sum() / weights.sum().clamp(min=1e-9) + 0.5 * math.log(2.0 * math.pi)
+
+
+def _fits_complete_examples(process: GaussianProcessPrior, examples: BlockExamples) -> bool:
+    """Return whether the process has as many neighbors as an example has readings."""
+    # The examples for the benchmark of imputation have no blocks.
+    blocks = getattr(examples, "blocks", None)
+    return blocks is not None and is_exact(process, blocks.limit.max_readings(len(examples.table.schema)))
 
 
 def choose_arrival_share(examples: BlockExamples) -> float:

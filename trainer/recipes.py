@@ -14,6 +14,7 @@ import numpy as np
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.config import IRREGULAR
 from deformer_stream.model.deformer import PRESETS, ModelConfig
+from deformer_stream.model.process_conditionals import check_outlier_limit
 from trainer import finetune
 from trainer.exemplars import MAX_EXEMPLARS
 from trainer.fit import Recipe
@@ -103,7 +104,8 @@ def irregular_model_config(settings: TrainConfig, num_features: int) -> ModelCon
 
     Args:
         settings: All options of `deformer-train`.
-        num_features: Number of features of the table, which limits the rank of the Gaussian process.
+        num_features: Number of features of the table, which limits the rank of the Gaussian process and adds to the
+            readings of a context.
 
     Raises:
         ConfigError: The hyperparameters contradict each other.
@@ -114,7 +116,9 @@ def irregular_model_config(settings: TrainConfig, num_features: int) -> ModelCon
     if not values["neighbors"]:
         values |= {"process_rank": 0, "process_scales": 0}
     try:
-        return replace(model_config(settings), **values)
+        config = replace(model_config(settings), **values)
+        check_outlier_limit(config, num_features)
+        return config
     except ValueError as error:
         raise ConfigError(
             f"the model cannot be built, because its hyperparameters contradict each other: {error}; "

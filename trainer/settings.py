@@ -368,6 +368,13 @@ class TrainConfig(TrainSettings):
     )
     process_rank: int | None = Field(None, ge=0)
     process_scales: int | None = Field(None, ge=1)
+    outlier_limit: float | None = Field(
+        None,
+        ge=0,
+        description="Number of standard deviations between a reading and what the Gaussian process predicts from the "
+        "others, beyond which it counts less as a condition of others; 0 for no limit. It needs as many neighbors as a "
+        "context has readings.",
+    )
     context_recent: int | None = Field(None, ge=0)
     context_block: int | None = Field(None, ge=1)
     exemplars: int | None = Field(

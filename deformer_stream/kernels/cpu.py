@@ -49,7 +49,7 @@ def is_supported(model: Model) -> bool:
     They need float32 weights on the CPU, two tokens per reading (a query token and an observation token), and
     layers whose widths fill whole vectors of the processor. If readings are irregular, their context must be limited.
     Their Gaussian process has at most `MAX_NEIGHBORS` neighbors, `MAX_PROCESS_SCALES` time scales, and covariances of
-    at most `MAX_COVARIANCES` numbers.
+    at most `MAX_COVARIANCES` numbers, and gives all readings their weight (`outlier_limit` 0).
     """
     config = model.config
     # A vector has 16 floats. Attention computes four vectors of its output together, and each head has whole vectors.
@@ -65,6 +65,7 @@ def is_supported(model: Model) -> bool:
         and config.heads <= MAX_HEADS
         and (model.schema.reading_times is None or config.context_limit is not None)
         and config.neighbors <= MAX_NEIGHBORS
+        and not config.outlier_limit
         and config.process_scales <= MAX_PROCESS_SCALES
         and (not config.neighbors or config.process_scales * len(model.schema) ** 2 <= MAX_COVARIANCES)
     )

@@ -5,6 +5,7 @@ This module imports neither torch nor NumPy, so that the command line can read t
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -19,12 +20,12 @@ Tokens = Literal["pair", "single"]
 Precision = Literal["float32", "bfloat16"]
 
 IRREGULAR = (
-    *("neighbors", "neighbor_decay", "process_rank", "process_scales"),
+    *("neighbors", "neighbor_decay", "process_rank", "process_scales", "outlier_limit"),
     *("context_recent", "context_block"),
 )
 """Names of the hyperparameters of models for irregular readings. They have their default values in other models."""
 
-NON_NEGATIVE = ("gaussians", "exemplars", *(name for name in IRREGULAR if name != "neighbor_decay"))
+NON_NEGATIVE = ("gaussians", "exemplars", *(name for name in IRREGULAR if name not in ("neighbor_decay", "outlier_limit")))
 """Names of the integer hyperparameters that may be 0."""
 
 
@@ -65,6 +66,9 @@ class ModelConfig:
             sensor, before the neighbors are chosen (`gaussian_process`); greater than 0, at most 1. 1 has no effect.
         process_rank: The rank of the covariance matrices of the Gaussian process prior, without their diagonals.
         process_scales: The number of time scales of the Gaussian process prior.
+        outlier_limit: The number of standard deviations between a reading and what the Gaussian process predicts from
+            others, beyond which the reading counts less as a condition of others (`process_conditionals`). 0 for no
+            limit. It needs as many neighbors as a context has readings, and is for imputation.
         context_recent: The number of latest readings before a block that belong to the context of the readings of the
             block (`bounded_context.ContextLimit`).
         context_block: The number of readings of a block. 0 if a reading is conditional on all earlier readings.
@@ -95,6 +99,7 @@ class ModelConfig:
     neighbor_decay: float = 1.0
     process_rank: int = 0
     process_scales: int = 0
+    outlier_limit: float = 0.0
     context_recent: int = 0
     context_block: int = 0
     exemplars: int = 0
@@ -115,6 +120,8 @@ class ModelConfig:
                 f"the hyperparameter neighbor_decay is {self.neighbor_decay}, but it must be greater than 0, and at "
                 "most 1"
             )
+        if not 0 <= self.outlier_limit < math.inf:
+            raise ValueError(f"the hyperparameter outlier_limit is {self.outlier_limit}, but it must be 0 or positive")
         for width in self.hidden:
             _check_integer("each width in the hyperparameter hidden", width, minimum=1)
         if self.d_model % self.heads:

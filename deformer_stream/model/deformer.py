@@ -61,7 +61,7 @@ from deformer_stream.model.parameters import (
     count_cached_tokens,
     standardise_coordinates,
 )
-from deformer_stream.model.process_conditionals import apply_process
+from deformer_stream.model.process_conditionals import apply_process, check_outlier_limit
 from deformer_stream.model.ranking import Ranking
 from deformer_stream.model.schema import LINEAR_LIMIT, Schema
 from deformer_stream.model.time_inputs import compute_gaps, encode_times
@@ -175,8 +175,9 @@ class DEformer(nn.Module):
             if config.neighbors:
                 self.process = GaussianProcessPrior(
                     *(schema, config.process_rank, config.process_scales),
-                    *(config.neighbors, config.neighbor_decay),
+                    *(config.neighbors, config.neighbor_decay, config.outlier_limit),
                 )
+                check_outlier_limit(config, len(schema))
         num_prior_components = self.num_prior_components
         if num_prior_components:
             # The inputs are the weight, the mean and the scale of each component (PriorConditional.to_network_input).

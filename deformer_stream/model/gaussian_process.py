@@ -85,6 +85,8 @@ class GaussianProcessPrior(nn.Module):
         num_neighbors: The number K of earlier readings on which a reading is conditioned at most.
         decay: The factor of the correlation of a reading for each later reading of its sensor, greater than 0. 1 to
             choose neighbors by their correlation alone.
+        outlier_limit: The number of standard deviations beyond which a reading counts less as a condition of others, 0
+            for no limit. Only `process_conditionals` uses it, which conditions on all readings of a context.
 
     Attributes:
         is_linear: (S + 1,) bool, whether the process contains the feature. The last entry, false, is for the feature
@@ -98,9 +100,17 @@ class GaussianProcessPrior(nn.Module):
         outlier_factor: (S,) its standard deviation relative to that of the process.
     """
 
-    def __init__(self, schema: Schema, rank: int, num_scales: int, num_neighbors: int, decay: float = 1.0) -> None:
+    def __init__(
+        self,
+        schema: Schema,
+        rank: int,
+        num_scales: int,
+        num_neighbors: int,
+        decay: float = 1.0,
+        outlier_limit: float = 0.0,
+    ) -> None:
         super().__init__()
-        self.num_neighbors, self.decay = num_neighbors, decay
+        self.num_neighbors, self.decay, self.outlier_limit = num_neighbors, decay, outlier_limit
         num_features = len(schema)
         is_linear = torch.cat([torch.from_numpy(schema.is_linear.copy()), torch.zeros(1, dtype=torch.bool)])
         self.register_buffer("is_linear", is_linear, persistent=False)

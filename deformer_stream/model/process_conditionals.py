@@ -10,23 +10,65 @@ of the process minus vᵀv, where v solves C v = k.
 The same holds for a sequence of readings: reading i has the mean μ_i + r_i − C_ii z_i and the standard deviation C_ii
 given the readings before it. So the conditionals of a whole training example need only one factor.
 
+A wrong reading would distort the predictions of many others, most of all if sensors determine each other, as mean and
+extremes of a blood pressure do. With `outlier_limit` c > 0, a reading whose distance from its prediction is t > c
+standard deviations gets additional noise, so that the distance is c standard deviations. This is Huber's weighting of
+residuals (Huber, "Robust estimation of a location parameter", 1964). The predictions are these:
+
+- All readings of a context that is given at once are predicted from the other ones (leave one out). So a wrong reading
+  is recognised by those before and after it, in whatever order they are.
+- In a sequence, the conditional of a reading may depend on earlier ones only. So the readings before the position 16,
+  32, 64, … are predicted from each other, and those after the latest such position are predicted from those before it.
+
 Shapes use these letters: N is the number of contexts, P the number of readings of the longest one, S the number of
 features of the schema.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
+from deformer_stream.model.config import ModelConfig
 from deformer_stream.model.constants import MAX_NEIGHBOR_VALUE
 from deformer_stream.model.gaussian_prior import PriorConditional
 from deformer_stream.model.gaussian_process import GaussianProcessPrior
+
+FIRST_CHECK = 16
+"""First position of a sequence at which the readings before it are predicted from each other, to find outliers.
+
+The next positions are two, four, … times as large, so that the work is about twice that of a single factor.
+"""
 
 
 def is_exact(process: GaussianProcessPrior, num_readings: int) -> bool:
     """Return whether a process has enough neighbors to be conditioned on all readings of contexts of this size."""
     return process.num_neighbors >= num_readings
+
+
+def check_outlier_limit(config: ModelConfig, num_sensors: int) -> None:
+    """Check that a process with a limit for outliers is conditioned on all readings of a context.
+
+    A context for imputation has up to two readings of each sensor beside the recent ones and those of the block.
+
+    Args:
+        config: The hyperparameters of the network.
+        num_sensors: The number of features of its schema.
+
+    Raises:
+        ValueError: It has fewer neighbors.
+    """
+    limit = config.context_limit
+    num_readings = math.inf if limit is None else limit.max_readings(2 * num_sensors)
+    if config.outlier_limit and config.neighbors < num_readings:
+        raise ValueError(
+            f"the hyperparameter outlier_limit needs neighbors of at least {num_readings}, twice the number of sensors "
+            f"plus context_recent and context_block, but it is {config.neighbors}: raise neighbors, or set "
+            "outlier_limit to 0"
+        )
 
 
 def apply_process(
@@ -47,7 +89,7 @@ def condition_in_order(
 ) -> PriorConditional:
     """Return the distribution of each reading given all earlier readings of its context.
 
-    It is that of `GaussianProcessPrior.forward` with as many neighbors as there are readings.
+    Without `outlier_limit`, it is that of `GaussianProcessPrior.forward` with as many neighbors as there are readings.
 
     Args:
         process: The process.
@@ -58,10 +100,73 @@ def condition_in_order(
     Returns:
         Distributions of shape (N, P).
     """
+    parts = []
+    for start, stop in _iterate_checks(process, features.shape[1]):
+        known = start if process.outlier_limit else None
+        context = ProcessContext(process, features[:, :stop], values[:, :stop], ages[:, :stop], known)
+        own = context.factor.diagonal(dim1=1, dim2=2)
+        mean = process.means[context.codes] + context.residuals - own * context.solution
+        # The additional noise of a reading is no part of its own distribution.
+        deviation = (own.square() - context.extra_noise).sqrt()
+        parts.append(
+            make_prior_conditional(process, context.codes, context.has_prior, mean, deviation, values.dtype)[:, start:]
+        )
+    if len(parts) == 1:
+        return parts[0]
+    return PriorConditional(*(torch.cat(tensors, 1) for tensors in zip(*(p.tensors for p in parts), strict=True)))
+
+
+def _iterate_checks(process: GaussianProcessPrior, num_readings: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts (start, stop) of a sequence whose conditionals are computed from one Cholesky factor."""
+    if not process.outlier_limit:
+        yield 0, num_readings
+        return
+    start, stop = 0, FIRST_CHECK
+    while start < num_readings:
+        yield start, min(stop, num_readings)
+        start, stop = stop, 2 * stop
+
+
+def predict_from_others(
+    process: GaussianProcessPrior, features: Tensor, values: Tensor, ages: Tensor
+) -> PriorConditional:
+    """Return the distribution of each reading given all other readings of its context (leave one out).
+
+    Let K be the covariance matrix of the readings with noise, and r the differences of the values from their means.
+    Then reading i has the mean x_i − (K⁻¹ r)_i / (K⁻¹)_ii and the variance 1 / (K⁻¹)_ii (Rasmussen and Williams,
+    "Gaussian Processes for Machine Learning", 2006, section 5.4.2).
+
+    With `outlier_limit`, the additional noise of a reading follows from all other readings, so it depends a little on
+    the reading that is predicted. The fit of the process uses these distributions; no score does.
+
+    Args:
+        process: The process.
+        features: (N, P) feature codes, −1 for padding.
+        values: (N, P) values in normalised units.
+        ages: (N, P) float64 seconds since the origin of the record.
+
+    Returns:
+        Distributions of shape (N, P).
+    """
     context = ProcessContext(process, features, values, ages)
-    own = context.factor.diagonal(dim1=1, dim2=2)
-    mean = process.means[context.codes] + context.residuals - own * context.solution
-    return make_prior_conditional(process, context.codes, context.has_prior, mean, own, values.dtype)
+    distance, variance = _leave_one_out(context.factor, context.solution)
+    mean = process.means[context.codes] + context.residuals - distance
+    # The additional noise of a reading is no part of its own distribution.
+    deviation = (variance - context.extra_noise).sqrt()
+    return make_prior_conditional(process, context.codes, context.has_prior, mean, deviation, values.dtype)
+
+
+def _leave_one_out(factor: Tensor, solution: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distance of each reading from its mean given all others, and the variance given them, (N, P) each.
+
+    Args:
+        factor: (N, P, P) the lower Cholesky factors C of the covariance matrices.
+        solution: (N, P) the solutions z of C z = r.
+    """
+    identity = torch.eye(factor.shape[1], dtype=factor.dtype, device=factor.device)
+    inverse = torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False)
+    variance = 1.0 / inverse.square().sum(1)
+    return (inverse * solution.unsqueeze(2)).sum(1) * variance, variance
 
 
 def make_prior_conditional(
@@ -97,6 +202,8 @@ class ProcessContext:
         features: (N, P) feature codes, −1 for padding and for space to which readings are added later.
         values: (N, P) values in normalised units.
         ages: (N, P) float64 seconds since the origin of the record.
+        num_known: If the process has an `outlier_limit`, outliers among this number of first readings are found by
+            predictions from each other, and outliers among the others by predictions from these. None for all readings.
 
     Attributes:
         process: The process.
@@ -104,11 +211,19 @@ class ProcessContext:
         has_prior: (N, P) bool, whether the process contains the reading; false for padding.
         ages: (N, P) ages.
         residuals: (N, P) float64 clipped differences of the values from their means; 0 if the process lacks a reading.
+        extra_noise: (N, P) variances of the additional noise of outliers, 0 for other readings.
         factor: (N, P, P) the lower Cholesky factors C. Readings without prior are independent and have variance 1.
         solution: (N, P) the solutions z of C z = residuals.
     """
 
-    def __init__(self, process: GaussianProcessPrior, features: Tensor, values: Tensor, ages: Tensor) -> None:
+    def __init__(
+        self,
+        process: GaussianProcessPrior,
+        features: Tensor,
+        values: Tensor,
+        ages: Tensor,
+        num_known: int | None = None,
+    ) -> None:
         self.process, self.ages = process, ages
         self.has_prior = process.is_linear[features]  # the index −1 selects the last entry, which is false
         self.codes = features.clamp(min=0)
@@ -116,8 +231,40 @@ class ProcessContext:
         covariance = self._compute_covariances(slice(None), self.codes, self.ages)
         covariance = covariance * self.has_prior.unsqueeze(2)
         noise = torch.where(self.has_prior, process.compute_noise_variances()[self.codes], 1.0)
-        self.factor: Tensor = torch.linalg.cholesky(covariance + torch.diag_embed(noise))
+        covariance = covariance + torch.diag_embed(noise)
+        self.extra_noise = torch.zeros_like(self.residuals)
+        if process.outlier_limit:
+            # The noise of outliers is computed without gradients: the fit adapts to the readings that are left.
+            with torch.no_grad():
+                self.extra_noise = self._find_extra_noise(covariance, num_known)
+        self.factor: Tensor = torch.linalg.cholesky(covariance + torch.diag_embed(self.extra_noise))
         self.solution = torch.linalg.solve_triangular(self.factor, self.residuals.unsqueeze(-1), upper=False)[..., 0]
+
+    def _find_extra_noise(self, covariance: Tensor, num_known: int | None) -> Tensor:
+        """Return the variances of the additional noise of outliers, (N, P).
+
+        Args:
+            covariance: (N, P, P) the covariances of the readings, with noise.
+            num_known: The number of first readings that are predicted from each other, None for all.
+        """
+        num_known = covariance.shape[1] if num_known is None else num_known
+        known, later = slice(num_known), slice(num_known, None)
+        own, residuals = covariance[:, known, known], self.residuals[:, known]
+        factor = torch.linalg.cholesky(own)
+        solution = torch.linalg.solve_triangular(factor, residuals.unsqueeze(-1), upper=False)[..., 0]
+        extra = self._compute_extra_noise(*_leave_one_out(factor, solution))
+        if num_known == covariance.shape[1]:
+            return extra
+        factor = torch.linalg.cholesky(own + torch.diag_embed(extra))
+        joined = torch.cat([residuals.unsqueeze(-1), covariance[:, known, later]], 2)
+        solved = torch.linalg.solve_triangular(factor, joined, upper=False)
+        distance = self.residuals[:, later] - (solved[..., :1] * solved[..., 1:]).sum(1)
+        variance = covariance.diagonal(dim1=1, dim2=2)[:, later] - solved[..., 1:].square().sum(1)
+        return torch.cat([extra, self._compute_extra_noise(distance, variance)], 1)
+
+    def _compute_extra_noise(self, distance: Tensor, variance: Tensor) -> Tensor:
+        """Return the variance of noise with which the distance is at most `outlier_limit` standard deviations."""
+        return (distance.square() / self.process.outlier_limit**2 - variance).clamp(min=0.0)
 
     def _compute_residuals(self, codes: Tensor, values: Tensor, has_prior: Tensor) -> Tensor:
         """Return the clipped differences of values from the means of their features, 0 if the process lacks it."""
@@ -183,9 +330,14 @@ class ProcessContext:
         """
         has_prior = self.process.is_linear[codes]
         mean, deviation, v = self._condition(rows, codes, ages)
-        deviation = torch.where(has_prior, deviation, 1.0)
         residuals = self._compute_residuals(codes, values, has_prior)
         explained = torch.where(has_prior, mean - self.process.means[codes], 0.0)
+        variance = torch.where(has_prior, deviation.square(), 1.0)
+        extra = torch.zeros_like(variance)
+        if self.process.outlier_limit:
+            extra = self._compute_extra_noise(residuals - explained, variance)
+        deviation = (variance + extra).sqrt()
+        self.extra_noise[rows, places] = extra
         self.factor[rows, places] = v * has_prior.unsqueeze(1)
         self.factor[rows, places, places] = deviation
         self.solution[rows, places] = (residuals - explained) / deviation

@@ -348,6 +348,15 @@ def test_hyperparameters_must_fit_the_schema() -> None:
         ModelConfig(neighbors=2, gaussians=2, process_scales=1)
     with pytest.raises(ValueError, match="one prior"):
         ModelConfig(neighbors=2)
+    limited = replace(make_config(neighbors=59), outlier_limit=2.0, context_block=50)
+    with pytest.raises(ValueError, match="outlier_limit needs neighbors of at least 60"):
+        DEformer(SCHEMA, limited)
+    with pytest.raises(ValueError, match="outlier_limit needs neighbors"):
+        DEformer(SCHEMA, replace(limited, neighbors=1000, context_block=0))  # contexts without limit
+    DEformer(SCHEMA, replace(limited, neighbors=60))
+    for outlier_limit in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="outlier_limit"):
+            replace(limited, outlier_limit=outlier_limit)
     for decay in (0.0, 1.1, float("nan")):
         with pytest.raises(ValueError, match="neighbor_decay"):
             make_config(decay=decay)
@@ -361,6 +370,10 @@ def test_hyperparameters_of_other_models_keep_their_json() -> None:
     assert "neighbor_decay" not in make_config().to_json()
     assert ModelConfig.from_json(make_config().to_json()).neighbor_decay == 1.0
     assert ModelConfig.from_json(make_config(decay=0.8).to_json()).neighbor_decay == 0.8
+    # Models that were trained before the limit existed give all readings their weight.
+    assert "outlier_limit" not in make_config().to_json()
+    assert ModelConfig.from_json(make_config().to_json()).outlier_limit == 0.0
+    assert ModelConfig.from_json(replace(make_config(), outlier_limit=5.0).to_json()).outlier_limit == 5.0
     config = ModelConfig(neighbors=8, process_rank=4, process_scales=5, context_recent=32, context_block=64)
     assert ModelConfig.from_json(config.to_json()) == config
     assert config.context_limit == ContextLimit(32, 64)

@@ -12,6 +12,7 @@ import torch
 from deformer_stream.model.bounded_context import select_contexts
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.gaussian_process import GaussianProcessPrior
+from deformer_stream.model.process_conditionals import predict_from_others
 from tests.trainer.irregular import divided, fleet, prepared_irregular
 from trainer import gaussian_process
 from trainer.data import Split
@@ -162,6 +163,33 @@ def test_process_with_all_neighbors_is_fitted_to_complete_examples(
             targets = find_targets(process, batch.features, batch.values, batch.ages, is_target)
             log_p.append(float(compute_log_prob(process, targets).mean()))
     assert log_p[1] > log_p[0] - 0.05  # at least about as good
+
+
+def test_process_for_imputation_is_fitted_to_predict_readings_from_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: IrregularTable
+) -> None:
+    monkeypatch.setattr(gaussian_process, "MAX_EXACT_ROUNDS", 6)
+    examples = divided(tmp_path, table, 0, 40, arrival_share=0.0)
+    process = GaussianProcessPrior(table.schema, 2, 4, 100, outlier_limit=5.0)
+    losses: list[float] = []
+    assert fit_process(process, examples, 0, on_progress=losses.append) == 6
+    times = table.schema.reading_times
+    assert times is not None
+    assert float(process.scales[0]) == pytest.approx(gaussian_process.SHORT_SCALE * times.resolution / 1e6)
+    # Half of the readings of validation blocks are predicted from the others. The true noise of a and b is 0.1.
+    batch = examples.gather(examples.validation_indexes, create_generator(3), arrival_share=0.0)
+    chain = GaussianProcessPrior(table.schema, 2, 4, 100)
+    monkeypatch.setattr(gaussian_process, "_fits_complete_examples", lambda *given: False)
+    monkeypatch.setattr(chain, "num_neighbors", 6)
+    fit_process(chain, examples, 0)
+    chain.num_neighbors = 100
+    errors = []
+    for fitted in (process, chain):
+        prior = predict_from_others(fitted, batch.features, batch.values.double(), batch.ages)
+        error = (prior.means[..., 0] - batch.values).abs()
+        errors.append(float(error[prior.has_prior].mean()))
+    assert errors[0] < errors[1] + 0.01
+    assert losses[-1] < losses[0]
 
 
 def test_fit_of_the_process_is_reproducible_and_loads_into_a_model(
