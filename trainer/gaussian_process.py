@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from deformer_stream.model.gaussian_prior import PriorConditional
 from deformer_stream.model.gaussian_process import GaussianProcessPrior, Neighbors
 from deformer_stream.model.process_conditionals import condition_in_order, is_exact, predict_from_others
-from deformer_stream.model.gaussian_prior import PriorConditional
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.time_inputs import find_previous_of_sensor
 from trainer.examples import BlockExamples
@@ -195,7 +195,7 @@ def _run_rounds(
     """Fit the process as `fit_process` does, with the same arguments and result, on the current number of threads."""
     schema = examples.table.schema
     generator = create_generator(seed, 0x6B)
-    is_exact_imputation = _fits_complete_examples(process, examples) and choose_arrival_share(examples) == 0.0
+    is_exact_imputation = is_for_imputation(process, examples)
     step_variances = estimate_step_variances(examples, generator)
     parameters = _Parameters(schema, process, step_variances, generator, is_exact_imputation)
     learning_rate, betas, max_rounds = LEARNING_RATE, (0.9, 0.999), NUM_ROUNDS
@@ -274,16 +274,17 @@ def _prepare_loss(
         if arrival_share > 0.0:
             prior = condition_in_order(process, batch.features, batch.values.double(), batch.ages)
             return _compute_mean_nll(prior, batch.values, batch.weights)
-        # The readings are in random order, so the first ones are a random subset.
-        num_readings = (batch.features >= 0).sum(1)
         shares = MIN_SUBSET_SHARE + (1.0 - MIN_SUBSET_SHARE) * torch.rand(BLOCKS_PER_STEP, generator=generator)
-        num_used = (shares * num_readings).ceil().long()
-        width = int(num_used.max())
-        is_used = torch.arange(width) < num_used.unsqueeze(1)
-        features = batch.features[:, :width].masked_fill(~is_used, -1)
-        values = batch.values[:, :width].double()
-        prior = predict_from_others(process, features, values, batch.ages[:, :width])
-        return _compute_mean_nll(prior, values, is_used.double())
+        num_used = (shares * (batch.features >= 0).sum(1)).ceil().long().tolist()
+        nll = torch.zeros((), dtype=torch.float64)
+        # One block after the other: the work grows with the square of the width, so that padding would be costly.
+        for i, width in enumerate(num_used):
+            # The readings are in random order, so the first ones are a random subset.
+            own = slice(i, i + 1), slice(width)
+            values = batch.values[own].double()
+            prior = predict_from_others(process, batch.features[own], values, batch.ages[own])
+            nll = nll + width * _compute_mean_nll(prior, values, torch.ones_like(values))
+        return nll / max(sum(num_used), 1)
 
     return compute_exact_loss
 
@@ -293,7 +294,13 @@ def _compute_mean_nll(prior: PriorConditional, values: Tensor, weights: Tensor) 
     z = (values.unsqueeze(-1) - prior.means) / prior.scales
     log_p = torch.logsumexp(prior.log_weights - prior.scales.log() - 0.5 * z.square(), -1)
     weights = weights * prior.has_prior
-    return -(log_p * weights).sum() / weights.sum().clamp(min=1e-9) + 0.5 * math.log(2.0 * math.pi)
+    nll: Tensor = -(log_p * weights).sum() / weights.sum().clamp(min=1e-9) + 0.5 * math.log(2.0 * math.pi)
+    return nll
+
+
+def is_for_imputation(process: GaussianProcessPrior, examples: BlockExamples) -> bool:
+    """Return whether a process is fitted to predict readings from all others, before and after them."""
+    return _fits_complete_examples(process, examples) and choose_arrival_share(examples) == 0.0
 
 
 def _fits_complete_examples(process: GaussianProcessPrior, examples: BlockExamples) -> bool:

@@ -56,7 +56,7 @@ from trainer.data import Split, create_data_options
 from trainer.distributed import Ranks
 from trainer.examples import BlockExamples, Blocks, Ints
 from trainer.fit import MIN_VALIDATION_ROWS, SINGLE_PROCESS, TrainingResult, TrainingRun, TrainingStatus
-from trainer.gaussian_process import fit_process
+from trainer.gaussian_process import fit_process, is_for_imputation
 from trainer.irregular_calibration import average_neg_log_p, score_irregular_records
 from trainer.irregular_evaluation import (
     IrregularLikelihood,
@@ -127,6 +127,13 @@ monitor, and the largest number of these blocks."""
 
 STEPS_SHARE = 8.0 / 9.0
 """Share of the time for training that its steps take. Validations take the rest (`fit.TrainingRun`)."""
+
+IMPUTATION_PRIOR_SHARE = 0.45
+"""Share of the time limit in which a process for imputation is fitted.
+
+Its predictions from all readings of a context are nearly those of the trained network
+(docs/experiments/24-imputation-at-given-times.md).
+"""
 
 PROCESS_FILE = "process.safetensors"
 """File of the fitted Gaussian process in the working folder, which a continued run reads."""
@@ -355,9 +362,10 @@ class _Job:
         process = DEformer(schema, config).process
         if process is None:
             return None
-        budget = self.budget
-        seconds = math.inf if budget.limit is None else PRIOR_SHARE * budget.remaining
-        self.num_rounds = fit_process(process, self._create_examples(settings), settings.seed, seconds, budget.clock)
+        budget, examples = self.budget, self._create_examples(settings)
+        share = IMPUTATION_PRIOR_SHARE if is_for_imputation(process, examples) else PRIOR_SHARE
+        seconds = math.inf if budget.limit is None else share * budget.remaining
+        self.num_rounds = fit_process(process, examples, settings.seed, seconds, budget.clock)
         tensors = process.state_dict()
         with map_write_errors(path):
             path.write_bytes(safetensors.torch.save(tensors))

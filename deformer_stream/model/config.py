@@ -25,7 +25,11 @@ IRREGULAR = (
 )
 """Names of the hyperparameters of models for irregular readings. They have their default values in other models."""
 
-NON_NEGATIVE = ("gaussians", "exemplars", *(name for name in IRREGULAR if name not in ("neighbor_decay", "outlier_limit")))
+NON_NEGATIVE = (
+    "gaussians",
+    "exemplars",
+    *(name for name in IRREGULAR if name not in ("neighbor_decay", "outlier_limit")),
+)
 """Names of the integer hyperparameters that may be 0."""
 
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -100,31 +101,40 @@ def condition_in_order(
     Returns:
         Distributions of shape (N, P).
     """
-    parts = []
-    for start, stop in _iterate_checks(process, features.shape[1]):
-        known = start if process.outlier_limit else None
-        context = ProcessContext(process, features[:, :stop], values[:, :stop], ages[:, :stop], known)
-        own = context.factor.diagonal(dim1=1, dim2=2)
-        mean = process.means[context.codes] + context.residuals - own * context.solution
-        # The additional noise of a reading is no part of its own distribution.
-        deviation = (own.square() - context.extra_noise).sqrt()
-        parts.append(
-            make_prior_conditional(process, context.codes, context.has_prior, mean, deviation, values.dtype)[:, start:]
-        )
-    if len(parts) == 1:
-        return parts[0]
-    return PriorConditional(*(torch.cat(tensors, 1) for tensors in zip(*(p.tensors for p in parts), strict=True)))
-
-
-def _iterate_checks(process: GaussianProcessPrior, num_readings: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts (start, stop) of a sequence whose conditionals are computed from one Cholesky factor."""
     if not process.outlier_limit:
-        yield 0, num_readings
-        return
+        return _condition_part(process, features, values, ages, None)
+    # Padding may be at any position, but the positions of checks count the readings of a record alone. Otherwise its
+    # scores would depend on the records with which it is computed.
+    order = torch.argsort((features < 0).to(torch.int8), dim=1, stable=True)
+    features, values, ages = (tensor.gather(1, order) for tensor in (features, values, ages))
+    parts = [
+        _condition_part(process, features[:, :stop], values[:, :stop], ages[:, :stop], start)[:, start:]
+        for start, stop in _iterate_checks(features.shape[1])
+    ]
+    joined = PriorConditional(*(torch.cat(tensors, 1) for tensors in zip(*(p.tensors for p in parts), strict=True)))
+    row = torch.arange(len(features), device=features.device).unsqueeze(1)
+    return joined[row, torch.argsort(order, dim=1)]
+
+
+def _condition_part(
+    process: GaussianProcessPrior, features: Tensor, values: Tensor, ages: Tensor, num_known: int | None
+) -> PriorConditional:
+    """Return the distribution of each reading given all earlier ones, with the arguments of `ProcessContext`."""
+    context = ProcessContext(process, features, values, ages, num_known)
+    own = context.factor.diagonal(dim1=1, dim2=2)
+    mean = process.means[context.codes] + context.residuals - own * context.solution
+    # The additional noise of a reading is no part of its own distribution.
+    deviation = (own.square() - context.extra_noise).sqrt()
+    return make_prior_conditional(process, context.codes, context.has_prior, mean, deviation, values.dtype)
+
+
+def _iterate_checks(num_readings: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts (start, stop) of a sequence whose conditionals are computed from one Cholesky factor."""
     start, stop = 0, FIRST_CHECK
-    while start < num_readings:
-        yield start, min(stop, num_readings)
+    while stop < num_readings:
+        yield start, stop
         start, stop = stop, 2 * stop
+    yield start, num_readings
 
 
 def predict_from_others(
@@ -149,7 +159,10 @@ def predict_from_others(
         Distributions of shape (N, P).
     """
     context = ProcessContext(process, features, values, ages)
-    distance, variance = _leave_one_out(context.factor, context.solution)
+    # The gradients of an inverse are products of matrices, which are faster than those of a Cholesky factor.
+    inverse = torch.linalg.inv(context.covariance)
+    variance = 1.0 / inverse.diagonal(dim1=1, dim2=2)
+    distance = (inverse @ context.residuals.unsqueeze(2)).squeeze(2) * variance
     mean = process.means[context.codes] + context.residuals - distance
     # The additional noise of a reading is no part of its own distribution.
     deviation = (variance - context.extra_noise).sqrt()
@@ -212,8 +225,8 @@ class ProcessContext:
         ages: (N, P) ages.
         residuals: (N, P) float64 clipped differences of the values from their means; 0 if the process lacks a reading.
         extra_noise: (N, P) variances of the additional noise of outliers, 0 for other readings.
-        factor: (N, P, P) the lower Cholesky factors C. Readings without prior are independent and have variance 1.
-        solution: (N, P) the solutions z of C z = residuals.
+        covariance: (N, P, P) the covariances of the readings, with noise. Those without prior are independent and have
+            variance 1. Readings that are added later are not included.
     """
 
     def __init__(
@@ -231,14 +244,25 @@ class ProcessContext:
         covariance = self._compute_covariances(slice(None), self.codes, self.ages)
         covariance = covariance * self.has_prior.unsqueeze(2)
         noise = torch.where(self.has_prior, process.compute_noise_variances()[self.codes], 1.0)
-        covariance = covariance + torch.diag_embed(noise)
+        self.covariance = covariance + torch.diag_embed(noise)
         self.extra_noise = torch.zeros_like(self.residuals)
         if process.outlier_limit:
             # The noise of outliers is computed without gradients: the fit adapts to the readings that are left.
             with torch.no_grad():
-                self.extra_noise = self._find_extra_noise(covariance, num_known)
-        self.factor: Tensor = torch.linalg.cholesky(covariance + torch.diag_embed(self.extra_noise))
-        self.solution = torch.linalg.solve_triangular(self.factor, self.residuals.unsqueeze(-1), upper=False)[..., 0]
+                self.extra_noise = self._find_extra_noise(self.covariance, num_known)
+            self.covariance = self.covariance + torch.diag_embed(self.extra_noise)
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """The lower Cholesky factors C of the covariances, (N, P, P)."""
+        factor: Tensor = torch.linalg.cholesky(self.covariance)
+        return factor
+
+    @cached_property
+    def solution(self) -> Tensor:
+        """The solutions z of C z = residuals, (N, P)."""
+        solution: Tensor = torch.linalg.solve_triangular(self.factor, self.residuals.unsqueeze(-1), upper=False)
+        return solution[..., 0]
 
     def _find_extra_noise(self, covariance: Tensor, num_known: int | None) -> Tensor:
         """Return the variances of the additional noise of outliers, (N, P).
@@ -285,8 +309,10 @@ class ProcessContext:
         process = self.process
         lag = (ages.unsqueeze(2) - self.ages[rows].unsqueeze(1)).abs()
         covariance = torch.zeros_like(lag)
+        column = self.codes[rows].unsqueeze(1).expand_as(lag)
         for matrix, scale in zip(process.compute_covariances(), process.scales, strict=True):
-            covariance += matrix[codes.unsqueeze(2), self.codes[rows].unsqueeze(1)] * torch.exp(-lag / scale)
+            # Two selections have much faster gradients than one by two indexes.
+            covariance += matrix[codes].gather(2, column) * torch.exp(-lag / scale)
         return covariance * self.has_prior[rows].unsqueeze(1)
 
     def condition(self, rows: Tensor, codes: Tensor, ages: Tensor, dtype: torch.dtype) -> PriorConditional:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deformer_stream.model.gaussian_process import GaussianProcessPrior
 from deformer_stream.kernels.cpu import is_supported
+from deformer_stream.model.gaussian_process import GaussianProcessPrior
 from deformer_stream.model.process_conditionals import (
     FIRST_CHECK,
     ProcessContext,
@@ -184,8 +184,19 @@ def test_sums_of_steps_with_a_limit_for_outliers_equal_log_prob() -> None:
 
 
 def test_kernels_leave_a_limit_for_outliers_to_pytorch() -> None:
-    config = replace(
-        make_config(), d_model=64, feedforward=128, neighbors=32, context_block=20, context_recent=2
-    )
+    config = replace(make_config(), d_model=64, feedforward=128, neighbors=32, context_block=20, context_recent=2)
     assert is_supported(make_irregular_model(config, 0).float())
     assert not is_supported(make_irregular_model(replace(config, outlier_limit=5.0), 0).float())
+
+
+def test_padding_between_readings_moves_no_check() -> None:
+    """New readings of a batch follow the padding of records that have fewer cached readings."""
+    process = make_process(100, 1.0)
+    codes, values, ages = draw_contexts(1, 40, 6)
+    values[:, ::7] *= 6.0
+    expected = condition_in_order(process, codes, values, ages)
+    places = torch.cat([torch.arange(25), torch.arange(55, 70)])
+    padded = [torch.full((1, 70), -1), torch.zeros(1, 70, dtype=torch.float64), torch.zeros(1, 70, dtype=torch.float64)]
+    for tensor, own in zip(padded, (codes, values, ages), strict=True):
+        tensor[:, places] = own
+    assert_equal(condition_in_order(process, *padded)[:, places], expected)
