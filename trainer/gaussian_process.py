@@ -284,7 +284,8 @@ def _prepare_loss(
             values = batch.values[own].double()
             prior = predict_from_others(process, batch.features[own], values, batch.ages[own])
             nll = nll + width * _compute_mean_nll(prior, values, torch.ones_like(values))
-        return nll / max(sum(num_used), 1)
+        mean: Tensor = nll / max(sum(num_used), 1)
+        return mean
 
     return compute_exact_loss
 

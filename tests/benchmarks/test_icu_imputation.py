@@ -26,6 +26,9 @@ from deformer_stream.model.gaussian_process import GaussianProcessPrior
 from deformer_stream.model.reading_times import ReadingTimes
 from deformer_stream.model.schema import Feature, Schema
 from tests.model.test_irregular_readings import make_config
+from tests.test_irregular_readings import write_irregular_model
+from trainer.recipes import irregular_model_config
+from trainer.settings import TrainConfig
 
 Floats = NDArray[np.float64]
 
@@ -320,3 +323,9 @@ def test_model_of_a_fold_is_trained_once_and_found_again(tmp_path: Path, monkeyp
     train, test = imputation.split_fold(10, 0)
     imputation.DeformerImputer("2m", 1, folder=tmp_path / "models")(grids, is_hidden, train, test)
     assert len(trained) == 3  # a model of another setting is not used
+
+
+def test_settings_of_the_training_are_accepted() -> None:
+    settings = TrainConfig(out=Path("m"), irregular=True, **imputation.TRAINING_SETTINGS)
+    config = irregular_model_config(settings, NUM_PARAMETERS)
+    assert config.outlier_limit == 5.0
