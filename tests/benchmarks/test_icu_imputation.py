@@ -26,7 +26,6 @@ from deformer_stream.model.gaussian_process import GaussianProcessPrior
 from deformer_stream.model.reading_times import ReadingTimes
 from deformer_stream.model.schema import Feature, Schema
 from tests.model.test_irregular_readings import make_config
-from tests.test_irregular_readings import write_irregular_model
 from trainer.recipes import irregular_model_config
 from trainer.settings import TrainConfig
 
