@@ -29,7 +29,7 @@ from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import format_label
 from deformer_stream.model.windows import Window, floor_to_window
-from deformer_stream.tables.discovery import CSV, PARQUET, find_files
+from deformer_stream.tables.discovery import CSV, PARQUET, find_data_files
 from deformer_stream.tables.table import CellForm, Table, TableOptions
 from trainer.identifiers import OrderStatistics
 from trainer.reading_time import ReadingMonitor
@@ -179,23 +179,27 @@ class InputTables:
             return _iterate_unpivoted_readings(self)
         return _iterate_wide_readings(self) if self.layout == "wide" else _iterate_long_readings(self)
 
-    def sample_records(self, num_records: int, seed: int) -> None:
+    def sample_records(self, num_records: int, seed: int) -> NDArray[np.int64]:
         """Use only a random sample of the normal records from now on. They are numbered anew, in the same order.
 
         Args:
             num_records: Number of records of the sample, smaller than `self.num_records`.
             seed: Seed of the random choice.
+
+        Returns:
+            (num_records,) the former numbers of the records of the sample, ascending.
         """
         # The constant in the seed makes this sample independent of others with the same seed.
-        chosen = np.random.default_rng([seed, 0x5A4C]).choice(self.num_records, num_records, replace=False)
+        chosen = np.sort(np.random.default_rng([seed, 0x5A4C]).choice(self.num_records, num_records, replace=False))
         row_by_record = np.full(self.num_records + 1, -1)  # the last element is for left-out readings, whose row is −1
-        row_by_record[np.sort(chosen)] = np.arange(num_records)
+        row_by_record[chosen] = np.arange(num_records)
         if self.row_by_event is not None:
             self.row_by_event = row_by_record[self.row_by_event]
         else:
             self.row_by_record = row_by_record[:-1]
         self.skipped_by_reason["records, because of --max-time"] = self.num_records - num_records
         self.num_records = num_records
+        return np.asarray(chosen, np.int64)
 
     def note_times(self, times: NDArray[np.int64], file_index: int) -> None:
         """Extend `time_span` and `time_order` by the times of the next rows.
@@ -313,7 +317,7 @@ def _open_sources(sources: Sequence[TableSource], options: TableOptions) -> list
     """
     tables: list[Table] = []
     paths = [source for source in sources if not isinstance(source, Table)]
-    opened = iter(Table.open_all(find_files(paths, PARQUET + CSV), options) if paths else [])
+    opened = iter(Table.open_all(find_data_files(paths, PARQUET + CSV), options) if paths else [])
     tables.extend(opened)
     tables.extend(source for source in sources if isinstance(source, Table))
     return tables

@@ -27,7 +27,7 @@ from deformer_stream.engine.events import Rejection
 from deformer_stream.errors import InputError
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature
-from deformer_stream.tables.discovery import JSON_LINES, find_files, has_ending
+from deformer_stream.tables.discovery import JSON_LINES, find_data_files, has_ending
 from deformer_stream.tables.table import CellForm, Table, TableOptions, join_names
 
 ROWS_PER_BATCH = 4096
@@ -342,7 +342,7 @@ def _open_tables(
         InputError: An input is no table or has no feature of the model, a column of a table has the name of a column
             that is added, or the tables have different columns.
     """
-    files = find_files(sources)
+    files = find_data_files(sources)
     for path in files:
         if has_ending(path, JSON_LINES):
             raise InputError(

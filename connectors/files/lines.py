@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
+from deformer_stream.tables.data_files import DataFile, open_bytes
 from deformer_stream.tables.table import map_read_errors
 
 BLOCK_BYTES = 1 << 20
 """Bytes of text that are read at a time."""
 
 
-def read_lines(path: Path, max_line_bytes: int) -> Iterator[list[bytes]]:
+def read_lines(path: DataFile, max_line_bytes: int) -> Iterator[list[bytes]]:
     """Read a file in blocks, and for each block yield the list of the lines that end in it, without their line ends.
 
     Args:
@@ -23,7 +23,7 @@ def read_lines(path: Path, max_line_bytes: int) -> Iterator[list[bytes]]:
         InputError: The file cannot be read.
     """
     splitter = LineSplitter(max_line_bytes)
-    with map_read_errors(path), path.open("rb") as file:
+    with map_read_errors(str(path)), open_bytes(path) as file:
         while block := file.read(BLOCK_BYTES):
             yield splitter.feed(block)
     yield splitter.finish()

@@ -51,7 +51,7 @@ from deformer_stream.errors import InputError
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Schema
 from deformer_stream.ragged import ragged_indices
-from deformer_stream.tables.discovery import JSON_LINES, find_files, has_ending
+from deformer_stream.tables.discovery import JSON_LINES, find_data_files, has_ending
 from deformer_stream.tables.table import CellForm, Table, TableOptions, join_names
 
 CHUNK_ROWS = 500_000
@@ -146,7 +146,7 @@ def _open_tables(
     Raises:
         InputError: See `impute_reading_tables`.
     """
-    files = find_files(sources)
+    files = find_data_files(sources)
     for path in files:
         if has_ending(path, JSON_LINES):
             raise InputError(f"{path}: this input is not a table, as imputation needs; name Parquet or CSV files")

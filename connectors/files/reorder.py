@@ -10,7 +10,6 @@ will not be observed (null values) come first, so that a record is complete with
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +32,7 @@ from deformer_stream.codec.validation import is_json_id
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Schema
+from deformer_stream.tables.data_files import DataFile
 
 MAX_SHARED_BYTES = 16_384
 """Maximum size of the record id and the time of a JSON line, which are repeated in the message of each reading."""
@@ -130,7 +130,7 @@ def _add_origin_columns(rows: LongRows) -> pa.Table:
 
 
 def reorder_lines(
-    files: Sequence[Path],
+    files: Sequence[DataFile],
     schema: Schema,
     field_names: FieldNames,
     order: Order,

@@ -396,7 +396,7 @@ class LinesSink:
     def __init__(self, path: str | Path, append: bool = False) -> None:
         self._path = Path(path)
         self._is_standard_output = str(path) == "-"
-        if has_ending(self._path, PARQUET + CSV):
+        if has_ending(self._path, (*PARQUET, *CSV, ".gz")):
             raise ConfigError(f"{path}: the output is written as JSON lines; choose a name that ends in .jsonl")
         with _map_open_errors(self._path):
             is_last_line_cut = append and not self._is_standard_output and _ends_within_line(self._path)

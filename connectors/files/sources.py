@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 import pyarrow as pa
@@ -31,7 +31,8 @@ from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.runtime.ports import PollResult
 from deformer_stream.tables.csv_rows import BadRow
-from deformer_stream.tables.discovery import JSON_LINES, find_files, get_stem, has_ending
+from deformer_stream.tables.data_files import DataFile
+from deformer_stream.tables.discovery import JSON_LINES, find_data_files, get_stem, has_ending
 from deformer_stream.tables.table import (
     DEFAULT_RECORD_COLUMN,
     CellForm,
@@ -123,12 +124,12 @@ def open_source(
                 "write it to a file first, and name the file"
             )
         return StandardInput(max_message_bytes=max_message_bytes, batch_events=batch_events)
-    files = find_files(inputs)
+    files = find_data_files(inputs)
     prefix_by_file = make_record_prefixes(files)
     table_by_file = _open_tables(files, options, table_options or TableOptions())
     wide_tables: list[_WideTable] = []
     long_tables: list[_LongTable | _WindowedTable] = []
-    line_files: list[Path] = []
+    line_files: list[DataFile] = []
     payload_iterators: list[Iterator[Payload]] = []  # in the order of the files
     for path in files:
         table = table_by_file.get(path)
@@ -162,7 +163,9 @@ def open_source(
     return FileSource(payloads, num_rows, tuple(ignored_columns))
 
 
-def _open_tables(files: Sequence[Path], options: _ReadOptions, table_options: TableOptions) -> dict[Path, Table]:
+def _open_tables(
+    files: Sequence[DataFile], options: _ReadOptions, table_options: TableOptions
+) -> dict[DataFile, Table]:
     """Open the tables among the input files.
 
     Args:
@@ -706,7 +709,7 @@ def _make_no_feature_error(table: Table, features: Sequence[str]) -> InputError:
 def _reorder_payloads(
     wide_tables: list[_WideTable],
     long_tables: list[_LongTable | _WindowedTable],
-    line_files: list[Path],
+    line_files: list[DataFile],
     options: _ReadOptions,
 ) -> list[Iterator[Payload]]:
     """Return iterators over the contents of all files, in which the readings of each record are in `options.order`.
@@ -734,7 +737,7 @@ def _reorder_payloads(
     return payload_iterators
 
 
-def make_record_prefixes(files: Sequence[Path]) -> dict[Path, str | None]:
+def make_record_prefixes(files: Sequence[DataFile]) -> dict[DataFile, str | None]:
     """Return for each file a text that distinguishes its records from those of other files.
 
     Records without an id get this text and their row number as id.
@@ -755,12 +758,15 @@ def make_record_prefixes(files: Sequence[Path]) -> dict[Path, str | None]:
         raise InputError(f"{duplicate}: the input names this file twice; name every file once")
     if len(files) == 1:
         return {files[0]: None}
-    prefix_by_file: dict[Path, str | None] = {path: get_stem(path) for path in files}
+    prefix_by_file: dict[DataFile, str | None] = {path: get_stem(path.name) for path in files}
     if len(set(prefix_by_file.values())) == len(files):
         return prefix_by_file
     # Two files have the same name without ending, so the folders are needed to distinguish them.
-    shared_folder = os.path.commonpath([path.resolve().parent for path in files])
-    relative_paths = {path: path.resolve().relative_to(shared_folder) for path in files}
+    locations: dict[DataFile, PurePath] = {
+        path: path.resolve() if isinstance(path, Path) else path.path for path in files
+    }
+    shared_folder = os.path.commonpath([location.parent for location in locations.values()])
+    relative_paths = {path: location.relative_to(shared_folder) for path, location in locations.items()}
     prefix_by_file = {
         path: (relative.parent / get_stem(relative)).as_posix() for path, relative in relative_paths.items()
     }
@@ -769,7 +775,7 @@ def make_record_prefixes(files: Sequence[Path]) -> dict[Path, str | None]:
     return prefix_by_file
 
 
-def _iterate_messages(path: Path, options: _ReadOptions) -> Iterator[Messages]:
+def _iterate_messages(path: DataFile, options: _ReadOptions) -> Iterator[Messages]:
     """Yield the lines of a JSON lines file as messages, at most `options.batch_events` at a time."""
     num_lines = 0
     for block in read_lines(path, options.max_message_bytes):

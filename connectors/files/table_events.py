@@ -34,7 +34,8 @@ from deformer_stream.codec.timestamps import parse_rfc3339, seconds_to_micros
 from deformer_stream.codec.validation import RejectionError, is_json_id, is_json_number
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
-from deformer_stream.tables.discovery import JSON_LINES, find_files, has_ending
+from deformer_stream.tables.data_files import DataFile
+from deformer_stream.tables.discovery import JSON_LINES, find_data_files, has_ending
 from deformer_stream.tables.table import (
     DEFAULT_RECORD_COLUMN,
     CellForm,
@@ -143,7 +144,7 @@ def iterate_events(
     """
     if shuffle_within < 0 or not isfinite(shuffle_within):
         raise InputError(f"--shuffle-within {shuffle_within}: the maximum delay must be finite and at least 0 seconds")
-    files = find_files(inputs)
+    files = find_data_files(inputs)
     paths = [path for path in files if not has_ending(path, JSON_LINES)]
     table_options = table_options or TableOptions()
     chosen_columns = {record_column, *(features or ()), *filter(None, (time_column, device_column))}
@@ -188,7 +189,7 @@ class _RowColumns:
 
 
 def _check_excluded(
-    exclude: Sequence[str], files: Sequence[Path], table_by_file: Mapping[Path, Table], layout: Layout | None
+    exclude: Sequence[str], files: Sequence[DataFile], table_by_file: Mapping[DataFile, Table], layout: Layout | None
 ) -> None:
     """Check that each excluded column exists in at least one table.
 
@@ -229,8 +230,8 @@ def _choose_id_column(table: Table) -> str:
 
 
 def _iterate_delayed(
-    files: Sequence[Path],
-    table_by_file: Mapping[Path, Table],
+    files: Sequence[DataFile],
+    table_by_file: Mapping[DataFile, Table],
     max_delay: int,
     rng: np.random.Generator,
     layout: Layout | None,
@@ -289,14 +290,14 @@ def _iterate_delayed(
     log_bad_rows(table_by_file.values())
 
 
-def _map_row_errors(path: Path, rows: Iterator[RowReadings]) -> Iterator[RowReadings]:
+def _map_row_errors(path: DataFile, rows: Iterator[RowReadings]) -> Iterator[RowReadings]:
     """Yield the same rows; if reading them fails, raise `InputError` with the name of the file.
 
     Args:
         path: The file.
         rows: An iterator that reads the rows of the file.
     """
-    with map_read_errors(path):
+    with map_read_errors(str(path)):
         yield from rows
 
 
@@ -573,7 +574,7 @@ def _parse_event_time(document: Any) -> int:
         return NO_TIME
 
 
-def _iterate_json_lines(path: Path) -> Iterator[OutgoingEvent]:
+def _iterate_json_lines(path: DataFile) -> Iterator[OutgoingEvent]:
     """Yield each line of a JSON lines file as a triple of its record id (the key), the unchanged line and its time.
 
     A line without a valid record id has an empty key. The time is in microseconds since 1970, or `NO_TIME`.

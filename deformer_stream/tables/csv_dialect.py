@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import codecs
 import csv
-import gzip
 import io
 import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from deformer_stream.codec.number_texts import (
     BAD_VALUE_TEXTS,
@@ -27,6 +25,7 @@ from deformer_stream.codec.number_texts import (
 )
 from deformer_stream.codec.timestamps import is_time_text, parse_time_of_day
 from deformer_stream.errors import InputError
+from deformer_stream.tables.data_files import DataFile, open_bytes
 
 SAMPLE_BYTES = 1 << 18
 """Number of bytes at the beginning of a file from which its dialect is guessed."""
@@ -105,14 +104,14 @@ class CsvDialect:
         return ", ".join(parts)
 
 
-def read_sample(path: Path) -> bytes:
+def read_sample(path: DataFile) -> bytes:
     """Return the first `SAMPLE_BYTES` bytes of a file, decompressed if its name ends in .gz.
 
     Raises:
         OSError: The file cannot be read.
         EOFError: The compressed file is cut short.
     """
-    with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as file:
+    with open_bytes(path) as file:
         return file.read(SAMPLE_BYTES)
 
 

@@ -7,19 +7,18 @@ asks for it (`BadRow`).
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.csv as pc_csv
 
 from deformer_stream.tables.csv_dialect import CsvDialect
+from deformer_stream.tables.data_files import DataFile, open_bytes
 
 BLOCK_BYTES = 1 << 20
 """Bytes of a CSV file that are read at a time."""
@@ -96,7 +95,7 @@ class CsvRows:
         bad_rows: The number of rows that were left out, because they have too few or too many cells.
     """
 
-    path: Path
+    path: DataFile
     dialect: CsvDialect
     column_names: tuple[str, ...]
     bad_rows: BadRowCounter = field(default_factory=BadRowCounter)
@@ -126,7 +125,7 @@ class CsvRows:
 
     def iterate_lines(self) -> Iterator[tuple[int, str]]:
         """Yield the lines below the header, without their ends, each with its number in the file, from 1."""
-        with _open_bytes(self.path) as file:
+        with open_bytes(self.path) as file:
             text = io.TextIOWrapper(file, encoding=self.dialect.encoding, errors="replace")
             for number, line in enumerate(text, 1):
                 if number > self._num_lines_before_rows:
@@ -176,7 +175,7 @@ class CsvRows:
             include_columns=list(columns),
             column_types=dict.fromkeys(columns, pa.string()),
         )
-        with _open_bytes(self.path) as file:
+        with open_bytes(self.path) as file:
             source = _RepairedRows(file, dialect.delimiter, len(self.column_names)) if is_utf8 else file
             with pc_csv.open_csv(source, read_options, parse_options, convert_options) as reader:
                 yield reader
@@ -271,8 +270,3 @@ def _is_utf8(text: bytes) -> bool:
 def _replace_bad_bytes(text: bytes) -> bytes:
     """Return text in UTF-8 with U+FFFD in place of bytes that are not UTF-8, as `str.decode` replaces them."""
     return text.decode(errors="replace").encode()
-
-
-def _open_bytes(path: Path) -> BinaryIO:
-    """Open a file for reading; it is decompressed if its name ends in .gz."""
-    return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Find the input files of a command: files, folders and quoted patterns such as `'logs/*.parquet'`.
+"""Find the input files of a command: files, folders and quoted patterns such as `'logs/*.parquet'`, local or remote.
 
 Nothing heavy is imported here, so that every command can report a wrong path at once. Hidden files in folders are
 skipped. The folder of a Delta Lake or Apache Iceberg table may also hold files of older versions of the table. Such a
@@ -10,20 +10,28 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.tables.data_files import (
+    DataFile,
+    RemoteFile,
+    describe_unknown_scheme,
+    find_remote,
+    is_pattern,
+    parse_url,
+)
 
 PARQUET = (".parquet", ".pq")
 """Endings of the names of Parquet files."""
 CSV = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 """Endings of the names of CSV files."""
-JSON_LINES = (".jsonl", ".ndjson", ".json")
+JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 """Endings of the names of files of JSON lines."""
 
 _PARQUET_MAGIC = b"PAR1"  # the first bytes of each Parquet file
-_GLOB_CHARACTERS = "*?["
+_COMPRESSED = (".csv.gz", ".tsv.gz", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 _DELTA_LOG = "_delta_log"
 _FIRST_DELTA_COMMIT = f"{0:020}.json"  # a commit file is named after the version, with 20 digits
 _ICEBERG_METADATA = "metadata"
@@ -32,23 +40,37 @@ _EXPORT_CURRENT_VERSION = (
 )
 
 
-def has_ending(path: str | Path, endings: Collection[str]) -> bool:
+def has_ending(path: str | DataFile, endings: Collection[str]) -> bool:
     """Return whether the name of a file ends with one of several endings, in lower or upper case.
 
     Args:
         path: The file.
         endings: Endings in lower case, such as ".parquet" or ".csv.gz".
     """
-    return Path(path).name.lower().endswith(tuple(endings))
+    return PurePath(str(path)).name.lower().endswith(tuple(endings))
 
 
-def get_stem(path: str | Path) -> str:
+def get_stem(path: str | PurePath) -> str:
     """Return the name of a file without its folder and its ending; `.csv.gz` is one ending."""
-    name = Path(path).name
-    return Path(name[: -len(".gz")] if has_ending(name, (".csv.gz", ".tsv.gz")) else name).stem
+    name = PurePath(path).name
+    return PurePath(name[: -len(".gz")] if has_ending(name, _COMPRESSED) else name).stem
 
 
 def find_files(inputs: Sequence[str | Path], endings: Collection[str] = PARQUET + CSV + JSON_LINES) -> list[Path]:
+    """Return the local input files; see `find_data_files`.
+
+    Raises:
+        InputError: As for `find_data_files`, or an input is the URL of an object store.
+    """
+    url = next((url for entry in inputs if (url := parse_url(entry)) is not None), None)
+    if url is not None:
+        raise InputError(f"{url}: this command reads local files only; copy the files to this machine, and name them")
+    return [path for path in find_data_files(inputs, endings) if isinstance(path, Path)]
+
+
+def find_data_files(
+    inputs: Sequence[str | Path], endings: Collection[str] = PARQUET + CSV + JSON_LINES
+) -> list[DataFile]:
     """Return the input files: folders and patterns among the inputs are replaced by the data files that they denote.
 
     The files of a folder or of a pattern are sorted by path. Hidden files, files with other endings, and the metadata
@@ -56,34 +78,86 @@ def find_files(inputs: Sequence[str | Path], endings: Collection[str] = PARQUET 
     in a folder, may have any ending.
 
     Args:
-        inputs: Paths of files and folders, and patterns with `*`, `?`, `[…]` and `**` (any number of folders).
+        inputs: Paths of files and folders, and patterns with `*`, `?`, `[…]` and `**` (any number of folders). URLs of
+            object stores, such as `s3://bucket/logs/*.parquet`, may be files, folders and patterns as well.
         endings: Endings of the names of data files in lower case.
 
     Raises:
         InputError: An input does not exist or has an unknown ending, a folder or a pattern holds no data file, or a
             folder is a Delta Lake or Iceberg table that may hold outdated files.
+        ConfigError: A URL contains credentials or has no bucket.
     """
-    files: list[Path] = []
-    for entry in map(Path, inputs):
-        if entry.is_dir():
+    files: list[DataFile] = []
+    for text in inputs:
+        url, entry = parse_url(text), Path(text)
+        if url is not None:
+            files += _find_remote_files(url, endings)
+        elif entry.is_dir():
             files_in_folder = list_data_files(entry, endings)
             if not files_in_folder:
                 raise InputError(f"{entry}: no {_name_formats(endings)} file in this folder; check the path")
             files += files_in_folder
         elif entry.exists():
             if not has_ending(entry, endings) and not _is_parquet(entry):
-                known_endings = " ".join(endings)
-                raise InputError(
-                    f"{entry}: unknown kind of file; choose a file whose name ends in one of {known_endings}"
-                )
+                raise _make_unknown_kind_error(entry, endings)
             files.append(entry)
-        elif any(character in str(entry) for character in _GLOB_CHARACTERS):
+        elif (reason := describe_unknown_scheme(entry)) is not None:
+            raise InputError(reason)
+        elif is_pattern(str(entry)):
             files += _expand_pattern(str(entry), endings)
         else:
             raise InputError(f"{entry}: no such file or folder; check the path")
     if not files:
         raise InputError("no input files were given; name at least one file or folder")
     return files
+
+
+def _make_unknown_kind_error(entry: DataFile, endings: Collection[str]) -> InputError:
+    """Return the error for a file whose name ends in none of the given endings."""
+    known_endings = " ".join(endings)
+    return InputError(f"{entry}: unknown kind of file; choose a file whose name ends in one of {known_endings}")
+
+
+def _find_remote_files(url: str, endings: Collection[str]) -> list[RemoteFile]:
+    """Return the data files that a URL of an object store denotes, sorted by path.
+
+    Args:
+        url: The URL of a file or a folder, or a pattern.
+        endings: Endings of the names of data files in lower case.
+
+    Raises:
+        InputError: See `find_data_files`.
+        ConfigError: The URL has no bucket.
+    """
+    found, folder = find_remote(url)
+    if folder is None:
+        if not has_ending(found[0], endings) and not _is_parquet(found[0]):
+            raise _make_unknown_kind_error(found[0], endings)
+        return found
+    visible = [file for file in found if not _is_hidden(file.path.relative_to(folder))]
+    for file in found:
+        table = _find_table_folder(file.path)
+        if table is not None and table.is_relative_to(folder) and not _is_hidden(table.relative_to(folder)):
+            raise InputError(
+                f"{url}: the files of this table may be those of older versions (it is a Delta Lake or Iceberg table, "
+                f"with {file}, which is not read): {_EXPORT_CURRENT_VERSION}"
+            )
+    files = [file for file in visible if has_ending(file, endings)]
+    if not files and is_pattern(url):
+        raise InputError(
+            f"{url}: no {_name_formats(endings)} file matches this pattern; check the pattern and the folder"
+        )
+    if not files:
+        raise InputError(f"{url}: no {_name_formats(endings)} file in this folder; check the URL")
+    return files
+
+
+def _find_table_folder(path: PurePosixPath) -> PurePosixPath | None:
+    """Return the folder of the Delta Lake or Iceberg table whose metadata a file belongs to; None for other files."""
+    if path.parent.name == _DELTA_LOG:
+        return path.parent.parent
+    is_iceberg = path.name.endswith(".metadata.json") and path.parent.name == _ICEBERG_METADATA
+    return path.parent.parent if is_iceberg else None
 
 
 def _expand_pattern(pattern: str, endings: Collection[str]) -> list[Path]:
@@ -115,7 +189,7 @@ def _name_formats(endings: Collection[str]) -> str:
     return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def _is_parquet(path: Path) -> bool:
+def _is_parquet(path: DataFile) -> bool:
     """Return whether a file begins as a Parquet file does. The result is false if it cannot be read."""
     try:
         with path.open("rb") as file:
@@ -140,8 +214,8 @@ def check_no_overwrite(inputs: Sequence[str | Path], outputs: Mapping[str, str |
         InputError: An input does not exist.
     """
     input_files_and_folders = [entry for entry in inputs if str(entry) != "-"]
-    input_files = find_files(input_files_and_folders) if input_files_and_folders else []
-    use_by_path = {path.resolve(): "an input" for path in input_files}
+    input_files = find_data_files(input_files_and_folders) if input_files_and_folders else []
+    use_by_path = {path.resolve(): "an input" for path in input_files if isinstance(path, Path)}
     for option, output in outputs.items():
         if output is None or str(output) in ("", "-"):
             continue
@@ -188,7 +262,7 @@ def list_data_files(folder: Path, endings: Collection[str]) -> list[Path]:
     )
 
 
-def _is_hidden(path: Path) -> bool:
+def _is_hidden(path: PurePath) -> bool:
     """Return whether a file or folder name in a path begins with a dot or an underscore.
 
     Such names mark hidden and temporary files.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from datetime import date
-from pathlib import Path
 from urllib.parse import unquote
 
 import pyarrow as pa
+
+from deformer_stream.tables.data_files import DataFile
 
 Value = int | date | str | None
 """The value of a partition column, which a folder name such as `site=north` states."""
@@ -19,7 +20,7 @@ _INTEGER = re.compile(r"-?(0|[1-9]\d{0,17})", re.ASCII)
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}", re.ASCII)
 
 
-def read_partitions(path: Path) -> dict[str, str | None]:
+def read_partitions(path: DataFile) -> dict[str, str | None]:
     """Return the columns that the folders of a path state, each with its value as text.
 
     Args:

@@ -10,6 +10,7 @@ import json
 import re
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from deformer_stream.settings.tables import TableSettings
 from deformer_stream.tables import conversion
 from deformer_stream.tables.csv_dialect import CsvDialect, CsvOptions, guess_dialect, read_sample
 from deformer_stream.tables.csv_rows import BadRow, BadRowCounter, CsvRows, OnBadRow, find_bad_rows
+from deformer_stream.tables.data_files import DataFile
 from deformer_stream.tables.discovery import CSV, get_stem, has_ending
 from deformer_stream.tables.partitions import Value, choose_partition_type, convert_partition, read_partitions
 
@@ -79,6 +81,9 @@ SAMPLE_ROWS = 1024
 
 DEFAULT_RECORD_COLUMN = "record"
 """The column of record ids in wide tables unless another one is chosen. A table need not have it."""
+
+OPENING_THREADS = 16
+"""Number of files of an object store that are opened at the same time."""
 
 MAX_LISTED_NAMES = 8
 """Number of names in an error message, after which the rest is left out."""
@@ -156,16 +161,27 @@ class _ParquetRows:
         path: The file.
     """
 
-    path: Path
+    path: DataFile
 
     def read(
         self, columns: Sequence[str], max_rows: int, on_bad_row: OnBadRow | None = None
     ) -> Iterator[pa.RecordBatch]:
         """Yield the rows of the given columns, in this order, in batches of at most `max_rows` rows."""
-        # With pre_buffer, Arrow would keep all row groups in memory until the file is closed.
-        with pq.ParquetFile(self.path, pre_buffer=False) as file:
-            for batch in file.iter_batches(batch_size=max_rows, columns=list(columns)):
-                yield batch.select(list(columns))
+        names = list(columns)
+        if isinstance(self.path, Path):
+            # With pre_buffer, Arrow would keep all row groups in memory until the file is closed.
+            with pq.ParquetFile(self.path, pre_buffer=False) as file:
+                for batch in file.iter_batches(batch_size=max_rows, columns=names):
+                    yield batch.select(names)
+            return
+        with self.path.open_for_seeking() as source:
+            metadata = pq.read_metadata(source)
+            for row_group in range(metadata.num_row_groups):
+                # The columns of a row group are requested together, which is faster than one request for each.
+                with pq.ParquetFile(source, metadata=metadata, pre_buffer=True) as file:
+                    for batch in file.iter_batches(batch_size=max_rows, row_groups=[row_group], columns=names):
+                        yield batch.select(names)
+        self.path.check_version()
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +216,7 @@ class Table:
         partition_values: The columns that come from the path, each with its value in all rows.
         dialect: The dialect of a CSV file, None for other formats.
         options: How the table is read.
+        path: The file, None for a table in memory.
     """
 
     name: str
@@ -212,9 +229,10 @@ class Table:
     options: TableOptions
     _rows: _Rows = field(repr=False)
     _decimals: Mapping[str, Decimal | None] = field(repr=False)  # of the columns of a CSV file
+    path: DataFile | None = None
 
     @staticmethod
-    def open(path: Path, options: TableOptions | None = None) -> Table:
+    def open(path: DataFile, options: TableOptions | None = None) -> Table:
         """Open a Parquet or CSV file to find out the names and types of its columns; no rows are returned.
 
         Args:
@@ -227,7 +245,7 @@ class Table:
         return Table.open_all([path], options)[0]
 
     @staticmethod
-    def open_all(paths: Sequence[Path], options: TableOptions | None = None) -> list[Table]:
+    def open_all(paths: Sequence[DataFile], options: TableOptions | None = None) -> list[Table]:
         """Open several files; a column of their paths (`site=north/`) has one type in all of them.
 
         Args:
@@ -243,12 +261,19 @@ class Table:
             name: choose_partition_type([texts[name] for texts in texts_by_path.values() if name in texts])
             for name in dict.fromkeys(name for texts in texts_by_path.values() for name in texts)
         }
-        return [
-            (_open_csv if has_ending(path, CSV) else _open_parquet)(path, options)._add_partitions(
-                {name: (type_by_column[name], text) for name, text in texts_by_path[path].items()}
-            )
-            for path in paths
-        ]
+
+        def open_one(path: DataFile) -> Table:
+            """Open one of the files."""
+            table = (_open_csv if has_ending(path, CSV) else _open_parquet)(path, options)
+            types = {name: (type_by_column[name], text) for name, text in texts_by_path[path].items()}
+            return replace(table, path=path)._add_partitions(types)
+
+        # The latency of an object store is longer than the work.
+        num_threads = min(OPENING_THREADS, sum(not isinstance(path, Path) for path in paths))
+        if num_threads < 2:
+            return [open_one(path) for path in paths]
+        with ThreadPoolExecutor(num_threads) as pool:
+            return list(pool.map(open_one, paths))
 
     @staticmethod
     def from_arrow(table: pa.Table, name: str = "the data frame", options: TableOptions | None = None) -> Table:
@@ -445,6 +470,36 @@ class Table:
                         arrays[name] = self._make_partition_column(name, batch.num_rows)
                 yield pa.RecordBatch.from_arrays([arrays[name] for name in columns], list(columns))
 
+    def iterate_cells(self, columns: Sequence[str], max_rows: int) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of columns of the file in batches, with their cells as the file holds them, not converted.
+
+        Args:
+            columns: Names of columns that do not come from the path.
+            max_rows: Maximum number of rows of a batch.
+
+        Raises:
+            InputError: The file cannot be read to its end.
+        """
+        with map_read_errors(self.name):
+            yield from self._rows.read(columns, max_rows)
+
+    def select(self, columns: Sequence[str]) -> Table:
+        """Return the table with only some of its columns.
+
+        Args:
+            columns: Names of columns, in the order of `schema`.
+        """
+        return replace(self, schema=pa.schema([self.schema.field(name) for name in columns]))
+
+    def read_from(self, path: Path, num_rows: int) -> Table:
+        """Return a table that reads its cells from a Parquet file, and that is otherwise equal to this one.
+
+        Args:
+            path: A file with cells of this table as `iterate_cells` returns them.
+            num_rows: Number of rows of the file.
+        """
+        return replace(self, path=path, num_rows=num_rows, _rows=_ParquetRows(path))
+
     def _choose_any_column(self) -> list[str]:
         """Return the first column of the file, as a list."""
         return [name for name in self.schema.names if name not in self.partition_values][:1]
@@ -546,7 +601,7 @@ _Converter = CellForm | Literal["integer", "boolean", "date", "clock"]
 """How the cells of a column of texts are converted."""
 
 
-def _open_parquet(path: Path, options: TableOptions) -> Table:
+def _open_parquet(path: DataFile, options: TableOptions) -> Table:
     """Open a Parquet file.
 
     Args:
@@ -556,10 +611,11 @@ def _open_parquet(path: Path, options: TableOptions) -> Table:
     Raises:
         InputError: The file cannot be read, or two of its columns have the same name.
     """
-    with map_read_errors(path):
+    with map_read_errors(str(path)):
         try:
-            with pq.ParquetFile(path) as file:
-                schema, num_rows = file.schema_arrow, file.metadata.num_rows
+            with path.open("rb") if isinstance(path, Path) else path.open_for_seeking() as source:
+                metadata = pq.read_metadata(source)
+            schema, num_rows = metadata.schema.to_arrow_schema(), metadata.num_rows
         except pa.ArrowInvalid as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise InputError(
@@ -569,7 +625,7 @@ def _open_parquet(path: Path, options: TableOptions) -> Table:
     return _make_table(str(path), schema, num_rows, options, _ParquetRows(path))
 
 
-def _open_csv(path: Path, options: TableOptions) -> Table:
+def _open_csv(path: DataFile, options: TableOptions) -> Table:
     """Open a CSV file and guess its dialect and the types of its columns.
 
     Args:
@@ -579,7 +635,7 @@ def _open_csv(path: Path, options: TableOptions) -> Table:
     Raises:
         InputError: The file cannot be read, or two of its columns have the same name.
     """
-    with map_read_errors(path):
+    with map_read_errors(str(path)):
         dialect = guess_dialect(read_sample(path), options.csv, str(path))
         names = dialect.column_names
         _check_unique_names([name for name in names if name], str(path))
