@@ -14,7 +14,7 @@ import click
 
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, run
 from deformer_stream.settings import add_options, load_settings
-from deformer_stream.tables.discovery import CSV, PARQUET, find_files
+from deformer_stream.tables.discovery import CSV, PARQUET, find_data_files
 from trainer.settings import TrainConfig, TrainSettings
 
 EXAMPLES = (
@@ -33,6 +33,10 @@ EXAMPLES = (
     (
         "Train on long records whose sensors report at any times:",
         "deformer-train stays.parquet --out model --layout long --irregular",
+    ),
+    (
+        "Train one model for each type of machine; types with few records start from a model of all types:",
+        "deformer-train machines.parquet --out models --per type",
     ),
 )
 """For each example at the end of the help, what it does and the command line."""
@@ -60,7 +64,7 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
     # If the process did other work before (as tests do), its age is not the time of this command.
     is_fresh_process = "torch" not in sys.modules
     settings = load_settings(TrainConfig, flags, config, "train")
-    find_files(tables, PARQUET + CSV)  # reports a wrong path before PyTorch is imported
+    find_data_files(tables, PARQUET + CSV)  # reports a wrong path before PyTorch is imported
     if settings.dry_run:
         from trainer.preview import print_preview
 
@@ -83,6 +87,20 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
             seconds_so_far = max(seconds_so_far, read_process_age())
         budget = TimeBudget(settings.max_time, ranks.read_clock, spent=ranks.broadcast(seconds_so_far))
         try:
+            if settings.per is not None:
+                from trainer.fleet import train_per_value
+
+                fleet = train_per_value(
+                    tables,
+                    settings,
+                    on_status=display,
+                    on_message=console.print_line,
+                    should_stop=stop_signals,
+                    budget=budget,
+                    ranks=ranks,
+                )
+                click.echo(console.format_fleet(fleet, settings.per))
+                return 0
             if not ranks.is_first and not settings.irregular:
                 run_worker_rank(tables, settings, stop_signals, budget, ranks)
                 return 0

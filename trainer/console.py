@@ -14,6 +14,7 @@ from deformer_stream import log
 from deformer_stream.calibration.conformal import DEFAULT_ALPHAS
 from deformer_stream.counts import format_count
 from trainer.fit import TrainingStatus
+from trainer.fleet import FleetOutput
 from trainer.irregular_job import IrregularOutput
 from trainer.job import TrainingOutput
 from trainer.report import describe_expected_alerts
@@ -166,3 +167,23 @@ def format_summary(result: TrainingOutput | IrregularOutput) -> str:
             f"next         deformer-stream replay TABLE --model {result.directory} --records records.parquet",
         ]
     )
+
+
+def format_fleet(fleet: FleetOutput, column: str) -> str:
+    """Return the lines that are printed after the training of one model for each value of a column (`--per`).
+
+    Args:
+        fleet: The models.
+        column: The column.
+    """
+    width = max(len(member.value) for member in fleet.members)
+    lines = []
+    for member in fleet.members:
+        start = "adapted from the fleet model" if member.entry.adapted else "trained on its own records"
+        held_out = "finished in an earlier run"
+        if isinstance(member.output, TrainingOutput | IrregularOutput):
+            held_out = _describe_held_out(member.output)
+        records = format_count(member.entry.records, "record")
+        lines.append(f"{member.value:<{width}}  {records}, {start}; {held_out}")
+    lines += [f"warning: {column} {value!r} has no new model: {why}" for value, why in fleet.reason_by_value.items()]
+    return "\n".join([*lines, f"written: {format_count(len(fleet.members), 'model')} in {fleet.directory}"])

@@ -116,6 +116,9 @@ class DataOptions:
         units: Units of features, which replace those in the metadata of the columns.
         order: Order of irregular readings: "arrival" for that of the input, "time" for that of their times. None to
             choose it (`irregular_table.choose_reading_order`).
+        part_sizes: Numbers of records of consecutive parts of the input, such as one part for each type of machine.
+            Each part is split by itself, as it is split if it is the whole input. So a model of one part can be adapted
+            from a model of all parts, and its calibration records are new to both. Empty to split all records together.
     """
 
     layout: Layout | None = None
@@ -137,6 +140,7 @@ class DataOptions:
     device_column: str | None = None
     reading: TableOptions = field(default_factory=TableOptions)
     order: Literal["arrival", "time"] | None = None
+    part_sizes: tuple[int, ...] = ()
 
     @property
     def named_columns(self) -> frozenset[str]:
@@ -329,7 +333,7 @@ def collect_input(
         InputError: A file cannot be used.
         ConfigError: An option does not fit the files.
     """
-    tables = _open_tables(sources, options, window)
+    tables = open_training_tables(sources, options, window)
     tables.monitor, tables.max_rows = monitor or ReadingMonitor(), max_rows
     excluded_by_name = _choose_columns(tables, options)
     tables.monitor.start_pass("counting the records")
@@ -412,7 +416,7 @@ def create_data_options(settings: TrainConfig, base: Schema | None = None) -> Da
     )
 
 
-def _open_tables(sources: Sequence[TableSource], options: DataOptions, window: Window | None) -> InputTables:
+def open_training_tables(sources: Sequence[TableSource], options: DataOptions, window: Window | None) -> InputTables:
     """Open the tables as the options say, and keep the index of a data frame if an option names it."""
     return open_tables(
         sources,
@@ -439,10 +443,24 @@ def _collect_within_time(
         The split of the records that are used, and the statistics by feature name.
     """
     monitor = tables.monitor
+    part_split = _split_parts(tables, options) if options.part_sizes else None
+
+    def sample_records(num_records: int) -> None:
+        """Use only a random sample of the records, whose split stays the same if it was made by parts."""
+        nonlocal part_split
+        chosen = tables.sample_records(num_records, options.seed)
+        part_split = None if part_split is None else part_split[chosen]
+
+    def get_split() -> NDArray[np.uint8]:
+        """Return the split of the records that are used."""
+        if part_split is not None:
+            return part_split
+        return assign_split(tables.num_records, options.calibration_share, options.seed)
+
     if monitor.max_records is not None and monitor.max_records < tables.num_records:
-        tables.sample_records(monitor.max_records, options.seed)
+        sample_records(monitor.max_records)
     try:
-        split = assign_split(tables.num_records, options.calibration_share, options.seed)
+        split = get_split()
         # The pass that converts the records takes about as long as this one, so two passes must fit into the time.
         monitor.start_pass("collecting statistics", num_limited_passes=2)
         return split, collect_statistics(tables, split, options.exclude)
@@ -450,10 +468,46 @@ def _collect_within_time(
         num_records = max(MIN_SAMPLED_RECORDS, int(stop.share * tables.num_records))
     if num_records <= MAX_SAMPLE_SHARE * tables.num_records:
         monitor.on_message(f"used {num_records:,} of {tables.num_records:,} records, because of --max-time")
-        tables.sample_records(num_records, options.seed)
-    split = assign_split(tables.num_records, options.calibration_share, options.seed)
+        sample_records(num_records)
+    split = get_split()
     monitor.start_pass("collecting statistics")
     return split, collect_statistics(tables, split, options.exclude)
+
+
+def _split_parts(tables: InputTables, options: DataOptions) -> NDArray[np.uint8]:
+    """Return the split of the records if each of several consecutive parts is split by itself.
+
+    Args:
+        tables: The input, whose records are numbered.
+        options: Their `part_sizes` are the numbers of records of the parts.
+
+    Raises:
+        InputError: The input has another number of records than the parts, as a record belongs to several of them.
+    """
+    if sum(options.part_sizes) != tables.num_records:
+        raise InputError(
+            f"{tables.description}: the rows of one record have different values in the column --per, so the model of "
+            "the record is not clear; correct the column, or choose one with the same value in all rows of a record"
+        )
+    return np.concatenate([assign_split(size, options.calibration_share, options.seed) for size in options.part_sizes])
+
+
+def count_records(sources: Sequence[TableSource], options: DataOptions) -> int:
+    """Return the number of normal records in training tables. All rows are read once, but not all columns.
+
+    Args:
+        sources: Files, folders and patterns of files, and tables in memory.
+        options: How to read them.
+
+    Raises:
+        InputError: A file cannot be used, or no record is normal.
+        ConfigError: An option does not fit the files.
+    """
+    window, _ = _choose_window(options)
+    tables = open_training_tables(sources, options, window)
+    _choose_columns(tables, options)
+    index_records(tables)
+    return tables.num_records
 
 
 def _find_columns_with_texts(schema: Schema, statistics: dict[str, ColumnStatistics]) -> list[ColumnStatistics]:

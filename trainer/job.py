@@ -147,6 +147,7 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
     budget: TimeBudget | None = None,
     ranks: Ranks = SINGLE_PROCESS,
+    part_sizes: Sequence[int] = (),
 ) -> TrainingOutput:
     """Train a model on tables, calibrate and evaluate it, and write the model directory.
 
@@ -159,6 +160,7 @@ def train(
         should_stop: Called after every training step. If it returns True, a checkpoint is written and training stops.
         budget: The time that the job may take; by default `settings.max_time` from now.
         ranks: The processes that train together. This process must be the first; the others call `run_worker_rank`.
+        part_sizes: Numbers of records of consecutive parts of the tables that are split by themselves (`DataOptions`).
 
     Returns:
         The model, its calibration and its evaluation, which were also written to the model directory.
@@ -172,7 +174,7 @@ def train(
     budget = budget or TimeBudget(settings.max_time)
     warnings = WarningList(on_message)
     with lock_working_folder(settings.out) as folder:
-        planned = _prepare_run(tables, settings, folder, budget, ranks, on_prepared, on_message)
+        planned = _prepare_run(tables, settings, folder, budget, ranks, on_prepared, on_message, part_sizes)
         run, data = planned.run, planned.run.data
         warnings.add(*(TrainingWarning(code, message) for code, message in data.warnings))
         order = choose_order(settings.order_of_features, data)
@@ -565,6 +567,7 @@ def _prepare_run(
     ranks: Ranks,
     on_prepared: Callable[[PreparedTable], None] = lambda data: None,
     on_message: Callable[[str], None] = lambda line: None,
+    part_sizes: Sequence[int] = (),
 ) -> PlannedRun:
     """Prepare the table and create the training run. With `--resume`, restore it from the checkpoint if there is one.
 
@@ -577,6 +580,7 @@ def _prepare_run(
         ranks: The processes that train together.
         on_prepared: Called once with the prepared table.
         on_message: Called with a line of text for the user.
+        part_sizes: As in `train`.
 
     Returns:
         The run, with the measured costs of the phases after training (calibration, ranking, held-out figures).
@@ -600,7 +604,8 @@ def _prepare_run(
     reading_seconds = math.inf if budget.limit is None else READING_SHARE * budget.remaining
     monitor = ReadingMonitor(reading_seconds, budget.clock, on_message, max_records=previous.get("records"))
     old_schema = old_model.schema if old_model is not None else None
-    data = prepare_table(tables, create_data_options(settings, old_schema), folder, monitor)
+    options = replace(create_data_options(settings, old_schema), part_sizes=tuple(part_sizes))
+    data = prepare_table(tables, options, folder, monitor)
     budget.mark_phase("reading")
     data, num_references = _leave_out_outliers(data, settings, budget, previous.get("references"), on_message)
     budget.mark_phase("contamination")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -10,6 +11,7 @@ from deformer_stream.counts import format_count
 from deformer_stream.model.schema import Schema
 from trainer.data import DataOptions, Split, TrainingTable, create_data_options, prepare_table
 from trainer.feature_table import print_features
+from trainer.fleet_tables import create_options, open_tables_with_column
 from trainer.irregular_table import prepare_irregular_table
 from trainer.reading_time import ReadingMonitor
 from trainer.settings import TrainConfig
@@ -57,13 +59,18 @@ def print_preview(sources: Sequence[TableSource], settings: TrainConfig) -> None
 
     Args:
         sources: Files, folders and patterns of files, and tables in memory.
-        settings: All options of `deformer-train`. Nothing is written to `settings.out`.
+        settings: All options of `deformer-train`. With `per`, the features of all values are shown together. Nothing is
+            written to `settings.out`.
 
     Raises:
         InputError: A file cannot be used.
         ConfigError: An option does not fit the files.
     """
     options = create_data_options(settings, _read_old_schema(settings))
+    if settings.per is not None:
+        tables = open_tables_with_column(sources, create_options(settings, settings.per), settings.per)
+        if tables.layout == "wide" and settings.per not in (tables.device_column, *options.exclude):
+            options = replace(options, exclude=(*options.exclude, settings.per))
     data, num_rows, are_all_rows = preview_table(sources, options, settings.irregular)
     print_features(data)
     for _, message in data.warnings:
@@ -74,6 +81,8 @@ def print_preview(sources: Sequence[TableSource], settings: TrainConfig) -> None
         else f"the first {format_count(num_rows, 'row')}; others may change it"
     )
     num_train = len(data.select_rows(Split.TRAIN))
+    if settings.per is not None:
+        print(f"--per {settings.per}: each value gets a model of the features that occur in its records")
     print(
         f"dry run: {format_count(len(data.schema), 'feature')} from {rows} "
         f"({format_count(len(data.split), 'record')}, {num_train:,} of them for training); nothing was written"

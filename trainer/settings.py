@@ -93,6 +93,7 @@ Cycles = Annotated[str, BeforeValidator(_join_list), AfterValidator(_check_perio
 
 OPTION_GROUPS: OptionGroups = {
     "Model directory": ("out", "resume", "init_from"),
+    "One model for each value of a column": ("per", "adapt_below"),
     "Time and size": ("max_time", "preset", "epochs", "device", "training_precision", "accumulate", "seed", "dry_run"),
     "Tables": (
         *("layout", "time_column", "device_column", "timezone", "delimiter", "decimal", "encoding"),
@@ -236,6 +237,18 @@ class TrainSettings(WindowedTableSettings):
         description="Model directory to start from. Its model is adapted to the tables, such as the few records of one "
         "machine. The tables may have additional columns.",
     )
+    per: str | None = Field(
+        None,
+        min_length=1,
+        description="Column whose values have a model each, such as the type of a machine. --out is then a folder with "
+        "a model directory for each value. The column is not a feature.",
+    )
+    adapt_below: int | None = Field(
+        None,
+        ge=0,
+        description="With --per, a value with fewer normal records than this gets a model that is adapted from a fleet "
+        "model, which is trained on the records of all values. Default: 1000; 0 for no fleet model.",
+    )
     calibration_share: Share = Field(
         0.2, description="Share (0 to 1) of the records that are used for calibration and not for training."
     )
@@ -287,6 +300,7 @@ class TrainSettings(WindowedTableSettings):
                 "--per-slot needs --window, because it combines readings of one window; add --window, such as 60s"
             )
         self._check_irregular()
+        self._check_per()
         has_time_slots = self.slots is not None and self.slots > 1
         if self.once and not has_time_slots:
             raise ValueError(
@@ -299,6 +313,20 @@ class TrainSettings(WindowedTableSettings):
     def order_of_features(self) -> Literal["arrival", "random", "schema"] | None:
         """The value of --order for records whose features report once. The value "time" needs irregular readings."""
         return None if self.order == "time" else self.order
+
+    def _check_per(self) -> None:
+        """Check that --adapt-below has an effect, and that --per is not combined with --folds.
+
+        Raises:
+            ValueError: One of both is not the case.
+        """
+        if self.per is None and self.adapt_below is not None:
+            raise ValueError("--adapt-below needs --per: add --per, or remove --adapt-below")
+        if self.adapt_below and self.irregular:
+            raise ValueError("--adapt-below cannot be combined with --irregular, because such models are not adapted")
+        if self.per is not None and self.folds is not None:
+            # The fleet model has seen all records but the calibration records of one split.
+            raise ValueError("--per cannot be combined with --folds: remove one of the two options")
 
     def _check_irregular(self) -> None:
         """Check that --irregular is not combined with an option that has no meaning for irregular readings.

@@ -728,6 +728,31 @@ def _index_readings(tables: InputTables) -> None:
         )
 
 
+def iterate_record_values(tables: InputTables, column: str) -> Iterator[tuple[NDArray[np.int64], pa.Array, Table]]:
+    """Yield for the rows of each batch their records and their cells in a column.
+
+    Args:
+        tables: A long table, or a wide one with windows of time.
+        column: The column.
+
+    Yields:
+        (records, cells, table): (N,) the number from 0 of the record of each row, −1 if it has none; N cells.
+
+    Raises:
+        InputError: A table cannot be read, or a time is malformed.
+    """
+    number_by_key: dict[RecordKey, int] = {}
+    owner_columns = [RECORD] if tables.window is None else [tables.device_column, tables.time_column]
+    # The column may be the one with the records.
+    for rows in _iterate_batches(tables, list(dict.fromkeys(name for name in [*owner_columns, column] if name))):
+        if tables.window is None:
+            numbers = _number_named_records(rows.batch, number_by_key)
+        else:
+            times = _parse_row_times(tables, rows)
+            numbers = _number_windows(_get_devices(tables, rows), times, number_by_key, tables.window)
+        yield numbers, rows.batch.column(column), rows.table
+
+
 def _is_present(values: pa.Array) -> NDArray[np.bool_]:
     """Return for each of N values whether it is neither null nor NaN."""
     is_present: NDArray[np.bool_] = values.is_valid().to_numpy(zero_copy_only=False)

@@ -29,6 +29,25 @@ def lock_working_folder(out: Path) -> Iterator[Path]:
     """
     model_store.check_output_directory(out)
     folder = get_working_folder(out)
+    with lock_folder(folder, out):
+        try:
+            yield folder
+        finally:
+            if folder.exists() and not (folder / checkpoint.FILE_NAME).exists():
+                shutil.rmtree(folder)
+
+
+@contextmanager
+def lock_folder(folder: Path, out: Path) -> Iterator[None]:
+    """Create a folder and lock it while the context is open, so that no other process uses it.
+
+    Args:
+        folder: The folder.
+        out: The path of `--out`, for messages.
+
+    Raises:
+        ConfigError: The folder cannot be written, or another process is using it.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("w")
@@ -50,11 +69,7 @@ def lock_working_folder(out: Path) -> Iterator[Path]:
                 f"--out {out}: another deformer-train process is using {folder}; "
                 "wait until it has ended, or choose another model directory"
             ) from None
-        try:
-            yield folder
-        finally:
-            if folder.exists() and not (folder / checkpoint.FILE_NAME).exists():
-                shutil.rmtree(folder)
+        yield
 
 
 def get_working_folder(out: Path) -> Path:

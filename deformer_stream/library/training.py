@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from deformer_stream import model_store
-from deformer_stream.errors import InputError
+from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.library.detector import Detector, TemporaryFolder
 from deformer_stream.library.frames import TabularRecords, convert_cells, read_array, read_frame, warn
 from deformer_stream.model.load_network import require_torch
@@ -90,6 +90,8 @@ def run_training(
     temporary_folder = TemporaryFolder() if out is None else None
     directory = Path(str(out)) if temporary_folder is None else temporary_folder.path / "model"
     settings = load_settings(TrainConfig, {**values, "out": directory}, None, "train")
+    if settings.per is not None:
+        raise ConfigError("the option per makes several models, but train() returns one: use deformer-train --per")
     sources: Sequence[Path | Table] | None = _list_paths(records)
     if sources is None:
         sources = [Table.from_arrow(_to_training_table(records, columns), "the training table")]
