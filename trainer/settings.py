@@ -96,7 +96,7 @@ OPTION_GROUPS: OptionGroups = {
     "One model for each value of a column": ("per", "adapt_below"),
     "Time and size": ("max_time", "preset", "epochs", "device", "training_precision", "accumulate", "seed", "dry_run"),
     "Tables": (
-        *("layout", "time_column", "device_column", "timezone", "delimiter", "decimal", "encoding"),
+        *("where", "layout", "time_column", "device_column", "timezone", "delimiter", "decimal", "encoding"),
         *("header", "no_header"),
     ),
     "Normal records": ("label", "normal", "contamination", "faults"),

@@ -427,14 +427,14 @@ class _Rows:
         batch: The rows.
         table: The table that contains them.
         file_index: The number of the table, from 0.
-        first_row: The number of the first row in its table, from 0.
+        row_numbers: (N,) the numbers of the rows in their table, from 0.
         first_index: The number of the first row in the input, over all tables.
     """
 
     batch: pa.RecordBatch
     table: Table
     file_index: int
-    first_row: int
+    row_numbers: NDArray[np.int64]
     first_index: int
 
     def describe_column(self, name: str) -> str:
@@ -453,15 +453,13 @@ def _iterate_batches(tables: InputTables, column_names: Sequence[str]) -> Iterat
     batch_rows = int(np.clip(BATCH_CELLS // max(len(column_names), 1), 1024, 65_536))
     num_rows = 0
     for file_index, table in enumerate(tables.tables):
-        first_row = 0
         forms = {name: form for name in column_names if (form := _choose_form(tables, table, name)) is not None}
-        for batch in table.iterate_batches(column_names, batch_rows, forms):
+        for batch, row_numbers in table.iterate_numbered(column_names, batch_rows, forms):
             if tables.max_rows is not None:
                 batch = batch.slice(0, tables.max_rows - num_rows)
             tables.monitor.begin_batch()
-            yield _Rows(_unify_columns(tables, batch), table, file_index, first_row, num_rows)
+            yield _Rows(_unify_columns(tables, batch), table, file_index, row_numbers, num_rows)
             tables.monitor.end_batch(len(batch))
-            first_row += len(batch)
             num_rows += len(batch)
             if num_rows == tables.max_rows:
                 return
@@ -557,7 +555,7 @@ def encode_labels(values: pa.Array) -> tuple[NDArray[np.int64], list[str]]:
     return indexes, labels
 
 
-def parse_times(values: pa.Array, where: str, first_row: int = 0) -> NDArray[np.int64]:
+def parse_times(values: pa.Array, where: str, row_numbers: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
     """Convert a column of times to microseconds since 1970.
 
     The same forms are accepted as in event streams: timestamps (UTC if they have no zone), dates, numbers (seconds
@@ -566,7 +564,7 @@ def parse_times(values: pa.Array, where: str, first_row: int = 0) -> NDArray[np.
     Args:
         values: N times.
         where: File and column for error messages, such as "log.parquet: column 'time'".
-        first_row: Row number of the first value in the file, for error messages.
+        row_numbers: (N,) row numbers of the values in the file, for error messages. None for 0 to N − 1.
 
     Returns:
         (N,) int64, `NO_TIME` for null and NaN.
@@ -593,8 +591,9 @@ def parse_times(values: pa.Array, where: str, first_row: int = 0) -> NDArray[np.
     times, error_by_row = columns.parse_times(values, where)
     if error_by_row:
         row = min(error_by_row)
+        number = row if row_numbers is None else row_numbers[row]
         raise InputError(
-            f"{where}, row {first_row + row}: the time cannot be parsed ({error_by_row[row]}); "
+            f"{where}, row {number}: the time cannot be parsed ({error_by_row[row]}); "
             "write times with a zone, such as 2020-03-09T10:34:33Z, or set their zone with --timezone"
         )
     return times
@@ -777,7 +776,7 @@ def _parse_row_times(tables: InputTables, rows: _Rows) -> NDArray[np.int64]:
     if tables.time_column is None:
         return np.full(len(rows.batch), NO_TIME)
     where = rows.describe_column(tables.time_column)
-    return parse_times(rows.batch.column(tables.time_column), where, rows.first_row)
+    return parse_times(rows.batch.column(tables.time_column), where, rows.row_numbers)
 
 
 def _number_named_records(batch: pa.RecordBatch, number_by_key: dict[RecordKey, int]) -> NDArray[np.int64]:

@@ -146,10 +146,10 @@ def impute_tables(
     bad_cells = BadCells()
     sink = RowsParquet(output, output_schema)
     try:
-        for table, batch, row_in_table in _iterate_batches(tables, columns, feature_by_name):
+        for table, batch, row_numbers in _iterate_batches(tables, columns, feature_by_name):
             row_ids = [str(row) for row in range(first_row, first_row + batch.num_rows)]
-            events, rejections = codec.decode(WideRows(table.name, batch, row_ids, row_in_table))
-            bad_cells.add(table, row_in_table, rejections)
+            events, rejections = codec.decode(WideRows(table.name, batch, row_ids, 0, row_numbers=row_numbers))
+            bad_cells.add(table, row_numbers, rejections)
             # The codec decodes a null as an event with the value NaN, and rejects infinite values and bad texts.
             values = np.full((batch.num_rows, len(model.schema)), np.nan)
             is_accepted = np.zeros(values.shape, bool)  # false for a rejected cell: neither present nor a gap
@@ -197,17 +197,17 @@ class BadCells:
     num_cells: int = 0
     first: str = ""
 
-    def add(self, table: Table, first_row: int, rejections: Sequence[Rejection]) -> None:
+    def add(self, table: Table, rows: NDArray[np.int64], rejections: Sequence[Rejection]) -> None:
         """Count the cells that were rejected in some rows.
 
         Args:
             table: The table.
-            first_row: Number of the first of these rows in the table.
+            rows: (N,) numbers of these rows in the table.
             rejections: The rejections of the codec.
         """
         self.num_cells += sum(rejection.num_readings for rejection in rejections)
         if rejections and not self.first:
-            row = first_row + min(rejection.message_index for rejection in rejections)
+            row = int(rows[min(rejection.message_index for rejection in rejections)])
             first = min(rejections, key=lambda rejection: rejection.message_index)
             self.first = f"{table.name}: row {row}, {first.detail}"
 
@@ -224,8 +224,8 @@ class BadCells:
 
 def _iterate_batches(
     tables: Sequence[Table], columns: Sequence[str], feature_by_name: dict[str, Feature]
-) -> Iterator[tuple[Table, pa.RecordBatch, int]]:
-    """Yield the rows of all tables in batches, each with its table and the number of its first row in this table.
+) -> Iterator[tuple[Table, pa.RecordBatch, NDArray[np.int64]]]:
+    """Yield the rows of all tables in batches, each with its table and the numbers of its rows in this table.
 
     Args:
         tables: The tables.
@@ -233,10 +233,8 @@ def _iterate_batches(
         feature_by_name: The features of the model by name.
     """
     for table in tables:
-        first_row = 0
-        for batch in table.iterate_batches(columns, ROWS_PER_BATCH, _choose_forms(table, feature_by_name)):
-            yield table, batch, first_row
-            first_row += batch.num_rows
+        for batch, rows in table.iterate_numbered(columns, ROWS_PER_BATCH, _choose_forms(table, feature_by_name)):
+            yield table, batch, rows
 
 
 def _log_features_without_column(feature_by_name: dict[str, Feature], feature_columns: list[str]) -> None:

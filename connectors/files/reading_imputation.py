@@ -297,14 +297,14 @@ def _append_rows(tables: Sequence[Table], rows: _RowStore, schema: Schema, time_
     num_untimed = 0
     for table in tables:
         columns = [name for name in (*used, names.time) if name in table.schema.names]
-        first_row = 0
         own_forms = {name: form for name, form in forms.items() if name in columns}
-        for batch in table.iterate_batches(columns, ROWS_PER_BATCH, own_forms):
-            events, rejections = codec.decode(LongRows(table.name, batch, first_row))
-            bad_cells.add(table, first_row, rejections)
+        for batch, row_numbers in table.iterate_numbered(columns, ROWS_PER_BATCH, own_forms):
+            events, rejections = codec.decode(
+                LongRows(table.name, batch, int(row_numbers[0]) if len(row_numbers) else 0, row_numbers)
+            )
+            bad_cells.add(table, row_numbers, rejections)
             num_untimed += int((events.times == NO_TIME).sum())
             rows.append(batch.num_rows, events, schema.is_context)
-            first_row += batch.num_rows
     if num_untimed:
         log.get_logger("impute").warning(
             "rows_without_time_not_used", rows=num_untimed, remedy="give each row a time; a value cannot be filled else"

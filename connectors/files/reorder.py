@@ -124,7 +124,9 @@ def _add_origin_columns(rows: LongRows) -> pa.Table:
     """Return rows of a long table (one reading per row) with two more columns: the file and the number of each row."""
     num_rows = len(rows)
     files = pa.DictionaryArray.from_arrays(pa.array(np.zeros(num_rows, np.int32)), pa.array([rows.origin]))
-    row_numbers = pa.array(np.arange(rows.first_row, rows.first_row + num_rows))
+    row_numbers = pa.array(
+        np.arange(rows.first_row, rows.first_row + num_rows) if rows.row_numbers is None else rows.row_numbers
+    )
     names = [*rows.table.schema.names, ROW_FILE_COLUMN, ROW_NUMBER_COLUMN]
     return pa.Table.from_arrays([*rows.table.columns, files, row_numbers], names)
 

@@ -18,6 +18,7 @@ from pathlib import Path, PurePath
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from connectors.files.background import Prefetcher
 from connectors.files.lines import BLOCK_BYTES, LineSplitter, read_lines
@@ -133,6 +134,8 @@ def open_source(
     payload_iterators: list[Iterator[Payload]] = []  # in the order of the files
     for path in files:
         table = table_by_file.get(path)
+        if table is None and not has_ending(path, JSON_LINES):
+            continue  # no row of the file has the chosen condition
         if table is None:
             line_files.append(path)
             payload_iterators.append(_iterate_messages(path, options))
@@ -179,10 +182,29 @@ def _open_tables(
     Raises:
         InputError: A table cannot be read.
     """
-    paths = [path for path in files if not has_ending(path, JSON_LINES)]
     kept_columns = table_options.kept_columns | options.list_chosen_columns()
-    tables = Table.open_all(paths, replace(table_options, kept_columns=kept_columns))
-    return dict(zip(paths, tables, strict=True))
+    return open_tables(files, replace(table_options, kept_columns=kept_columns))
+
+
+def open_tables(files: Sequence[DataFile], options: TableOptions) -> dict[DataFile, Table]:
+    """Open the tables among the input files.
+
+    Args:
+        files: All input files.
+        options: How tables are read.
+
+    Returns:
+        The table of each file that is not JSON lines, and that can have rows with the condition of the options.
+
+    Raises:
+        InputError: A table cannot be read, or rows are to be chosen of JSON lines.
+        ConfigError: The condition does not fit a table.
+    """
+    paths = [path for path in files if not has_ending(path, JSON_LINES)]
+    if options.where is not None and len(paths) < len(files):
+        lines = next(path for path in files if has_ending(path, JSON_LINES))
+        raise InputError(f"{lines}: --where chooses rows of tables, not of JSON lines; leave it out, or name tables")
+    return {table.path: table for table in Table.open_all(paths, options) if table.path is not None}
 
 
 def log_dialects(tables: Iterable[Table]) -> None:
@@ -449,30 +471,27 @@ class _WideTable:
         if self.time_column is not None:
             columns.append(self.time_column)
             forms[self.time_column] = "time"
-        first_row = 0
         batch_size = max(1, self.options.batch_events // len(schema))  # rows; each has an event per feature
-        for batch in self.table.iterate_batches(columns, batch_size, forms, self.bad_rows.add):
-            record_ids = self._make_record_ids(batch, first_row)
-            yield WideRows(self.table.name, batch, record_ids, first_row, self.time_column)
-            first_row += batch.num_rows
+        for batch, rows in self.table.iterate_numbered(columns, batch_size, forms, self.bad_rows.add):
+            record_ids = self._make_record_ids(batch, rows)
+            yield WideRows(self.table.name, batch, record_ids, int(rows[0]) if len(rows) else 0, self.time_column, rows)
 
-    def _make_record_ids(self, batch: pa.RecordBatch, first_row: int) -> list[str]:
+    def _make_record_ids(self, batch: pa.RecordBatch, rows: NDArray[np.int64]) -> list[str]:
         """Return the record id of each row: the cell of the record column, or a text made of the row number.
 
         A null in the record column becomes "", which the codec rejects.
 
         Args:
             batch: Rows of the table.
-            first_row: Number of the first of these rows in the table.
+            rows: (N,) numbers of these rows in the table.
         """
         if self.record_column is not None:
             description = f"{self.table.name}: column {self.record_column!r}"
             record_ids = convert_ids(batch.column(self.record_column), description)
             return [str(record_id) for record_id in to_python_values(record_ids.fill_null(""))]
-        row_numbers = range(first_row, first_row + batch.num_rows)
         if self.id_prefix is None:
-            return [str(row) for row in row_numbers]
-        return [f"{self.id_prefix}:{row}" for row in row_numbers]
+            return [str(row) for row in rows.tolist()]
+        return [f"{self.id_prefix}:{row}" for row in rows.tolist()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -540,10 +559,9 @@ class _LongTable:
         )
         forms |= {names.value: "mixed", names.time: "time"}
         forms = {name: form for name, form in forms.items() if name in self.columns}
-        first_row = 0
-        for batch in self.table.iterate_batches(self.columns, self.options.batch_events, forms, self.bad_rows.add):
-            yield LongRows(self.table.name, batch, first_row)
-            first_row += batch.num_rows
+        batches = self.table.iterate_numbered(self.columns, self.options.batch_events, forms, self.bad_rows.add)
+        for batch, rows in batches:
+            yield LongRows(self.table.name, batch, int(rows[0]) if len(rows) else 0, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -610,16 +628,14 @@ class _WindowedTable:
         label_columns = {name for name in self.feature_columns if self.options.get_sensor(name).labels}
         long_names = [names.device, names.feature, names.value, names.label, names.time, ROW_NUMBER_COLUMN]
         batch_size = max(1, self.options.batch_events // len(self.feature_columns))  # rows of the wide table
-        first_row = 0
-        for batch in self.table.iterate_batches(columns, batch_size, forms, self.bad_rows.add):
+        for batch, rows in self.table.iterate_numbered(columns, batch_size, forms, self.bad_rows.add):
             if self.device_column is None:
                 devices = self.table.stem
             else:
                 description = f"{self.table.name}: column {self.device_column!r}"
                 devices = convert_ids(batch.column(self.device_column), description)
-            readings = unpivot_rows(batch, self.feature_columns, label_columns, self.time_column, devices, first_row)
-            yield LongRows(self.table.name, readings.rename_columns(long_names), first_row)
-            first_row += batch.num_rows
+            readings = unpivot_rows(batch, self.feature_columns, label_columns, self.time_column, devices, rows)
+            yield LongRows(self.table.name, readings.rename_columns(long_names), 0)
 
 
 @dataclass(slots=True)

@@ -19,7 +19,13 @@ import orjson
 import pyarrow as pa
 
 from connectors.files.lines import read_lines
-from connectors.files.sources import DEFAULT_DEVICE_COLUMN, log_bad_rows, log_dialects, make_record_prefixes
+from connectors.files.sources import (
+    DEFAULT_DEVICE_COLUMN,
+    log_bad_rows,
+    log_dialects,
+    make_record_prefixes,
+    open_tables,
+)
 from deformer_stream.codec.columns import (
     convert_ids,
     convert_times_of_day,
@@ -35,7 +41,7 @@ from deformer_stream.codec.validation import RejectionError, is_json_id, is_json
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.tables.data_files import DataFile
-from deformer_stream.tables.discovery import JSON_LINES, find_data_files, has_ending
+from deformer_stream.tables.discovery import find_data_files
 from deformer_stream.tables.table import (
     DEFAULT_RECORD_COLUMN,
     CellForm,
@@ -145,15 +151,15 @@ def iterate_events(
     if shuffle_within < 0 or not isfinite(shuffle_within):
         raise InputError(f"--shuffle-within {shuffle_within}: the maximum delay must be finite and at least 0 seconds")
     files = find_data_files(inputs)
-    paths = [path for path in files if not has_ending(path, JSON_LINES)]
     table_options = table_options or TableOptions()
     chosen_columns = {record_column, *(features or ()), *filter(None, (time_column, device_column))}
     kept_columns = table_options.kept_columns | chosen_columns
-    tables = Table.open_all(paths, replace(table_options, kept_columns=kept_columns))
-    table_by_file = dict(zip(paths, tables, strict=True))
+    table_by_file = open_tables(files, replace(table_options, kept_columns=kept_columns))
+    if table_options.where is not None:  # other files have no rows to send
+        files = list(table_by_file)
     if exclude:
         _check_excluded(exclude, files, table_by_file, layout)
-    log_dialects(tables)
+    log_dialects(table_by_file.values())
     selection = _FeatureSelection(frozenset(exclude), None if features is None else frozenset(features))
     max_delay, rng = round(shuffle_within * 1e6), np.random.default_rng(seed)
     skipped_rows = SkippedRows() if skipped_rows is None else skipped_rows
@@ -366,23 +372,22 @@ def _iterate_wide_rows(
             f"{table.name}: there is no column to send as a feature (the columns are {table.format_column_names()}); "
             "check --exclude and --model"
         )
-    first_row, last_time = 0, 0
+    last_time = 0
     read_columns = [*feature_columns, *(name for name in (id_column, time_column) if name is not None)]
     forms = _choose_forms(id_column, time_column)
-    for batch in table.iterate_batches(read_columns, ROWS_PER_BATCH, forms):
-        row_numbers = range(first_row, first_row + batch.num_rows)
+    for batch, rows in table.iterate_numbered(read_columns, ROWS_PER_BATCH, forms):
         if id_column is not None:
             ids = _get_ids(table, batch, id_column)
         elif window_time is not None:
             ids = [table.stem] * batch.num_rows
         else:
-            ids = [str(row) if id_prefix is None else f"{id_prefix}:{row}" for row in row_numbers]
+            ids = [str(row) if id_prefix is None else f"{id_prefix}:{row}" for row in rows.tolist()]
         times, error_by_row = _get_times(table, batch, time_column, default_times)
         cells_by_column = [_list_cells(table, batch.column(name), name) for name in feature_columns]
         for i, row_id in enumerate(ids):
             fault = _find_fault(row_id, error_by_row.get(i), id_column, time_column)
             if row_id is None or fault is not None:
-                skipped_rows.add(f"{table.name}: row {first_row + i}, {fault}")
+                skipped_rows.add(f"{table.name}: row {rows[i]}, {fault}")
                 continue
             # A row without a time has the time of the row before.
             last_time = times[i] if times[i] != NO_TIME else last_time
@@ -392,7 +397,6 @@ def _iterate_wide_rows(
                 if cells[i] is not None
             ]
             yield last_time, row_id, readings
-        first_row += batch.num_rows
 
 
 def _iterate_long_rows(
@@ -427,13 +431,13 @@ def _iterate_long_rows(
     time_column = time_column or ("time" if "time" in columns else None)
     known_columns = (id_column, "feature", "value", "label", time_column)
     read_columns = [name for name in known_columns if name is not None and name in columns]
-    first_row, last_time = 0, 0
+    last_time = 0
     forms = _choose_forms(id_column, time_column) | {"value": "mixed"}
     if "label" in read_columns:
         forms["label"] = "text"
     if time_column is not None:
         table.check_time_zone(time_column)
-    for batch in table.iterate_batches(read_columns, ROWS_PER_BATCH, forms):
+    for batch, rows in table.iterate_numbered(read_columns, ROWS_PER_BATCH, forms):
         times, error_by_row = _get_times(table, batch, time_column, default_times)
         cells = convert_times_of_day(batch.column("value")).to_pylist()
         values = [_convert_number_text(_to_json_value(cell)) for cell in cells]
@@ -444,13 +448,12 @@ def _iterate_long_rows(
         for i, row_id in enumerate(_get_ids(table, batch, id_column)):
             fault = _find_fault(row_id, error_by_row.get(i), id_column, time_column)
             if row_id is None or fault is not None:
-                row_columns.skipped_rows.add(f"{table.name}: row {first_row + i}, {fault}")
+                row_columns.skipped_rows.add(f"{table.name}: row {rows[i]}, {fault}")
                 continue
             # A row without a time has the time of the row before.
             last_time = times[i] if times[i] != NO_TIME else last_time
             if values[i] is not None and selection.contains(feature_names[i]):
                 yield last_time, row_id, [(feature_names[i], values[i])]
-        first_row += batch.num_rows
 
 
 def _find_fault(

@@ -189,7 +189,7 @@ def get_position(data: Payload, message_index: int) -> tuple[str, int, int]:
             file = data.table.column(ROW_FILE_COLUMN)[message_index].as_py() if has_files else data.origin
             return file, 0, row_number
         case _:
-            return data.origin, 0, data.first_row + message_index
+            return data.origin, 0, data.get_row_number(message_index)
 
 
 def get_message(data: Payload, message_index: int) -> tuple[bytes | None, bytes]:

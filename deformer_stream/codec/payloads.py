@@ -106,15 +106,22 @@ class LongRows:
         origin: The file of the table, for error messages and source positions.
         table: The N rows.
         first_row: The row number of the first row within its file.
+        row_numbers: (N,) row numbers within the file, if not all rows of the file are read. None if they are
+            consecutive.
     """
 
     origin: str
     table: pa.RecordBatch
     first_row: int
+    row_numbers: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         """Return the number of rows."""
         return int(self.table.num_rows)
+
+    def get_row_number(self, index: int) -> int:
+        """Return the number within the file of the row at an index from 0 to N − 1."""
+        return self.first_row + index if self.row_numbers is None else int(self.row_numbers[index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +134,8 @@ class WideRows:
         record_ids: The N record ids.
         first_row: The row number of the first row within its file.
         time_column: The name of the column with the time of the record, or None if the table has no times.
+        row_numbers: (N,) row numbers within the file, if not all rows of the file are read. None if they are
+            consecutive.
     """
 
     origin: str
@@ -134,10 +143,15 @@ class WideRows:
     record_ids: list[str]
     first_row: int
     time_column: str | None = None
+    row_numbers: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         """Return the number of rows."""
         return int(self.table.num_rows)
+
+    def get_row_number(self, index: int) -> int:
+        """Return the number within the file of the row at an index from 0 to N − 1."""
+        return self.first_row + index if self.row_numbers is None else int(self.row_numbers[index])
 
 
 Payload = Messages | LongRows | WideRows

@@ -14,7 +14,7 @@ OTHER_HEADING, GENERAL_HEADING = "Further options", "General"
 """Headings of the options that no grouping names, and of the options that every command has, such as `--config`."""
 
 _TABLES = (
-    *("layout", "order", "record_column", "device_column", "time_column", "timezone"),
+    *("where", "layout", "order", "record_column", "device_column", "time_column", "timezone"),
     *("delimiter", "decimal", "encoding", "header", "no_header", "seed"),
 )
 """Fields of the options that say how tables are read."""

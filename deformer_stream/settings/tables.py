@@ -50,6 +50,12 @@ class TableSettings(Settings):
 
     contradictory: ClassVar[tuple[str, ...]] = ("header", "no_header")
 
+    where: str | None = Field(
+        None,
+        min_length=1,
+        description="Condition for the rows of tables to read, as in SQL, such as \"site = 'A' AND day >= "
+        "'2025-01-01'\". Files and parts of files without such rows are not read. Default: all rows.",
+    )
     timezone: Annotated[str, AfterValidator(check_timezone)] | None = Field(
         None,
         description="Time zone of times that are written without one, such as Europe/Berlin. Default: UTC for "

@@ -17,18 +17,21 @@ from pathlib import Path
 from typing import Literal, Protocol
 from zoneinfo import ZoneInfo
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from deformer_stream.codec.columns import is_text
 from deformer_stream.codec.number_texts import Decimal, guess_decimal, parse_number_texts, standardize_number_texts
-from deformer_stream.errors import InputError
+from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.settings.tables import TableSettings
 from deformer_stream.tables import conversion
 from deformer_stream.tables.csv_dialect import CsvDialect, CsvOptions, guess_dialect, read_sample
 from deformer_stream.tables.csv_rows import BadRow, BadRowCounter, CsvRows, OnBadRow, find_bad_rows
 from deformer_stream.tables.data_files import DataFile
 from deformer_stream.tables.discovery import CSV, get_stem, has_ending
+from deformer_stream.tables.filters import BoundFilter, RowFilter, ValueRange, parse_where
 from deformer_stream.tables.partitions import Value, choose_partition_type, convert_partition, read_partitions
 
 Layout = Literal["wide", "long"]
@@ -57,11 +60,13 @@ class TableOptions:
             none: timestamps then count as UTC, and text times count as UTC or are refused (`Table.check_time_zone`).
         kept_columns: Columns that are not left out although they are the index of a pandas data frame, because an
             option or the model names them.
+        where: A condition that chooses rows. None for all rows.
     """
 
     csv: CsvOptions = field(default_factory=CsvOptions)
     timezone: str | None = None
     kept_columns: frozenset[str] = frozenset()
+    where: RowFilter | None = None
 
     @staticmethod
     def from_settings(settings: TableSettings, kept_columns: Iterable[str] = ()) -> TableOptions:
@@ -70,10 +75,14 @@ class TableOptions:
         Args:
             settings: Options of a command that reads tables.
             kept_columns: Names of columns that are kept although they are the index of a data frame.
+
+        Raises:
+            ConfigError: The condition of --where cannot be parsed.
         """
         has_header = False if settings.no_header else settings.header
         csv = CsvOptions(settings.delimiter, settings.decimal, settings.encoding, has_header)
-        return TableOptions(csv, settings.timezone, frozenset(kept_columns))
+        where = None if settings.where is None else parse_where(settings.where)
+        return TableOptions(csv, settings.timezone, frozenset(kept_columns), where)
 
 
 SAMPLE_ROWS = 1024
@@ -183,6 +192,64 @@ class _ParquetRows:
                         yield batch.select(names)
         self.path.check_version()
 
+    def read_matching(
+        self, columns: Sequence[str], max_rows: int, condition: BoundFilter
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Yield the rows of those row groups that may have rows for which a condition is true.
+
+        Args:
+            columns: Names of the columns.
+            max_rows: Maximum number of rows of a batch.
+            condition: The condition, which is not applied to the rows.
+
+        Yields:
+            The number of the first row of a batch in the file, and the batch.
+        """
+        names = list(columns)
+        with self.path.open("rb") if isinstance(self.path, Path) else self.path.open_for_seeking() as source:
+            metadata = pq.read_metadata(source)
+            first_row = 0
+            for index in range(metadata.num_row_groups):
+                row_group = metadata.row_group(index)
+                if condition.may_match(_get_ranges(row_group, metadata.schema.to_arrow_schema())):
+                    with pq.ParquetFile(source, metadata=metadata, pre_buffer=True) as file:
+                        row = first_row
+                        for batch in file.iter_batches(batch_size=max_rows, row_groups=[index], columns=names):
+                            yield row, batch.select(names)
+                            row += batch.num_rows
+                first_row += row_group.num_rows
+        if not isinstance(self.path, Path):
+            self.path.check_version()
+
+
+def _get_ranges(row_group: pq.RowGroupMetaData, schema: pa.Schema) -> dict[str, ValueRange]:
+    """Return what the statistics of a Parquet row group state about its columns.
+
+    Args:
+        row_group: The metadata of the row group.
+        schema: The schema of the file.
+    """
+    ranges = {}
+    for index in range(row_group.num_columns):
+        column = row_group.column(index)
+        statistics, name = column.statistics, column.path_in_schema
+        field_index = schema.get_field_index(name)
+        if statistics is None or field_index < 0:
+            continue
+        value_type = schema.field(field_index).type
+        value_type = value_type.value_type if pa.types.is_dictionary(value_type) else value_type
+        # Statistics of floats do not count NaN, which is a missing value.
+        may_be_null = pa.types.is_floating(value_type) or not statistics.has_null_count or statistics.null_count > 0
+        if statistics.has_min_max:
+            try:
+                values = pa.array([statistics.min, statistics.max], value_type)
+            except (pa.ArrowException, TypeError, ValueError, UnicodeError):  # a type that Python cannot express
+                continue
+            ranges[name] = ValueRange(values, may_be_null)
+        elif statistics.has_null_count and statistics.null_count == row_group.num_rows:
+            ranges[name] = ValueRange(pa.nulls(2, value_type), may_be_null=True)
+    return ranges
+
 
 @dataclass(frozen=True, slots=True)
 class _MemoryRows:
@@ -210,7 +277,8 @@ class Table:
         schema: Names and types of the columns, without metadata. The types of a CSV file are guessed from its
             beginning: a later cell may not fit, and the batch then has text (see `CellForm`). Columns of the path
             (`site=north/`) come last.
-        num_rows: Number of rows, or None for a CSV file, whose rows are not counted in advance.
+        num_rows: Number of rows, or None for a CSV file, whose rows are not counted in advance, and with a condition
+            that chooses rows.
         units: The units of columns by name, as the file states them; columns without a unit have no entry.
         index_columns: Names of columns that are the index of a pandas data frame and not in `schema`.
         partition_values: The columns that come from the path, each with its value in all rows.
@@ -230,6 +298,7 @@ class Table:
     _rows: _Rows = field(repr=False)
     _decimals: Mapping[str, Decimal | None] = field(repr=False)  # of the columns of a CSV file
     path: DataFile | None = None
+    _condition: BoundFilter | None = field(default=None, repr=False)
 
     @staticmethod
     def open(path: DataFile, options: TableOptions | None = None) -> Table:
@@ -252,8 +321,14 @@ class Table:
             paths: The files.
             options: How to read them; None for the defaults.
 
+        Returns:
+            The tables in the order of the files. Files whose folders state that the condition of the options is true
+            for none of their rows are not opened, and have no table.
+
         Raises:
-            InputError: A file cannot be read, or two of its columns have the same name.
+            InputError: A file cannot be read, two of its columns have the same name, or no file can have rows for which
+                the condition is true.
+            ConfigError: The condition does not fit the columns.
         """
         options = options or TableOptions()
         texts_by_path = {path: read_partitions(path) for path in paths}
@@ -266,8 +341,16 @@ class Table:
             """Open one of the files."""
             table = (_open_csv if has_ending(path, CSV) else _open_parquet)(path, options)
             types = {name: (type_by_column[name], text) for name, text in texts_by_path[path].items()}
-            return replace(table, path=path)._add_partitions(types)
+            return replace(table, path=path)._add_partitions(types)._bind_condition()
 
+        if options.where is not None:
+            condition = options.where.bind(type_by_column, options.timezone)
+            matching = [
+                path for path in paths if condition.may_match(_get_path_ranges(texts_by_path[path], type_by_column))
+            ]
+            if paths and not matching:
+                raise InputError(f"no file can have rows with --where {options.where.text}; check the condition")
+            paths = matching
         # The latency of an object store is longer than the work.
         num_threads = min(OPENING_THREADS, sum(not isinstance(path, Path) for path in paths))
         if num_threads < 2:
@@ -287,7 +370,8 @@ class Table:
         Raises:
             InputError: Two columns have the same name.
         """
-        return _make_table(name, table.schema, table.num_rows, options or TableOptions(), _MemoryRows(table))
+        opened = _make_table(name, table.schema, table.num_rows, options or TableOptions(), _MemoryRows(table))
+        return opened._bind_condition()
 
     @property
     def stem(self) -> str:
@@ -454,13 +538,36 @@ class Table:
         Raises:
             InputError: The file cannot be read to its end.
         """
+        for batch, _ in self.iterate_numbered(columns, max_rows, forms, on_bad_row):
+            yield batch
+
+    def iterate_numbered(
+        self,
+        columns: Sequence[str],
+        max_rows: int,
+        forms: Mapping[str, CellForm] | None = None,
+        on_bad_row: OnBadRow | None = None,
+    ) -> Iterator[tuple[pa.RecordBatch, NDArray[np.int64]]]:
+        """Yield batches as `iterate_batches` does, each with the numbers of its rows in the table, from 0.
+
+        With a condition that chooses rows, the numbers have gaps: they are those of the table without the condition.
+
+        Args:
+            columns: Names of the columns to read.
+            max_rows: Maximum number of rows of a batch.
+            forms: As for `iterate_batches`.
+            on_bad_row: As for `iterate_batches`.
+
+        Raises:
+            InputError: The file cannot be read to its end.
+        """
         forms = forms or {}
         file_columns = [name for name in columns if name not in self.partition_values]
         with map_read_errors(self.name):
             converters = {name: self._choose_converter(name, forms.get(name)) for name in file_columns}
             decimals = self._guess_decimals([name for name, form in forms.items() if name in file_columns], forms)
             # A file without any column to read is read for its number of rows.
-            for batch in self._rows.read(file_columns or self._choose_any_column(), max_rows, on_bad_row):
+            for batch, numbers in self._read_rows(file_columns or self._choose_any_column(), max_rows, on_bad_row):
                 arrays: dict[str, pa.Array] = {}
                 for name, column in zip(batch.schema.names, batch.columns, strict=True):
                     converter = converters.get(name)
@@ -468,7 +575,60 @@ class Table:
                 for name in columns:
                     if name in self.partition_values:
                         arrays[name] = self._make_partition_column(name, batch.num_rows)
-                yield pa.RecordBatch.from_arrays([arrays[name] for name in columns], list(columns))
+                yield pa.RecordBatch.from_arrays([arrays[name] for name in columns], list(columns)), numbers
+
+    def _read_rows(
+        self, columns: Sequence[str], max_rows: int, on_bad_row: OnBadRow | None
+    ) -> Iterator[tuple[pa.RecordBatch, NDArray[np.int64]]]:
+        """Yield the rows for which the condition of the options is true, with their numbers; cells are not converted.
+
+        Args:
+            columns: Columns of the file.
+            max_rows: Maximum number of rows of a batch.
+            on_bad_row: As for `iterate_batches`.
+        """
+        condition = self._condition
+        if condition is None:
+            for first_row, batch in _number_batches(self._rows.read(columns, max_rows, on_bad_row)):
+                yield batch, np.arange(first_row, first_row + batch.num_rows)
+            return
+        tested = [] if self.options.where is None else list(self.options.where.columns)
+        file_columns = [*dict.fromkeys([*columns, *(name for name in tested if name not in self.partition_values)])]
+        if isinstance(self._rows, _ParquetRows):
+            numbered = self._rows.read_matching(file_columns, max_rows, condition)
+        else:
+            numbered = _number_batches(self._rows.read(file_columns, max_rows, on_bad_row))
+        converters = {name: self._choose_converter(name, None) for name in file_columns if name in tested}
+        for first_row, batch in numbered:
+            cells = {}
+            for name in tested:
+                if name in self.partition_values:
+                    cells[name] = self._make_partition_column(name, batch.num_rows)
+                    continue
+                converter, column = converters[name], batch.column(name)
+                decimal = self._decimals.get(name)
+                cells[name] = column if converter is None else self._convert(column, converter, decimal)
+            rows = np.flatnonzero(condition.mask(cells))
+            if len(rows) or on_bad_row is not None:
+                yield batch.select(list(columns)).take(pa.array(rows)), rows + first_row
+
+    def _bind_condition(self) -> Table:
+        """Return the table with the condition of its options, which is checked against its columns.
+
+        Raises:
+            ConfigError: The table lacks a column of the condition, or has it with values of another kind.
+        """
+        where = self.options.where
+        if where is None:
+            return self
+        for name in where.columns:
+            if name not in self.schema.names:
+                raise ConfigError(
+                    f"--where: {self.name} has no column {name!r}; choose one of its columns: "
+                    f"{self.format_column_names()}"
+                )
+        types = dict(zip(self.schema.names, self.schema.types, strict=True))
+        return replace(self, num_rows=None, _condition=where.bind(types, self.options.timezone))
 
     def iterate_cells(self, columns: Sequence[str], max_rows: int) -> Iterator[pa.RecordBatch]:
         """Yield the rows of columns of the file in batches, with their cells as the file holds them, not converted.
@@ -481,7 +641,8 @@ class Table:
             InputError: The file cannot be read to its end.
         """
         with map_read_errors(self.name):
-            yield from self._rows.read(columns, max_rows)
+            for batch, _ in self._read_rows(columns, max_rows, None):
+                yield batch
 
     def select(self, columns: Sequence[str]) -> Table:
         """Return the table with only some of its columns.
@@ -498,7 +659,9 @@ class Table:
             path: A file with cells of this table as `iterate_cells` returns them.
             num_rows: Number of rows of the file.
         """
-        return replace(self, path=path, num_rows=num_rows, _rows=_ParquetRows(path))
+        options = replace(self.options, where=None)  # `iterate_cells` has chosen the rows
+        rows = _ParquetRows(path)
+        return replace(self, path=path, num_rows=num_rows, options=options, _rows=rows, _condition=None)
 
     def _choose_any_column(self) -> list[str]:
         """Return the first column of the file, as a list."""
@@ -595,6 +758,30 @@ class Table:
             schema = schema.append(pa.field(name, column_type))
         values = {name: convert_partition(text, column_type) for name, (column_type, text) in new.items()}
         return replace(self, schema=schema, partition_values=values)
+
+
+def _number_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Yield batches of consecutive rows, each with the number of its first row."""
+    first_row = 0
+    for batch in batches:
+        yield first_row, batch
+        first_row += batch.num_rows
+
+
+def _get_path_ranges(
+    texts: Mapping[str, str | None], type_by_column: Mapping[str, pa.DataType]
+) -> dict[str, ValueRange]:
+    """Return what the folders of a path state about its columns: the same value in all rows.
+
+    Args:
+        texts: The value of each column as text.
+        type_by_column: The type of each column.
+    """
+    ranges = {}
+    for name, text in texts.items():
+        value = convert_partition(text, type_by_column[name])
+        ranges[name] = ValueRange(pa.array([value, value], type_by_column[name]), may_be_null=value is None)
+    return ranges
 
 
 _Converter = CellForm | Literal["integer", "boolean", "date", "clock"]

@@ -25,7 +25,7 @@ def unpivot_rows(
     label_columns: Collection[str],
     time_column: str,
     devices: pa.Array | str,
-    first_row: int = 0,
+    row_numbers: NDArray[np.int64] | None = None,
 ) -> pa.RecordBatch:
     """Return the cells of a wide table as one row per reading: row by row, in the order of the columns.
 
@@ -37,7 +37,7 @@ def unpivot_rows(
         label_columns: Those of them whose readings are labels.
         time_column: The column with the time of a row, of any type.
         devices: The N devices of the rows, or the device of all rows.
-        first_row: Number of the first row within its table.
+        row_numbers: (N,) numbers of the rows within their table. None for 0 to N − 1.
 
     Returns:
         One row per reading, with the columns `device`, `feature`, `value` (float64, or text if a cell holds a text that
@@ -69,7 +69,7 @@ def unpivot_rows(
             pa.concat_arrays(values).take(cell_indexes),
             pa.concat_arrays(labels).take(cell_indexes),
             batch.column(time_column).take(row_indexes),
-            pa.array(rows + first_row),
+            pa.array(rows if row_numbers is None else row_numbers[rows]),
         ],
         [DEVICE, FEATURE, VALUE, LABEL, TIME, ROW_NUMBER_COLUMN],
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from deformer_stream.codec import ROW_NUMBER_COLUMN
@@ -20,11 +21,11 @@ def unpivot(
 
 def test_cells_with_a_value_become_readings_row_by_row() -> None:
     columns = {"t": [1.0, 2.0], "a": [1.5, None], "s": ["on", None], "b": [math.nan, 2], "d": ["p", "q"]}
-    readings = unpivot(columns, "b", "s", "a", labels={"s"}, devices=pa.array(["p", "q"]), first_row=5)
+    readings = unpivot(columns, "b", "s", "a", labels={"s"}, devices=pa.array(["p", "q"]), row_numbers=np.array([5, 7]))
     assert readings.to_pylist() == [
         {"device": "p", "feature": "s", "value": None, "label": "on", "time": 1.0, ROW_NUMBER_COLUMN: 5},
         {"device": "p", "feature": "a", "value": 1.5, "label": None, "time": 1.0, ROW_NUMBER_COLUMN: 5},
-        {"device": "q", "feature": "b", "value": 2.0, "label": None, "time": 2.0, ROW_NUMBER_COLUMN: 6},
+        {"device": "q", "feature": "b", "value": 2.0, "label": None, "time": 2.0, ROW_NUMBER_COLUMN: 7},
     ]
 
 
