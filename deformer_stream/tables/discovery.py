@@ -1,9 +1,9 @@
 """Find the input files of a command: files, folders and quoted patterns such as `'logs/*.parquet'`, local or remote.
 
 Nothing heavy is imported here, so that every command can report a wrong path at once. Hidden files in folders are
-skipped. The folder of a Delta Lake or Apache Iceberg table may also hold files of older versions of the table. Such a
-folder is accepted only if each data file belongs to the current version, because the table's own list of files is not
-used.
+skipped. The folder of a Delta Lake or Apache Iceberg table may also hold files of older versions of the table. If an
+input is the folder of a Delta Lake table and the extra `delta` is installed, the log of the table lists the files of
+the current version. Other folders of tables are accepted only if each data file belongs to the current version.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.tables import delta
 from deformer_stream.tables.data_files import (
     DataFile,
     RemoteFile,
@@ -22,6 +23,7 @@ from deformer_stream.tables.data_files import (
     is_pattern,
     parse_url,
 )
+from deformer_stream.tables.delta import DELTA_LOG
 
 PARQUET = (".parquet", ".pq")
 """Endings of the names of Parquet files."""
@@ -32,7 +34,6 @@ JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz
 
 _PARQUET_MAGIC = b"PAR1"  # the first bytes of each Parquet file
 _COMPRESSED = (".csv.gz", ".tsv.gz", ".jsonl.gz", ".ndjson.gz", ".json.gz")
-_DELTA_LOG = "_delta_log"
 _FIRST_DELTA_COMMIT = f"{0:020}.json"  # a commit file is named after the version, with 20 digits
 _ICEBERG_METADATA = "metadata"
 _EXPORT_CURRENT_VERSION = (
@@ -92,6 +93,8 @@ def find_data_files(
         url, entry = parse_url(text), Path(text)
         if url is not None:
             files += _find_remote_files(url, endings)
+        elif (entry / DELTA_LOG).is_dir() and delta.is_installed():
+            files += [entry / path for path in delta.list_delta_files(str(entry))]
         elif entry.is_dir():
             files_in_folder = list_data_files(entry, endings)
             if not files_in_folder:
@@ -134,13 +137,16 @@ def _find_remote_files(url: str, endings: Collection[str]) -> list[RemoteFile]:
         if not has_ending(found[0], endings) and not _is_parquet(found[0]):
             raise _make_unknown_kind_error(found[0], endings)
         return found
+    if any(file.path.parent == folder / DELTA_LOG for file in found) and delta.is_installed():
+        return _choose_current_files(url, folder, found)
     visible = [file for file in found if not _is_hidden(file.path.relative_to(folder))]
     for file in found:
         table = _find_table_folder(file.path)
         if table is not None and table.is_relative_to(folder) and not _is_hidden(table.relative_to(folder)):
             raise InputError(
                 f"{url}: the files of this table may be those of older versions (it is a Delta Lake or Iceberg table, "
-                f"with {file}, which is not read): {_EXPORT_CURRENT_VERSION}"
+                f"with {file}, which is not read): {_EXPORT_CURRENT_VERSION}. A Delta Lake table is read if it is an "
+                "input itself and deformer-stream[delta] is installed"
             )
     files = [file for file in visible if has_ending(file, endings)]
     if not files and is_pattern(url):
@@ -152,9 +158,28 @@ def _find_remote_files(url: str, endings: Collection[str]) -> list[RemoteFile]:
     return files
 
 
+def _choose_current_files(url: str, folder: PurePosixPath, found: Sequence[RemoteFile]) -> list[RemoteFile]:
+    """Return the data files of the current version of a Delta Lake table.
+
+    Args:
+        url: The URL of its folder.
+        folder: The folder, as `RemoteFile.path` states it.
+        found: All files in the folder.
+
+    Raises:
+        InputError: The log cannot be read, or a file is missing.
+    """
+    file_by_path = {file.path: file for file in found}
+    paths = delta.list_delta_files(url)
+    missing = next((path for path in paths if folder / path not in file_by_path), None)
+    if missing is not None:
+        raise InputError(f"{url}/{missing}: the log of the Delta Lake table lists this file, but it does not exist")
+    return [file_by_path[folder / path] for path in paths]
+
+
 def _find_table_folder(path: PurePosixPath) -> PurePosixPath | None:
     """Return the folder of the Delta Lake or Iceberg table whose metadata a file belongs to; None for other files."""
-    if path.parent.name == _DELTA_LOG:
+    if path.parent.name == DELTA_LOG:
         return path.parent.parent
     is_iceberg = path.name.endswith(".metadata.json") and path.parent.name == _ICEBERG_METADATA
     return path.parent.parent if is_iceberg else None
@@ -244,7 +269,7 @@ def list_data_files(folder: Path, endings: Collection[str]) -> list[Path]:
         InputError: The folder contains a Delta Lake or Iceberg table that may hold files of older versions.
     """
     # Refuse tables with outdated rows, before any file is returned.
-    for log_folder in folder.rglob(_DELTA_LOG):
+    for log_folder in folder.rglob(DELTA_LOG):
         if not _is_hidden(log_folder.parent.relative_to(folder)):
             _check_delta_log(log_folder)
     metadata_folders = set()

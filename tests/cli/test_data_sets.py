@@ -89,7 +89,7 @@ def test_training_gives_the_model_of_the_same_files_on_disk(
         f"s3a://{BUCKET}/logs", "--where", "site = 'A'", "--out", tmp_path / "a", *options, program="deformer-train"
     )
     assert done.code == 0, done.err
-    done = cli(data_set / "site=A", "--out", tmp_path / "b", *options[2:], program="deformer-train")
+    done = cli(data_set / "site=A", "--out", tmp_path / "b", *options, program="deformer-train")
     assert done.code == 0, done.err
     here, there = (json.loads((tmp_path / name / "manifest.json").read_text()) for name in "ab")
     assert here["training"]["rows"] == there["training"]["rows"]
@@ -137,7 +137,7 @@ def test_impute_calibrate_and_produce_read_the_same_inputs(
     tmp_path: Path, model: Path, data_set: Path, cli: Run
 ) -> None:
     tables, events = {}, {}
-    seen = ("--seen-records", "use")  # the records of the training are no new ones, which does not matter here
+    seen = ("--seen-records", "allow")  # the records of the training are no new ones, which does not matter here
     for source in (data_set, f"s3://{BUCKET}/logs"):
         out = tmp_path / "filled.parquet"
         done = cli("impute", source, "--model", model, "--output", out, "--where", "site <> 'B'")

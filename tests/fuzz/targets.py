@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gzip
 import hashlib
 import json
 import shutil
@@ -12,7 +13,9 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
+from connectors.files.lines import read_lines
 from deformer_stream import model_store
 from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern, PatternAdjuster
 from deformer_stream.calibration.incident_budget import parse_budget, plan_budget
@@ -28,10 +31,14 @@ from deformer_stream.codec.incident_state import (
 )
 from deformer_stream.codec.payloads import LongRows, Messages, WideRows
 from deformer_stream.codec.state_header import HEADER, MAGIC
-from deformer_stream.errors import ArtifactError, InputError, StateError
+from deformer_stream.errors import ArtifactError, ConfigError, InputError, StateError
 from deformer_stream.incident_store import IncidentCalibration, LogEntry, Replaced, parse_incident_calibration
 from deformer_stream.incidents.fleet import FleetRule
 from deformer_stream.incidents.tracker import IncidentTracker, TrackerOptions
+from deformer_stream.model_set import MODELS_FILE, read_model_set
+from deformer_stream.tables.data_files import describe_unknown_scheme, parse_url
+from deformer_stream.tables.filters import parse_where
+from deformer_stream.tables.table import Table
 from tests.codec.test_state import DECIDED, EXAMPLE
 from tests.fuzz import forgery, hostile, invariants
 from tests.incidents.evidence_logs import SECOND, make_log
@@ -192,12 +199,93 @@ def incident_calibrations(data: bytes) -> None:
         assert 0.01 <= adjuster.adjust("pump", 0, 0.01, score, {"flow": 1.0}) <= 1.0
 
 
+def input_urls(data: bytes) -> None:
+    """Use the bytes as the end of an input's URL; no server is asked."""
+    text = data.decode("utf-8", "surrogateescape").replace("\0", "")
+    for scheme in ("s3://", "S3A:/", "gs://", "ftp://u:secret@", ""):
+        entry = scheme + text
+        try:
+            url = parse_url(entry)
+        except ConfigError as error:
+            _check_message(error)
+            continue
+        assert url is None or (url.startswith(("s3://", "gs://")) and parse_url(url) == url)
+        reason = describe_unknown_scheme(entry)
+        assert reason is None or (url is None and "secret" not in reason)
+
+
+def conditions(data: bytes) -> None:
+    """Use the bytes as the condition of --where."""
+    try:
+        condition = parse_where(data.decode("utf-8", "replace"))
+    except ConfigError as error:
+        _check_message(error)
+        return
+    columns = {name: pa.array([1.5, None]) for name in condition.columns}
+    try:
+        bound = condition.bind({name: column.type for name, column in columns.items()})
+    except ConfigError as error:
+        _check_message(error)
+        return
+    assert bound.mask(columns).shape == (2,)
+    assert bound.may_match({}) or not bound.mask(columns).any()
+
+
+def condition_grammar(data: bytes) -> None:
+    """Use the bytes as the random numbers that choose the words of a condition."""
+    r = hostile.FedRandom(data)
+    words = ["a", "b", '"x y"', "1", "-2.5", "'t'", "=", "<>", "<", ">=", "AND", "OR", "NOT", "(", ")", "IN", ","]
+    words += ["BETWEEN", "IS", "NULL", "TRUE", "LIKE", "SELECT", ";", "'", "--", "a.b", "+"]
+    conditions(" ".join(r.choice(words) for _ in range(r.randrange(16))).encode())
+
+
+def model_sets(data: bytes) -> None:
+    """Use the bytes as the file models.json, and as changes of a valid one."""
+    valid = b'{"format": 1, "field": "type", "models": {"pump": {"folder": "pump", "fingerprint": "f", "records": 20, '
+    valid += b'"adapted": false, "input": "00"}}, "fleets": {"_fleet-1": "00"}}'
+    position = data[0] % len(valid) if data else 0
+    with tempfile.TemporaryDirectory() as name:
+        for content in (data, valid[:position] + data[1:] + valid[position + len(data) :]):
+            (Path(name) / MODELS_FILE).write_bytes(content)
+            try:
+                models = read_model_set(Path(name))
+            except ArtifactError as error:
+                _check_message(error)
+                continue
+            assert models is not None
+            for entry in models.entry_by_value.values():
+                assert (Path(name) / entry.folder).resolve().parent == Path(name).resolve()
+
+
+def compressed_files(data: bytes) -> None:
+    """Use the bytes as compressed files, and as changes of a valid one."""
+    valid = gzip.compress(b"flow,power\n" + b"1.5,2\n" * 50, mtime=0)
+    position = data[0] % len(valid) if data else 0
+    with tempfile.TemporaryDirectory() as name:
+        for content in (data, valid[:position] + data[1:] + valid[position + len(data) :]):
+            for path in (Path(name) / "t.csv.gz", Path(name) / "t.jsonl.gz"):
+                path.write_bytes(content)
+                try:
+                    if path.name.startswith("t.csv"):
+                        for batch in Table.open(path).iterate_batches([], 100):
+                            assert batch.num_rows >= 0
+                    else:
+                        assert all(isinstance(line, bytes) for block in read_lines(path, 1000) for line in block)
+                except InputError as error:
+                    _check_message(error)
+
+
 def _check_message(error: Exception) -> None:
     """Check that an error has one line."""
     assert "\n" not in str(error)
 
 
 TARGETS: dict[str, Target] = {
+    "input_urls": input_urls,
+    "conditions": conditions,
+    "condition_grammar": condition_grammar,
+    "model_sets": model_sets,
+    "compressed_files": compressed_files,
     target.__name__: target
     for target in (
         *(one_message, messages, arrow_messages, long_tables, wide_tables, model_directories, saved_states),

@@ -1,0 +1,90 @@
+"""Tests of Delta Lake tables as inputs, on disk and in a local S3 server."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable, write_deltalake
+from pyarrow import fs
+
+from deformer_stream.errors import InputError
+from deformer_stream.tables import delta
+from deformer_stream.tables.discovery import find_data_files
+from deformer_stream.tables.table import Table
+from tests.s3 import BUCKET, run_server, write_object
+
+
+def write(path: Path) -> None:
+    """Write a table whose folder holds a file of an older version."""
+    write_deltalake(path, pa.table({"x": [1.0, 2.0, 3.0], "site": ["A b", "C", "C"]}), partition_by=["site"])
+    write_deltalake(path, pa.table({"x": [4.0], "site": ["C"]}), mode="append", partition_by=["site"])
+    DeltaTable(path).delete("x = 2.0")
+
+
+def read(source: object) -> list[tuple[float, str]]:
+    """Return the rows of an input, sorted."""
+    tables = Table.open_all(find_data_files([str(source)]))
+    rows = [row for table in tables for batch in table.iterate_batches(["x", "site"], 10) for row in batch.to_pylist()]
+    return sorted((row["x"], row["site"]) for row in rows)
+
+
+ROWS = [(1.0, "A b"), (3.0, "C"), (4.0, "C")]
+
+
+def test_only_the_current_version_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "t")
+    assert read(tmp_path / "t") == ROWS
+    assert len(list((tmp_path / "t").rglob("*.parquet"))) == 4  # one file is outdated
+
+
+def test_table_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "t")
+    with run_server(monkeypatch) as (store, _):
+        upload(store, tmp_path / "t")
+        assert read(f"s3://{BUCKET}/t") == ROWS
+        monkeypatch.setattr(delta, "is_installed", lambda: False)
+        with pytest.raises(InputError, match=r"may be those of older versions.*deformer-stream\[delta\]"):
+            read(f"s3://{BUCKET}/t")
+
+
+def upload(store: fs.S3FileSystem, folder: Path) -> None:
+    """Copy a folder to the bucket."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            write_object(store, os.path.relpath(path, folder.parent), path.read_bytes())
+
+
+def test_without_the_library_only_tables_without_older_versions_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "t")
+    write_deltalake(tmp_path / "new", pa.table({"x": [1.0], "site": ["A"]}))
+    monkeypatch.setattr(delta, "is_installed", lambda: False)
+    assert read(tmp_path / "new") == [(1.0, "A")]
+    with pytest.raises(InputError, match="may hold files of older versions"):
+        read(tmp_path / "t")
+
+
+def test_tables_whose_files_cannot_be_read_alone_are_refused(tmp_path: Path) -> None:
+    for feature, path in (("deletionVectors", tmp_path / "a"), ("columnMapping", tmp_path / "b")):
+        write_deltalake(path, pa.table({"x": [1.0]}))
+        log = path / "_delta_log" / f"{0:020}.json"
+        lines = log.read_text().splitlines()
+        protocol = (
+            '{"protocol":{"minReaderVersion":3,"minWriterVersion":7,"readerFeatures":["%s"],"writerFeatures":["%s"]}}'
+        )
+        lines = [protocol % (feature, feature) if '"protocol"' in line else line for line in lines]
+        log.write_text("\n".join(lines) + "\n")
+        with pytest.raises(InputError, match=r"Delta Lake table (has the feature|cannot be read)"):
+            find_data_files([path])
+
+
+def test_a_damaged_log_is_reported_in_one_line(tmp_path: Path) -> None:
+    write_deltalake(tmp_path / "t", pa.table({"x": [1.0]}))
+    (tmp_path / "t" / "_delta_log" / f"{0:020}.json").write_text("{broken")
+    with pytest.raises(InputError, match="this Delta Lake table cannot be read") as caught:
+        find_data_files([tmp_path / "t"])
+    assert "\n" not in str(caught.value)
