@@ -281,14 +281,10 @@ def _check_message(error: Exception) -> None:
 
 
 TARGETS: dict[str, Target] = {
-    "input_urls": input_urls,
-    "conditions": conditions,
-    "condition_grammar": condition_grammar,
-    "model_sets": model_sets,
-    "compressed_files": compressed_files,
     target.__name__: target
     for target in (
         *(one_message, messages, arrow_messages, long_tables, wide_tables, model_directories, saved_states),
         *(evidence, incident_states, incident_calibrations),
+        *(input_urls, conditions, condition_grammar, model_sets, compressed_files),
     )
 }
