@@ -43,6 +43,8 @@ def list_delta_files(table: str) -> list[str]:
     except (DeltaError, OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300].rstrip(".")
         raise InputError(f"{table}: this Delta Lake table cannot be read ({reason}); {_REMEDY}") from error
+    if not paths:
+        raise InputError(f"{table}: the current version of this Delta Lake table has no files; check the path")
     features = set(protocol.reader_features or ())
     if configuration.get("delta.columnMapping.mode", "none") != "none":
         features.add("columnMapping")

@@ -13,6 +13,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from deltalake import DeltaTable, write_deltalake
 
 from connectors.files import FileSource, StandardInput, open_source, sources
 from connectors.files.lines import LineSplitter
@@ -398,17 +399,17 @@ def test_standard_input_returns_available_lines_within_the_timeout() -> None:
     os.close(reader)
 
 
-def test_folder_of_a_delta_table_is_read_as_its_parquet_files(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "part-0.parquet", record=["r"], a=[1.0])
-    (tmp_path / "_delta_log").mkdir()
-    write_lines(
-        tmp_path / "_delta_log" / f"{0:020}.json", {"metaData": {"id": "x"}}, {"add": {"path": "part-0.parquet"}}
-    )
+def test_folder_of_a_delta_table_is_read_as_the_files_of_its_version(tmp_path: Path) -> None:
+    write_deltalake(tmp_path, pa.table({"record": ["r"], "a": [1.0]}))
+    write_deltalake(tmp_path, pa.table({"record": ["s"], "a": [2.0]}), mode="append")
+    events = [event for event in read_events([tmp_path])[0] if event[2] is not None]
+    assert sorted(events) == [("r", "a", 1.0), ("s", "a", 2.0)]  # the names of files are random
+    DeltaTable(tmp_path).delete("record = 's'")
     events, rejected, _ = read_events([tmp_path])
     assert [event for event in events if event[2] is not None] == [("r", "a", 1.0)]
     assert rejected == []
-    write_lines(tmp_path / "_delta_log" / f"{1:020}.json", {"remove": {"path": "part-0.parquet"}})
-    with pytest.raises(InputError, match="may hold files of older versions"):
+    DeltaTable(tmp_path).delete()
+    with pytest.raises(InputError, match="the current version of this Delta Lake table has no files"):
         read_events([tmp_path])
 
 

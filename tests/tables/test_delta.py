@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, write_deltalake
 from pyarrow import fs
@@ -22,6 +23,7 @@ def write(path: Path) -> None:
     write_deltalake(path, pa.table({"x": [1.0, 2.0, 3.0], "site": ["A b", "C", "C"]}), partition_by=["site"])
     write_deltalake(path, pa.table({"x": [4.0], "site": ["C"]}), mode="append", partition_by=["site"])
     DeltaTable(path).delete("x = 2.0")
+    pq.write_table(pa.table({"x": [9.0]}), path / "site=C" / "of-a-failed-commit.parquet")
 
 
 def read(source: object) -> list[tuple[float, str]]:
@@ -37,7 +39,9 @@ ROWS = [(1.0, "A b"), (3.0, "C"), (4.0, "C")]
 def test_only_the_current_version_is_read(tmp_path: Path) -> None:
     write(tmp_path / "t")
     assert read(tmp_path / "t") == ROWS
-    assert len(list((tmp_path / "t").rglob("*.parquet"))) == 4  # one file is outdated
+    assert (
+        len(list((tmp_path / "t").rglob("*.parquet"))) == 5
+    )  # one file is outdated, and one was never part of the table
 
 
 def test_table_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
