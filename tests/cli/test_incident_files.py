@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from deformer_stream import model_store
-from deformer_stream.codec.encode_evidence import encode_evidence
+from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence
 from deformer_stream.codec.encode_incidents import decode_incident
 from deformer_stream.incident_store import read_incident_calibration
 from deformer_stream.incidents.events import ClosedRows, EvidenceBatch
@@ -197,6 +198,13 @@ def test_new_calibration_ranks_the_evidence_again(cli: RunCommand, model: Path, 
     assert [segment.num_devices for segment in calibration.segments] == [1, 1, 1]
     # Evidence that the new calibration has scored gives equal segments.
     assert cli("replay", tmp_path / "normal.parquet", "--model", model, "--evidence", evidence).code == 0
+    # It compares each closed record as a whole with the records of the calibration, which are the same here.
+    batches = [decode_evidence(line) for line in evidence.read_bytes().splitlines()]
+    p_values = [batch.closed.record_p_values for batch in batches if len(batch.closed)]
+    assert all(column is not None for column in p_values)
+    ranks = np.sort(np.concatenate([column for column in p_values if column is not None]))
+    expected = (1 + np.arange(1, len(ranks) + 1)) / (len(ranks) + 1)
+    np.testing.assert_allclose(ranks, expected, atol=3 / len(ranks))
     assert cli("calibrate", "--incidents", evidence, "--model", model).code == 0
     again = read_incident_calibration(model)
     assert again is not None

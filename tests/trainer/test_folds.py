@@ -42,6 +42,8 @@ def test_folds_calibrate_on_all_records(tmp_path: Path, rng: np.random.Generator
     many, few = (model_store.read(tmp_path / name) for name in ("folds", "split"))
     assert [line for line in messages if "fold" in line] == ["fold 2 of 3", "fold 3 of 3"]
     assert (len(many.calibration.scores), len(few.calibration.scores)) == (90, 30)
+    record_scores = many.calibration.record_scores, few.calibration.record_scores
+    assert [None if scores is None else len(scores) for scores in record_scores] == [90, 30]
     assert np.isin(few.calibration.scores, many.calibration.scores).all()
     for name, tensor in few.model.state_dict().items():
         assert (many.model.state_dict()[name] == tensor).all()
