@@ -473,7 +473,7 @@ class _Job:
 
     def _estimate_steps(self, run: TrainingRun, seconds_per_block: float) -> int:
         """Return about how many training steps of a run fit into the time before the work after training."""
-        seconds = STEPS_SHARE * self._estimate_training_seconds()
+        seconds = STEPS_SHARE * max(0.0, self._estimate_training_seconds())
         return int(seconds / max(run.batch_size * seconds_per_block, 1e-9))
 
     def _estimate_training_seconds(self) -> float:
