@@ -4,7 +4,9 @@
     python -m tests.packaging.try_wheel --fresh dist/deformer_stream-*.whl    download all dependencies, too
 
 The programs that the wheel installs run without a compiler on the path. The environment borrows the dependencies of the
-one that runs this script, unless `--fresh` is given. The consumer reads from a broker that is started for it.
+one that runs this script, unless `--fresh` is given. After the training, replay and consume run without the packages of
+every extra, and consume once more with librdkafka. The consumers read from a broker that is started for them. The time
+until each is ready is printed and not checked, because it depends on what else the machine does.
 """
 
 from __future__ import annotations
@@ -24,12 +26,16 @@ import time
 import urllib.error
 import urllib.request
 import zipfile
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
 from tests.conftest import find_free_port, start_broker
 
 PACKAGES = ("connectors", "deformer_stream", "trainer")
+HIDDEN = ("torch", "matplotlib", "confluent_kafka", "pandas", "polars", "sklearn", "scipy", "apprise", "starlette")
+"""Modules that no wheel without extras brings; replay and consume run where none of them can be imported."""
+
 NUM_RECORDS, NUM_UNUSUAL = 600, 30
 LONGEST_WAIT_SECONDS = 180
 DESCRIBE = """
@@ -44,6 +50,25 @@ print(json.dumps({
 }))
 """
 """A program that describes the installation, for the Python of the fresh environment."""
+
+HIDE = """
+import sys
+
+
+class Finder:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in HIDDEN else self.finder.find_spec(name, path, target)
+
+
+sys.meta_path[:] = map(Finder, sys.meta_path)
+"""
+"""A module `sitecustomize`, without its first line, after which Python does not find the packages in `HIDDEN`."""
 
 
 class Environment:
@@ -60,7 +85,7 @@ class Environment:
         subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
         install = [self.bin / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         if is_fresh:
-            subprocess.run([*install, "-c", "constraints.txt", f"{wheel}[train]"], check=True)
+            subprocess.run([*install, "-c", "constraints.txt", f"{wheel}[train,librdkafka]"], check=True)
         else:
             version = f"python{sys.version_info.major}.{sys.version_info.minor}"
             site_packages = folder / "venv" / "lib" / version / "site-packages"
@@ -70,6 +95,15 @@ class Environment:
             subprocess.run([*install, "--no-deps", "--no-index", wheel], check=True)
         # Nothing of the environment in which this script runs: no compiler, no settings, no path of the checkout.
         self.variables = {"PATH": str(self.bin), "HOME": str(folder), "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"}
+
+    def hide(self, modules: Iterable[str]) -> None:
+        """Let programs that are started from now on not find some modules, as if they were not installed.
+
+        Args:
+            modules: The names of packages. Those of an earlier call can be found again.
+        """
+        (site_packages,) = self.folder.glob("venv/lib/python*/site-packages")
+        (site_packages / "sitecustomize.py").write_text(f"HIDDEN = {sorted(modules)!r}\n{HIDE}")
 
     def start(self, *command: object) -> subprocess.Popen[str]:
         """Start a program of the environment, whose standard output and error are pipes."""
@@ -150,12 +184,13 @@ def read_alerts(path: Path) -> dict[str, set[str]]:
     return records
 
 
-def consume(environment: Environment, expected: dict[str, set[str]]) -> float:
+def consume(environment: Environment, expected: dict[str, set[str]], client: str) -> float:
     """Consume the events with the wheel's program from a real broker until all alerts of the replay have been raised.
 
     Args:
         environment: The environment, whose folder has the model and the events.
         expected: The alerts of the replay of the same events.
+        client: The client library for Kafka.
 
     Returns:
         Seconds from the start of the program until it is ready.
@@ -170,16 +205,17 @@ def consume(environment: Environment, expected: dict[str, set[str]]) -> float:
         environment.run(*produce, *addresses)
         port = find_free_port()
         began = time.monotonic()
-        files = ("--alerts", folder / "live.jsonl", "--http", f"127.0.0.1:{port}")
+        live = folder / f"{client}.jsonl"
+        files = ("--alerts", live, "--http", f"127.0.0.1:{port}", "--client", client)
         process = environment.start(
             "deformer-stream", "consume", "--model", folder / "model", "--topic", "events", *addresses, *files
         )
         try:
             ready_after = None
-            while read_alerts(folder / "live.jsonl").keys() != expected.keys():
+            while read_alerts(live).keys() != expected.keys():
                 assert process.poll() is None, f"consume ended with {process.returncode}:\n{process.communicate()}"
                 assert time.monotonic() < began + LONGEST_WAIT_SECONDS, (
-                    f"{len(read_alerts(folder / 'live.jsonl'))} alerts instead of {len(expected)}"
+                    f"{len(read_alerts(live))} alerts instead of {len(expected)}"
                 )
                 if ready_after is None and is_ready(port):
                     ready_after = time.monotonic() - began
@@ -233,8 +269,19 @@ def main() -> None:
         alerts = read_alerts(folder / "replayed.jsonl")
         print(f"  {len(alerts)} alerts, {NUM_UNUSUAL} unusual records of {NUM_RECORDS}")
         assert len(alerts) >= NUM_UNUSUAL * 0.8, "the replay has raised too few alerts"
+        # Without kernels, scoring needs PyTorch.
+        hidden = set(HIDDEN) - ({"torch"} if arguments.pure else set())
+        environment.hide(hidden)
+        replay = ("deformer-replay", "--model", folder / "model", "--alerts", folder / "without_extras.jsonl")
+        environment.run(*replay, folder / "events.jsonl")
+        same = (folder / "without_extras.jsonl").read_bytes() == (folder / "replayed.jsonl").read_bytes()
+        assert same, "the alerts differ without the packages of the extras"
+        print(f"  without {', '.join(sorted(hidden))}: the same bytes")
         if not arguments.without_kafka:
-            print(f"  consume was ready after {consume(environment, alerts):.1f} s, and raised the same alerts")
+            for client in ("kafka-python", "librdkafka"):
+                environment.hide(hidden - ({"confluent_kafka"} if client == "librdkafka" else set()))
+                seconds = consume(environment, alerts, client)
+                print(f"  consume with {client} was ready after {seconds:.1f} s, and raised the same alerts")
     finally:
         shutil.rmtree(folder)
 
