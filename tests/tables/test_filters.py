@@ -190,6 +190,14 @@ def test_row_groups_and_files_without_matches_are_not_read(tmp_path: Path) -> No
         read(tmp_path, "site = 'C'", ["x"])
 
 
+def test_missing_values_of_row_groups_are_found(tmp_path: Path) -> None:
+    """The statistics of a file do not count NaN."""
+    path = write(tmp_path / "t.parquet", x=[*[1.0] * 9, float("nan"), *[2.0] * 10], y=[None] * 10 + [1] * 10)
+    assert [row["row"] for row in read(path, "x IS NULL", ["x"])] == [9]
+    assert [row["row"] for row in read(path, "y IS NULL AND x > 0", ["x"])] == list(range(9))
+    assert [row["row"] for row in read(path, "NOT (x = 1) AND y = 1", ["x"])] == list(range(10, 20))
+
+
 def test_column_must_exist(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--where: .*t.parquet has no column 'y'; .*x"):
         read(write(tmp_path / "t.parquet", x=[1]), "y = 1", ["x"])
