@@ -140,9 +140,7 @@ def test_broker_outage(own_broker: Any, worlds: list[Group], monkeypatch: pytest
 
     When the broker stops, there are handled messages that are not committed, and a rebalance is about to begin.
     """
-    for module in ("client", "delivery", "source", "commits"):
-        monkeypatch.setattr(f"connectors.kafka.{module}.DELIVERY_SECONDS", 3.0)
-    monkeypatch.setattr("connectors.kafka.client.REQUEST_SECONDS", 2.0)
+    monkeypatch.setattr("connectors.kafka.client.DELIVERY_SECONDS", 3.0)
     monkeypatch.setattr("connectors.kafka.client.REQUEST_SECONDS", 2.0)
     *worlds, other = worlds
     patient = [world.add_member(patience=60.0, max_poll_records=20) for world in worlds]
