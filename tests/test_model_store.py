@@ -120,7 +120,7 @@ def test_model_of_irregular_readings_survives_a_round_trip(tmp_path: Path) -> No
     limited = DEformer(schema, replace(model.config, neighbors=60, outlier_limit=5.0)).eval()
     model_store.write(tmp_path / "limited", limited, make_calibration(make_small_model()), {}, "")
     stored_model = model_store.read(tmp_path / "limited")
-    assert stored_model.manifest["format_version"] == 8  # earlier releases do not know the limit
+    assert stored_model.manifest["format_version"] == 9  # earlier releases do not know the limit
     assert stored_model.model.config.outlier_limit == 5.0
     scale = CusumScale.neutral(len(schema))
     for kinds, version in (((), 8), (("step",), 7), (("step", "level", "extreme"), 6)):

@@ -316,8 +316,9 @@ def test_process_is_healthy_while_a_commit_waits_for_the_brokers() -> None:
                 source.on_wait()
                 healthy.append(metrics.is_healthy())
 
-    source = BrokerSource(make_broker(), reach, stop, seed=0)
-    IncidentPipeline(source, source, make_plan, metrics, commit_interval=0.0).run(stop)
+    broker = make_broker()
+    source = BrokerSource(broker, reach, stop, seed=0)
+    IncidentPipeline(source, source, make_plan, metrics, broker.read_history, commit_interval=0.0).run(stop)
     assert healthy
     assert all(healthy)
 
