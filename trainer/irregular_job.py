@@ -534,9 +534,16 @@ class _Job:
         )
 
     def _measure(self, process: Callable[[int], object], num_available: int) -> float:
-        """Return the measured seconds for each record of a function, which is called with a number of records."""
+        """Return the seconds for each record of a function, which is called with a number of records.
+
+        It is the smaller one of two measurements, because a short load of the machine seldom spoils both.
+        """
         min_seconds = min(MAX_MEASURED_SECONDS, MEASURED_SHARE * (self.budget.limit or math.inf))
-        return measure_seconds_per_record(process, self.budget.clock, num_available, min_seconds=min_seconds)
+        clock = self.budget.clock
+        first, second = (
+            measure_seconds_per_record(process, clock, num_available, warm_up, min_seconds) for warm_up in (True, False)
+        )
+        return min(first, second)
 
     def _find_typical_records(self, rows: Ints) -> Ints:
         """Return the records whose number of readings is next to the mean, `MAX_MEASURED_RECORDS` of them at most."""

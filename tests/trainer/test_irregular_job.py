@@ -372,6 +372,22 @@ def test_a_short_load_while_costs_are_measured_does_not_shorten_training(
     assert job.measure_costs_again(run.averaged_model).after == pytest.approx(reserve)  # lasting load does
 
 
+def test_a_cost_is_the_smaller_one_of_two_measurements(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, num_calls = Clock(), 0
+
+    def work(model: DEformer, table: IrregularTable, rows: np.ndarray[Any, Any]) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        clock.now += (50.0 if num_calls == 2 else 0.6) * len(rows)  # the first call is the warm-up
+
+    monkeypatch.setattr(irregular_job, "score_irregular_records", work)
+    job, _ = plan_job(tmp_path, source, clock, preset="tiny", **SMALL)
+    assert num_calls == 3
+    assert job.costs.calibration == pytest.approx(1.1 * 0.6)
+
+
 def test_larger_preset_is_chosen_if_the_smaller_one_would_end_before_the_limit(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
