@@ -14,6 +14,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.extras import format_remedy
 from deformer_stream.tables import delta
 from deformer_stream.tables.data_files import (
     DataFile,
@@ -38,6 +39,10 @@ _FIRST_DELTA_COMMIT = f"{0:020}.json"  # a commit file is named after the versio
 _ICEBERG_METADATA = "metadata"
 _EXPORT_CURRENT_VERSION = (
     "all files in the folder would be read, so write the current version to plain Parquet files and give their folder"
+)
+_READ_DELTA_LOG = (
+    f"{_EXPORT_CURRENT_VERSION}; or install what reads the log of a table that is an input itself: "
+    f"{format_remedy('delta')}"
 )
 
 
@@ -145,8 +150,7 @@ def _find_remote_files(url: str, endings: Collection[str]) -> list[RemoteFile]:
         if table is not None and table.is_relative_to(folder) and not _is_hidden(table.relative_to(folder)):
             raise InputError(
                 f"{url}: the files of this table may be those of older versions (it is a Delta Lake or Iceberg table, "
-                f"with {file}, which is not read): {_EXPORT_CURRENT_VERSION}. A Delta Lake table is read if it is an "
-                "input itself and deformer-stream[delta] is installed"
+                f"with {file}, which is not read): {_READ_DELTA_LOG}"
             )
     files = [file for file in visible if has_ending(file, endings)]
     if not files and is_pattern(url):
@@ -313,7 +317,7 @@ def _check_delta_log(log_folder: Path) -> None:
         raise InputError(
             f"{table}: this Delta Lake table may hold files of older versions "
             "(without the first commit of its log, which is missing, it is unknown which files were removed): "
-            f"{_EXPORT_CURRENT_VERSION}"
+            f"{_READ_DELTA_LOG}"
         )
     for commit_file in sorted(log_folder.glob("*.json")):
         # Each object adds a file to the table, removes one, or changes a setting.
@@ -321,12 +325,12 @@ def _check_delta_log(log_folder: Path) -> None:
             if "remove" in action:
                 raise InputError(
                     f"{table}: this Delta Lake table may hold files of older versions "
-                    f"(the commit {commit_file.name} removed a file from it): {_EXPORT_CURRENT_VERSION}"
+                    f"(the commit {commit_file.name} removed a file from it): {_READ_DELTA_LOG}"
                 )
             if (action.get("add") or {}).get("deletionVector"):
                 raise InputError(
                     f"{table}: this Delta Lake table may hold files of older versions "
-                    f"(the commit {commit_file.name} deleted rows of a file): {_EXPORT_CURRENT_VERSION}"
+                    f"(the commit {commit_file.name} deleted rows of a file): {_READ_DELTA_LOG}"
                 )
 
 

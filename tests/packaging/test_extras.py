@@ -30,6 +30,7 @@ MODULES = {
     "sklearn": ("deformer_stream.adapters.scikit_learn",),
     "page": ("deformer_stream.page.server", "deformer_stream.page.app"),
     "notify": ("connectors.receivers.apprise_receiver", "apprise"),
+    "delta": ("deformer_stream.tables.delta", "deltalake"),
     "librdkafka": ("connectors.kafka.librdkafka_client", "connectors.kafka.librdkafka_admin"),
 }
 """Modules that an extra makes usable."""
@@ -41,6 +42,10 @@ USE = {
     "page": "from deformer_stream.cli.serve import check_page_packages; check_page_packages()",
     "notify": (
         "from connectors.receivers.apprise_receiver import AppriseReceiver; AppriseReceiver('json://localhost', 1, 5.0)"
+    ),
+    "delta": (
+        "import pathlib, tempfile; from deformer_stream.tables.discovery import find_data_files; "
+        "folder = pathlib.Path(tempfile.mkdtemp()); (folder / '_delta_log').mkdir(); find_data_files([folder])"
     ),
     "librdkafka": "from connectors.kafka.client import choose_library; choose_library('librdkafka')",
     "msk": "from connectors.kafka.tokens import _make_aws_provider; _make_aws_provider('eu-west-1')",
