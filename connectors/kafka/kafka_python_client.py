@@ -817,11 +817,19 @@ class KafkaPythonProducer:
 
 
 def _close_later(producer: Any) -> None:
-    """Close a producer when its messages have timed out, and ignore errors, because nothing depends on it any more."""
-    for timeout in (client.DELIVERY_SECONDS + client.CONNECT_SECONDS, 0):
-        with suppress(errors.KafkaError):
-            producer.close(timeout=timeout)
-            return
+    """Close a producer when its messages were sent or have timed out; ignore errors, because nothing depends on it.
+
+    While no broker responds, kafka-python drops messages long after their time-out, and it does not close a producer
+    before. A producer that was only forgotten would fail when the garbage collector closes it.
+    """
+    while True:
+        try:
+            producer.close(timeout=client.DELIVERY_SECONDS)
+        except errors.KafkaTimeoutError:
+            continue
+        except errors.KafkaError:
+            pass
+        return
 
 
 class KafkaPythonAdmin:
