@@ -15,7 +15,7 @@ KERNEL_TESTS := tests/kernels/test_library.py tests/kernels/test_abi.py tests/ke
 # The tests of a file run in one process. Each process starts its own broker, so the number of processes is limited.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help docs demo demo-page kernels test test-librdkafka test-kernels wheel test-wheel test-lowest test-newest sbom first-hours lint check format bench bench-quality bench-incidents chaos chaos-incidents test-outage fuzz kafka kafka-jars test-programs deploy-tools test-deploy clean
+.PHONY: help docs demo demo-page kernels test test-librdkafka test-kernels wheel test-wheel test-aarch64 test-lowest test-newest sbom first-hours lint check format bench bench-quality bench-incidents chaos chaos-incidents test-outage fuzz kafka kafka-jars test-programs deploy-tools test-deploy clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -108,6 +108,9 @@ wheel: $(VENV)/.build ## build the wheel and the source distribution into dist/
 
 test-wheel: $(VENV)/.dev wheel kafka-jars ## install the wheel outside the checkout, without a compiler, and train, replay and consume
 	$(BIN)/python -m tests.packaging.try_wheel dist/*.whl $(if $(FRESH),--fresh)
+
+test-aarch64: $(VENV)/.dev ## compile the kernels for aarch64 and compare a replay under qemu with one here (x86-64 with Debian 12)
+	$(TOOLS) $(BIN)/python -m tests.packaging.try_aarch64
 
 test-lowest: $(VENV)/.build kernels ## run the fast tests with the lowest allowed versions of the dependencies
 	$(call test_dependencies,lowest,-c constraints-lowest.txt)

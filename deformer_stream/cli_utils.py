@@ -17,7 +17,7 @@ import click
 
 from deformer_stream.errors import DeformerError
 from deformer_stream.extras import format_remedy
-from deformer_stream.runtime.process import limit_thread_spinning
+from deformer_stream.runtime.process import delay_gc, limit_thread_spinning
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 """Click context settings of every command: -h prints the help, as --help does, and lines may be longer than 80
@@ -198,6 +198,7 @@ def run(command: click.Command, name: str) -> None:
         command: The command to run.
         name: Name of the program, with which an error message begins.
     """
+    delay_gc()
     limit_thread_spinning()  # by an environment variable, which torch reads when a command imports it
     complete_in_shell(command, name)
     try:

@@ -25,6 +25,10 @@ _mallopt, _malloc_trim = (getattr(_LIBC, name, None) for name in ("mallopt", "ma
 
 _SWITCH_INTERVAL_SECONDS = 0.0005
 
+_DEFAULT_GC_THRESHOLDS = gc.get_threshold()
+_NUM_OBJECTS_AT_START = 50_000
+"""Number of new objects after which garbage is collected while a program starts."""
+
 
 def limit_malloc_arenas() -> None:
     """Let all threads that start from now on allocate from one common arena (memory area of malloc).
@@ -81,6 +85,15 @@ def shorten_switch_interval() -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
 
 
+def delay_gc() -> None:
+    """Let garbage collections begin after 50,000 new objects in place of 700, until `frozen_gc` begins.
+
+    Imports create hundreds of thousands of objects, which all stay. Without this call, each start would spend 0.06 s on
+    a search for garbage among them.
+    """
+    gc.set_threshold(_NUM_OBJECTS_AT_START, *_DEFAULT_GC_THRESHOLDS[1:])
+
+
 @contextmanager
 def frozen_gc() -> Iterator[None]:
     """Exclude all objects that exist now from garbage collection while the context is active.
@@ -90,6 +103,7 @@ def frozen_gc() -> Iterator[None]:
     """
     gc.collect()  # otherwise garbage that exists now would never be freed
     gc.freeze()
+    gc.set_threshold(*_DEFAULT_GC_THRESHOLDS)  # short collections delay alerts less
     try:
         yield
     finally:

@@ -34,6 +34,21 @@ def test_free_memory_is_returned_to_the_system() -> None:
     assert not any(map(any, pieces))
 
 
+def test_garbage_is_collected_late_at_the_start_and_as_usual_when_a_pipeline_runs() -> None:
+    code = """
+import gc
+from deformer_stream.runtime import process
+before = gc.get_threshold()
+process.delay_gc()
+assert gc.isenabled()
+at_start = gc.get_threshold()
+with process.frozen_gc():
+    print(at_start[0] >= 20 * before[0], gc.get_threshold() == before, gc.get_freeze_count() > 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True"] * 3
+
+
 def test_threads_allocate_from_the_main_heap() -> None:
     code = """
 import threading
