@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +21,8 @@ from typing import Any
 
 from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern, read_patterns
 from deformer_stream.calibration.incident_segments import SegmentCalibration
-from deformer_stream.errors import ArtifactError, map_write_errors
+from deformer_stream.durable_file import replace_file
+from deformer_stream.errors import ArtifactError
 
 INCIDENTS_FILE = "incidents.json"
 """Name of the file in a model directory."""
@@ -244,20 +243,7 @@ def write_incident_calibration(directory: Path, calibration: IncidentCalibration
     Raises:
         Unavailable: Writing fails, for example because the disk is full.
     """
-    path = Path(directory) / INCIDENTS_FILE
-    content = render_incident_calibration(calibration)
-    with map_write_errors(path):
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{INCIDENTS_FILE}.", dir=directory)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).chmod(0o644)  # mkstemp allows only the owner to read
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+    replace_file(Path(directory) / INCIDENTS_FILE, render_incident_calibration(calibration))
 
 
 def _render(document: Mapping[str, Any]) -> bytes:

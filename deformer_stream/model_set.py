@@ -12,8 +12,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from dataclasses import field as dataclass_field
@@ -21,7 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from deformer_stream.errors import ArtifactError, ConfigError, map_write_errors
+from deformer_stream.durable_file import replace_file
+from deformer_stream.errors import ArtifactError, ConfigError
 
 MODELS_FILE = "models.json"
 """Name of the file that lists the models of a folder."""
@@ -142,20 +141,8 @@ def write_model_set(directory: Path, models: ModelSet) -> None:
     Raises:
         Unavailable: Writing fails, for example because the disk is full.
     """
-    path = Path(directory) / MODELS_FILE
     document: dict[str, Any] = {"format": FORMAT_VERSION, "field": models.field}
     document["models"] = {value: asdict(entry) for value, entry in sorted(models.entry_by_value.items())}
     if models.fleet_inputs:
         document["fleets"] = dict(sorted(models.fleet_inputs.items()))
-    with map_write_errors(path):
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{MODELS_FILE}.", dir=directory)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(document, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).chmod(0o644)  # mkstemp allows only the owner to read
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+    replace_file(Path(directory) / MODELS_FILE, json.dumps(document, indent=1).encode())

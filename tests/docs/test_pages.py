@@ -128,7 +128,7 @@ def test_every_option_that_is_mentioned_exists() -> None:
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for page in PAGES:
-        for target in set(re.findall(r"`make ([a-z-]+)|^    make ([a-z-]+)", page.read_text(), re.MULTILINE)):
+        for target in set(re.findall(r"`make ([a-z0-9-]+)|^    make ([a-z0-9-]+)", page.read_text(), re.MULTILINE)):
             name = target[0] or target[1]
             assert re.search(rf"^{name}:", makefile, re.MULTILINE), f"{page.name}: make {name}"
 

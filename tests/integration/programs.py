@@ -253,3 +253,21 @@ class Cluster:
             return all(committed.get(p) == end for p, end in ends.items())
 
         return reached
+
+
+def consume_with_kills(folder: Path, options: Sequence[object], is_consumed: Callable[[], bool]) -> None:
+    """Consume a topic to its end with four processes, three of which kill themselves within a commit.
+
+    Args:
+        folder: Where the logs of the processes are written.
+        options: Options of `deformer-stream consume`.
+        is_consumed: Return whether everything is consumed and committed. The last process is then stopped.
+    """
+    for step, num_calls in (("5.3-sending-offsets", 4), ("5.3-transaction-ended", 3), ("5.2-saved", 6)):
+        module = ("tests.chaos.self_killing", step, num_calls)
+        with RunningConsumer(folder / f"{step}.log", *options, module=module) as consumer:
+            consumer.process.wait(120.0)
+            assert consumer.process.returncode == -9, consumer.read_log()
+    with RunningConsumer(folder / "last.log", *options) as consumer:
+        consumer.wait_for(is_consumed, "all messages")
+        consumer.stop()

@@ -20,7 +20,7 @@ import pytest
 from confluent_kafka import Producer
 
 from tests.chaos.run import have_equal_content
-from tests.integration.programs import Cluster, RunningConsumer, run_successfully
+from tests.integration.programs import Cluster, consume_with_kills, run_successfully
 from tests.models import SCHEMA, draw_rows
 
 pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
@@ -110,15 +110,8 @@ def test_each_message_of_a_foreign_producer_has_its_effects_once(
     ]
     sender = threading.Thread(target=ForeignProducer(cluster.bootstrap, name).send, args=(messages, 0.2))
     sender.start()
-    for step, num_calls in (("5.3-sending-offsets", 4), ("5.3-transaction-ended", 3), ("5.2-saved", 6)):
-        module = ("tests.chaos.self_killing", step, num_calls)
-        with RunningConsumer(tmp_path / f"{step}.log", *options, module=module) as consumer:
-            consumer.process.wait(120.0)
-            assert consumer.process.returncode == -9, consumer.read_log()
+    consume_with_kills(tmp_path, options, lambda: not sender.is_alive() and cluster.is_consumed(name, name)())
     sender.join()
-    with RunningConsumer(tmp_path / "last.log", *options) as consumer:
-        consumer.wait_for(cluster.is_consumed(name, name), "all messages")
-        consumer.stop()
     committed = cluster.read_topic(name)
     assert Counter((message.key, message.value) for message in committed) == Counter(messages)
     is_reading = [message.value is not None and message.value.startswith(b"{") for message in committed]

@@ -23,7 +23,7 @@ from deformer_stream.codec.encode_incidents import decode_incident
 from deformer_stream.incidents.events import Incident
 from tests.chaos.incidents import run_kills
 from tests.incidents.evidence_logs import make_log
-from tests.integration.programs import Cluster, RunningConsumer, run, run_successfully
+from tests.integration.programs import Cluster, RunningConsumer, consume_with_kills, run, run_successfully
 from tests.models import SCHEMA, draw_rows
 
 pytestmark = pytest.mark.kafka
@@ -122,15 +122,8 @@ def test_killed_consumers_write_each_row_of_evidence_once(
     ]
     sender = threading.Thread(target=produce, args=(cluster.brokers, name, events, 300.0))
     sender.start()
-    for step, num_calls in (("5.3-sending-offsets", 4), ("5.3-transaction-ended", 3), ("5.2-saved", 6)):
-        module = ("tests.chaos.self_killing", step, num_calls)
-        with RunningConsumer(tmp_path / f"{step}.log", *options, module=module) as consumer:
-            consumer.process.wait(120.0)
-            assert consumer.process.returncode == -9, consumer.read_log()
+    consume_with_kills(tmp_path, options, lambda: not sender.is_alive() and cluster.is_consumed(name, name)())
     sender.join()
-    with RunningConsumer(tmp_path / "last.log", *options) as consumer:
-        consumer.wait_for(cluster.is_consumed(name, name), "all events")
-        consumer.stop()
     found = read_rows([message.value for message in cluster.read_topic(f"{name}-evidence")])
     (tmp_path / "events.jsonl").write_bytes(b"".join(value + b"\n" for _, value, _ in events))
     words = ("--model", model_dir, "--alpha", "0.3", "--evidence", tmp_path / "evidence.jsonl", "--explanations", "off")
