@@ -24,6 +24,9 @@ from deformer_stream.errors import DeformerError, Unavailable
 TRANSACTION_SECONDS = 30.0
 """Seconds of silence after which the broker aborts a transaction. Readers of the topics wait for it."""
 
+ANSWER_SECONDS = 5.0
+"""Seconds after the end of a transaction's time for which its result is waited for."""
+
 Result = TypeVar("Result")
 
 
@@ -207,7 +210,8 @@ class Delivery:
         """Wait for the transaction in the background, if any, and raise its error if it failed.
 
         Args:
-            timeout: Maximum time to wait in seconds. None waits until the transaction itself has given up.
+            timeout: Maximum time to wait in seconds. None waits until the transaction itself has given up; a request
+                of it that ignores its own time limit is abandoned `ANSWER_SECONDS` later.
             on_wait: A function that is called again and again during the wait.
 
         Raises:
@@ -217,7 +221,8 @@ class Delivery:
         """
         call, self._background_call = self._background_call, None
         if call is not None:
-            self._record_failure(lambda: call.result(timeout, on_wait))
+            seconds = client.DELIVERY_SECONDS + ANSWER_SECONDS if timeout is None else timeout
+            self._record_failure(lambda: call.result(seconds, on_wait))
 
     def mark_committed(self) -> None:
         """Remove the messages that the last attempt has sent, because they are committed."""

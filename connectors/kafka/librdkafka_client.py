@@ -56,6 +56,17 @@ requested only afterwards."""
 SECONDS_BEFORE_TRANSACTION_TIMEOUT = 1.0
 """Requests and messages of a transaction time out this much before the transaction, as librdkafka requires."""
 
+REFRESH_SECONDS = 5.0
+"""Seconds between two requests of a producer for the partitions of its topics. After an outage of all brokers,
+librdkafka sends no message before the next one of them."""
+
+FORGET_SECONDS = 10.0
+"""Seconds after which a producer that sends nothing forgets which broker coordinates the consumer group.
+
+After an outage, librdkafka waits without limit for the broker that it remembers, if the list of brokers has not
+contained it meanwhile (issues 5456 and 5511 of librdkafka). With this limit it asks again which broker it is.
+"""
+
 UNUSED_GROUP = "deformer-stream-reader"
 """A group name for consumers that belong to no group, because librdkafka requires one. Nothing is committed to it."""
 
@@ -531,6 +542,8 @@ class LibrdkafkaProducer:
             settings["transactional.id"] = transactional_id
             settings["transaction.timeout.ms"] = int(transaction_seconds * 1000)
             settings["socket.timeout.ms"] = int(seconds * 1000)
+            settings["topic.metadata.refresh.interval.ms"] = int(REFRESH_SECONDS * 1000)
+            settings["metadata.max.age.ms"] = int(FORGET_SECONDS * 1000)
         settings["delivery.timeout.ms"] = int(seconds * 1000)
         self._client: Any  # None if it is closed
         self._client, self._events = connect(rd.Producer, cluster, settings)

@@ -449,7 +449,11 @@ class KafkaSource:
 
     def _find_starts_of(self, tps: Sequence[TopicPartition], restored: list[RestoredPartition]) -> None:
         """Find where to begin partitions, as `_find_starts` does, with one request of each kind."""
-        committed = self._consumer.fetch_committed(tps, client.REQUEST_SECONDS)
+        try:
+            committed = self._consumer.fetch_committed(tps, client.REQUEST_SECONDS)
+        except Unavailable:
+            self._check_open_transaction(tps)
+            raise
         self._commits.num_partitions = self._commits.num_partitions or self._find_first_number(committed)
         models = {parse_model(offset.metadata) for offset in committed.values() if offset is not None}
         if not self._has_owned and models - {"", self._commits.model}:
@@ -472,6 +476,22 @@ class KafkaSource:
             else:
                 self._pending_starts[tp] = start
                 self._reader.add(tp.partition, start.reference)
+
+    def _check_open_transaction(self, tps: Sequence[TopicPartition]) -> None:
+        """After the committed offsets of partitions were requested in vain, raise an error if the brokers respond.
+
+        Kafka returns committed offsets only if no transaction that changes them is open. It ends an open one after its
+        time-out. If all brokers fail between the decision to commit and its completion, the transaction can stay open.
+
+        Raises:
+            Unavailable: The brokers respond to another request, or do not respond to it either.
+        """
+        self._consumer.fetch_end_offsets(tps, client.REQUEST_SECONDS)
+        raise Unavailable(
+            f"Kafka at {self._cluster.servers} responds, but does not return the committed offsets of group "
+            f"{self._group!r}: a transaction that changes them has not ended, or the brokers have just started: if "
+            "it lasts for more than a few minutes, end the transaction with kafka-transactions.sh (find-hanging, abort)"
+        )
 
     def _find_first_number(self, committed: Mapping[TopicPartition, CommittedOffset | None]) -> int:
         """Return the number of partitions that the topic had when the group began to consume it.

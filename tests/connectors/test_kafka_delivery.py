@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from kafka.structs import ConsumerGroupMetadata
 
-from connectors.kafka import Delivery
+from connectors.kafka import Delivery, client
 from connectors.kafka.delivery import make_transactional_id
 from connectors.kafka.kafka_python_client import KafkaPythonConsumer, KafkaPythonProducer
 from connectors.kafka.ports import (
@@ -180,9 +180,12 @@ def test_messages_of_a_failed_transaction_are_sent_once_by_the_new_producer(
     assert list_alert_values(world) == [*others, 0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("timeout", [0.2, None])
 def test_commit_without_response_is_abandoned_with_its_thread(
-    group: Callable[..., Group], opened: list[Delivery]
+    timeout: float | None, group: Callable[..., Group], opened: list[Delivery], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also if a request ignores its time limit, as in issue 5456 of librdkafka."""
+    monkeypatch.setattr("connectors.kafka.delivery.ANSWER_SECONDS", 1.0 - client.DELIVERY_SECONDS)
     world = group()
     delivery = open_delivery(world, opened)
     delivery.put(make_alert_message(world, 0))
@@ -196,7 +199,7 @@ def test_commit_without_response_is_abandoned_with_its_thread(
 
     delivery.begin(delivery.transaction([], hang, no_membership))
     with pytest.raises(Unavailable):
-        delivery.end(timeout=0.2)
+        delivery.end(timeout)
     delivery.renew_producer()
     send_and_mark_committed(world, delivery)
     go.set()

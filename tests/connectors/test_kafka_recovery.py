@@ -18,7 +18,7 @@ from connectors.kafka.state import StateReader
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.runtime.ports import PartitionState
 from tests.connectors.kafka_groups import Group
-from tests.connectors.kafka_helpers import make_messages, wait_until
+from tests.connectors.kafka_helpers import TIMEOUT_SECONDS, make_messages, wait_until
 from tests.connectors.raw_batches import encode_batch, encode_record, send_batch
 
 pytestmark = pytest.mark.kafka
@@ -89,6 +89,29 @@ def test_many_partitions_are_restored_although_requests_are_slow(
     second.poll_until_assigned(*range(20))
     num_by_partition = Counter(tp for request in requests for tp in request)
     assert num_by_partition.total() == 20 + len(requests[1]), "what was found before the error is kept"
+
+
+@BOTH_CLIENTS
+def test_transaction_that_hides_the_committed_offsets_is_reported(
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kafka returns no committed offsets while a transaction that changes them is open."""
+    world = group(1)
+    world.produce(5)
+    first = world.add_member()
+    first.read(5)
+    first.commit()
+    producer = load_client(world.cluster).open_producer(world.cluster, f"{world.name}/other")
+    with closing(producer):
+        producer.open_transactions(TIMEOUT_SECONDS)
+        producer.begin_transaction()
+        changed = {TopicPartition(world.topic, 0): CommittedOffset(4)}
+        producer.send_offsets(changed, first.source._consumer.membership, TIMEOUT_SECONDS)
+        first.close()
+        monkeypatch.setattr("connectors.kafka.client.REQUEST_SECONDS", 2.0)
+        second = world.add_member(patience=1.0)
+        with pytest.raises(Unavailable, match=r"responds, but does not return the committed offsets.*find-hanging"):
+            wait_until(lambda: bool(second.poll().restored_partitions), "an error")
 
 
 def test_restore_that_finds_no_broker_goes_on_in_the_next_poll(

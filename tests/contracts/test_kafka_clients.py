@@ -24,6 +24,7 @@ import structlog
 from kafka import KafkaConsumer
 
 from connectors.kafka import client as shared
+from connectors.kafka.background import BackgroundCall
 from connectors.kafka.client import load_client
 from connectors.kafka.ports import (
     Admin,
@@ -1001,6 +1002,10 @@ def test_clients_survive_a_restart_of_the_broker(library: ClientLibrary) -> None
         wait_for(lambda: member.numbers == {0}, member)
         member.start_all()
         wait_for(lambda: len(member.messages) == 3, member)
+        writer = clients.open_producer(f"{topic}/writer", 30.0)
+        commit_transaction(writer, member)
+        # If all brokers fail between the decision to commit and the end of the transaction, Kafka may never end it.
+        assert member.consumer.fetch_committed([tp], SECONDS) == {tp: CommittedOffset(1)}
         broker.kill(1)
         for request in (
             lambda: member.consumer.commit({tp: CommittedOffset(1)}, 2.0),
@@ -1036,8 +1041,13 @@ def test_clients_survive_a_restart_of_the_broker(library: ClientLibrary) -> None
         while not try_to_commit():
             poll()
         assert member.consumer.fetch_committed([tp], SECONDS) == {tp: CommittedOffset(2)}
+        # The producer remembers which broker coordinated the group before, and did nothing since.
+        call = BackgroundCall(lambda: commit_transaction(writer, member))
+        assert call.wait(SECONDS), "a request of the transaction has no time limit"
+        call.get()
+        assert member.consumer.fetch_committed([tp], SECONDS) == {tp: CommittedOffset(1)}
         send_values(clients.open_producer(), topic, 2)
-        while len({offset for _, offset in member.messages}) < 5:
+        while len({offset for _, offset in member.messages}) < 7:
             poll()
             assert time.monotonic() < deadline
         broker.kill(1)
@@ -1046,6 +1056,14 @@ def test_clients_survive_a_restart_of_the_broker(library: ClientLibrary) -> None
         producer.close()
         clients.admin.close()
         assert time.monotonic() - began < 30
+
+
+def commit_transaction(producer: Producer, member: Member) -> None:
+    """Commit a transaction with one message and the offset 1."""
+    producer.begin_transaction()
+    send_values(producer, member.topic, 1)
+    producer.send_offsets({TopicPartition(member.topic, 0): CommittedOffset(1)}, member.consumer.membership, SECONDS)
+    producer.commit_transaction(SECONDS)
 
 
 def send_values_within(producer: Producer, topic: str, timeout: float) -> None:
