@@ -181,6 +181,26 @@ def reload_on_hangup() -> threading.Event:
     return reload_requested
 
 
+def parse_time_option(flag: str, text: str) -> int:
+    """Return a time of an option in microseconds since 1970.
+
+    Args:
+        flag: The option, for the message.
+        text: Its value.
+
+    Raises:
+        ConfigError: The text is not RFC 3339.
+    """
+    from deformer_stream.codec.timestamps import parse_rfc3339
+    from deformer_stream.codec.validation import RejectionError
+    from deformer_stream.errors import ConfigError
+
+    try:
+        return parse_rfc3339(text)
+    except RejectionError:
+        raise ConfigError(f"{flag} {text!r}: this is not RFC 3339; write a time such as 2020-03-09T10:34:30Z") from None
+
+
 def run(command: click.Command, name: str) -> None:
     """Run a command with the arguments of the process, then end the process.
 

@@ -9,8 +9,9 @@
 - `sink` encodes alerts and dead letters, `evidence_sink` what incidents are made of, `state` the snapshots of open
   records.
 - `commits` and `delivery` send all of it together with the consumed offsets, in one transaction.
-- `incident_topics` reads incidents, and reads and appends labels of operators. `incident_deliveries` reads incidents
-  for a receiver, and stores how far it was notified.
+- `topic_reader` reads a whole topic. `incident_topics` reads incidents, and reads and appends labels of operators.
+  `incident_deliveries` reads incidents for a receiver, and stores how far it was notified. `dead_letters` reads refused
+  messages and sends them again.
 - `topics` creates topics and checks them; `sample` reads the latest messages of a topic; `produce` sends events, as a
   load generator.
 
@@ -18,6 +19,7 @@ A consumer belongs to one thread. Its handler of rebalances may run in the clien
 `poll` or `close`, so the state they share needs no lock. Keys and values stay bytes until the codec decodes them.
 """
 
+from connectors.kafka.dead_letters import DeadLetter, ReplayCounts, read_dead_letters, send_again
 from connectors.kafka.delivery import Delivery
 from connectors.kafka.evidence_sink import KafkaEvidenceSink, describe_evidence_topic
 from connectors.kafka.incident_deliveries import KafkaDeliveryLog
@@ -38,6 +40,7 @@ from connectors.kafka.topics import TopicSpec, count_partitions, ensure_topics
 
 __all__ = [
     "AlertEncoder",
+    "DeadLetter",
     "Delivery",
     "KafkaCluster",
     "KafkaDeliveryLog",
@@ -48,6 +51,7 @@ __all__ = [
     "KafkaIncidentWriter",
     "KafkaSink",
     "KafkaSource",
+    "ReplayCounts",
     "StateTopic",
     "TopicSpec",
     "copy_evidence",
@@ -57,4 +61,6 @@ __all__ = [
     "describe_output_topics",
     "ensure_topics",
     "produce",
+    "read_dead_letters",
+    "send_again",
 ]

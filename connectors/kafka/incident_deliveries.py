@@ -12,7 +12,6 @@ from typing import Annotated
 import msgspec
 
 from connectors.kafka.client import DELIVERY_SECONDS, load_client
-from connectors.kafka.incident_topics import poll_existing_messages
 from connectors.kafka.ports import (
     CommittedOffset,
     Consumer,
@@ -23,6 +22,7 @@ from connectors.kafka.ports import (
     ReceivedMessage,
     TopicPartition,
 )
+from connectors.kafka.topic_reader import poll_existing_messages
 from deformer_stream import log
 from deformer_stream.codec.encode_incidents import decode_incident
 from deformer_stream.errors import DeformerError, InputError, Unavailable

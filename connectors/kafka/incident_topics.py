@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from connectors.kafka.client import DELIVERY_SECONDS, load_client
 from connectors.kafka.delivery import Delivery
 from connectors.kafka.evidence_sink import EVIDENCE_PARTITION
 from connectors.kafka.ports import (
-    Consumer,
-    ConsumerOptions,
     KafkaCluster,
-    OffsetOutOfRange,
     OutgoingMessage,
     Producer,
-    ReceivedMessage,
-    TopicPartition,
 )
-from connectors.kafka.topics import DEFAULT_MAX_MESSAGE_BYTES, TopicSpec, count_partitions
-from deformer_stream import log
+from connectors.kafka.topic_reader import TopicReader, decode_values
+from connectors.kafka.topics import DEFAULT_MAX_MESSAGE_BYTES, TopicSpec
 from deformer_stream.codec.cloud_events import make_headers, make_source
 from deformer_stream.codec.encode_evidence import decode_evidence
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
 from deformer_stream.codec.feedback_messages import decode_label, encode_label, get_label_key
-from deformer_stream.errors import DeformerError, InputError, map_write_errors
+from deformer_stream.errors import DeformerError, map_write_errors
 from deformer_stream.incidents.events import FeedbackLabel, Incident
 from deformer_stream.runtime.incident_history import read_existing
 
@@ -90,98 +85,7 @@ class KafkaIncidentWriter:
         self._delivery.put(OutgoingMessage(partition, self._topic, incident.id.encode(), value, headers))
 
 
-class _TopicReader(Generic[Message]):
-    """A reader of all messages of a topic, from the first one on, without a consumer group.
-
-    Messages that cannot be decoded are skipped; the first one is logged. One thread may use it at a time.
-
-    Args:
-        cluster: The brokers.
-        topic: The topic.
-        decode: Returns the message of a value, or raises `InputError`.
-
-    Attributes:
-        num_skipped: Number of messages that could not be decoded.
-
-    Raises:
-        Unavailable: The topic does not exist, or no broker responds.
-        ConfigError: This user may not read the topic.
-    """
-
-    def __init__(self, cluster: KafkaCluster, topic: str, decode: Callable[[bytes], Message]) -> None:
-        self._cluster, self._topic, self._decode = cluster, topic, decode
-        self.num_skipped = 0
-        tps = [TopicPartition(topic, partition) for partition in range(count_partitions(cluster, topic))]
-        self._consumer: Consumer = load_client(cluster).open_consumer(cluster, ConsumerOptions())
-        try:
-            first_offsets = self._consumer.fetch_first_offsets(tps, DELIVERY_SECONDS)
-            end_offsets = self._consumer.fetch_end_offsets(tps, DELIVERY_SECONDS)
-            self._consumer.assign(first_offsets)
-        except DeformerError:
-            self._consumer.close()
-            raise
-        # For each partition that was not read to this offset yet: the offset after its last message now.
-        self._unread_ends = {tp: end for tp, end in end_offsets.items() if first_offsets[tp] < end}
-
-    @property
-    def is_caught_up(self) -> bool:
-        """Whether `poll` has returned everything that the topic held when it was opened."""
-        return not self._unread_ends
-
-    def poll(self, timeout: float) -> Sequence[Message]:
-        """Return messages that were not returned before, after at most `timeout` seconds; empty if there are none.
-
-        Raises:
-            Unavailable: The topic cannot be read now. A later call may succeed.
-        """
-        polled = poll_existing_messages(self._consumer, timeout)
-        self._unread_ends = {
-            tp: end for tp, end in self._unread_ends.items() if (self._consumer.get_position(tp) or 0) < end
-        }
-        messages: list[Message] = []
-        for record in polled:
-            if record.value is None:  # a tombstone: the incident was deleted
-                continue
-            try:
-                messages.append(self._decode(record.value))
-            except InputError as error:
-                self._skip(record.partition, record.offset, error)
-        return messages
-
-    def close(self) -> None:
-        """Close the consumer."""
-        self._consumer.close()
-
-    def _skip(self, partition: int, offset: int, error: InputError) -> None:
-        """Count a message that cannot be decoded, and log the first one."""
-        if not self.num_skipped:
-            log.get_logger("kafka").warning(
-                "message_skipped", topic=self._topic, partition=partition, offset=offset, error=str(error)
-            )
-        self.num_skipped += 1
-
-
-def poll_existing_messages(consumer: Consumer, timeout: float) -> Sequence[ReceivedMessage]:
-    """Return messages that have arrived; continue at the first message that exists if the next one has expired.
-
-    Args:
-        consumer: The consumer.
-        timeout: Longest time to wait in seconds.
-
-    Raises:
-        Unavailable: The topic cannot be read now.
-        ConfigError: This user may not read the topic.
-    """
-    try:
-        return consumer.poll_messages(timeout)
-    except OffsetOutOfRange as error:
-        first_offsets = consumer.fetch_first_offsets(error.offset_by_partition, DELIVERY_SECONDS)
-        for tp, offset in first_offsets.items():
-            consumer.start(tp, offset)
-        return ()
-
-
-class KafkaIncidentLog(_TopicReader[Incident]):
+class KafkaIncidentLog(TopicReader[Incident]):
     """The topic of incidents as a log that is read from its first message on, an `IncidentLog`.
 
     Args:
@@ -194,7 +98,7 @@ class KafkaIncidentLog(_TopicReader[Incident]):
     """
 
     def __init__(self, cluster: KafkaCluster, topic: str) -> None:
-        super().__init__(cluster, topic, decode_incident)
+        super().__init__(cluster, topic, decode_values(decode_incident))
 
 
 class KafkaIncidentHistory:
@@ -241,7 +145,7 @@ def copy_evidence(cluster: KafkaCluster, topic: str, path: Path) -> int:
         decode_evidence(value)
         return value
 
-    reader = _TopicReader(cluster, topic, check)
+    reader = TopicReader(cluster, topic, decode_values(check))
     num_messages = 0
     try:
         with map_write_errors(path), path.open("wb") as file:
@@ -253,7 +157,7 @@ def copy_evidence(cluster: KafkaCluster, topic: str, path: Path) -> int:
     return num_messages
 
 
-class KafkaFeedbackLog(_TopicReader[FeedbackLabel]):
+class KafkaFeedbackLog(TopicReader[FeedbackLabel]):
     """The topic of labels as a log, a `FeedbackLog`. Any thread may append; one thread at a time may poll.
 
     Args:
@@ -266,7 +170,7 @@ class KafkaFeedbackLog(_TopicReader[FeedbackLabel]):
     """
 
     def __init__(self, cluster: KafkaCluster, topic: str) -> None:
-        super().__init__(cluster, topic, decode_label)
+        super().__init__(cluster, topic, decode_values(decode_label))
         self._lock = threading.Lock()
         self._producer: Producer | None = None  # created by the first call of `append`
 

@@ -12,7 +12,7 @@ from connectors.kafka.topics import TopicSpec
 from deformer_stream.codec import encode_drift, encode_storm, get_message, get_position
 from deformer_stream.codec.cloud_events import make_headers, make_source
 from deformer_stream.codec.payloads import Messages, Payload
-from deformer_stream.engine.events import Alert, Effects, Rejection
+from deformer_stream.engine.events import NO_TIME, Alert, Effects, Rejection
 
 MAX_DEAD_LETTER_BYTES = 2 * 2**20
 """Largest message of a dead-letter topic that is created here, in bytes.
@@ -59,8 +59,8 @@ class KafkaSink:
     CloudEvents.
 
     A rejected message (dead letter) is sent unchanged, with UTF-8 headers: `reason`, `detail`, and `topic`, `partition`
-    and `offset` of the original. If it is too large for its topic, it is sent without its value, with the header
-    `payload_bytes`.
+    and `offset` of the original, and its `timestamp` in milliseconds since 1970, if it has one. If it is too large for
+    its topic, it is sent without its value, with the header `payload_bytes`.
 
     Args:
         alerts_topic: Topic for alerts and for notices that the data have drifted, or None to send none.
@@ -141,6 +141,7 @@ def _make_dead_letter(topic: str, rejected: Rejection, data: Payload, max_bytes:
         ("topic", origin.encode()),
         ("partition", b"%d" % partition),
         ("offset", b"%d" % offset),
+        *_make_timestamp_header(data, rejected.message_index),
         # A message can be refused for several reasons, one for each of its readings. Its content can be anything.
         *make_headers(
             "dead-letter",
@@ -160,3 +161,10 @@ def _make_dead_letter(topic: str, rejected: Rejection, data: Payload, max_bytes:
         headers += [("key_bytes", b"%d" % len(key))]
         letter = letter._replace(key=None, headers=headers)
     return letter
+
+
+def _make_timestamp_header(data: Payload, message_index: int) -> list[Header]:
+    """Return the header with the timestamp of a message in milliseconds since 1970; none if it has no timestamp."""
+    if not isinstance(data, Messages) or data.times[message_index] == NO_TIME:
+        return []
+    return [("timestamp", b"%d" % (data.times[message_index] // 1000))]

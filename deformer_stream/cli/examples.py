@@ -93,6 +93,20 @@ EXAMPLES_BY_COMMAND: dict[str, tuple[tuple[str, str], ...]] = {
             "deformer-stream feedback true --topic sensors --record pump-7@2026-11-23T22:00:10Z",
         ),
     ),
+    "dead-letters": (
+        (
+            "Count the refused messages of a topic by reason:",
+            "deformer-stream dead-letters list --topic sensors",
+        ),
+        (
+            "Print the latest ones with one reason, as JSON lines:",
+            "deformer-stream dead-letters show --topic sensors --reason unknown_feature --limit 5",
+        ),
+        (
+            "Send them again after a new model knows the feature; with --dry-run, they are only counted:",
+            "deformer-stream dead-letters replay --topic sensors --reason unknown_feature",
+        ),
+    ),
     "propose": (
         (
             "Learn from the labels of operators, and show what would change on kept evidence:",

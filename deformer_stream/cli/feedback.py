@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
-from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging
+from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, parse_time_option
 
 if TYPE_CHECKING:
     from deformer_stream.incidents.events import FeedbackLabel, Incident, Label
@@ -172,17 +172,8 @@ def _make_window(settings: FeedbackSettings, device: str, label: Label, now: int
     Raises:
         ConfigError: A time or a text is not valid.
     """
-    from deformer_stream.codec.timestamps import parse_rfc3339
-    from deformer_stream.codec.validation import RejectionError
-    from deformer_stream.errors import ConfigError
-
-    times = []
-    for flag, text in (("--from", settings.from_), ("--to", settings.to)):
-        try:
-            times.append(parse_rfc3339(text or ""))
-        except RejectionError as error:
-            raise ConfigError(f"{flag}: {error.detail}") from None
-    return _make_label(settings, label, now, device=device, start=times[0], end=times[1])
+    start, end = parse_time_option("--from", settings.from_ or ""), parse_time_option("--to", settings.to or "")
+    return _make_label(settings, label, now, device=device, start=start, end=end)
 
 
 def _make_label(settings: FeedbackSettings, label: Label, now: int, **subject: Any) -> FeedbackLabel:

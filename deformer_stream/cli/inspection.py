@@ -11,7 +11,7 @@ from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option
 
 COMMANDS_WITH_SETTINGS = [
     *("consume", "replay", "calibrate", "incidents", "serve", "feedback", "propose", "produce", "impute", "sample"),
-    "demo",
+    *("dead-letters", "demo"),
 ]
 """Names of the commands that have settings. They are repeated from `settings.SETTINGS_BY_COMMAND`, because importing
 the settings would delay `--help`."""

@@ -12,7 +12,17 @@ from typing import Any
 
 import click
 
-from deformer_stream.cli import completion, feedback, incidents, inspection, propose, serve, stream, tables
+from deformer_stream.cli import (
+    completion,
+    dead_letters,
+    feedback,
+    incidents,
+    inspection,
+    propose,
+    serve,
+    stream,
+    tables,
+)
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli.init import command as init
 from deformer_stream.cli_utils import HELP, HelpCommand, LazyGroup, add_debug_option, is_debugging, run, stop_on_signals
@@ -26,6 +36,7 @@ SUMMARY_BY_COMMAND = {
     "serve": "Show incidents in a browser, with buttons for labels.",
     "feedback": "Say whether an incident is a real fault or a false alarm.",
     "propose": "Make a candidate calibration of incidents from labels, and show what it would change.",
+    "dead-letters": "List, show or send again the messages that consume has refused.",
     "produce": "Send a table as an asynchronous stream of readings.",
     "impute": "Fill the missing values of a table, with intervals.",
     "sample": "Draw normal records from a model.",
@@ -72,6 +83,7 @@ BUILDER_BY_COMMAND = {
     "serve": serve.build_serve,
     "feedback": feedback.build_feedback,
     "propose": propose.build_propose,
+    "dead-letters": dead_letters.build_dead_letters,
     "produce": tables.build_produce,
     "impute": tables.build_impute,
     "sample": tables.build_sample,

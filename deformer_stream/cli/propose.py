@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
-from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging
+from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, parse_time_option
 
 if TYPE_CHECKING:
     import numpy as np
@@ -219,8 +219,8 @@ def _compare(settings: ProposeSettings, out: Path, logs: Sequence[str], labels: 
     loaded = _load_model(settings)
     options = ProposalOptions(
         settings.change,
-        _parse_time("--since", settings.since),
-        _parse_time("--until", settings.until),
+        None if settings.since is None else parse_time_option("--since", settings.since),
+        None if settings.until is None else parse_time_option("--until", settings.until),
         settings.alpha,
         settings.review,
         settings.seed,
@@ -238,24 +238,6 @@ def _compare(settings: ProposeSettings, out: Path, logs: Sequence[str], labels: 
         f"deformer-stream propose --model {settings.model} --approve {out}",
         err=True,
     )
-
-
-def _parse_time(flag: str, text: str | None) -> int | None:
-    """Return a time of an option in microseconds since 1970, None without the option.
-
-    Raises:
-        ConfigError: The text is not RFC 3339.
-    """
-    from deformer_stream.codec.timestamps import parse_rfc3339
-    from deformer_stream.codec.validation import RejectionError
-    from deformer_stream.errors import ConfigError
-
-    if text is None:
-        return None
-    try:
-        return parse_rfc3339(text)
-    except RejectionError:
-        raise ConfigError(f"{flag} {text!r}: this is not RFC 3339; write a time such as 2020-03-09T10:34:30Z") from None
 
 
 def _read_labels(path: Path) -> list[FeedbackLabel]:

@@ -6,6 +6,7 @@ from deformer_stream.settings.base import Settings
 from deformer_stream.settings.commands import (
     CalibrateSettings,
     ConsumeSettings,
+    DeadLettersSettings,
     DemoSettings,
     ImputeSettings,
     ProduceSettings,
@@ -27,6 +28,7 @@ SETTINGS_BY_COMMAND: dict[str, type[Settings]] = {
     "serve": ServeSettings,
     "feedback": FeedbackSettings,
     "propose": ProposeSettings,
+    "dead-letters": DeadLettersSettings,
     "produce": ProduceSettings,
     "impute": ImputeSettings,
     "sample": SampleSettings,

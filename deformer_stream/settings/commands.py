@@ -29,7 +29,13 @@ from deformer_stream.settings.base import (
 )
 from deformer_stream.settings.incident_rule import IncidentRuleSettings
 from deformer_stream.settings.kafka import KafkaSettings
-from deformer_stream.settings.option_groups import INIT_GROUPS, PRODUCE_GROUPS, TABLE_GROUPS, OptionGroups
+from deformer_stream.settings.option_groups import (
+    DEAD_LETTERS_GROUPS,
+    INIT_GROUPS,
+    PRODUCE_GROUPS,
+    TABLE_GROUPS,
+    OptionGroups,
+)
 from deformer_stream.settings.tables import TableSettings, WindowedTableSettings
 
 
@@ -580,3 +586,20 @@ def _require_exactly_one(settings: SettingsType, *fields: str) -> SettingsType:
     if len(values) != 1 or str(values[0]) == "":
         raise ValueError(f"set exactly one option, {' or '.join(map(to_flag, fields))}")
     return settings
+
+
+class DeadLettersSettings(KafkaSettings):
+    """The options of `deformer-stream dead-letters`."""
+
+    option_groups: ClassVar[OptionGroups] = DEAD_LETTERS_GROUPS
+
+    topic: str = Field(description="Kafka topic with the events. Its dead letters are read from TOPIC-dead-letter.")
+    dead_letter_topic: str | None = Field(None, description="Topic with the dead letters. Default: TOPIC-dead-letter.")
+    reason: TextList = text_default(
+        "", description="Only dead letters with this reason, such as unknown_feature. Several, with commas."
+    )
+    since: str | None = Field(None, description="Only messages that were refused at this time or later, RFC 3339.")
+    until: str | None = Field(None, description="Only messages that were refused before this time, RFC 3339.")
+    limit: int = Field(20, ge=1, description="Number of dead letters that show prints, the latest ones.")
+    to: str | None = Field(None, description="Topic to which replay sends. Default: the topic of each message.")
+    dry_run: bool = Field(False, description="Only count what replay would send.")

@@ -130,6 +130,14 @@ FEEDBACK_GROUPS: OptionGroups = {
 }
 """The grouping of `feedback`."""
 
+DEAD_LETTERS_GROUPS: OptionGroups = {
+    "Selection": ("reason", "since", "until", "limit"),
+    "Replay": ("to", "dry_run"),
+    "Kafka": ("topic", "dead_letter_topic", "bootstrap_servers", *_CLIENT),
+    "Kafka security": _SECURITY,
+}
+"""The grouping of `dead-letters`."""
+
 PROPOSE_GROUPS: OptionGroups = {
     "Candidate": ("model", "log", "feedback", "out", "change", "since", "until", "alpha", "review", "seed"),
     "Approval": ("approve", "roll_back", "by"),

@@ -126,7 +126,7 @@ def test_dead_letter_contains_the_message_and_the_reason(kafka: SimpleNamespace,
     assert [(r.key, r.value) for r in found] == [(b"k", b"{"), (None, b"\xff\xfe"), (b"k", None), (None, b"")]
     for i, record in enumerate(found):
         headers = {k: v.decode() for k, v in record.headers}
-        place = {"topic": "events", "partition": "2", "offset": str(1840 + i)}
+        place = {"topic": "events", "partition": "2", "offset": str(1840 + i), "timestamp": "0"}
         event = {"ce_specversion": "1.0", "ce_type": "io.deformer.dead-letter.v1", "ce_source": "/events/2"}
         event["ce_id"] = f"events/2/{1840 + i}/not_json"
         assert headers == {"reason": "not_json", "detail": details[i], **place, **event}

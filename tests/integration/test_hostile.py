@@ -24,7 +24,7 @@ from tests.connectors.raw_batches import (
     encode_record,
     send_batch,
 )
-from tests.integration.programs import Cluster, RunningConsumer
+from tests.integration.programs import Cluster, RunningConsumer, run
 from tests.models import SCHEMA
 
 pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
@@ -142,3 +142,34 @@ def test_repeated_readings_and_many_record_ids(
     assert metrics['deformer_records_closed_total{reason="evicted"}'] == len(flood) - metrics["deformer_records_open"]
     assert Counter(reason for _, reason, _ in read_dead_letters(cluster, name)) == totals["rejected"]
     assert "\x1b" not in consumer.read_log(), "texts of senders are escaped in the log"
+
+
+def test_refused_messages_are_sent_again(
+    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path
+) -> None:
+    """Readings of an unknown feature are refused, listed, and scored after they were sent to a topic that maps it."""
+    name, repaired = topic(2), topic(2)
+    time_ms = time.time_ns() // 1_000_000 - 3_600_000  # Kafka soon deletes messages that are older than a week
+    events = [(b"r%d" % i, encode_event(f"r{i}"), time_ms + i) for i in range(20)]
+    renamed = [(key, value.replace(b'"feature"', b'"sensor"'), sent_at) for key, value, sent_at in events]
+    produce(cluster.brokers, name, [*events[:10], *renamed[10:], (b"k", b"nonsense", None)])
+    with RunningConsumer(tmp_path / "first.log", *make_options(cluster, name, model_dir)) as consumer:
+        consumer.wait_for(cluster.is_consumed(name, name), "the messages")
+        assert consumer.stop()["rejected"] == {"missing_field": 10, "not_json": 1}
+    brokers = ["--topic", name, "--bootstrap-servers", cluster.bootstrap]
+    listed = run("deformer-stream", "dead-letters", "list", *brokers).stdout.splitlines()
+    assert [line.split()[:2] for line in listed[1:]] == [["10", "missing_field"], ["1", "not_json"]]
+    shown = run("deformer-stream", "dead-letters", "show", "--reason", "not_json", *brokers).stdout
+    assert json.loads(shown)["value"] == "nonsense"
+    replay = ["deformer-stream", "dead-letters", "replay", "--reason", "missing_field", "--to", repaired, *brokers]
+    assert run(*replay, "--dry-run").stdout == "10 messages would be sent again\n"
+    assert cluster.read_topic(repaired) == []
+    assert run(*replay).stdout == "10 messages were sent again\n"
+    assert sum(cluster.read_end_offsets(repaired).values()) == 10
+    options = make_options(cluster, repaired, model_dir, "--feature-field", "sensor")
+    with RunningConsumer(tmp_path / "second.log", *options) as consumer:
+        consumer.wait_for(cluster.is_consumed(repaired, repaired), "the messages that were sent again")
+        totals = consumer.stop()
+        assert (totals["events"], totals["rejected"]) == (10, {})
+    sent = {(message.key, message.value, message.timestamp) for message in cluster.read_topic(repaired)}
+    assert sent == set(renamed[10:])

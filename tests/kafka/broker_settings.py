@@ -85,6 +85,7 @@ def make_cluster_settings(num_brokers: int) -> dict[str, str]:
         "share.coordinator.state.topic.min.isr": num_in_sync,
         "share.coordinator.state.topic.num.partitions": "1",
         "group.initial.rebalance.delay.ms": "0",
+        "log.retention.ms": "-1",  # logs of past years are sent with their own times, and would be deleted at once
         # Until this time after it was killed, a broker counts as running and cannot be started again.
         "broker.session.timeout.ms": "5000",
         "broker.heartbeat.interval.ms": "1000",

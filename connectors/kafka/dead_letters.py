@@ -1,0 +1,186 @@
+"""Dead letters: what their topic holds, and sending the messages again that they contain."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from connectors.kafka.client import CONNECT_SECONDS, DELIVERY_SECONDS, load_client
+from connectors.kafka.ports import KafkaCluster, OutgoingMessage, ReceivedMessage
+from connectors.kafka.produce import FLUSH_INTERVAL_SECONDS
+from connectors.kafka.topic_reader import TopicReader
+from connectors.kafka.topics import count_partitions
+from deformer_stream.errors import DeformerError, InputError
+from deformer_stream.runtime.incident_history import read_existing
+
+MAX_OFFSET = 2**63 - 1
+"""Largest offset of Kafka. Larger numbers in headers are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A message that `consume` has refused, as the dead-letter topic holds it.
+
+    Attributes:
+        time: When it was refused: the timestamp of the dead letter, microseconds since 1970.
+        reason: Why it was refused, such as "not_json".
+        detail: One line that describes the problem.
+        topic: The topic from which it was read.
+        partition: The partition from which it was read.
+        offset: Its offset there. Topic, partition and offset together name the refused message.
+        sent_at: Its timestamp, milliseconds since 1970; None if it has none, or if an earlier release has refused it.
+        key: Its key, or None.
+        value: Its value, None for a tombstone.
+        is_complete: Whether the letter holds the complete message. A message that was too large for the dead-letter
+            topic lacks its value, or also its key.
+    """
+
+    time: int
+    reason: str
+    detail: str
+    topic: str
+    partition: int
+    offset: int
+    sent_at: int | None
+    key: bytes | None
+    value: bytes | None
+    is_complete: bool
+
+
+def decode_dead_letter(message: ReceivedMessage) -> DeadLetter:
+    """Return the dead letter of a message of the dead-letter topic.
+
+    Raises:
+        InputError: A header is missing or is no number.
+    """
+    headers = {name: value for name, value in message.headers if value is not None}
+    missing = [name for name in ("reason", "topic", "partition", "offset") if name not in headers]
+    if missing:
+        raise InputError(f"it is no dead letter, because it has no header {missing[0]!r}")
+
+    def read_number(name: str) -> int:
+        text = headers[name]
+        if not text.isdigit() or len(text) > len(str(MAX_OFFSET)) or int(text) > MAX_OFFSET:
+            raise InputError(f"its header {name!r} is no number")
+        return int(text)
+
+    return DeadLetter(
+        time=message.time * 1000,
+        reason=headers["reason"].decode("utf-8", "backslashreplace"),
+        detail=headers.get("detail", b"").decode("utf-8", "backslashreplace"),
+        topic=headers["topic"].decode("utf-8", "backslashreplace"),
+        partition=read_number("partition"),
+        offset=read_number("offset"),
+        sent_at=read_number("timestamp") if "timestamp" in headers else None,
+        key=message.key,
+        value=message.value,
+        is_complete=not headers.keys() & {"payload_bytes", "key_bytes"},
+    )
+
+
+def read_dead_letters(cluster: KafkaCluster, topic: str) -> Iterator[DeadLetter]:
+    """Yield the dead letters that a topic holds now, in order within each partition.
+
+    Messages that are no dead letters are skipped; the first one is logged.
+
+    Args:
+        cluster: The brokers.
+        topic: The dead-letter topic.
+
+    Raises:
+        Unavailable: The topic does not exist, or no broker responds.
+        ConfigError: This user may not read the topic.
+    """
+    reader = TopicReader(cluster, topic, decode_dead_letter)
+    try:
+        yield from read_existing(reader)
+    finally:
+        reader.close()
+
+
+@dataclass(slots=True)
+class ReplayCounts:
+    """What `send_again` has done with dead letters.
+
+    Attributes:
+        sent: Messages that were sent and acknowledged.
+        repeated: Letters about a message that another letter contains, too. It was sent once.
+        incomplete: Letters that do not hold their message completely. Nothing was sent for them.
+    """
+
+    sent: int = 0
+    repeated: int = 0
+    incomplete: int = 0
+
+
+def send_again(
+    cluster: KafkaCluster,
+    letters: Iterable[DeadLetter],
+    topic: str | None = None,
+    is_dry_run: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> ReplayCounts:
+    """Send the messages of dead letters again, each once, with their keys and timestamps.
+
+    A message returns to the partition from which it was read, so that the readings of a record stay in one partition.
+    The function returns when the brokers have acknowledged all messages.
+
+    Args:
+        cluster: The brokers.
+        letters: The dead letters.
+        topic: The topic to which they are sent; the client then chooses the partitions by the keys. None for the topic
+            from which each message was read.
+        is_dry_run: Whether the messages are only counted.
+        progress: A function that is called about once a second with the number of messages sent so far.
+
+    Raises:
+        Unavailable: A topic does not exist, no broker responds, or a message is not acknowledged in time.
+        ConfigError: The brokers refuse a message.
+    """
+    counts = ReplayCounts()
+    messages = _list_messages(letters, counts)
+    if is_dry_run:
+        counts.sent = sum(1 for _ in messages)
+        return counts
+    num_partitions: dict[str, int] = {}
+    producer = load_client(cluster).open_producer(cluster)
+    flushed_at = time.monotonic()
+    try:
+        for letter in messages:
+            target = topic or letter.topic
+            if target not in num_partitions:
+                num_partitions[target] = count_partitions(cluster, target)
+            is_same_place = topic is None and letter.partition < num_partitions[target]
+            partition = letter.partition if is_same_place else None
+            producer.enqueue(OutgoingMessage(0, target, letter.key, letter.value, (), partition, letter.sent_at))
+            counts.sent += 1
+            if time.monotonic() - flushed_at >= FLUSH_INTERVAL_SECONDS:
+                producer.flush(DELIVERY_SECONDS)
+                flushed_at = time.monotonic()
+                if progress is not None:
+                    progress(counts.sent)
+        producer.flush(DELIVERY_SECONDS)
+    finally:
+        with suppress(DeformerError):  # the messages before an error are delivered, too
+            producer.flush(CONNECT_SECONDS)
+        producer.close()
+    return counts
+
+
+def _list_messages(letters: Iterable[DeadLetter], counts: ReplayCounts) -> Iterator[DeadLetter]:
+    """Yield one letter for each refused message that is complete, and count the others.
+
+    A message has several letters if several of its readings were refused.
+    """
+    seen: set[tuple[str, int, int]] = set()
+    for letter in letters:
+        place = (letter.topic, letter.partition, letter.offset)
+        if not letter.is_complete:
+            counts.incomplete += 1
+        elif place in seen:
+            counts.repeated += 1
+        else:
+            seen.add(place)
+            yield letter

@@ -1,0 +1,180 @@
+"""The command `dead-letters`, which lists and shows the messages that `consume` has refused, and sends them again.
+
+Heavy packages are imported inside the functions, so that `--help` is printed without delay.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
+from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, parse_time_option
+
+if TYPE_CHECKING:
+    from connectors.kafka import DeadLetter, ReplayCounts
+    from deformer_stream.settings.commands import DeadLettersSettings
+
+Action = Literal["list", "show", "replay"]
+
+
+@dataclass(slots=True)
+class ReasonSummary:
+    """The dead letters with one reason.
+
+    Attributes:
+        count: Their number.
+        first: When the first one was refused, microseconds since 1970.
+        last: When the last one was refused, microseconds since 1970.
+        example: The detail of the last one.
+    """
+
+    count: int
+    first: int
+    last: int
+    example: str
+
+
+def build_dead_letters() -> click.Command:
+    """Return the command `dead-letters`."""
+    from deformer_stream.settings import add_options, load_settings
+    from deformer_stream.settings.commands import DeadLettersSettings
+
+    name = "dead-letters"
+
+    @click.command(name, cls=HelpCommand, examples=EXAMPLES_BY_COMMAND[name], context_settings=HELP)
+    @click.argument("action", type=click.Choice(["list", "show", "replay"]))
+    @add_options(DeadLettersSettings)
+    @add_debug_option
+    def dead_letters(action: Action, config: Path | None, **flags: Any) -> int:
+        """Look at messages that consume has refused, and send them again after their cause is repaired.
+
+        list counts them by reason. show prints the latest ones as JSON lines. replay sends each message again, with its
+        key and its time, to the partition from which it was read. What is refused again becomes a new dead letter.
+        Sending twice does no harm while the record is open, because consume refuses readings that it has already.
+        """
+        settings = load_settings(DeadLettersSettings, flags, config, name)
+        from deformer_stream import log
+
+        log.configure(is_debugging())
+        letters = _read(settings)
+        if action == "list":
+            _print_summaries(summarize(letters))
+        elif action == "show":
+            for letter in deque(letters, maxlen=settings.limit):
+                click.echo(format_letter(letter))
+        else:
+            _replay(settings, letters)
+        return 0
+
+    return dead_letters
+
+
+def _read(settings: DeadLettersSettings) -> Iterator[DeadLetter]:
+    """Yield the dead letters that the options select.
+
+    Raises:
+        ConfigError: A time is not valid, or this user may not read the topic.
+        Unavailable: The topic cannot be read.
+    """
+    from connectors.kafka import read_dead_letters
+    from deformer_stream.cli.kafka_cluster import make_cluster
+
+    since = None if settings.since is None else parse_time_option("--since", settings.since)
+    until = None if settings.until is None else parse_time_option("--until", settings.until)
+    topic = settings.dead_letter_topic or f"{settings.topic}-dead-letter"
+    reasons = set(settings.reason)
+    for letter in read_dead_letters(make_cluster(settings), topic):
+        is_in_span = (since is None or letter.time >= since) and (until is None or letter.time < until)
+        if is_in_span and (not reasons or letter.reason in reasons):
+            yield letter
+
+
+def summarize(letters: Iterable[DeadLetter]) -> dict[str, ReasonSummary]:
+    """Return a summary of the dead letters with each reason, the most frequent reason first."""
+    summaries: dict[str, ReasonSummary] = {}
+    for letter in letters:
+        summary = summaries.setdefault(letter.reason, ReasonSummary(0, letter.time, letter.time, ""))
+        summary.count += 1
+        summary.first = min(summary.first, letter.time)
+        if letter.time >= summary.last:
+            summary.last, summary.example = letter.time, letter.detail
+    return dict(sorted(summaries.items(), key=lambda item: (-item[1].count, item[0])))
+
+
+def _print_summaries(summaries: dict[str, ReasonSummary]) -> None:
+    """Print a table with a line for each reason."""
+    from deformer_stream.codec.alert_text import make_printable
+    from deformer_stream.codec.timestamps import format_rfc3339
+
+    if not summaries:
+        click.echo("no dead letters")
+        return
+    width = max(len(make_printable(reason)) for reason in summaries)
+    click.echo(f"{'count':>10}  {'reason':<{width}}  {'first':<27}  {'last':<27}  example")
+    for reason, summary in summaries.items():
+        first, last = (format_rfc3339(time) or "" for time in (summary.first, summary.last))
+        name, example = make_printable(reason), make_printable(summary.example)
+        click.echo(f"{summary.count:>10,}  {name:<{width}}  {first:<27}  {last:<27}  {example}")
+
+
+def format_letter(letter: DeadLetter) -> str:
+    """Return a dead letter as one line of JSON.
+
+    The key and the value are text; bytes that are not UTF-8 are written as backslash escapes. Characters that could
+    change what a terminal shows are escaped.
+    """
+    import json
+
+    from deformer_stream.codec.timestamps import format_rfc3339
+
+    def decode(content: bytes | None) -> str | None:
+        return None if content is None else content.decode("utf-8", "backslashreplace")
+
+    fields = {
+        "time": format_rfc3339(letter.time),
+        "reason": letter.reason,
+        "detail": letter.detail,
+        "topic": letter.topic,
+        "partition": letter.partition,
+        "offset": letter.offset,
+        "key": decode(letter.key),
+        "value": decode(letter.value),
+        "complete": letter.is_complete,
+    }
+    return json.dumps(fields).replace("\x7f", "\\u007f")  # the only control character that `json` leaves as it is
+
+
+def _replay(settings: DeadLettersSettings, letters: Iterable[DeadLetter]) -> None:
+    """Send the messages of dead letters again, and print how many.
+
+    Raises:
+        ConfigError: The brokers refuse a message.
+        Unavailable: A topic does not exist, no broker responds, or a message is not acknowledged in time.
+    """
+    from connectors.kafka import send_again
+    from deformer_stream.cli.kafka_cluster import make_cluster
+
+    def report(num_sent: int) -> None:
+        click.echo(f"{num_sent:,} messages sent", err=True)
+
+    counts = send_again(make_cluster(settings), letters, settings.to, settings.dry_run, report)
+    click.echo(describe_counts(counts, settings.dry_run))
+
+
+def describe_counts(counts: ReplayCounts, is_dry_run: bool) -> str:
+    """Return one line that says what was sent, and what was left out and why."""
+    text = f"{counts.sent:,} messages {'would be sent' if is_dry_run else 'were sent'} again"
+    if counts.repeated:
+        text += f"; {counts.repeated:,} further dead letters are about the same messages"
+    if counts.incomplete:
+        text += (
+            f"; {counts.incomplete:,} dead letters do not hold their message, which was too large: read it at the "
+            "topic, partition and offset that `dead-letters show` prints"
+        )
+    return text
