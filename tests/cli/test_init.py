@@ -31,6 +31,9 @@ from trainer.settings import TrainConfig
 
 NUM_ROWS = 1000
 
+COMMANDS_OF_A_TOPIC = ("consume", "incidents", "serve", "feedback", "dead-letters", "produce")
+"""Commands that need --topic."""
+
 
 @pytest.fixture
 def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -56,7 +59,7 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def read_config(path: Path = Path("deformer.toml")) -> dict[str, Any]:
     """Return the configuration file, after checking that every command accepts it."""
     required = {
-        **{command: {"topic": "sensors"} for command in ("consume", "incidents", "serve", "feedback", "produce")},
+        **{command: {"topic": "sensors"} for command in COMMANDS_OF_A_TOPIC},
         "propose": {"out": "candidate"},
         "impute": {"output": "filled.parquet"},
         "sample": {"output": "samples.parquet"},
