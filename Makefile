@@ -86,6 +86,7 @@ test-librdkafka: $(VENV)/.dev kernels kafka-jars test-programs ## run the tests 
 test-kernels: $(VENV)/.dev kernels ## test the kernels without AVX-512, compiled by GCC and by Clang, and with sanitizers
 	$(call build_kernels,gcc,-DCMAKE_C_COMPILER=gcc -DCMAKE_C_FLAGS=-Werror)
 	DEFORMER_TEST_KERNELS=build/gcc/compiled $(BIN)/python -m pytest -q $(KERNEL_TESTS)
+	@$(BIN)/python tests/programs.py clang
 	$(call build_kernels,clang,-DCMAKE_C_COMPILER=clang -DCMAKE_C_FLAGS=-Werror)
 	for set in $$($(BIN)/python -c 'from deformer_stream.kernels import library; print(*library.list_instruction_sets(False))'); do \
 	  echo "instruction set $$set"; DEFORMER_INSTRUCTION_SET=$$set DEFORMER_TEST_KERNELS=build/clang/compiled \

@@ -1,6 +1,7 @@
-"""Install the programs other than Kafka that tests start: a browser and Alertmanager, from Debian's packages.
+"""Install programs other than Kafka that tests start, from Debian's packages.
 
-    python tests/programs.py
+    python tests/programs.py                            a browser and Alertmanager, for `make test`
+    python tests/programs.py clang                      packages by name
 
 This file needs only the standard library, so that it runs before the project is installed.
 """
@@ -11,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 LOG_FILE = Path(__file__).resolve().parents[1] / ".kafka" / "programs.log"
@@ -19,6 +21,7 @@ LOG_FILE = Path(__file__).resolve().parents[1] / ".kafka" / "programs.log"
 PROGRAMS_BY_PACKAGE = {
     "chromium": ("chromium", "google-chrome"),
     "prometheus-alertmanager": ("prometheus-alertmanager", "alertmanager"),
+    "clang": ("clang",),
 }
 """By Debian's package, the names that its program may have. One of them must be on the PATH."""
 
@@ -26,18 +29,23 @@ PATH_VARIABLE_BY_PACKAGE = {"chromium": "DEFORMER_TEST_CHROMIUM"}
 """Environment variables that name the program, by Debian's package."""
 
 
-def find_missing() -> list[str]:
-    """Return Debian's packages whose programs are neither on the PATH nor named by an environment variable."""
+DEFAULT_PACKAGES = ("chromium", "prometheus-alertmanager")
+"""Debian's packages that `make test` needs."""
+
+
+def find_missing(packages: Sequence[str]) -> list[str]:
+    """Return those of Debian's packages whose programs are neither on the PATH nor named by an environment variable."""
     return [
         package
-        for package, names in PROGRAMS_BY_PACKAGE.items()
-        if not os.environ.get(PATH_VARIABLE_BY_PACKAGE.get(package, "")) and not any(map(shutil.which, names))
+        for package in packages
+        if not os.environ.get(PATH_VARIABLE_BY_PACKAGE.get(package, ""))
+        and not any(map(shutil.which, PROGRAMS_BY_PACKAGE[package]))
     ]
 
 
 def main() -> int:
     """Install the packages that are missing and return the exit status."""
-    missing = find_missing()
+    missing = find_missing(sys.argv[1:] or DEFAULT_PACKAGES)
     if not missing:
         return 0
     if not (shutil.which("apt-get") and os.geteuid() == 0):
