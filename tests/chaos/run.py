@@ -40,6 +40,9 @@ CLOSE_FIELDS = ("score", "running_log_likelihood")
 """The fields that are sums of float32 numbers. Their last bits depend on which records were scored together."""
 RELATIVE_TOLERANCE = 1e-6
 
+MAX_DIFFERENCES = 5
+"""Number of differing alerts whose values are printed."""
+
 
 def have_equal_content(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     """Return whether two alerts state the same, except for the rounding of float32 numbers."""
@@ -47,6 +50,12 @@ def have_equal_content(first: Mapping[str, Any], second: Mapping[str, Any]) -> b
     return has_equal_fields and all(
         math.isclose(first[name], second[name], rel_tol=RELATIVE_TOLERANCE) for name in CLOSE_FIELDS
     )
+
+
+def describe_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return both values of each field that `have_equal_content` compares and that differs at all, by its name."""
+    names = [name for name in (*EQUAL_FIELDS, *CLOSE_FIELDS) if first[name] != second[name]]
+    return {name: [first[name], second[name]] for name in names}
 
 
 @dataclass(frozen=True)
@@ -418,6 +427,7 @@ def compare_outputs(calm: Output, found: Output, mode: str) -> dict[str, Any]:
         "extra": len(extra),
         "doubled": num_repeated,
         "differing": len(differing),
+        "differences": [describe_difference(calm.content[i], found.content[i]) for i in differing[:MAX_DIFFERENCES]],
         "out_of_order": len(disorder),
         "letters_lost": len(letters_lost),
         "letters_extra": len(found.letters.keys() - calm.letters.keys()),
