@@ -100,7 +100,11 @@ def test_labels_are_stored(kafka: SimpleNamespace, topic: str) -> None:
         ([INCIDENT.id, "true", "--name", "x" * 201], 2, "--name"),
         (["--maintenance", "pump-7"], 2, "needs --from and --to"),
         ([INCIDENT.id, "--maintenance", "pump-7"], 2, "leave the incident out"),
-        (["--maintenance", "pump-7", "--from", "now", "--to", "2020-03-09T10:00:00Z"], 2, "--from 'now': this is not RFC 3339"),
+        (
+            ["--maintenance", "pump-7", "--from", "now", "--to", "2020-03-09T10:00:00Z"],
+            2,
+            "--from 'now': this is not RFC 3339",
+        ),
         (
             ["--maintenance", "p", "--from", "2020-03-09T10:00:00Z", "--to", "2020-03-09T10:00:00Z"],
             2,
