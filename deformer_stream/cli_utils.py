@@ -201,6 +201,18 @@ def parse_time_option(flag: str, text: str) -> int:
         raise ConfigError(f"{flag} {text!r}: this is not RFC 3339; write a time such as 2020-03-09T10:34:30Z") from None
 
 
+def parse_span(since: str | None, until: str | None) -> tuple[int | None, int | None]:
+    """Return the times of --since and --until in microseconds since 1970, None for an option that is not given.
+
+    Raises:
+        ConfigError: A text is not RFC 3339.
+    """
+    return (
+        None if since is None else parse_time_option("--since", since),
+        None if until is None else parse_time_option("--until", until),
+    )
+
+
 def run(command: click.Command, name: str) -> None:
     """Run a command with the arguments of the process, then end the process.
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 
-from connectors.kafka.client import CONNECT_SECONDS, DELIVERY_SECONDS, load_client
 from connectors.kafka.ports import KafkaCluster, OutgoingMessage, ReceivedMessage
-from connectors.kafka.produce import FLUSH_INTERVAL_SECONDS
+from connectors.kafka.produce import open_sender
 from connectors.kafka.topic_reader import TopicReader
 from connectors.kafka.topics import count_partitions
-from deformer_stream.errors import DeformerError, InputError
+from deformer_stream.errors import InputError
 from deformer_stream.runtime.incident_history import read_existing
 
 MAX_OFFSET = 2**63 - 1
@@ -145,27 +142,18 @@ def send_again(
         counts.sent = sum(1 for _ in messages)
         return counts
     num_partitions: dict[str, int] = {}
-    producer = load_client(cluster).open_producer(cluster)
-    flushed_at = time.monotonic()
-    try:
+    with open_sender(cluster) as send:
         for letter in messages:
             target = topic or letter.topic
             if target not in num_partitions:
                 num_partitions[target] = count_partitions(cluster, target)
             is_same_place = topic is None and letter.partition < num_partitions[target]
             partition = letter.partition if is_same_place else None
-            producer.enqueue(OutgoingMessage(0, target, letter.key, letter.value, (), partition, letter.sent_at))
+            message = OutgoingMessage(0, target, letter.key, letter.value, (), partition, letter.sent_at)
+            is_acknowledged = send(message)
             counts.sent += 1
-            if time.monotonic() - flushed_at >= FLUSH_INTERVAL_SECONDS:
-                producer.flush(DELIVERY_SECONDS)
-                flushed_at = time.monotonic()
-                if progress is not None:
-                    progress(counts.sent)
-        producer.flush(DELIVERY_SECONDS)
-    finally:
-        with suppress(DeformerError):  # the messages before an error are delivered, too
-            producer.flush(CONNECT_SECONDS)
-        producer.close()
+            if is_acknowledged and progress is not None:
+                progress(counts.sent)
     return counts
 
 

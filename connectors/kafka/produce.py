@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 from connectors.kafka.client import CONNECT_SECONDS, DELIVERY_SECONDS, load_client
-from connectors.kafka.ports import KafkaCluster, OutgoingMessage
+from connectors.kafka.ports import MAX_MESSAGE_BYTES, KafkaCluster, OutgoingMessage
 from connectors.kafka.topics import count_partitions, ensure_topics
 from deformer_stream.codec.encode_events import OutgoingMessage as PackedMessage
 from deformer_stream.codec.encode_events import Packing, choose_group_size, pack_readings
@@ -19,6 +19,44 @@ FLUSH_INTERVAL_SECONDS = 1.0
 
 PROGRESS_SECONDS = 0.1
 """Seconds between two calls of `progress`."""
+
+
+@contextmanager
+def open_sender(
+    cluster: KafkaCluster, max_message_bytes: int = MAX_MESSAGE_BYTES
+) -> Iterator[Callable[[OutgoingMessage], bool]]:
+    """Yield a function that sends a message without waiting for its acknowledgement.
+
+    The function waits for the acknowledgements of all messages after each `FLUSH_INTERVAL_SECONDS`, and returns whether
+    it did. At its end, the `with` block waits for them, too; if it raises, the messages before the error are delivered.
+
+    Args:
+        cluster: The brokers.
+        max_message_bytes: Largest message that the topics accept, in bytes.
+
+    Raises:
+        Unavailable: No broker responds, or a message is not acknowledged in time.
+        ConfigError: The broker refuses the connection or a message.
+    """
+    producer = load_client(cluster).open_producer(cluster, max_message_bytes=max_message_bytes)
+    flushed_at = time.monotonic()
+
+    def send(message: OutgoingMessage) -> bool:
+        nonlocal flushed_at
+        producer.enqueue(message)
+        if time.monotonic() - flushed_at < FLUSH_INTERVAL_SECONDS:
+            return False
+        producer.flush(DELIVERY_SECONDS)
+        flushed_at = time.monotonic()
+        return True
+
+    try:
+        yield send
+        producer.flush(DELIVERY_SECONDS)
+    finally:
+        with suppress(DeformerError):
+            producer.flush(CONNECT_SECONDS)
+        producer.close()
 
 
 def produce(
@@ -51,26 +89,17 @@ def produce(
     # Only an Arrow stream needs the number of partitions, which this user may not be allowed to read.
     num_partitions = count_partitions(cluster, topic) if packing == "arrow" else 1
     packed_messages = _pack_messages(limit_rate(messages, rate), packing, choose_group_size(rate), num_partitions)
-    producer = load_client(cluster).open_producer(cluster, max_message_bytes=max_message_bytes)
     num_sent = 0
-    reported_at = flushed_at = time.monotonic()
-    try:
+    reported_at = time.monotonic()
+    with open_sender(cluster, max_message_bytes) as send:
         for message, timestamp in packed_messages:
             partition = None if message.key else message.partition  # with a key, the client chooses by its hash
-            producer.enqueue(OutgoingMessage(0, topic, message.key, message.value, (), partition, timestamp))
+            send(OutgoingMessage(0, topic, message.key, message.value, (), partition, timestamp))
             num_sent += message.num_readings
             now = time.monotonic()
             if progress is not None and now - reported_at >= PROGRESS_SECONDS:
                 reported_at = now
                 progress(num_sent)
-            if now - flushed_at >= FLUSH_INTERVAL_SECONDS:
-                producer.flush(DELIVERY_SECONDS)
-                flushed_at = time.monotonic()
-        producer.flush(DELIVERY_SECONDS)
-    finally:
-        with suppress(DeformerError):  # the messages before an error of the input are delivered, too
-            producer.flush(CONNECT_SECONDS)
-        producer.close()
     if progress is not None:
         progress(num_sent)
     return num_sent

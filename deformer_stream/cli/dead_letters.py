@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
-from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, parse_time_option
+from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, parse_span
 
 if TYPE_CHECKING:
-    from connectors.kafka import DeadLetter, ReplayCounts
+    from connectors.kafka import DeadLetter, KafkaCluster, ReplayCounts
     from deformer_stream.settings.commands import DeadLettersSettings
 
 Action = Literal["list", "show", "replay"]
@@ -62,20 +62,23 @@ def build_dead_letters() -> click.Command:
         from deformer_stream import log
 
         log.configure(is_debugging())
-        letters = _read(settings)
+        from deformer_stream.cli.kafka_cluster import make_cluster
+
+        cluster = make_cluster(settings)
+        letters = _read(settings, cluster)
         if action == "list":
             _print_summaries(summarize(letters))
         elif action == "show":
             for letter in deque(letters, maxlen=settings.limit):
                 click.echo(format_letter(letter))
         else:
-            _replay(settings, letters)
+            _replay(settings, cluster, letters)
         return 0
 
     return dead_letters
 
 
-def _read(settings: DeadLettersSettings) -> Iterator[DeadLetter]:
+def _read(settings: DeadLettersSettings, cluster: KafkaCluster) -> Iterator[DeadLetter]:
     """Yield the dead letters that the options select.
 
     Raises:
@@ -83,13 +86,11 @@ def _read(settings: DeadLettersSettings) -> Iterator[DeadLetter]:
         Unavailable: The topic cannot be read.
     """
     from connectors.kafka import read_dead_letters
-    from deformer_stream.cli.kafka_cluster import make_cluster
 
-    since = None if settings.since is None else parse_time_option("--since", settings.since)
-    until = None if settings.until is None else parse_time_option("--until", settings.until)
+    since, until = parse_span(settings.since, settings.until)
     topic = settings.dead_letter_topic or f"{settings.topic}-dead-letter"
     reasons = set(settings.reason)
-    for letter in read_dead_letters(make_cluster(settings), topic):
+    for letter in read_dead_letters(cluster, topic):
         is_in_span = (since is None or letter.time >= since) and (until is None or letter.time < until)
         if is_in_span and (not reasons or letter.reason in reasons):
             yield letter
@@ -150,7 +151,7 @@ def format_letter(letter: DeadLetter) -> str:
     return json.dumps(fields).replace("\x7f", "\\u007f")  # the only control character that `json` leaves as it is
 
 
-def _replay(settings: DeadLettersSettings, letters: Iterable[DeadLetter]) -> None:
+def _replay(settings: DeadLettersSettings, cluster: KafkaCluster, letters: Iterable[DeadLetter]) -> None:
     """Send the messages of dead letters again, and print how many.
 
     Raises:
@@ -158,12 +159,11 @@ def _replay(settings: DeadLettersSettings, letters: Iterable[DeadLetter]) -> Non
         Unavailable: A topic does not exist, no broker responds, or a message is not acknowledged in time.
     """
     from connectors.kafka import send_again
-    from deformer_stream.cli.kafka_cluster import make_cluster
 
     def report(num_sent: int) -> None:
         click.echo(f"{num_sent:,} messages sent", err=True)
 
-    counts = send_again(make_cluster(settings), letters, settings.to, settings.dry_run, report)
+    counts = send_again(cluster, letters, settings.to, settings.dry_run, report)
     click.echo(describe_counts(counts, settings.dry_run))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
-from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, parse_time_option
+from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, parse_span
 
 if TYPE_CHECKING:
     import numpy as np
@@ -219,8 +219,7 @@ def _compare(settings: ProposeSettings, out: Path, logs: Sequence[str], labels: 
     loaded = _load_model(settings)
     options = ProposalOptions(
         settings.change,
-        None if settings.since is None else parse_time_option("--since", settings.since),
-        None if settings.until is None else parse_time_option("--until", settings.until),
+        *parse_span(settings.since, settings.until),
         settings.alpha,
         settings.review,
         settings.seed,
