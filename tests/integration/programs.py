@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -255,19 +256,24 @@ class Cluster:
         return reached
 
 
-def consume_with_kills(folder: Path, options: Sequence[object], is_consumed: Callable[[], bool]) -> None:
+def consume_with_kills(
+    folder: Path, options: Sequence[object], sender: threading.Thread, cluster: Cluster, topic: str
+) -> None:
     """Consume a topic to its end with four processes, three of which kill themselves within a commit.
 
     Args:
         folder: Where the logs of the processes are written.
-        options: Options of `deformer-stream consume`.
-        is_consumed: Return whether everything is consumed and committed. The last process is then stopped.
+        options: Options of `deformer-stream consume`. The group has the name of the topic.
+        sender: A thread that sends the messages meanwhile.
+        cluster: The brokers.
+        topic: The topic.
     """
     for step, num_calls in (("5.3-sending-offsets", 4), ("5.3-transaction-ended", 3), ("5.2-saved", 6)):
         module = ("tests.chaos.self_killing", step, num_calls)
         with RunningConsumer(folder / f"{step}.log", *options, module=module) as consumer:
             consumer.process.wait(120.0)
             assert consumer.process.returncode == -9, consumer.read_log()
+    sender.join()
     with RunningConsumer(folder / "last.log", *options) as consumer:
-        consumer.wait_for(is_consumed, "all messages")
+        consumer.wait_for(cluster.is_consumed(topic, topic), "all messages")
         consumer.stop()

@@ -110,8 +110,7 @@ def test_each_message_of_a_foreign_producer_has_its_effects_once(
     ]
     sender = threading.Thread(target=ForeignProducer(cluster.bootstrap, name).send, args=(messages, 0.2))
     sender.start()
-    consume_with_kills(tmp_path, options, lambda: not sender.is_alive() and cluster.is_consumed(name, name)())
-    sender.join()
+    consume_with_kills(tmp_path, options, sender, cluster, name)
     committed = cluster.read_topic(name)
     assert Counter((message.key, message.value) for message in committed) == Counter(messages)
     is_reading = [message.value is not None and message.value.startswith(b"{") for message in committed]

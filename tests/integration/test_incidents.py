@@ -122,8 +122,7 @@ def test_killed_consumers_write_each_row_of_evidence_once(
     ]
     sender = threading.Thread(target=produce, args=(cluster.brokers, name, events, 300.0))
     sender.start()
-    consume_with_kills(tmp_path, options, lambda: not sender.is_alive() and cluster.is_consumed(name, name)())
-    sender.join()
+    consume_with_kills(tmp_path, options, sender, cluster, name)
     found = read_rows([message.value for message in cluster.read_topic(f"{name}-evidence")])
     (tmp_path / "events.jsonl").write_bytes(b"".join(value + b"\n" for _, value, _ in events))
     words = ("--model", model_dir, "--alpha", "0.3", "--evidence", tmp_path / "evidence.jsonl", "--explanations", "off")
