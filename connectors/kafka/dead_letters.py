@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from connectors.kafka.ports import KafkaCluster, OutgoingMessage, ReceivedMessage
 from connectors.kafka.produce import open_sender
+from connectors.kafka.sink import MAX_DEAD_LETTER_BYTES
 from connectors.kafka.topic_reader import TopicReader
 from connectors.kafka.topics import count_partitions
 from deformer_stream.errors import InputError
@@ -142,7 +143,8 @@ def send_again(
         counts.sent = sum(1 for _ in messages)
         return counts
     num_partitions: dict[str, int] = {}
-    with open_sender(cluster) as send:
+    # A message is not larger than its dead letter. The brokers refuse it if its topic accepts only smaller ones.
+    with open_sender(cluster, MAX_DEAD_LETTER_BYTES) as send:
         for letter in messages:
             target = topic or letter.topic
             if target not in num_partitions:

@@ -120,6 +120,14 @@ def test_message_is_sent_once_and_only_if_it_is_complete(cluster: KafkaCluster, 
 
 
 @pytest.mark.kafka
+def test_largest_message_of_a_topic_is_sent_again(cluster: KafkaCluster, topic: Topic) -> None:
+    events = topic(2, **{"max.message.bytes": "2000000"})
+    value = b"x" * 1_900_000
+    assert send_again(cluster, [make_letter(topic=events, value=value)]) == ReplayCounts(sent=1)
+    assert [message.value for message in read_messages(cluster, events)] == [value]
+
+
+@pytest.mark.kafka
 def test_missing_topic_is_reported_after_the_messages_before_it(cluster: KafkaCluster, topic: Topic) -> None:
     events = topic(2)
     with pytest.raises(Unavailable, match="no-such-topic"):
