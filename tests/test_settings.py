@@ -39,6 +39,7 @@ REQUIRED: dict[str, dict[str, str]] = {
     "feedback": {"topic": "t"},
     "propose": {"model": "m"},
     "produce": {"topic": "t"},
+    "dead-letters": {"topic": "t"},
     "impute": {"model": "m", "output": "o.parquet"},
     "sample": {"model": "m", "output": "o.parquet"},
     "demo": {},

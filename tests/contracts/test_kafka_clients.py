@@ -713,7 +713,7 @@ def test_topics_are_created_and_described(clients: Clients) -> None:
     assert operations is None or {"READ", "WRITE"} <= operations
     settings = admin.fetch_settings([name], SECONDS)[name]
     assert (settings["cleanup.policy"], settings["max.message.bytes"]) == ("compact", "12345")
-    assert settings["retention.ms"] == "604800000"  # a default
+    assert settings["segment.bytes"] == "1073741824"  # a default
     consumer = clients.open_consumer()
     assert consumer.fetch_num_partitions(name, SECONDS) == 3
     assert consumer.fetch_num_partitions("no-such-topic", SECONDS) == 0
