@@ -247,8 +247,8 @@ class WeightPacker:
     def _pack_prior(self) -> abi.Prior:
         """Return the parameters of the Gaussian prior as a structure for compiled code, in float64.
 
-        The prior is a mixture of Gaussians. A vector of the processor holds one number of each of `PRIOR_LANES`
-        components, so components are the last dimension. Components of weight 0 fill the last vector.
+        The prior is a mixture of Gaussians. A vector of the processor holds one number of each of several
+        components, so components are the last dimension. Components of weight 0 fill the last `PRIOR_LANES` of them.
         """
         # The variant 0 of the prior is the one for scoring; a prior has further variants only during training.
         log_weights, means, covariances = (

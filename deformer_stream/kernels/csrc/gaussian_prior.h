@@ -11,29 +11,31 @@
 #define GAUSSIAN_PRIOR_H
 #include "token_encoder.h"
 
-typedef double f64x8 __attribute__((vector_size(64)));
-typedef int64_t i64x8 __attribute__((vector_size(64)));
-typedef float f32x8 __attribute__((vector_size(32)));
+/* Vectors of doubles, as wide as those of floats. PRIOR_LANES is a multiple of their number of lanes. */
+#define DOUBLE_LANES (LANES / 2)
+typedef double double_vector __attribute__((vector_size(8 * DOUBLE_LANES)));
+typedef int64_t long_vector __attribute__((vector_size(8 * DOUBLE_LANES)));
+typedef float narrow_vector __attribute__((vector_size(4 * DOUBLE_LANES))); /* as many floats, half as wide */
 
-/* Read or write eight doubles at an address of any alignment. */
-INLINE f64x8 load8(const double *p) { f64x8 v; memcpy(&v, p, sizeof v); return v; }
-INLINE void store8(double *p, f64x8 v) { memcpy(p, &v, sizeof v); }
+/* Read or write a vector of doubles at an address of any alignment. */
+INLINE double_vector load_doubles(const double *p) { double_vector v; memcpy(&v, p, sizeof v); return v; }
+INLINE void store_doubles(double *p, double_vector v) { memcpy(p, &v, sizeof v); }
 
-/* Read eight floats as doubles.
+/* Read floats as a vector of doubles.
  *
  * Rows of the factor are stored as floats, which halves the memory to read. Later rows are computed in doubles from the
  * stored floats. They thus form the exact factor of a matrix that differs from the covariances by one part in 10^7. */
-INLINE f64x8 load8_floats(const float *p) {
-    f32x8 v;
+INLINE double_vector load_as_doubles(const float *p) {
+    narrow_vector v;
     memcpy(&v, p, sizeof v);
-    return __builtin_convertvector(v, f64x8);
+    return __builtin_convertvector(v, double_vector);
 }
 
-/* Store eight doubles as floats, and return the rounded numbers. */
-INLINE f64x8 store8_floats(float *p, f64x8 v) {
-    f32x8 stored = __builtin_convertvector(v, f32x8);
+/* Store a vector of doubles as floats, and return the rounded numbers. */
+INLINE double_vector store_as_floats(float *p, double_vector v) {
+    narrow_vector stored = __builtin_convertvector(v, narrow_vector);
     memcpy(p, &stored, sizeof stored);
-    return __builtin_convertvector(stored, f64x8);
+    return __builtin_convertvector(stored, double_vector);
 }
 
 /* Return the address of the row of a record's reading k (from 0): k vectors of L, then ROW_EXTRA_VECTORS more.
@@ -56,19 +58,19 @@ static void solve_factor(const Prior *prior, const Batch *batch, const int64_t *
     for (int64_t i = 0; i < k; i++) {
         const float *row = factor_row(prior, batch, pages, i), *extra = row + i * C;
         int64_t feature = (int64_t)extra[ROW_FEATURE * C];
-        for (int64_t b = 0; b < C; b += PRIOR_LANES) {
-            f64x8 s[4] = {{0}, {0}, {0}, {0}};
+        for (int64_t b = 0; b < C; b += DOUBLE_LANES) {
+            double_vector s[4] = {{0}, {0}, {0}, {0}};
             int64_t j = 0;
             if (feature >= 0) { /* s[0] becomes c_i minus the sum of L_ij w_j over j < i */
                 for (; j + 4 <= i; j += 4)
                     for (int64_t u = 0; u < 4; u++)
-                        s[u] += load8_floats(row + (j + u) * C + b) * load8(w + (j + u) * C + b);
-                for (; j < i; j++) s[0] += load8_floats(row + j * C + b) * load8(w + j * C + b);
-                s[0] = load8(covariance + feature * C + b) - ((s[0] + s[1]) + (s[2] + s[3]));
+                        s[u] += load_as_doubles(row + (j + u) * C + b) * load_doubles(w + (j + u) * C + b);
+                for (; j < i; j++) s[0] += load_as_doubles(row + j * C + b) * load_doubles(w + j * C + b);
+                s[0] = load_doubles(covariance + feature * C + b) - ((s[0] + s[1]) + (s[2] + s[3]));
             }
-            f64x8 solved = s[0] * load8_floats(extra + ROW_INVERSE_PIVOT * C + b);
+            double_vector solved = s[0] * load_as_doubles(extra + ROW_INVERSE_PIVOT * C + b);
             /* Later sums use the rounded number, too, so that L is an exact factor of a slightly different matrix. */
-            store8(w + i * C + b, store8_floats(new_row + i * C + b, solved));
+            store_doubles(w + i * C + b, store_as_floats(new_row + i * C + b, solved));
         }
     }
 }
@@ -107,18 +109,18 @@ static void add_reading(const Prior *prior, const Batch *batch, const int64_t *p
         const float *last_row = factor_row(prior, batch, pages, k - 1);
         memcpy(likelihood_before, last_row + (k - 1 + ROW_LIKELIHOOD) * C, sizeof likelihood_before);
     } else memset(likelihood_before, 0, sizeof likelihood_before);
-    for (int64_t b = 0; b < C; b += PRIOR_LANES) {
-        f64x8 mean = {0}, variance = {0};
+    for (int64_t b = 0; b < C; b += DOUBLE_LANES) {
+        double_vector mean = {0}, variance = {0};
         for (int64_t i = 0; i < k; i++) {
-            f64x8 x = load8(w + i * C + b);
-            mean += x * load8_floats(factor_row(prior, batch, pages, i) + (i + ROW_RESIDUAL) * C + b);
+            double_vector x = load_doubles(w + i * C + b);
+            mean += x * load_as_doubles(factor_row(prior, batch, pages, i) + (i + ROW_RESIDUAL) * C + b);
             variance -= x * x;
         }
         if (feature >= 0) {
-            mean += load8(prior->means + feature * C + b);
-            variance += load8(covariance + feature * C + b);
+            mean += load_doubles(prior->means + feature * C + b);
+            variance += load_doubles(covariance + feature * C + b);
         }
-        for (int64_t c = b; c < b + PRIOR_LANES; c++) {
+        for (int64_t c = b; c < b + DOUBLE_LANES; c++) {
             double scale = sqrt(fmax(variance[c - b], 1e-18)), residual = 0;
             likelihood[c] = likelihood_before[c];
             if (feature >= 0) {

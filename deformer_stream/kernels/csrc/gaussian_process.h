@@ -17,15 +17,15 @@
  *
  * e^x = 2^n e^r, where n is x / ln(2) rounded to an integer, and r = x - n ln(2), so that |r| <= ln(2) / 2. e^r is the
  * sum of the first terms of its series. */
-INLINE f64x8 exponential8(f64x8 x) {
-    const f64x8 lowest = {-746, -746, -746, -746, -746, -746, -746, -746}; /* e^-746 is rounded to 0 */
-    i64x8 is_low = x < lowest;
-    x = (f64x8)((is_low & (i64x8)lowest) | (~is_low & (i64x8)x));
-    f64x8 shifted = x * 1.4426950408889634 + 0x1.8p52; /* adding 1.5 * 2^52 rounds to an integer */
-    f64x8 n = shifted - 0x1.8p52;
+INLINE double_vector exponential_doubles(double_vector x) {
+    const double_vector zero = {0}, lowest = zero - 746; /* e^-746 is rounded to 0 */
+    long_vector is_low = x < lowest;
+    x = (double_vector)((is_low & (long_vector)lowest) | (~is_low & (long_vector)x));
+    double_vector shifted = x * 1.4426950408889634 + 0x1.8p52; /* adding 1.5 * 2^52 rounds to an integer */
+    double_vector n = shifted - 0x1.8p52;
     /* ln(2) is the sum of the two constants. The product with the first one, which has few bits, is exact. */
-    f64x8 r = x - n * 0x1.62e42fefp-1 - n * 0x1.473de6af278edp-34;
-    f64x8 p = r * (1 / 479001600.0) + 1 / 39916800.0;
+    double_vector r = x - n * 0x1.62e42fefp-1 - n * 0x1.473de6af278edp-34;
+    double_vector p = r * (1 / 479001600.0) + 1 / 39916800.0;
     p = p * r + 1 / 3628800.0;
     p = p * r + 1 / 362880.0;
     p = p * r + 1 / 40320.0;
@@ -38,38 +38,37 @@ INLINE f64x8 exponential8(f64x8 x) {
     p = p * r + 1.0;
     p = p * r + 1.0;
 #ifdef __AVX512F__
-    return (f64x8)_mm512_scalef_pd((__m512d)p, (__m512d)n);
+    return (double_vector)_mm512_scalef_pd((__m512d)p, (__m512d)n);
 #else
     /* The last bits of `shifted` are the integer n. Two factors, because 2^n alone can be too small for a double. */
-    const f64x8 zero = {0};
-    i64x8 exponent = (i64x8)shifted - (i64x8)(zero + 0x1.8p52), half = exponent >> 1;
-    f64x8 first = (f64x8)((half + 1023) << 52), second = (f64x8)((exponent - half + 1023) << 52);
-    return p * first * second;
+    long_vector exponent = (long_vector)shifted - (long_vector)(zero + 0x1.8p52), half = exponent >> 1;
+    double_vector first = (double_vector)((half + 1023) << 52);
+    return p * first * (double_vector)((exponent - half + 1023) << 52);
 #endif
 }
 
-/* Return the numbers of `row` with eight indexes. */
-INLINE f64x8 gather8(const double *row, const int32_t *indexes) {
+/* Return a vector of the numbers of `row` with these indexes. */
+INLINE double_vector gather_doubles(const double *row, const int32_t *indexes) {
 #ifdef __AVX512F__
-    return (f64x8)_mm512_i32gather_pd(_mm256_loadu_si256((const __m256i *)indexes), row, 8);
+    return (double_vector)_mm512_i32gather_pd(_mm256_loadu_si256((const __m256i *)indexes), row, 8);
 #else
-    f64x8 v;
-    for (int64_t j = 0; j < PRIOR_LANES; j++) v[j] = row[indexes[j]];
+    double_vector v;
+    for (int64_t j = 0; j < DOUBLE_LANES; j++) v[j] = row[indexes[j]];
     return v;
 #endif
 }
 
-/* Return the covariances of a reading with eight others.
+/* Return the covariances of a reading with the others of a vector.
  *
- * They are the sum over q of A_q[code, codes] e^(-|age - ages| / scale_q), where A_q[code] is a row of the matrix A_q. A
- * reading has the variance of its noise in addition, which is not part of its covariance with other readings. */
-INLINE f64x8 covariances8(const Process *process, int64_t code, double age, const int32_t *codes,
-                          const double *ages) {
+ * They are the sum over q of A_q[code, codes] e^(-|age - ages| / scale_q), where A_q[code] is a row of the matrix A_q.
+ * A reading has the variance of its noise in addition, which is not part of its covariance with other readings. */
+INLINE double_vector compute_covariances(const Process *process, int64_t code, double age, const int32_t *codes,
+                                         const double *ages) {
     const double *row = process->covariances + code * process->num_scales * process->num_features;
-    f64x8 difference = age - load8(ages), total = {0};
-    f64x8 lag = (f64x8)((i64x8)difference & INT64_MAX); /* |difference| */
+    double_vector difference = age - load_doubles(ages), total = {0};
+    double_vector lag = (double_vector)((long_vector)difference & INT64_MAX); /* |difference| */
     for (int64_t q = 0; q < process->num_scales; q++, row += process->num_features) {
-        total += gather8(row, codes) * exponential8(lag * process->negative_rates[q]);
+        total += gather_doubles(row, codes) * exponential_doubles(lag * process->negative_rates[q]);
     }
     return total;
 }
@@ -92,16 +91,16 @@ typedef struct {
 /* Compute the covariances and the absolute correlations of a reading with the first `count` readings of a context.
  * Correlations with readings that the process lacks become negative. */
 static void correlate(const Process *process, ContextScratch *s, int64_t count, int64_t code, double age) {
-    const f64x8 zero = {0}, negative = zero - 1;
+    const double_vector zero = {0}, negative = zero - 1;
     const ReadingContext *context = &s->readings;
-    for (int64_t b = 0; b < count; b += PRIOR_LANES) {
-        f64x8 covariance = covariances8(process, code, age, context->codes + b, context->ages + b);
-        f64x8 inverse_deviation = load8(context->inverse_deviations + b);
+    for (int64_t b = 0; b < count; b += DOUBLE_LANES) {
+        double_vector covariance = compute_covariances(process, code, age, context->codes + b, context->ages + b);
+        double_vector inverse_deviation = load_doubles(context->inverse_deviations + b);
         /* The standard deviation of the reading itself is the same for all candidates and need not be divided by. */
-        f64x8 correlation = (f64x8)((i64x8)covariance & INT64_MAX) * inverse_deviation;
-        i64x8 is_candidate = inverse_deviation > 0;
-        store8(s->covariances + b, covariance);
-        store8(s->correlations + b, (f64x8)((i64x8)correlation | (~is_candidate & (i64x8)negative)));
+        long_vector correlation = (long_vector)((double_vector)((long_vector)covariance & INT64_MAX) * inverse_deviation);
+        long_vector is_candidate = inverse_deviation > 0;
+        store_doubles(s->covariances + b, covariance);
+        store_doubles(s->correlations + b, (double_vector)(correlation | (~is_candidate & (long_vector)negative)));
     }
 }
 
@@ -146,11 +145,11 @@ static void condition(const Process *process, int64_t code, const Neighbors *nei
     *mean = process->means[code], *variance = process->variances[code];
     for (int64_t j = 0; j < n; j++) {
         double *column = matrix[j];
-        const f64x8 zero = {0};
-        for (int64_t b = n / PRIOR_LANES * PRIOR_LANES; b < n + 2; b += PRIOR_LANES) store8(column + b, zero);
-        for (int64_t b = j / PRIOR_LANES * PRIOR_LANES; b < n; b += PRIOR_LANES)
-            store8(column + b, covariances8(process, neighbors->codes[j], neighbors->ages[j], neighbors->codes + b,
-                                            neighbors->ages + b));
+        const double_vector zero = {0};
+        for (int64_t b = n / DOUBLE_LANES * DOUBLE_LANES; b < n + 2; b += DOUBLE_LANES) store_doubles(column + b, zero);
+        for (int64_t b = j / DOUBLE_LANES * DOUBLE_LANES; b < n; b += DOUBLE_LANES)
+            store_doubles(column + b, compute_covariances(process, neighbors->codes[j], neighbors->ages[j],
+                                                          neighbors->codes + b, neighbors->ages + b));
         column[j] = process->variances[neighbors->codes[j]];
         column[n] = neighbors->covariances[j], column[n + 1] = neighbors->residuals[j];
     }
@@ -160,11 +159,11 @@ static void condition(const Process *process, int64_t code, const Neighbors *nei
          * numbers of the column are rounding errors, and the neighbor is left out. */
         int is_regular = column[j] > 0.5 * process->noise_variances[neighbors->codes[j]];
         double inverse = is_regular ? 1 / sqrt(column[j]) : 0;
-        for (int64_t b = j / PRIOR_LANES * PRIOR_LANES; b < n + 2; b += PRIOR_LANES)
-            store8(column + b, load8(column + b) * inverse);
+        for (int64_t b = j / DOUBLE_LANES * DOUBLE_LANES; b < n + 2; b += DOUBLE_LANES)
+            store_doubles(column + b, load_doubles(column + b) * inverse);
         for (int64_t i = j + 1; i < n; i++)
-            for (int64_t b = i / PRIOR_LANES * PRIOR_LANES; b < n + 2; b += PRIOR_LANES)
-                store8(matrix[i] + b, load8(matrix[i] + b) - column[i] * load8(column + b));
+            for (int64_t b = i / DOUBLE_LANES * DOUBLE_LANES; b < n + 2; b += DOUBLE_LANES)
+                store_doubles(matrix[i] + b, load_doubles(matrix[i] + b) - column[i] * load_doubles(column + b));
         *mean += column[n] * column[n + 1], *variance -= column[n] * column[n];
     }
     *variance = fmax(*variance, process->noise_variances[code]);

@@ -20,20 +20,24 @@ typedef uint16_t factor_t;
 typedef float factor_t;
 #endif
 
-/* ROWS: rows of a tile (a part of a product's result that is computed at once). There are as many as fit, with their
- * sums, into the processor's vector registers. */
-#ifdef __AVX512F__
+#define COLUMNS 32                      /* columns of a block of packed weights */
+#define BLOCK_VECTORS (COLUMNS / LANES) /* vectors of a row of a block */
+
+/* ROWS: rows of a tile (a part of a product's result that is computed at once). TILE_VECTORS: vectors of each row of a
+ * tile, a divisor of BLOCK_VECTORS. As many sums are computed at once as fit into the processor's vector registers. */
+#if LANES == 16
 #define ROWS 12 /* 24 vectors of sums and 2 of weights, of 32 registers */
-#else
-#define ROWS 3
-#ifdef __AVX__
-enum { REGISTER_FLOATS = 8 };
-#else
-enum { REGISTER_FLOATS = 4 };
+#define TILE_VECTORS 2
+#elif defined(__aarch64__)
+#define ROWS 6 /* 24 vectors of sums and 4 of weights, of 32 registers */
+#define TILE_VECTORS 4
+#elif LANES == 8
+#define ROWS 3 /* 12 vectors of sums, 3 of factors and 1 of weights, of 16 registers */
+#define TILE_VECTORS 4
+#else /* a product, which no instruction adds to a sum, takes one more register */
+#define ROWS 2
+#define TILE_VECTORS 4
 #endif
-typedef float tile_vector __attribute__((vector_size(4 * REGISTER_FLOATS)));
-#endif
-#define COLUMNS 32 /* columns of a tile */
 
 /* kv_t: a number in the KV cache. KV_WIDTH: how many neighbouring numbers of a key lie side by side in a page of the
  * cache. They are followed by those of the next token's key. */
@@ -41,11 +45,11 @@ typedef float tile_vector __attribute__((vector_size(4 * REGISTER_FLOATS)));
 typedef uint16_t kv_t;
 #define KV_WIDTH 2
 /* Round to the nearest bfloat16, returned in the lower halves of 32-bit lanes. */
-INLINE i32x16 to_bfloat16(f32x16 v) {
+INLINE int_vector to_bfloat16(float_vector v) {
 #ifdef __AVX512BF16__
-    return __builtin_convertvector((u16x16)_mm512_cvtneps_pbh((__m512)v), i32x16);
+    return __builtin_convertvector((half_vector)_mm512_cvtneps_pbh((__m512)v), int_vector);
 #else
-    i32x16 bits = (i32x16)v; /* rounded half to even, by an addition before the lower half is removed */
+    int_vector bits = (int_vector)v; /* rounded half to even, by an addition before the lower half is removed */
     return ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & 0xffff;
 #endif
 }
@@ -54,77 +58,77 @@ typedef float kv_t;
 #define KV_WIDTH 1
 #endif
 
-/* Write sixteen floats as numbers of the KV cache. */
-INLINE void store_kv(kv_t *p, f32x16 v) {
+/* Write a vector of floats as numbers of the KV cache. */
+INLINE void store_kv(kv_t *p, float_vector v) {
 #ifdef BFLOAT16_FACTORS
-    u16x16 halves = __builtin_convertvector(to_bfloat16(v), u16x16);
+    half_vector halves = __builtin_convertvector(to_bfloat16(v), half_vector);
     memcpy(p, &halves, sizeof halves);
 #else
     store(p, v);
 #endif
 }
 
-/* Write sixteen floats as factors (store_factors), or read sixteen factors as floats (load_factors). */
-INLINE void store_factors(factor_t *p, f32x16 v) {
+/* Write a vector of floats as factors (store_factors), or read factors as a vector of floats (load_factors). */
+INLINE void store_factors(factor_t *p, float_vector v) {
 #if DOT_WIDTH == KV_WIDTH
     store_kv(p, v);
 #else
-    store(p, (f32x16)(to_bfloat16(v) << 16));
+    store(p, (float_vector)(to_bfloat16(v) << 16));
 #endif
 }
-INLINE f32x16 load_factors(const factor_t *p) {
+INLINE float_vector load_factors(const factor_t *p) {
 #if DOT_WIDTH == 2
-    u16x16 halves;
+    half_vector halves;
     memcpy(&halves, p, sizeof halves);
-    return (f32x16)(__builtin_convertvector(halves, i32x16) << 16);
+    return (float_vector)(__builtin_convertvector(halves, int_vector) << 16);
 #else
     return load(p);
 #endif
 }
 
-/* Write two vectors as 32 numbers of the KV cache (store_kv_pair), or read them (load_kv_pair).
+/* Write two vectors as numbers of the KV cache (store_kv_pair), or read them (load_kv_pair).
  *
  * In bfloat16 the numbers of the two vectors alternate, so that one shift or one mask separates them when they are
  * read. */
-INLINE void store_kv_pair(kv_t *p, f32x16 low, f32x16 high) {
+INLINE void store_kv_pair(kv_t *p, float_vector low, float_vector high) {
 #ifdef BFLOAT16_FACTORS
-    i32x16 both = to_bfloat16(low) | to_bfloat16(high) << 16;
+    int_vector both = to_bfloat16(low) | to_bfloat16(high) << 16;
     memcpy(p, &both, sizeof both);
 #else
     store(p, low), store(p + LANES, high);
 #endif
 }
-INLINE void load_kv_pair(const kv_t *p, f32x16 *low, f32x16 *high) {
+INLINE void load_kv_pair(const kv_t *p, float_vector *low, float_vector *high) {
 #ifdef BFLOAT16_FACTORS
-    i32x16 both;
+    int_vector both;
     memcpy(&both, p, sizeof both);
-    *low = (f32x16)(both << 16), *high = (f32x16)(both & (int32_t)0xffff0000);
+    *low = (float_vector)(both << 16), *high = (float_vector)(both & (int32_t)0xffff0000);
 #else
     *low = load(p), *high = load(p + LANES);
 #endif
 }
 
-/* Return total + a b, where a is one factor that multiplies each of sixteen factors b.
+/* Return total + a b, where a is one factor that multiplies each of LANES factors b.
  *
- * If DOT_WIDTH is 2, a is a pair of factors and b sixteen pairs. Both products of two pairs are added. */
-INLINE f32x16 multiply_add(f32x16 total, const factor_t *a, const factor_t *b) {
+ * If DOT_WIDTH is 2, a is a pair of factors and b LANES pairs. Both products of two pairs are added. */
+INLINE float_vector multiply_add(float_vector total, const factor_t *a, const factor_t *b) {
 #if DOT_WIDTH == 2
     int32_t both;
     __m512i factors;
     memcpy(&both, a, 4);
     memcpy(&factors, b, 64);
-    return (f32x16)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_set1_epi32(both), (__m512bh)factors);
+    return (float_vector)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_set1_epi32(both), (__m512bh)factors);
 #else
     return total + *a * load(b);
 #endif
 }
 
 /* Return total + a b as `multiply_add` does, but with b from the KV cache, where KV_WIDTH factors lie side by side. */
-INLINE f32x16 multiply_add_kv(f32x16 total, const factor_t *a, const kv_t *b) {
+INLINE float_vector multiply_add_kv(float_vector total, const factor_t *a, const kv_t *b) {
 #if DOT_WIDTH == KV_WIDTH
     return multiply_add(total, a, b);
 #else
-    f32x16 low, high;
+    float_vector low, high;
     load_kv_pair(b, &low, &high);
     return total + a[0] * low + a[1] * high;
 #endif
@@ -142,37 +146,32 @@ static void *allocate_zeroed(size_t bytes) {
     return p;
 }
 
-/* Compute one tile of a product: ROWS rows of a matrix times 32 columns of packed weights.
+/* Return the row and the vector to which sum i of a tile belongs. The sums are numbered along the longer side of the tile,
+ * so that the factors or the weights of the shorter one stay in registers. */
+INLINE int row_of_sum(int i, int num_rows) { return num_rows < TILE_VECTORS ? i % num_rows : i / TILE_VECTORS; }
+INLINE int vector_of_sum(int i, int num_rows) { return num_rows < TILE_VECTORS ? i / num_rows : i % TILE_VECTORS; }
+
+/* Compute a part of a product: ROWS rows of a matrix times the 32 columns of a block of packed weights.
  *
  * a: ROWS rows of `inputs` factors; a row begins `stride` factors after the one before it. weights: (inputs /
- * DOT_WIDTH, 32, DOT_WIDTH). sums: output, two vectors of 16 columns for each row. */
-INLINE void gemm_tile(const factor_t *a, size_t stride, size_t inputs, const factor_t *weights, f32x16 sums[ROWS][2]) {
-#ifdef __AVX512F__
-    f32x16 c[ROWS][2];
-    for (int r = 0; r < ROWS; r++) c[r][0] = c[r][1] = splat(0);
-    for (size_t k = 0; k < inputs; k += DOT_WIDTH, a += DOT_WIDTH, weights += COLUMNS * DOT_WIDTH) {
-#pragma GCC unroll 12
-        for (int r = 0; r < ROWS; r++) {
-            c[r][0] = multiply_add(c[r][0], a + r * stride, weights);
-            c[r][1] = multiply_add(c[r][1], a + r * stride, weights + LANES * DOT_WIDTH);
+ * DOT_WIDTH, 32, DOT_WIDTH). sums: output, the vectors of each row. */
+INLINE void multiply_block(const factor_t *a, size_t stride, size_t inputs, const factor_t *weights,
+                           float_vector sums[ROWS][BLOCK_VECTORS]) {
+    for (int first = 0; first < BLOCK_VECTORS; first += TILE_VECTORS) {
+        const factor_t *factors = a, *w = weights + first * LANES * DOT_WIDTH;
+        float_vector c[ROWS][TILE_VECTORS];
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < TILE_VECTORS; v++) c[r][v] = splat(0);
+        for (size_t k = 0; k < inputs; k += DOT_WIDTH, factors += DOT_WIDTH, w += COLUMNS * DOT_WIDTH) {
+#pragma GCC unroll 24
+            for (int i = 0; i < ROWS * TILE_VECTORS; i++) {
+                int r = row_of_sum(i, ROWS), v = vector_of_sum(i, ROWS);
+                c[r][v] = multiply_add(c[r][v], factors + r * stride, w + v * LANES * DOT_WIDTH);
+            }
         }
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < TILE_VECTORS; v++) sums[r][first + v] = c[r][v];
     }
-    for (int r = 0; r < ROWS; r++) sums[r][0] = c[r][0], sums[r][1] = c[r][1];
-#else /* f32x16 is wider than the processor's registers here, and the compiler would store such sums in memory */
-    enum { PARTS = COLUMNS / REGISTER_FLOATS };
-    tile_vector c[ROWS][PARTS], w;
-    for (int r = 0; r < ROWS; r++)
-        for (int p = 0; p < PARTS; p++) c[r][p] = (tile_vector){0};
-    for (size_t k = 0; k < inputs; k++, a++, weights += COLUMNS)
-#pragma GCC unroll 8
-        for (int p = 0; p < PARTS; p++) {
-            memcpy(&w, weights + p * REGISTER_FLOATS, sizeof w);
-#pragma GCC unroll 3
-            for (int r = 0; r < ROWS; r++) c[r][p] += a[r * stride] * w;
-        }
-    for (int r = 0; r < ROWS; r++)
-        for (int p = 0; p < PARTS; p++) memcpy((float *)sums[r] + p * REGISTER_FLOATS, &c[r][p], sizeof(tile_vector));
-#endif
 }
 
 /* Return the standard normal distribution function Phi(x).
@@ -180,10 +179,10 @@ INLINE void gemm_tile(const factor_t *a, size_t stride, size_t inputs, const fac
  * In float32 this is formula 7.1.26 of Abramowitz and Stegun (error 1.5e-7). In bfloat16 a polynomial is exact enough:
  * the minimax polynomial q of (Phi(x) - 1/2) / x in s = x^2 on |x| <= 4.2. The error of x Phi(x) is 8e-5 then, and the
  * result is rounded afterwards. */
-INLINE f32x16 normal_cdf_for_gelu(f32x16 x) {
+INLINE float_vector normal_cdf_for_gelu(float_vector x) {
 #ifdef BFLOAT16_FACTORS
-    f32x16 u = vector_max(vector_min(x, splat(4.2f)), splat(-4.2f)), s = u * u;
-    f32x16 q = splat(-9.01753448e-10f) * s + 7.94134181e-8f;
+    float_vector u = vector_max(vector_min(x, splat(4.2f)), splat(-4.2f)), s = u * u;
+    float_vector q = splat(-9.01753448e-10f) * s + 7.94134181e-8f;
     q = q * s - 3.03793277e-6f;
     q = q * s + 6.68907292e-5f;
     q = q * s - 9.5065805e-4f;
@@ -192,19 +191,19 @@ INLINE f32x16 normal_cdf_for_gelu(f32x16 x) {
     q = q * s + 0.398465895f;
     return u * q + 0.5f;
 #else
-    f32x16 size = (f32x16)((i32x16)x & 0x7fffffff); /* |x| */
-    f32x16 t = 1.0f / (1.0f + 0.23164190f * size);
-    f32x16 p = splat(0.5307027145f) * t - 0.7265760135f;
+    float_vector size = (float_vector)((int_vector)x & 0x7fffffff); /* |x| */
+    float_vector t = 1.0f / (1.0f + 0.23164190f * size);
+    float_vector p = splat(0.5307027145f) * t - 0.7265760135f;
     p = p * t + 0.7107068705f;
     p = p * t - 0.142248368f;
     p = p * t + 0.1274147960f;
-    f32x16 tail = p * t * exponential(-0.5f * x * x);
+    float_vector tail = p * t * exponential(-0.5f * x * x);
     return select_lanes(x > 0, 1.0f - tail, tail);
 #endif
 }
 
 /* Return the activation function GELU, x Phi(x). */
-INLINE f32x16 gelu(f32x16 x) { return x * normal_cdf_for_gelu(x); }
+INLINE float_vector gelu(float_vector x) { return x * normal_cdf_for_gelu(x); }
 
 /* The pages of the KV cache that the next attention will read, and how far they are prefetched.
  *
@@ -243,18 +242,18 @@ INLINE void gemm(int kind, const factor_t *a, Rows rows, size_t inputs, const fa
                  size_t columns, void *out, PagePrefetch *prefetch) {
     for (size_t n = 0; n < columns; n += COLUMNS, weights += COLUMNS * inputs)
         for (size_t m = 0; m < rows.count; m += ROWS) {
-            f32x16 sums[ROWS][2];
+            float_vector sums[ROWS][BLOCK_VECTORS];
             prefetch_some(prefetch);
-            gemm_tile(a + m * rows.factor_stride, rows.factor_stride, inputs, weights, sums);
+            multiply_block(a + m * rows.factor_stride, rows.factor_stride, inputs, weights, sums);
             size_t num_rows = min_size(rows.count - m, ROWS); /* the last tile may have fewer rows */
             for (size_t r = 0; r < num_rows; r++)
-                for (int half = 0; half < 2; half++) {
-                    size_t column = n + half * LANES, place = (m + r) * rows.out_stride + column;
-                    f32x16 v = sums[r][half] + load(bias + column);
-                    if (kind == STORE) store((float *)out + place, v);
-                    if (kind == ADD) store((float *)out + place, load((float *)out + place) + v);
-                    if (kind == STORE_GELU) store_factors((factor_t *)out + place, gelu(v));
-                    if (kind == STORE_RELU) store_factors((factor_t *)out + place, vector_max(v, splat(0)));
+                for (int v = 0; v < BLOCK_VECTORS; v++) {
+                    size_t column = n + v * LANES, place = (m + r) * rows.out_stride + column;
+                    float_vector y = sums[r][v] + load(bias + column);
+                    if (kind == STORE) store((float *)out + place, y);
+                    if (kind == ADD) store((float *)out + place, load((float *)out + place) + y);
+                    if (kind == STORE_GELU) store_factors((factor_t *)out + place, gelu(y));
+                    if (kind == STORE_RELU) store_factors((factor_t *)out + place, vector_max(y, splat(0)));
                 }
         }
 }

@@ -7,25 +7,25 @@
  *
  * x, out: the first row of inputs and of outputs. A row begins `stride` floats (of inputs) or `out_stride` floats (of
  * outputs) after the one before it. is_added: whether to add the result to `out` instead of overwriting it. */
-INLINE void apply_map_tile(const LinearMap *map, const float *x, size_t stride, size_t num_rows, int is_added,
+INLINE void apply_map_tile(const LinearMap *map, const float *x, size_t stride, int num_rows, int is_added,
                            size_t column, float *out, size_t out_stride) {
-    const float *weights = map->weights + column * map->inputs;
-    f32x16 c[ROWS][2];
-    for (size_t r = 0; r < num_rows; r++) {
-        c[r][0] = load(map->bias + column);
-        c[r][1] = load(map->bias + column + LANES);
+    for (size_t first = column; first < column + COLUMNS; first += TILE_VECTORS * LANES) {
+        const float *weights = map->weights + column * map->inputs + (first - column);
+        float_vector c[ROWS][TILE_VECTORS];
+        for (int r = 0; r < num_rows; r++)
+            for (int v = 0; v < TILE_VECTORS; v++) c[r][v] = load(map->bias + first + v * LANES);
+        for (size_t k = 0; k < (size_t)map->inputs; k++, weights += COLUMNS)
+#pragma GCC unroll 24
+            for (int i = 0; i < num_rows * TILE_VECTORS; i++) {
+                int r = row_of_sum(i, num_rows), v = vector_of_sum(i, num_rows);
+                c[r][v] += x[r * stride + k] * load(weights + v * LANES);
+            }
+        for (int r = 0; r < num_rows; r++)
+            for (int v = 0; v < TILE_VECTORS; v++) {
+                float *place = out + r * out_stride + first + v * LANES;
+                store(place, is_added ? load(place) + c[r][v] : c[r][v]);
+            }
     }
-    for (size_t k = 0; k < (size_t)map->inputs; k++, weights += COLUMNS)
-#pragma GCC unroll 12
-        for (size_t r = 0; r < num_rows; r++) {
-            c[r][0] += x[r * stride + k] * load(weights);
-            c[r][1] += x[r * stride + k] * load(weights + LANES);
-        }
-    for (size_t r = 0; r < num_rows; r++)
-        for (int half = 0; half < 2; half++) {
-            float *place = out + r * out_stride + column + half * LANES;
-            store(place, is_added ? load(place) + c[r][half] : c[r][half]);
-        }
 }
 
 /* Compute out = x W + bias, or out += x W + bias if `is_added`.

@@ -31,12 +31,12 @@ int64_t compute_surprisals(const SurprisalTask *task) {
 }
 
 /* Return the standard normal distribution function of z (formula 7.1.26 of Abramowitz and Stegun, error 1e-7). */
-INLINE f32x16 normal_cdf(f32x16 z) {
-    f32x16 x = vector_max(z, -z) * 0.70710678f /* |z| / sqrt(2) */, t = 1.0f / (1.0f + 0.3275911f * x);
-    f32x16 p = -0.7265760135f + t * 0.5307027145f;
+INLINE float_vector normal_cdf(float_vector z) {
+    float_vector x = vector_max(z, -z) * 0.70710678f /* |z| / sqrt(2) */, t = 1.0f / (1.0f + 0.3275911f * x);
+    float_vector p = -0.7265760135f + t * 0.5307027145f;
     p = 0.7107068705f + t * p;
     p = -0.142248368f + t * p;
-    f32x16 tail = t * (0.127414796f + t * p);
+    float_vector tail = t * (0.127414796f + t * p);
     tail *= exponential(vector_max(-x * x, splat(-80.0f)));
     return select_lanes(z < splat(0), tail, 1.0f - tail);
 }
@@ -49,7 +49,7 @@ static float find_quantile(const float *mixture, size_t C, float low, float high
     const float *means = mixture, *inverse_scales = mixture + C, *weights = mixture + 2 * C;
     for (int i = 0; i < BISECTION_STEPS; i++) {
         float middle = 0.5f * (low + high);
-        f32x16 below = splat(0);
+        float_vector below = splat(0);
         for (size_t j = 0; j < C; j += LANES)
             below += load(weights + j) * normal_cdf((middle - load(means + j)) * load(inverse_scales + j));
         if (reduce_sum(below) < level) low = middle;

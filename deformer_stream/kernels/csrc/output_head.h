@@ -12,20 +12,20 @@
  *
  * With y = e^x, 1 + y would lose the digits of a small y. There, ln(1 + y) = 2 atanh(s) with s = y / (y + 2) is used.
  * For x > 20, the result is x to the last digit. */
-INLINE f32x16 softplus(f32x16 x) {
-    f32x16 y = exponential(vector_min(x, splat(20.0f))), s = y / (y + 2.0f), t = s * s;
-    f32x16 p = log_ratio_series(t);
+INLINE float_vector softplus(float_vector x) {
+    float_vector y = exponential(vector_min(x, splat(20.0f))), s = y / (y + 2.0f), t = s * s;
+    float_vector p = log_ratio_series(t);
     return select_lanes(x > 20.0f, x, select_lanes(y < 0.4f, p * s, logarithm(1.0f + y)));
 }
 
 /* Return ln of the sum of e^x over the n numbers x. Whole vectors are read; numbers after the first n are ignored. */
 static float log_sum_exp(const float *x, size_t n) {
-    f32x16 lanes = lane_numbers(), largest = splat(-INFINITY), total = splat(0);
+    float_vector lanes = lane_numbers(), largest = splat(-INFINITY), total = splat(0);
     for (size_t j = 0; j < n; j += LANES)
         largest = vector_max(largest, select_lanes(lanes + (float)j < (float)n, load(x + j), largest));
     float peak = reduce_max(largest);
     for (size_t j = 0; j < n; j += LANES) {
-        f32x16 e = exponential(vector_min(load(x + j) - peak, splat(0)));
+        float_vector e = exponential(vector_min(load(x + j) - peak, splat(0)));
         total += select_lanes(lanes + (float)j < (float)n, e, splat(0));
     }
     return peak + logarithm(splat(reduce_sum(total)))[0];

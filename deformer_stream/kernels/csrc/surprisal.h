@@ -21,14 +21,14 @@ typedef struct {
  * means and inverse scales. The density is summed relative to its largest term, e^peak, to avoid underflow. */
 static float surprisal_at(const float *mixture, size_t C, float value) {
     const float *log_peaks = mixture, *means = mixture + C, *inverse_scales = mixture + 2 * C;
-    f32x16 largest = splat(-INFINITY), total = splat(0);
+    float_vector largest = splat(-INFINITY), total = splat(0);
     for (size_t j = 0; j < C; j += LANES) {
-        f32x16 z = (value - load(means + j)) * load(inverse_scales + j);
+        float_vector z = (value - load(means + j)) * load(inverse_scales + j);
         largest = vector_max(largest, load(log_peaks + j) - 0.5f * z * z);
     }
     float peak = reduce_max(largest);
     for (size_t j = 0; j < C; j += LANES) {
-        f32x16 z = (value - load(means + j)) * load(inverse_scales + j);
+        float_vector z = (value - load(means + j)) * load(inverse_scales + j);
         total += exponential(load(log_peaks + j) - 0.5f * z * z - peak);
     }
     return -peak - logarithm(splat(reduce_sum(total)))[0];
@@ -46,7 +46,7 @@ static void surprisal_at_nodes(const float *mixture, size_t C, size_t num_compon
     for (size_t j = 0; j < num_components; j++) highest = log_peaks[j] > highest ? log_peaks[j] : highest;
     /* Nodes are numbered like `out`: n = C * (index in `node`) + component. */
     for (size_t from = 0; from < 3 * C; from += NODE_VECTORS * LANES) {
-        f32x16 x[NODE_VECTORS], log_own[NODE_VECTORS], sums[NODE_VECTORS];
+        float_vector x[NODE_VECTORS], log_own[NODE_VECTORS], sums[NODE_VECTORS];
         for (int v = 0; v < NODE_VECTORS; v++) {
             size_t n = from + v * LANES < 3 * C ? from + v * LANES : 0, j = n % C; /* 0: not used after the last node */
             x[v] = load(means + j) + node[n / C] / load(inverse_scales + j);
@@ -55,7 +55,7 @@ static void surprisal_at_nodes(const float *mixture, size_t C, size_t num_compon
         }
         for (size_t j = 0; j < num_components; j++)
             for (int v = 0; v < NODE_VECTORS; v++) {
-                f32x16 z = (x[v] - means[j]) * inverse_scales[j];
+                float_vector z = (x[v] - means[j]) * inverse_scales[j];
                 sums[v] += exponential(log_peaks[j] - log_own[v] - 0.5f * z * z);
             }
         for (int v = 0; v < NODE_VECTORS; v++)
@@ -78,24 +78,24 @@ static Surprisal compute_surprisal(float *mixture, size_t num_components, float 
     for (size_t row = 0; row < 3; row++)
         for (size_t j = num_components; j < C; j++) mixture[row * C + j] = mixture[row * C];
     for (size_t j = 0; j < C; j += LANES) {
-        f32x16 scale = load(scales + j), log_weight = load(log_weights + j);
+        float_vector scale = load(scales + j), log_weight = load(log_weights + j);
         store(weights + j, exponential(log_weight));
         store(log_peaks + j, log_weight - logarithm(scale) - LOG_SQRT_2PI);
         store(inverse_scales + j, 1.0f / scale);
     }
     surprisal_at_nodes(mixture, C, num_components, at_nodes);
     for (size_t j = num_components; j < C; j++) log_peaks[j] = -INFINITY, weights[j] = 0;
-    f32x16 minimum = splat(INFINITY), mean_sums = splat(0), variance = splat(0);
+    float_vector minimum = splat(INFINITY), mean_sums = splat(0), variance = splat(0);
     for (size_t n = 0; n < 3 * C; n += LANES) {
         /* weight of the component times the quadrature weight of the node: 1/6, 2/3, 1/6 */
-        f32x16 share = load(weights + n % C) * (n / C == 1 ? 2.0f / 3 : 1.0f / 6);
+        float_vector share = load(weights + n % C) * (n / C == 1 ? 2.0f / 3 : 1.0f / 6);
         minimum = vector_min(minimum, load(at_nodes + n));
         mean_sums += share * load(at_nodes + n);
     }
     float mean = reduce_sum(mean_sums);
     for (size_t n = 0; n < 3 * C; n += LANES) {
-        f32x16 share = load(weights + n % C) * (n / C == 1 ? 2.0f / 3 : 1.0f / 6);
-        f32x16 deviation = load(at_nodes + n) - mean;
+        float_vector share = load(weights + n % C) * (n / C == 1 ? 2.0f / 3 : 1.0f / 6);
+        float_vector deviation = load(at_nodes + n) - mean;
         variance += share * deviation * deviation;
     }
     /* -reduce_max(-v) is the minimum of all lanes */

@@ -10,7 +10,7 @@
  * Thus a reading has the same score to the last bit, however its record is split into batches.
  *
  * A page holds the keys and values of KV_PAGE_TOKENS tokens of all layers. Per layer: keys as columns, (d / KV_WIDTH,
- * KV_PAGE_TOKENS, KV_WIDTH), so that a vector holds one number of sixteen keys. Then values as rows, (KV_PAGE_TOKENS,
+ * KV_PAGE_TOKENS, KV_WIDTH), so that a vector holds one number of LANES keys. Then values as rows, (KV_PAGE_TOKENS,
  * d), in interleaved pairs of vectors (`store_kv_pair`). If readings are irregular, the readings themselves follow
  * (reading_context.h). */
 #include "output_head.h"
@@ -42,11 +42,11 @@ INLINE size_t pages_of(size_t tokens) { return (tokens + KV_PAGE_TOKENS - 1) / K
 /* Return 1 / standard deviation of d numbers, and write their mean to `mean`. As in PyTorch, 1e-5 is added to the
  * variance, so that equal numbers cause no division by 0. */
 INLINE float inverse_deviation(const float *x, size_t d, float *mean) {
-    f32x16 total = splat(0), squares = splat(0);
+    float_vector total = splat(0), squares = splat(0);
     for (size_t i = 0; i < d; i += LANES) total += load(x + i);
     *mean = reduce_sum(total) / d;
     for (size_t i = 0; i < d; i += LANES) {
-        f32x16 y = load(x + i) - *mean;
+        float_vector y = load(x + i) - *mean;
         squares += y * y;
     }
     return 1.0f / sqrtf(reduce_sum(squares) / d + 1e-5f);
@@ -59,7 +59,7 @@ static void layer_norm(const float *x, size_t d, const float *weight, const floa
                        factor_t *factors) {
     float mean, scale = inverse_deviation(x, d, &mean);
     for (size_t i = 0; i < d; i += LANES) {
-        f32x16 y = (load(x + i) - mean) * scale * load(weight + i) + load(bias + i);
+        float_vector y = (load(x + i) - mean) * scale * load(weight + i) + load(bias + i);
         if (floats) store(floats + i, y);
         if (factors) store_factors(factors + i, y);
     }
@@ -95,17 +95,18 @@ typedef struct {
     size_t max_tokens;        /* row length of `weights` */
 } Attention;
 
-/* Compute the attention scores (query times key) of one head for all tokens in the pages, and write them to a->weights.
+/* Compute the attention scores (query times key) of one head for the tokens in the pages, and write them to a->weights.
  *
- * Scores of tokens that a query does not see are -infinity. queries: the number of queries, 1 or 2, a compile-time
- * constant. largest: output, for each query a vector whose largest lane is the largest score. */
-INLINE void score_keys(int queries, const Attention *a, size_t head, size_t num_pages, f32x16 largest[2]) {
+ * The last vector may have tokens that a query does not see; their scores are -infinity. queries: the number of queries,
+ * 1 or 2, a compile-time constant. largest: output, for each query a vector whose largest lane is the largest score. */
+INLINE void score_keys(int queries, const Attention *a, size_t head, float_vector largest[2]) {
     for (int q = 0; q < queries; q++) largest[q] = splat(-INFINITY);
-    for (size_t p = 0; p < num_pages; p++) {
-        f32x16 c[2][4]; /* four partial sums, so that additions do not wait for each other */
+    for (size_t t = 0; t < a->num_seen[queries - 1]; t += LANES) { /* the last query sees the most tokens */
+        float_vector c[2][4]; /* four partial sums, so that additions do not wait for each other */
         for (int q = 0; q < queries; q++)
             for (int j = 0; j < 4; j++) c[q][j] = splat(0);
-        const kv_t *keys = a->pages[p] + head * a->d_head * KV_PAGE_TOKENS;
+        const kv_t *keys = a->pages[t / KV_PAGE_TOKENS] + head * a->d_head * KV_PAGE_TOKENS;
+        keys += t % KV_PAGE_TOKENS * KV_WIDTH;
         const factor_t *query = a->query + head * a->d_head;
         for (size_t i = 0; i < a->d_head; i += 4 * KV_WIDTH)
             for (int j = 0; j < 4; j++)
@@ -113,11 +114,11 @@ INLINE void score_keys(int queries, const Attention *a, size_t head, size_t num_
                     c[q][j] = multiply_add_kv(c[q][j], query + q * a->d + i + j * KV_WIDTH,
                                               keys + (i + j * KV_WIDTH) * KV_PAGE_TOKENS);
         for (int q = 0; q < queries; q++) {
-            f32x16 score = (c[q][0] + c[q][1]) + (c[q][2] + c[q][3]);
-            f32x16 position = lane_numbers() + (float)(p * KV_PAGE_TOKENS);
+            float_vector score = (c[q][0] + c[q][1]) + (c[q][2] + c[q][3]);
+            float_vector position = lane_numbers() + (float)t;
             score = select_lanes(position < (float)a->num_seen[q], score, splat(-INFINITY));
             largest[q] = vector_max(largest[q], score);
-            store(a->weights + (q * a->num_heads + head) * a->max_tokens + p * KV_PAGE_TOKENS, score);
+            store(a->weights + (q * a->num_heads + head) * a->max_tokens + t, score);
         }
     }
 }
@@ -127,7 +128,7 @@ INLINE void score_keys(int queries, const Attention *a, size_t head, size_t num_
  * The key is rounded like the keys in pages, so that it does not matter for the score where a key comes from. */
 INLINE float score_own_key(const Attention *a, size_t head) {
     factor_t key[LANES];
-    f32x16 product = splat(0);
+    float_vector product = splat(0);
     for (size_t i = head * a->d_head; i < (head + 1) * a->d_head; i += LANES) {
         store_factors(key, load(a->qkv[0] + a->d + i));
         product += load_factors(a->query + i) * load_factors(key);
@@ -137,15 +138,15 @@ INLINE float score_own_key(const Attention *a, size_t head) {
 
 /* Replace the attention scores of one query and head by e^(score - peak), and return the sum of the results.
  *
- * peak: the largest score, which is subtracted so that nothing overflows. Tokens that the query does not see get 0. */
-INLINE float exponentiate(float *scores, size_t num_pages, size_t num_seen, float peak) {
-    f32x16 total = splat(0);
-    for (size_t p = 0; p < num_pages; p++) {
-        f32x16 e = exponential(load(scores + p * KV_PAGE_TOKENS) - peak);
-        f32x16 position = lane_numbers() + (float)(p * KV_PAGE_TOKENS);
+ * peak: the largest score, which is subtracted so that nothing overflows. num_tokens: the number of scores. Those of
+ * tokens that the query does not see, after the first num_seen, become 0. */
+INLINE float exponentiate(float *scores, size_t num_tokens, size_t num_seen, float peak) {
+    float_vector total = splat(0);
+    for (size_t t = 0; t < num_tokens; t += LANES) {
+        float_vector e = exponential(load(scores + t) - peak), position = lane_numbers() + (float)t;
         e = select_lanes(position < (float)num_seen, e, splat(0));
         total += e;
-        store(scores + p * KV_PAGE_TOKENS, e);
+        store(scores + t, e);
     }
     return reduce_sum(total);
 }
@@ -154,9 +155,9 @@ INLINE float exponentiate(float *scores, size_t num_pages, size_t num_seen, floa
  *
  * queries: the number of queries, 1 or 2. from: the index of the first number of these vectors among the d numbers of a
  * value, which are those of all heads, one head after the other. */
-INLINE void sum_values(int queries, const Attention *a, size_t from, f32x16 out[2][VALUE_VECTORS]) {
+INLINE void sum_values(int queries, const Attention *a, size_t from, float_vector out[2][VALUE_VECTORS]) {
     const float *w[2][VALUE_VECTORS]; /* the weights of the head to which each vector belongs */
-    f32x16 c[2][VALUE_VECTORS];
+    float_vector c[2][VALUE_VECTORS];
     for (int q = 0; q < queries; q++)
         for (int v = 0; v < VALUE_VECTORS; v++) {
             c[q][v] = splat(0);
@@ -167,7 +168,7 @@ INLINE void sum_values(int queries, const Attention *a, size_t from, f32x16 out[
         const kv_t *values = a->pages[t / KV_PAGE_TOKENS] + KV_PAGE_TOKENS * a->d;
         const kv_t *row = values + t % KV_PAGE_TOKENS * a->d + from;
         for (int v = 0; v < VALUE_VECTORS; v += 2) {
-            f32x16 low, high;
+            float_vector low, high;
             load_kv_pair(row + v * LANES, &low, &high);
             for (int q = 0; q < queries; q++) c[q][v] += w[q][v][t] * low, c[q][v + 1] += w[q][v + 1][t] * high;
         }
@@ -181,14 +182,14 @@ INLINE void sum_values(int queries, const Attention *a, size_t from, f32x16 out[
  * queries: the number of queries, 1 or 2, a compile-time constant. out: for each query the d numbers of its output, as
  * factors of the next product. The sum of a softmax (norm) divides the output instead of each weight. */
 INLINE void attend(int queries, const Attention *a, factor_t *const *out) {
-    size_t d = a->d, num_pages = pages_of(a->num_seen[queries - 1]);
+    size_t d = a->d;
     float query_scale = 1.0f / sqrtf((float)a->d_head);
     float own_weight[MAX_HEADS] = {0}, norm[2][MAX_HEADS] = {{0}};
     for (int q = 0; q < queries; q++)
         for (size_t i = 0; i < d; i += LANES) store_factors(a->query + q * d + i, load(a->qkv[q] + i) * query_scale);
     for (size_t h = 0; h < a->num_heads; h++) {
-        f32x16 largest[2];
-        score_keys(queries, a, h, num_pages, largest);
+        float_vector largest[2];
+        score_keys(queries, a, h, largest);
         for (int q = 0; q < queries; q++) {
             float peak = reduce_max(largest[q]);
             if (a->sees_itself && q == 0) {
@@ -197,19 +198,19 @@ INLINE void attend(int queries, const Attention *a, factor_t *const *out) {
                 own_weight[h] = own - peak;
             }
             float *scores = a->weights + (q * a->num_heads + h) * a->max_tokens;
-            norm[q][h] = exponentiate(scores, num_pages, a->num_seen[q], peak);
+            norm[q][h] = exponentiate(scores, a->num_seen[queries - 1], a->num_seen[q], peak);
         }
     }
     for (size_t h = 0; h < a->num_heads; h += LANES) { /* from here on, norm is 1 / sum */
         if (a->sees_itself) {
-            f32x16 e = exponential(load(own_weight + h));
+            float_vector e = exponential(load(own_weight + h));
             store(own_weight + h, e);
             store(norm[0] + h, load(norm[0] + h) + e);
         }
         for (int q = 0; q < queries; q++) store(norm[q] + h, 1.0f / load(norm[q] + h));
     }
     for (size_t from = 0; from < d; from += VALUE_VECTORS * LANES) {
-        f32x16 c[2][VALUE_VECTORS];
+        float_vector c[2][VALUE_VECTORS];
         sum_values(queries, a, from, c);
         for (int v = 0; v < VALUE_VECTORS; v++) {
             size_t i = from + v * LANES, h = i / a->d_head;
