@@ -52,7 +52,7 @@ def is_supported(model: Model) -> bool:
     at most `MAX_COVARIANCES` numbers, and gives all readings their weight (`outlier_limit` 0).
     """
     config = model.config
-    # A vector has at most 16 floats. Attention computes four vectors of its output together, and heads have whole vectors.
+    # A vector has at most 16 floats. Attention sums four vectors of its output together. Each head has whole vectors.
     has_whole_vectors = config.d_model % 64 == 0 and config.d_model // config.heads % 16 == 0
     # Matrix products compute tiles (parts of the result) of 32 columns.
     has_whole_tiles = config.feedforward % COLUMNS == 0
