@@ -30,8 +30,8 @@ SCHEMA = Schema(
     )
 )
 CONFIG = ModelConfig(d_model=64, layers=2, heads=4, feedforward=32, mixtures=3, embedding=6, hidden=(16,))
-"""A small model with widths that the compiled kernels support. Programs that score with it start without PyTorch, and its
-scores do not depend on which readings are scored together."""
+"""A small model with widths that the compiled kernels support. Programs that score with it start without PyTorch, and
+its scores do not depend on which readings are scored together."""
 TRAINING_SUMMARY = {"epochs": 3, "held_out_log_likelihood": -4.25, "data_fingerprint": "0123", "curve": [1.0, 0.5]}
 
 
