@@ -285,6 +285,16 @@ def uses_tls(server: str) -> bool:
         return "ALERT" in (getattr(error, "reason", None) or "")
 
 
+def name_login_options(mechanism: str) -> str:
+    """Return what a user has to check if a broker refuses a login with this mechanism."""
+    by_mechanism = {
+        "GSSAPI": "that `klist` shows a valid ticket, --sasl-kerberos-service-name",
+        "OAUTHBEARER": "the options --sasl-oauth-...",
+        "AWS_MSK_IAM": "the AWS credentials, --sasl-aws-region",
+    }
+    return by_mechanism.get(mechanism, "--sasl-username and the password")
+
+
 def explain_failed_connection(cluster: KafkaCluster) -> DeformerError:
     """Return the error for a broker that `check_reachable` accepts, but that does not complete the client's connection.
 
@@ -296,10 +306,12 @@ def explain_failed_connection(cluster: KafkaCluster) -> DeformerError:
         return error
     is_encrypted = "SSL" in cluster.security.get("security_protocol", "PLAINTEXT")
     first_server = cluster.servers.split(",")[0]
-    if "sasl_mechanism" in cluster.security:
+    mechanism = cluster.security.get("sasl_mechanism")
+    if mechanism is not None:
         return ConfigError(
             f"Kafka at {cluster.servers} does not accept this client: it refuses the login or supports another "
-            "mechanism: check --sasl-username and the password, --sasl-mechanism and --security-protocol"
+            f"mechanism: check {name_login_options(mechanism)}, "
+            "--sasl-mechanism and --security-protocol"
         )
     if not is_encrypted and uses_tls(first_server):
         return ConfigError(

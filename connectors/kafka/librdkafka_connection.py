@@ -19,7 +19,7 @@ from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
 
 from connectors.kafka import client
-from connectors.kafka.client import Failure, describe_failure, make_error
+from connectors.kafka.client import Failure, describe_failure, make_error, name_login_options
 from connectors.kafka.ports import KafkaCluster, ProducerFenced, RebalanceInProgress, TopicPartition
 from connectors.kafka.tokens import TokenProvider, make_token_provider
 from deformer_stream.errors import ConfigError, DeformerError
@@ -367,7 +367,7 @@ def _wait_until_connected(
 def _explain_refused_login(error: KafkaError, cluster: KafkaCluster) -> ConfigError:
     """Return the exception for a login that failed."""
     text = error.str()
-    mechanism = cluster.security.get("sasl_mechanism")
+    mechanism = str(cluster.security.get("sasl_mechanism"))
     if listed := re.search(r"supported mechanisms: *([\w,-]*)", text):
         if not listed[1]:
             return ConfigError(
@@ -382,11 +382,7 @@ def _explain_refused_login(error: KafkaError, cluster: KafkaCluster) -> ConfigEr
             f"no login token for Kafka at {cluster.servers} was obtained or accepted: check the options "
             "--sasl-oauth-..."
         )
-    if mechanism in ("OAUTHBEARER", "AWS_MSK_IAM", "GSSAPI"):
-        return ConfigError(
-            f"Kafka at {cluster.servers} refuses the login: check the options of --sasl-mechanism {mechanism}"
-        )
-    return ConfigError(f"Kafka at {cluster.servers} refuses the login: check --sasl-username and the password")
+    return ConfigError(f"Kafka at {cluster.servers} refuses the login: check {name_login_options(mechanism)}")
 
 
 def _explain_rejected_settings(error: KafkaError, cluster: KafkaCluster) -> ConfigError:

@@ -12,7 +12,7 @@ import numpy as np
 
 from connectors.kafka import client
 from connectors.kafka.background import BackgroundCall, do_nothing
-from connectors.kafka.client import INSTANCE_FENCED, INVALID_NAME, load_client, make_error
+from connectors.kafka.client import INSTANCE_FENCED, INVALID_NAME, check_reachable, load_client, make_error
 from connectors.kafka.commits import CommitManager
 from connectors.kafka.delivery import Delivery
 from connectors.kafka.liveness import LivenessCheck
@@ -625,6 +625,8 @@ class KafkaSource:
                 is_permanent = not isinstance(error, Unavailable)
                 if is_permanent or time.monotonic() > deadline:
                     self._commits.give_up()
+                    if isinstance(error, RebalanceInProgress):  # an outage ends the membership, and is then the reason
+                        check_reachable(self._cluster)
                     raise
                 error_name = type(error.__cause__ or error).__name__
                 if error_name not in logged_errors:
@@ -646,7 +648,10 @@ class KafkaSource:
             membership = self._consumer.membership
             if membership is None and self._consumer.assignment:
                 # `end_commit` completes the rebalance and tries again.
-                raise RebalanceInProgress("the consumer group is rebalancing, so no offsets can be committed now")
+                raise RebalanceInProgress(
+                    f"Kafka at {self._cluster.servers}: the consumer group is rebalancing, so no offsets can be "
+                    "committed now"
+                )
             self._confirm_instance()
             self._commits.recover(self.on_wait)  # does nothing if no earlier attempt has failed
         offsets = self._commits.send(membership, on_wait=self.on_wait)

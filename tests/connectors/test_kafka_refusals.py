@@ -12,7 +12,7 @@ import pytest
 from kafka import errors as refusals
 
 from connectors.kafka import Delivery, KafkaCluster, KafkaSource, client, produce
-from connectors.kafka.client import CONNECT_SECONDS
+from connectors.kafka.client import CONNECT_SECONDS, explain_failed_connection
 from connectors.kafka.kafka_python_client import FAILURES, translate
 from deformer_stream.errors import ConfigError, DeformerError, Unavailable
 
@@ -159,10 +159,26 @@ LOGIN = {"sasl_mechanism": "SCRAM-SHA-512", "sasl_plain_username": "me", "sasl_p
 def test_login_without_response_is_reported() -> None:
     with (
         FakeServer() as broker,
-        pytest.raises(ConfigError, match="it refuses the login or supports another mechanism: check") as caught,
+        pytest.raises(ConfigError, match="it refuses the login or supports another mechanism: check --sasl-") as caught,
     ):
         produce_one_message(broker.address, {"security_protocol": "SASL_PLAINTEXT", **LOGIN})
     assert "hunter2" not in check_one_line(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "cause"),
+    [
+        ("GSSAPI", "that `klist` shows a valid ticket"),
+        ("OAUTHBEARER", "the options --sasl-oauth-"),
+        ("AWS_MSK_IAM", "the AWS credentials, --sasl-aws-region"),
+    ],
+)
+def test_refused_login_names_the_options_of_its_mechanism(mechanism: str, cause: str) -> None:
+    with FakeServer() as broker:
+        security = {"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": mechanism}
+        line = check_one_line(explain_failed_connection(KafkaCluster(broker.address, security)))
+    assert f"check {cause}" in line
+    assert "password" not in line
 
 
 def test_illegal_topic_name_is_reported(kafka: SimpleNamespace) -> None:

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -1006,6 +1006,7 @@ def test_clients_survive_a_restart_of_the_broker(library: ClientLibrary) -> None
         commit_transaction(writer, member)
         # If all brokers fail between the decision to commit and the end of the transaction, Kafka may never end it.
         assert member.consumer.fetch_committed([tp], SECONDS) == {tp: CommittedOffset(1)}
+        assert member.consumer.fetch_end_offsets([tp], SECONDS) == {tp: 4}  # the client learns the leader and its epoch
         broker.kill(1)
         for request in (
             lambda: member.consumer.commit({tp: CommittedOffset(1)}, 2.0),
@@ -1041,6 +1042,11 @@ def test_clients_survive_a_restart_of_the_broker(library: ClientLibrary) -> None
         while not try_to_commit():
             poll()
         assert member.consumer.fetch_committed([tp], SECONDS) == {tp: CommittedOffset(2)}
+        while True:  # the restarted broker refuses requests with the earlier epoch of the leader
+            with suppress(Unavailable):
+                assert member.consumer.fetch_end_offsets([tp], 5.0)[tp] >= 4
+                break
+            assert time.monotonic() < deadline
         # The producer remembers which broker coordinated the group before, and did nothing since.
         call = BackgroundCall(lambda: commit_transaction(writer, member))
         assert call.wait(SECONDS), "a request of the transaction has no time limit"
