@@ -57,8 +57,8 @@ SECONDS_BEFORE_TRANSACTION_TIMEOUT = 1.0
 """Requests and messages of a transaction time out this much before the transaction, as librdkafka requires."""
 
 REFRESH_SECONDS = 5.0
-"""Seconds between two requests of a producer for the partitions of its topics. After an outage of all brokers,
-librdkafka sends no message before the next one of them."""
+"""Seconds between two requests for the partitions of topics. After an outage of all brokers, librdkafka sends no
+message before the next one of them, and a consumer that was started meanwhile does not join its group."""
 
 FORGET_SECONDS = 10.0
 """Seconds after which a producer that sends nothing forgets which broker coordinates the consumer group.
@@ -122,6 +122,7 @@ class LibrdkafkaConsumer:
             "queued.min.messages": max(100_000, 2 * options.max_messages),
             "fetch.queue.backoff.ms": QUEUE_BACKOFF_MS,
             "fetch.wait.max.ms": FETCH_WAIT_MS,
+            "topic.metadata.refresh.interval.ms": int(min(REFRESH_SECONDS, client.METADATA_SECONDS) * 1000),
         }
         if options.instance is not None:
             settings["group.instance.id"] = options.instance
