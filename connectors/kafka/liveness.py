@@ -44,8 +44,9 @@ class LivenessCheck:
         self._failing_since: float | None = None  # when the first of the latest consecutive polls failed
         self._warned_at = -PROBE_SECONDS  # long ago, so that the first failure is logged at once
         self._requested_at = self._responded_at = time.monotonic()
-        # The position of each partition (-1 if unknown), and when it last changed.
-        self._last_progress: dict[TopicPartition, tuple[int, float]] = {}
+        # The position of each partition (-1 if unknown), and when messages after it were first seen, or None. A pause
+        # of this process before that time is not a delay of the brokers.
+        self._last_progress: dict[TopicPartition, tuple[int, float | None]] = {}
 
     def record_failure(self, error: DeformerError) -> None:
         """Record that a poll of the consumer failed, and raise if retrying is no longer useful.
@@ -89,7 +90,7 @@ class LivenessCheck:
         self._requested_at = now
         tps = list(active)
         self._last_progress = {tp: progress for tp, progress in self._last_progress.items() if tp in tps}
-        idle = [tp for tp in tps if not self._record_progress(tp, now)]
+        idle = [tp for tp in tps if not self._record_progress(tp)]
         if tps and not idle:  # all partitions have delivered messages, so the brokers respond
             self._responded_at = now
         # Without partitions, any partition serves to check that the brokers respond.
@@ -104,12 +105,14 @@ class LivenessCheck:
             return
         self._responded_at = now
         for tp in idle:
-            position, idle_since = self._last_progress[tp]
+            position, unread_since = self._last_progress[tp]
             end_offset = self.end_offsets.get(tp, position)
             has_unread_messages = end_offset > position
             if not has_unread_messages:
+                self._last_progress[tp] = position, None
+            elif unread_since is None:
                 self._last_progress[tp] = position, now
-            elif now - idle_since > self._patience:
+            elif now - unread_since > self._patience:
                 raise Unavailable(
                     f"topic {tp.topic!r}, partition {tp.partition} delivers nothing from offset {position} on, "
                     f"although its end offset is {end_offset}: check the brokers that hold it"
@@ -133,18 +136,17 @@ class LivenessCheck:
             "brokers have lost their data, or create the topic"
         )
 
-    def _record_progress(self, tp: TopicPartition, now: float) -> bool:
+    def _record_progress(self, tp: TopicPartition) -> bool:
         """Return whether the position of a partition has changed since the last check, and store the new position.
 
         An unknown position counts as changed, because the partition is still being prepared.
 
         Args:
             tp: The partition.
-            now: The present time, as `time.monotonic()`.
         """
         position = self._consumer.get_position(tp)
         last_progress = self._last_progress.get(tp)
         has_changed = last_progress is None or position is None or last_progress[0] != position
         if has_changed:
-            self._last_progress[tp] = (-1 if position is None else position, now)
+            self._last_progress[tp] = (-1 if position is None else position, None)
         return has_changed

@@ -81,6 +81,21 @@ def test_partition_without_messages_is_not_reported(kafka: SimpleNamespace, topi
     check.check_progress([tp])
 
 
+def test_messages_of_a_pause_of_the_process_are_not_reported(
+    kafka: SimpleNamespace, topic: Topic, consumer: Consumer
+) -> None:
+    """The process was suspended for longer than its patience, and messages have arrived meanwhile."""
+    tp = TopicPartition(topic(1), 0)
+    produce(kafka.cluster, tp.topic, make_messages(3))
+    assign_at(consumer, tp, 3)
+    check = LivenessCheck(consumer, kafka.bootstrap, tp.topic, PATIENCE_SECONDS)
+    check.check_progress([tp])
+    check.check_progress([tp])
+    time.sleep(2 * PATIENCE_SECONDS)
+    produce(kafka.cluster, tp.topic, make_messages(1))
+    check.check_progress([tp])
+
+
 def test_partition_that_was_assigned_elsewhere_is_not_reported(
     kafka: SimpleNamespace, topic: Topic, consumer: Consumer
 ) -> None:
