@@ -133,6 +133,13 @@ def measure_restarts(
             options += ["--alerts", "", "--record-timeout", "1d", "--instance", "one", "--client", client]
             return RunningConsumer(folder / f"{name}-{number}.log", *options)
 
+        def kill_and_start(number: int, model: Path) -> tuple[RunningConsumer, float]:
+            """Return the next consumer, and when it was started."""
+            consumer.process.kill()
+            consumer.process.wait()
+            start = time.monotonic()
+            return start_consumer(topic, number, model), start
+
         num_sent = produce(KafkaCluster(broker.bootstrap), topic, generate_messages(num_records, num_readings))
         print(f"sent {num_sent} readings of {num_records} records", file=sys.stderr, flush=True)
         consumer = start_consumer(topic, 0)
@@ -141,10 +148,7 @@ def measure_restarts(
             time.sleep(SNAPSHOT_SECONDS)
             # The metric has to be read before the kill, because the next run starts at 0 bytes.
             measurements.snapshot_bytes = sum_snapshot_bytes(consumer)
-            consumer.process.kill()
-            consumer.process.wait()
-            start = time.monotonic()
-            consumer = start_consumer(topic, number)
+            consumer, start = kill_and_start(number, model)
             measurements.ready_seconds.append(measure_ready_seconds(consumer, start))
             restored = consumer.list_log_events("partition_restored")
             measurements.open_records = sum(line["open_records"] for line in restored)
@@ -153,10 +157,7 @@ def measure_restarts(
                 measurements.ready_seconds_without_records.append(measure_ready_seconds(empty_consumer, start))
                 empty_consumer.stop()
         time.sleep(SNAPSHOT_SECONDS)
-        consumer.process.kill()
-        consumer.process.wait()
-        start = time.monotonic()
-        consumer = start_consumer(topic, num_kills + 1, other_model)
+        consumer, start = kill_and_start(num_kills + 1, other_model)
         measure_ready_seconds(consumer, start)
         consumer.wait_for(
             lambda: consumer.read_metrics()["deformer_partitions_restoring"] == 0, "all readings", TIMEOUT_SECONDS

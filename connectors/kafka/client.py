@@ -310,8 +310,7 @@ def explain_failed_connection(cluster: KafkaCluster) -> DeformerError:
     if mechanism is not None:
         return ConfigError(
             f"Kafka at {cluster.servers} does not accept this client: it refuses the login or supports another "
-            f"mechanism: check {name_login_options(mechanism)}, "
-            "--sasl-mechanism and --security-protocol"
+            f"mechanism: check {name_login_options(mechanism)}, --sasl-mechanism and --security-protocol"
         )
     if not is_encrypted and uses_tls(first_server):
         return ConfigError(

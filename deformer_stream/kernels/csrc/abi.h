@@ -20,7 +20,7 @@
 
 #define KV_PAGE_TOKENS 16            /* tokens of a page of the KV cache: one or more vectors of attention scores */
 #define MAX_HEADS 64                 /* largest number of attention heads of a layer */
-#define PRIOR_LANES 8                /* a multiple of it is the number of components of the prior */
+#define PRIOR_LANES 8                /* components of the Gaussian prior are padded to a multiple of it */
 #define MAX_NEIGHBORS 32             /* largest number of readings on which the Gaussian process conditions a reading */
 #define MAX_PROCESS_SCALES 16        /* largest number of time scales of the Gaussian process */
 #define MAX_NEIGHBOR_VALUE 6.0       /* differences of neighbors' values from their means are clipped to +- this */
