@@ -2,8 +2,12 @@
 
     python -m tests.chaos.incidents --kills 20
 
-The last line of the output has the figures as JSON. The exit code is 0 if the values of each key of the topic of
-incidents equal those of a run without kills and those of `replay --incidents`.
+A real Alertmanager is notified all the time. The last line of the output has the figures as JSON. The exit code is 0
+if both of these hold:
+
+- The values of each key of the topic of incidents equal those of a run without kills and those of `replay --incidents`.
+- Alertmanager has shown each incident once, and once more for each time that it was reopened, and shows at the end the
+  incidents that are open and not part of a fleet incident.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +31,12 @@ import numpy as np
 from connectors.kafka import describe_evidence_topic, ensure_topics, produce
 from deformer_stream import model_store
 from deformer_stream.codec.encode_evidence import encode_evidence
+from deformer_stream.codec.encode_incidents import decode_incident
+from deformer_stream.incidents.events import Incident
 from tests.chaos.self_killing import INCIDENT_STEPS, TRANSACTIONS
 from tests.conftest import load_broker_script, make_cluster
+from tests.connectors.alertmanager import RunningAlertmanager, list_statuses, run_alertmanager
+from tests.connectors.receiving_server import ReceivingServer
 from tests.incidents.evidence_logs import make_log
 from tests.integration.programs import Cluster, RunningConsumer, make_command, make_environment, wait_until
 from tests.models import write_model
@@ -80,43 +89,50 @@ def run_kills(bootstrap: str, model: Path, folder: Path, num_kills: int, seconds
 
     cluster = Cluster(bootstrap)
 
-    def make_options(group: str) -> list[object]:
-        return [
+    def make_options(group: str) -> tuple[object, ...]:
+        return (
             *("--topic", topic, "--model", model, "--bootstrap-servers", bootstrap, "--group", group),
             *("--incidents-topic", f"{topic}-{group}", "--instance", group, "--session-timeout", "20s"),
             *("--snapshot-interval", "3s", "--commit-interval", "200ms", *RULE),
-        ]
+        )
 
-    num_killed = 0
-    with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(produce, brokers, f"{topic}-evidence", iterate_messages(), RATE)
-        try:
-            for number in range(num_kills):
-                is_at_step = number % 2 == 1
-                words = ("tests.chaos.self_killing", STEPS[number % len(STEPS)], int(rng.integers(2, 12)))
-                module = words if is_at_step else ("deformer_stream.cli.main",)
-                path = folder / f"killed-{number}.log"
-                with RunningConsumer(path, *make_options("killed"), module=module, command="incidents") as process:
-                    if is_at_step:
-                        _wait_for_end(process, sending)
-                        assert process.process.returncode == KILLED_EXIT_CODE, process.read_log()
-                    else:
-                        process.wait_until_ready()
-                        time.sleep(float(rng.uniform(0.0, 2 * seconds_per_kill)))
-                        process.process.kill()
-                        process.process.wait()
-                num_killed += 1
-        finally:
-            has_ended.set()
-        sending.result()
-    figures: dict[str, Any] = {"kills": num_killed, "evidence_messages": len(payloads)}
-    values = {}
-    for group in ("killed", "whole"):
-        committed = f"{group}-{topic}-incidents"
-        with RunningConsumer(folder / f"{group}.log", *make_options(group), command="incidents") as process:
-            process.wait_for(cluster.is_consumed(f"{topic}-evidence", committed), "the rest of the evidence")
-            process.stop()
-        values[group] = _group_by_key(cluster.read_topic(f"{topic}-{group}"))
+    with closing(ReceivingServer()) as server, run_alertmanager(folder, server.url) as alertmanager:
+        notify = ("--alertmanager", alertmanager.url, "--receiver-timeout", "5s")
+        num_killed = 0
+        with ThreadPoolExecutor(1) as pool:
+            sending = pool.submit(produce, brokers, f"{topic}-evidence", iterate_messages(), RATE)
+            try:
+                for number in range(num_kills):
+                    is_at_step = number % 2 == 1
+                    words = ("tests.chaos.self_killing", STEPS[number % len(STEPS)], int(rng.integers(2, 12)))
+                    module = words if is_at_step else ("deformer_stream.cli.main",)
+                    path = folder / f"killed-{number}.log"
+                    options = (*make_options("killed"), *notify)
+                    with RunningConsumer(path, *options, module=module, command="incidents") as process:
+                        if is_at_step:
+                            _wait_for_end(process, sending)
+                            assert process.process.returncode == KILLED_EXIT_CODE, process.read_log()
+                        else:
+                            process.wait_until_ready()
+                            time.sleep(float(rng.uniform(0.0, 2 * seconds_per_kill)))
+                            process.process.kill()
+                            process.process.wait()
+                    num_killed += 1
+            finally:
+                has_ended.set()
+            sending.result()
+        figures: dict[str, Any] = {"kills": num_killed, "evidence_messages": len(payloads)}
+        values = {}
+        for group, options in (("whole", make_options("whole")), ("killed", (*make_options("killed"), *notify))):
+            committed = f"{group}-{topic}-incidents"
+            with RunningConsumer(folder / f"{group}.log", *options, command="incidents") as process:
+                process.wait_for(cluster.is_consumed(f"{topic}-evidence", committed), "the rest of the evidence")
+                values[group] = _group_by_key(cluster.read_topic(f"{topic}-{group}"))
+                if group == "killed":
+                    incidents = [decode_incident(messages[-1]) for messages in values[group].values()]
+                    _wait_for_delivery(process, incidents, server)
+                    figures |= _check_alertmanager(incidents, server, alertmanager)
+                process.stop()
     (folder / "evidence.jsonl").write_bytes(b"\n".join(payloads) + b"\n")
     values["replay"] = _replay(folder, model)
     cluster.close()
@@ -128,9 +144,51 @@ def run_kills(bootstrap: str, model: Path, folder: Path, num_kills: int, seconds
     figures["replay_differs"] = sum(replayed.get(key, [])[: len(whole[key])] != whole[key] for key in whole)
     num_more = sum(map(len, replayed.values())) - figures["messages"]
     figures["of_waiting_rows"] = num_more
-    is_equal = figures["killed_differs"] == figures["replay_differs"] == 0
+    is_equal = figures["killed_differs"] == figures["replay_differs"] == figures["wrongly_notified"] == 0
     figures["ok"] = is_equal and figures["incidents"] > 0 and 0 <= num_more <= 10 * NUM_DEVICES
     return figures
+
+
+def _is_shown_at_end(incident: Incident) -> bool:
+    """Return whether a receiver shows an incident at the end. A fleet incident is shown in place of its members."""
+    return incident.state != "resolved" and incident.parent is None
+
+
+def _wait_for_delivery(process: RunningConsumer, incidents: list[Incident], server: ReceivingServer) -> None:
+    """Wait until Alertmanager has notified a server of the last state of each incident."""
+
+    def is_delivered() -> bool:
+        last = {identifier: came[-1] for identifier, came in list_statuses(server).items()}
+        return all(
+            last.get(one.id, "resolved" if one.parent else "") == ("firing" if _is_shown_at_end(one) else "resolved")
+            for one in incidents
+        )
+
+    process.wait_for(is_delivered, "Alertmanager to notify of all incidents")
+
+
+def _check_alertmanager(
+    incidents: list[Incident], server: ReceivingServer, alertmanager: RunningAlertmanager
+) -> dict[str, Any]:
+    """Return how many incidents Alertmanager has notified of, how many of them wrongly, and how many it shows now.
+
+    A member of a fleet incident is resolved when that opens, or is not sent at all.
+    """
+    statuses = list_statuses(server)
+    wrong = []
+    for incident in incidents:
+        came = statuses.pop(incident.id, [])
+        num_shown = came.count("firing")
+        is_alternating = came == ["firing", "resolved"] * (len(came) // 2) + ["firing"] * (len(came) % 2)
+        is_expected = 1 <= num_shown <= 1 + incident.num_reopened or (not came and incident.parent is not None)
+        if not (is_alternating and is_expected):
+            wrong.append((incident.id, came))
+    shown = sorted(alert["labels"]["incident"] for alert in alertmanager.list_alerts())
+    expected = sorted(incident.id for incident in incidents if _is_shown_at_end(incident))
+    num_wrong = len(wrong) + len(statuses) + len(set(shown) ^ set(expected)) + len(shown) - len(set(shown))
+    if num_wrong:
+        print("wrong notifications:", wrong, "unknown:", statuses, "shown:", shown, expected, file=sys.stderr)
+    return {"notified": len(incidents), "shown_at_end": len(shown), "wrongly_notified": num_wrong}
 
 
 def _wait_for_end(process: RunningConsumer, sending: Future[int]) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
 from tests.conftest import find_free_port
+from tests.connectors.receiving_server import ReceivingServer
 
 START_SECONDS = 60.0
 NAMES = ("alertmanager", "prometheus-alertmanager")
@@ -35,6 +38,15 @@ class RunningAlertmanager:
         response.raise_for_status()
         alerts: list[dict[str, Any]] = response.json()
         return alerts
+
+
+def list_statuses(server: ReceivingServer) -> dict[str, list[str]]:
+    """Return the statuses of which an Alertmanager has notified a server, by incident, in order."""
+    statuses = defaultdict(list)
+    for request in list(server.requests):
+        for alert in orjson.loads(request.body)["alerts"]:
+            statuses[alert["labels"]["incident"]].append(alert["status"])
+    return dict(statuses)
 
 
 @contextmanager

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import orjson
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -18,7 +16,7 @@ from deformer_stream.incidents.events import Incident
 from deformer_stream.runtime.incident_memory import MemoryFeedbackLog
 from deformer_stream.runtime.incident_metrics import DeliveryMetrics
 from deformer_stream.runtime.notification import ReceiverWorker
-from tests.connectors.alertmanager import RunningAlertmanager, run_alertmanager
+from tests.connectors.alertmanager import RunningAlertmanager, list_statuses, run_alertmanager
 from tests.connectors.receiving_server import ReceivingServer
 from tests.incidents.delivery import ManualClock, Topic, TopicReader
 from tests.incidents.examples import make_incident, make_incidents
@@ -37,15 +35,6 @@ def alertmanager(tmp_path: Path, server: ReceivingServer) -> Iterator[RunningAle
     """A running Alertmanager."""
     with run_alertmanager(tmp_path, server.url) as running:
         yield running
-
-
-def list_statuses(server: ReceivingServer) -> dict[str, list[str]]:
-    """Return the statuses of which Alertmanager has notified, by incident."""
-    statuses = defaultdict(list)
-    for request in list(server.requests):
-        for alert in orjson.loads(request.body)["alerts"]:
-            statuses[alert["labels"]["incident"]].append(alert["status"])
-    return statuses
 
 
 class Delivery:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import orjson
 import pytest
 
 from connectors.kafka import describe_evidence_topic, describe_incident_topics, ensure_topics, produce
@@ -17,7 +15,7 @@ from deformer_stream import model_store
 from deformer_stream.codec.encode_evidence import encode_evidence
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
 from deformer_stream.incidents.events import Incident
-from tests.connectors.alertmanager import run_alertmanager
+from tests.connectors.alertmanager import list_statuses, run_alertmanager
 from tests.connectors.receiving_server import Answer, ReceivingServer
 from tests.incidents.evidence_logs import make_log
 from tests.incidents.examples import make_incident, make_incidents
@@ -50,15 +48,6 @@ def topic(kafka: SimpleNamespace) -> str:
 def send(kafka: SimpleNamespace, topic: str, incidents: list[Incident]) -> None:
     messages = [(incident.id.encode(), encode_incident(incident), None) for incident in incidents]
     produce(kafka.cluster, f"{topic}-incidents", messages)
-
-
-def list_statuses(server: ReceivingServer) -> dict[str, list[str]]:
-    """Return the statuses of which Alertmanager has notified, by incident."""
-    statuses = defaultdict(list)
-    for request in list(server.requests):
-        for alert in orjson.loads(request.body)["alerts"]:
-            statuses[alert["labels"]["incident"]].append(alert["status"])
-    return dict(statuses)
 
 
 def list_new_actions(server: ReceivingServer) -> dict[str, list[str]]:
