@@ -350,8 +350,8 @@ def _read_lag(consumer: RunningConsumer) -> int:
 def sustained(options: argparse.Namespace, folder: Path) -> Rows:
     """Measure consumer lag and memory every second while messages are produced at a steady rate.
 
-    Memory grows until each partition holds its largest number of ids of closed records (`engine.Limits.max_closed_ids`).
-    At 10,000 readings per second this takes eleven minutes.
+    Memory grows until each partition holds its largest number of ids of closed records
+    (`engine.Limits.max_closed_ids`). At 10,000 readings per second this takes eleven minutes.
     """
     with load_broker_script().start(is_long_running=True) as broker:
         topic = _create_topic(broker.bootstrap)

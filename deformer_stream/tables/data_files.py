@@ -341,11 +341,15 @@ def _connect_to(url: str) -> tuple[Any, str]:
     bucket = path.split("/", 1)[0]
     if not bucket or is_pattern(bucket):
         raise ConfigError(f"{url}: the URL must begin with the name of a bucket, such as s3://plant/logs")
+    # The settings are arguments, so that a changed environment gives another connection.
+    return (_connect_to_s3(bucket, *get_s3_server()) if scheme == "s3" else _connect_to_google()), path
+
+
+def get_s3_server() -> tuple[str | None, str | None]:
+    """Return the URL of the server for S3 and the region as the environment states them, None if it does not."""
     environ = os.environ
     endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
-    region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
-    # The settings are arguments, so that a changed environment gives another connection.
-    return (_connect_to_s3(bucket, endpoint, region) if scheme == "s3" else _connect_to_google()), path
+    return endpoint, environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
 
 
 @lru_cache(maxsize=64)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from urllib.parse import unquote
 
 from deformer_stream.errors import InputError
+from deformer_stream.tables.data_files import get_s3_server
 
 DELTA_LOG = "_delta_log"
 """Name of the folder with the log."""
@@ -64,9 +64,9 @@ def _make_storage_options(table: str) -> dict[str, str]:
     """Return the settings of the object store that deltalake does not take from the environment as Arrow does."""
     if not table.startswith("s3://"):
         return {}
-    options = {"AWS_REGION": os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"}
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if endpoint:
+    endpoint, region = get_s3_server()
+    options = {"AWS_REGION": region or "us-east-1"}
+    if endpoint is not None:
         options["AWS_ENDPOINT_URL"] = endpoint
         options["AWS_ALLOW_HTTP"] = str(endpoint.startswith("http://")).lower()
     return options

@@ -2,8 +2,8 @@
 
 Nothing heavy is imported here, so that every command can report a wrong path at once. Hidden files in folders are
 skipped. The folder of a Delta Lake or Apache Iceberg table may also hold files of older versions of the table. If an
-input is the folder of a Delta Lake table and the extra `delta` is installed, the log of the table lists the files of
-the current version. Other folders of tables are accepted only if each data file belongs to the current version.
+input is the folder of such a table, and the extra `delta` or `iceberg` is installed, only the files of the current
+version are input files. Other folders of tables are accepted only if each data file belongs to the current version.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.extras import format_remedy
-from deformer_stream.tables import delta
+from deformer_stream.tables import delta, iceberg
 from deformer_stream.tables.data_files import (
     DataFile,
     RemoteFile,
@@ -25,6 +25,7 @@ from deformer_stream.tables.data_files import (
     parse_url,
 )
 from deformer_stream.tables.delta import DELTA_LOG
+from deformer_stream.tables.iceberg import METADATA_ENDING, METADATA_FOLDER, IcebergFile
 
 PARQUET = (".parquet", ".pq")
 """Endings of the names of Parquet files."""
@@ -36,13 +37,12 @@ JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz
 _PARQUET_MAGIC = b"PAR1"  # the first bytes of each Parquet file
 _COMPRESSED = (".csv.gz", ".tsv.gz", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 _FIRST_DELTA_COMMIT = f"{0:020}.json"  # a commit file is named after the version, with 20 digits
-_ICEBERG_METADATA = "metadata"
 _EXPORT_CURRENT_VERSION = (
     "all files in the folder would be read, so write the current version to plain Parquet files and give their folder"
 )
-_READ_DELTA_LOG = (
-    f"{_EXPORT_CURRENT_VERSION}; or install what reads the log of a table that is an input itself: "
-    f"{format_remedy('delta')}"
+_READ_DELTA_LOG, _READ_ICEBERG_METADATA = (
+    f"{_EXPORT_CURRENT_VERSION}; or install what reads a table that is an input itself: {format_remedy(extra)}"
+    for extra in ("delta", "iceberg")
 )
 
 
@@ -100,6 +100,8 @@ def find_data_files(
             files += _find_remote_files(url, endings)
         elif (entry / DELTA_LOG).is_dir() and delta.is_installed():
             files += [entry / path for path in delta.list_delta_files(str(entry))]
+        elif _is_iceberg_metadata(entry) or (iceberg.is_installed() and _list_metadata(entry)):
+            files += _list_iceberg_files(entry)
         elif entry.is_dir():
             files_in_folder = list_data_files(entry, endings)
             if not files_in_folder:
@@ -120,6 +122,32 @@ def find_data_files(
     return files
 
 
+def _is_iceberg_metadata(path: PurePath) -> bool:
+    """Return whether a path is that of a file that describes a version of an Iceberg table."""
+    return path.name.endswith(METADATA_ENDING) and path.parent.name == METADATA_FOLDER
+
+
+def _list_metadata(folder: Path) -> list[str]:
+    """Return the files that describe the versions of an Iceberg table; an empty list for other folders."""
+    return [str(path) for path in (folder / METADATA_FOLDER).glob(f"*{METADATA_ENDING}")]
+
+
+def _list_iceberg_files(entry: Path) -> list[IcebergFile]:
+    """Return the data files of an Iceberg table on this machine.
+
+    Args:
+        entry: The folder of the table, or the file that describes one of its versions.
+
+    Raises:
+        InputError: The table cannot be read, or the library that reads it is missing.
+    """
+    if not iceberg.is_installed():
+        raise InputError(f"{entry}: to read an Iceberg table, install {format_remedy('iceberg')}")
+    if entry.is_dir():
+        entry = Path(iceberg.choose_metadata(str(entry), _list_metadata(entry)))
+    return iceberg.list_iceberg_files(str(entry.resolve()))
+
+
 def _make_unknown_kind_error(entry: DataFile, endings: Collection[str]) -> InputError:
     """Return the error for a file whose name ends in none of the given endings."""
     known_endings = " ".join(endings)
@@ -138,19 +166,27 @@ def _find_remote_files(url: str, endings: Collection[str]) -> list[RemoteFile]:
         ConfigError: The URL has no bucket.
     """
     found, folder = find_remote(url)
+    if folder is None and _is_iceberg_metadata(found[0].path):
+        if not iceberg.is_installed():
+            raise InputError(f"{url}: to read an Iceberg table, install {format_remedy('iceberg')}")
+        return list(iceberg.list_iceberg_files(url))
     if folder is None:
         if not has_ending(found[0], endings) and not _is_parquet(found[0]):
             raise _make_unknown_kind_error(found[0], endings)
         return found
     if any(file.path.parent == folder / DELTA_LOG for file in found) and delta.is_installed():
         return _choose_current_files(url, folder, found)
+    metadata = [file.url for file in found if _is_iceberg_metadata(file.path) and file.path.parents[1] == folder]
+    if metadata and iceberg.is_installed():
+        return list(iceberg.list_iceberg_files(iceberg.choose_metadata(url, metadata)))
     visible = [file for file in found if not _is_hidden(file.path.relative_to(folder))]
     for file in found:
         table = _find_table_folder(file.path)
         if table is not None and table.is_relative_to(folder) and not _is_hidden(table.relative_to(folder)):
+            remedy = _READ_ICEBERG_METADATA if _is_iceberg_metadata(file.path) else _READ_DELTA_LOG
             raise InputError(
                 f"{url}: the files of this table may be those of older versions (it is a Delta Lake or Iceberg table, "
-                f"with {file}, which is not read): {_READ_DELTA_LOG}"
+                f"with {file}, which is not read): {remedy}"
             )
     files = [file for file in visible if has_ending(file, endings)]
     if not files and is_pattern(url):
@@ -185,8 +221,7 @@ def _find_table_folder(path: PurePosixPath) -> PurePosixPath | None:
     """Return the folder of the Delta Lake or Iceberg table whose metadata a file belongs to; None for other files."""
     if path.parent.name == DELTA_LOG:
         return path.parent.parent
-    is_iceberg = path.name.endswith(".metadata.json") and path.parent.name == _ICEBERG_METADATA
-    return path.parent.parent if is_iceberg else None
+    return path.parent.parent if _is_iceberg_metadata(path) else None
 
 
 def _expand_pattern(pattern: str, endings: Collection[str]) -> list[Path]:
@@ -277,9 +312,8 @@ def list_data_files(folder: Path, endings: Collection[str]) -> list[Path]:
         if not _is_hidden(log_folder.parent.relative_to(folder)):
             _check_delta_log(log_folder)
     metadata_folders = set()
-    for metadata_file in folder.rglob("*.metadata.json"):
-        is_table = metadata_file.parent.name == _ICEBERG_METADATA
-        if is_table and not _is_hidden(metadata_file.relative_to(folder)):
+    for metadata_file in folder.rglob(f"*{METADATA_ENDING}"):
+        if _is_iceberg_metadata(metadata_file) and not _is_hidden(metadata_file.relative_to(folder)):
             _check_iceberg_metadata(metadata_file)
             metadata_folders.add(metadata_file.parent)
     # Some files that describe an Iceberg table have the ending of a data file. They lie in its metadata folder.
@@ -354,7 +388,7 @@ def _check_iceberg_metadata(metadata_file: Path) -> None:
                 raise InputError(
                     f"{table}: this Iceberg table may hold files of older versions "
                     f"({metadata_file.name} lists a snapshot with the operation {operation!r}): "
-                    f"{_EXPORT_CURRENT_VERSION}"
+                    f"{_READ_ICEBERG_METADATA}"
                 )
 
 

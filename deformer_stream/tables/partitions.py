@@ -10,6 +10,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 from deformer_stream.tables.data_files import DataFile
+from deformer_stream.tables.iceberg import IcebergFile
 
 Value = int | date | str | None
 """The value of a partition column, which a folder name such as `site=north` states."""
@@ -24,8 +25,11 @@ def read_partitions(path: DataFile) -> dict[str, str | None]:
     """Return the columns that the folders of a path state, each with its value as text.
 
     Args:
-        path: The path of a file. Folders whose name is `column=value` state a column; the last one wins.
+        path: The path of a file. Folders whose name is `column=value` state a column; the last one wins. Folders of
+            Iceberg tables state none.
     """
+    if isinstance(path, IcebergFile):
+        return {}
     matches = filter(None, (_PARTITION.fullmatch(part) for part in path.parts[:-1]))
     value_by_column = {unquote(match[1]): unquote(match[2]) for match in matches}
     return {name: None if value == _NULL else value for name, value in value_by_column.items()}

@@ -32,6 +32,7 @@ from deformer_stream.tables.csv_rows import BadRow, BadRowCounter, CsvRows, OnBa
 from deformer_stream.tables.data_files import DataFile
 from deformer_stream.tables.discovery import CSV, get_stem, has_ending
 from deformer_stream.tables.filters import BoundFilter, RowFilter, ValueRange, parse_where
+from deformer_stream.tables.iceberg import IcebergFile
 from deformer_stream.tables.partitions import Value, choose_partition_type, convert_partition, read_partitions
 
 Layout = Literal["wide", "long"]
@@ -252,6 +253,23 @@ def _get_ranges(row_group: pq.RowGroupMetaData, schema: pa.Schema) -> dict[str, 
 
 
 @dataclass(frozen=True, slots=True)
+class _IcebergRows:
+    """The rows of a data file of an Iceberg table.
+
+    Attributes:
+        path: The file.
+    """
+
+    path: IcebergFile
+
+    def read(
+        self, columns: Sequence[str], max_rows: int, on_bad_row: OnBadRow | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of the given columns, in this order, in batches of at most `max_rows` rows."""
+        yield from self.path.read(columns, max_rows)
+
+
+@dataclass(frozen=True, slots=True)
 class _MemoryRows:
     """The rows of a table in memory.
 
@@ -339,7 +357,10 @@ class Table:
 
         def open_one(path: DataFile) -> Table:
             """Open one of the files."""
-            table = (_open_csv if has_ending(path, CSV) else _open_parquet)(path, options)
+            if isinstance(path, IcebergFile):
+                table = _make_table(str(path), path.schema, path.num_rows, options, _IcebergRows(path))
+            else:
+                table = (_open_csv if has_ending(path, CSV) else _open_parquet)(path, options)
             types = {name: (type_by_column[name], text) for name, text in texts_by_path[path].items()}
             return replace(table, path=path)._add_partitions(types)._bind_condition()
 
