@@ -41,12 +41,15 @@ class RunningAlertmanager:
 
 
 def list_statuses(server: ReceivingServer) -> dict[str, list[str]]:
-    """Return the statuses of which an Alertmanager has notified a server, by incident, in order."""
-    statuses = defaultdict(list)
+    """Return the statuses of which an Alertmanager has notified a server, by incident, in order.
+
+    An incident of which it has not notified has an empty list.
+    """
+    statuses: dict[str, list[str]] = defaultdict(list)
     for request in list(server.requests):
         for alert in orjson.loads(request.body)["alerts"]:
             statuses[alert["labels"]["incident"]].append(alert["status"])
-    return dict(statuses)
+    return statuses
 
 
 @contextmanager
