@@ -97,6 +97,12 @@ class InvariantViolated(DeformerError):  # noqa: N818 - named after the conditio
     exit_code = 1
 
 
+def summarize_error(error: Exception) -> str:
+    """Return the first line of the text of an error without its full stop, or the name of its class if it has none."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
+
+
 @contextmanager
 def map_write_errors(path: Path) -> Iterator[None]:
     """Return a context manager that replaces an `OSError` by `Unavailable`, for code that writes a file.

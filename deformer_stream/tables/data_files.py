@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
-from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.errors import ConfigError, InputError, summarize_error
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -256,10 +256,9 @@ def find_remote(url: str) -> tuple[list[RemoteFile], PurePosixPath | None]:
             base, pattern = _split_pattern(path)
         entries = _list_matches(filesystem, base, pattern)
     except OSError as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise InputError(
-            f"{url}: the object store cannot be read ({reason}); check the URL, the credentials, the region and "
-            "AWS_ENDPOINT_URL"
+            f"{url}: the object store cannot be read ({summarize_error(error)}); check the URL, the credentials, "
+            "the region and AWS_ENDPOINT_URL"
         ) from error
     if not entries and not pattern and found.type == fs.FileType.NotFound:
         raise InputError(f"{url}: no such file or folder; check the URL")

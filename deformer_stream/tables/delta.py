@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from urllib.parse import unquote
 
-from deformer_stream.errors import InputError
+from deformer_stream.errors import InputError, summarize_error
+from deformer_stream.extras import is_installed as is_module_installed
 from deformer_stream.tables.data_files import get_s3_server
 
 DELTA_LOG = "_delta_log"
@@ -20,7 +20,7 @@ _REMEDY = "write the current version to plain Parquet files, and give their fold
 
 def is_installed() -> bool:
     """Return whether the library that reads the log is installed."""
-    return find_spec("deltalake") is not None
+    return is_module_installed("deltalake")
 
 
 def list_delta_files(table: str) -> list[str]:
@@ -41,7 +41,7 @@ def list_delta_files(table: str) -> list[str]:
         actions = delta.get_add_actions()
         paths = [unquote(path) for path in actions["path"].to_pylist()]
     except (DeltaError, OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300].rstrip(".")
+        reason = summarize_error(error)[:300]
         raise InputError(f"{table}: this Delta Lake table cannot be read ({reason}); {_REMEDY}") from error
     if not paths:
         raise InputError(f"{table}: the current version of this Delta Lake table has no files; check the path")

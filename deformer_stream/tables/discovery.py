@@ -141,8 +141,6 @@ def _list_iceberg_files(entry: Path) -> list[IcebergFile]:
     Raises:
         InputError: The table cannot be read, or the library that reads it is missing.
     """
-    if not iceberg.is_installed():
-        raise InputError(f"{entry}: to read an Iceberg table, install {format_remedy('iceberg')}")
     if entry.is_dir():
         entry = Path(iceberg.choose_metadata(str(entry), _list_metadata(entry)))
     return iceberg.list_iceberg_files(str(entry.resolve()))
@@ -167,8 +165,6 @@ def _find_remote_files(url: str, endings: Collection[str]) -> list[RemoteFile]:
     """
     found, folder = find_remote(url)
     if folder is None and _is_iceberg_metadata(found[0].path):
-        if not iceberg.is_installed():
-            raise InputError(f"{url}: to read an Iceberg table, install {format_remedy('iceberg')}")
         return list(iceberg.list_iceberg_files(url))
     if folder is None:
         if not has_ending(found[0], endings) and not _is_parquet(found[0]):

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from deformer_stream.errors import InputError
+from deformer_stream.errors import InputError, summarize_error
+from deformer_stream.extras import format_remedy
+from deformer_stream.extras import is_installed as is_module_installed
 from deformer_stream.tables.data_files import RemoteFile, get_s3_server
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _REMEDY = "write the current version to plain Parquet files, and give their fold
 
 def is_installed() -> bool:
     """Return whether the library that reads the tables is installed."""
-    return find_spec("pyiceberg") is not None
+    return is_module_installed("pyiceberg")
 
 
 def choose_metadata(table: str, names: Sequence[str]) -> str:
@@ -67,8 +68,11 @@ def list_iceberg_files(metadata: str) -> list[IcebergFile]:
         metadata: The path or the URL of the file that describes the version.
 
     Raises:
-        InputError: The table cannot be read, has no rows, or has a feature that the library cannot read.
+        InputError: The library is missing, or the table cannot be read, has no rows, or has a feature that the library
+            cannot read.
     """
+    if not is_installed():
+        raise InputError(f"{metadata}: Iceberg tables need a package that is not installed: {format_remedy('iceberg')}")
     from pyiceberg.table import StaticTable
 
     with _map_errors(metadata):
@@ -128,10 +132,8 @@ def _map_errors(name: str) -> Iterator[None]:
     """Convert an error of the library in a `with` block to `InputError` with the name of the file or the table."""
     try:
         yield
-    except InputError:
-        raise
     except Exception as error:  # the errors of the library have no common base class
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300].rstrip(".")
+        reason = summarize_error(error)[:300]
         raise InputError(f"{name}: this Iceberg table cannot be read ({reason}); {_REMEDY}") from error
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.codec.columns import is_text
 from deformer_stream.codec.number_texts import Decimal, guess_decimal, parse_number_texts, standardize_number_texts
-from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.errors import ConfigError, InputError, summarize_error
 from deformer_stream.settings.tables import TableSettings
 from deformer_stream.tables import conversion
 from deformer_stream.tables.csv_dialect import CsvDialect, CsvOptions, guess_dialect, read_sample
@@ -119,8 +119,7 @@ def map_read_errors(name: str | Path) -> Iterator[None]:
             f"{name}: the file cannot be read (permission denied); make it readable for this user"
         ) from error
     except (OSError, EOFError, zlib.error, pa.ArrowException, UnicodeError) as error:
-        text = str(error).strip()
-        reason = text.splitlines()[0].rstrip(".") if text else type(error).__name__
+        reason = summarize_error(error)
         raise InputError(f"{name}: the file cannot be read ({reason}); repair it, or leave it out") from error
 
 

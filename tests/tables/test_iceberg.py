@@ -62,8 +62,8 @@ def test_only_the_current_version_is_read(tmp_path: Path) -> None:
 def test_an_older_version_is_read_by_its_file(tmp_path: Path) -> None:
     write(f"file://{tmp_path}")
     metadata = sorted((tmp_path / "plant" / "pumps" / "metadata").glob("00002-*.metadata.json"))
-    (table, *others) = open_tables(metadata[0])
-    rows = [row for part in (table, *others) for batch in part.iterate_batches(["x"], 10) for row in batch.to_pylist()]
+    tables = open_tables(metadata[0])
+    rows = [row for table in tables for batch in table.iterate_batches(["x"], 10) for row in batch.to_pylist()]
     assert sorted(row["x"] for row in rows) == [1.0, 2.0, 3.0]
 
 
@@ -81,7 +81,9 @@ def test_table_in_an_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(iceberg, "is_installed", lambda: False)
         with pytest.raises(InputError, match=r"may be those of older versions.*deformer-stream\[iceberg\]"):
             read(f"s3://{BUCKET}/wh/plant/pumps")
-        with pytest.raises(InputError, match=r"install pip install 'deformer-stream\[iceberg\]'"):
+        with pytest.raises(
+            InputError, match=r"a package that is not installed: pip install 'deformer-stream\[iceberg\]'"
+        ):
             read(metadata)
 
 
