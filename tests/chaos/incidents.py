@@ -175,6 +175,7 @@ def _check_alertmanager(
     A member of a fleet incident is resolved when that opens, or is not sent at all.
     """
     statuses = list_statuses(server)
+    num_notified = len(statuses)
     wrong = []
     for incident in incidents:
         came = statuses.pop(incident.id, [])
@@ -188,7 +189,7 @@ def _check_alertmanager(
     num_wrong = len(wrong) + len(statuses) + len(set(shown) ^ set(expected)) + len(shown) - len(set(shown))
     if num_wrong:
         print("wrong notifications:", wrong, "unknown:", statuses, "shown:", shown, expected, file=sys.stderr)
-    return {"notified": len(incidents), "shown_at_end": len(shown), "wrongly_notified": num_wrong}
+    return {"notified": num_notified, "shown_at_end": len(shown), "wrongly_notified": num_wrong}
 
 
 def _wait_for_end(process: RunningConsumer, sending: Future[int]) -> None:
