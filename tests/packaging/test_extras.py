@@ -31,6 +31,7 @@ MODULES = {
     "page": ("deformer_stream.page.server", "deformer_stream.page.app"),
     "notify": ("connectors.receivers.apprise_receiver", "apprise"),
     "delta": ("deformer_stream.tables.delta", "deltalake"),
+    "iceberg": ("deformer_stream.tables.iceberg", "pyiceberg"),
     "librdkafka": ("connectors.kafka.librdkafka_client", "connectors.kafka.librdkafka_admin"),
 }
 """Modules that an extra makes usable."""
@@ -46,6 +47,11 @@ USE = {
     "delta": (
         "import pathlib, tempfile; from deformer_stream.tables.discovery import find_data_files; "
         "folder = pathlib.Path(tempfile.mkdtemp()); (folder / '_delta_log').mkdir(); find_data_files([folder])"
+    ),
+    "iceberg": (
+        "import pathlib, tempfile; from deformer_stream.tables.discovery import find_data_files; "
+        "folder = pathlib.Path(tempfile.mkdtemp()) / 'metadata'; folder.mkdir(); "
+        "path = folder / '00000-1.metadata.json'; path.touch(); find_data_files([path])"
     ),
     "librdkafka": "from connectors.kafka.client import choose_library; choose_library('librdkafka')",
     "msk": "from connectors.kafka.tokens import _make_aws_provider; _make_aws_provider('eu-west-1')",
