@@ -159,7 +159,7 @@ def encode_arrow_stream(readings: list[dict[str, Any]]) -> bytes:
     """Return readings as an Arrow IPC stream with one reading per row.
 
     The column `value` is float64 if all values are numbers that float64 represents exactly. Otherwise it holds the
-    values as texts. Null values stay null.
+    values as texts, in which -0.0 becomes 0. Null values stay null.
 
     Args:
         readings: The fields of each reading: `record`, `feature`, `value` and perhaps `time` (seconds since 1970).
