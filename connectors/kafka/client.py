@@ -8,7 +8,7 @@ import math
 import socket
 import ssl
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -46,6 +46,13 @@ DELIVERY_SECONDS = 30.0
 METADATA_SECONDS = 60.0
 """Seconds after which the list of partitions of a topic is requested again, so that new partitions are taken up."""
 
+POLL_BYTES = 2**20
+"""About how many bytes the values of one poll have at most, unless a single message is larger. A message may hold
+thousands of readings, so a number of messages alone would not limit the time and memory that a poll needs."""
+
+FIRST_POLL_MESSAGES = 64
+"""Largest number of messages that the first poll of a consumer returns, before the size of the messages is known."""
+
 HEARTBEAT_SECONDS = 1.0
 """Seconds between heartbeats. A member is informed of a rebalance with the response to a heartbeat."""
 
@@ -54,6 +61,31 @@ _BATCH_BYTES = 61 + 26
 
 _LENGTH_BYTES = 5
 """Largest number of bytes in which the length of a key, a value or a header is stated."""
+
+
+class PollSize:
+    """Chooses how many messages the next poll requests, so that their values have about `POLL_BYTES` in total.
+
+    Neither client library limits a poll by bytes. The mean size of the messages of the last poll is taken for the next.
+
+    Args:
+        limit: Largest number of messages that one poll may return.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._num_messages = min(limit, FIRST_POLL_MESSAGES)
+
+    @property
+    def num_messages(self) -> int:
+        """The number of messages to request, at least 1."""
+        return self._num_messages
+
+    def observe(self, values: Sequence[bytes | None]) -> None:
+        """Update the number with the values of the messages that a poll has returned, None for tombstones."""
+        if values:
+            num_bytes = sum(len(value) for value in values if value is not None)
+            self._num_messages = min(self._limit, max(1, POLL_BYTES * len(values) // max(1, num_bytes)))
 
 
 def choose_library(choice: ClientChoice) -> ClientLibrary:

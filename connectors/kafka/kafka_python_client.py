@@ -354,6 +354,7 @@ class KafkaPythonConsumer:
 
     def __init__(self, cluster: KafkaCluster, options: ConsumerOptions) -> None:
         self._cluster, self._servers = cluster, cluster.servers
+        self._poll_size = client.PollSize(options.max_messages)
         self._admin: KafkaPythonAdmin | None = None  # connected when it is needed
         self._assignor = _Assignor()
         self._handler: RebalanceHandler | None = None
@@ -478,7 +479,10 @@ class KafkaPythonConsumer:
             self._joining_since = None
         try:
             with translate_errors(self._servers, action):
-                return dict(self._consumer.poll(timeout_ms=_to_milliseconds(timeout)))
+                num_messages = self._poll_size.num_messages
+                fetched = dict(self._consumer.poll(timeout_ms=_to_milliseconds(timeout), max_records=num_messages))
+            self._poll_size.observe([record.value for part in fetched.values() for record in part])
+            return fetched
         except DeformerError as error:
             if isinstance(error.__cause__, errors.OffsetOutOfRangeError):
                 (offsets,) = error.__cause__.args

@@ -87,6 +87,7 @@ class LibrdkafkaConsumer:
 
     def __init__(self, cluster: KafkaCluster, options: ConsumerOptions) -> None:
         self._cluster, self._options = cluster, options
+        self._poll_size = client.PollSize(options.max_messages)
         self._assigned: set[TopicPartition] = set()
         self._started: set[TopicPartition] = set()
         self._positions: dict[TopicPartition, int] = {}
@@ -234,8 +235,8 @@ class LibrdkafkaConsumer:
             # `consume` would wait until it has as many messages as requested, so the first one is polled.
             first = self._client.poll(0 if self._read_error or self._out_of_range else timeout)
             messages = [] if first is None else [first]
-            if messages and self._options.max_messages > 1:
-                messages += self._client.consume(self._options.max_messages - 1, 0)
+            if messages and self._poll_size.num_messages > 1:
+                messages += self._client.consume(self._poll_size.num_messages - 1, 0)
         if any(map(rd.Message.error, messages)):
             messages = self._handle_events(messages)
         if self._has_rebalanced:
@@ -243,6 +244,7 @@ class LibrdkafkaConsumer:
             messages = [m for m in messages if TopicPartition(str(m.topic()), m.partition() or 0) in self._started]
         if not messages:
             self._raise_read_errors()
+        self._poll_size.observe(list(map(rd.Message.value, messages)))
         return messages
 
     def _raise_read_errors(self) -> None:

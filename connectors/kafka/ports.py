@@ -152,7 +152,8 @@ class ConsumerOptions:
         session_seconds: If the group receives no heartbeat for this long, the partitions go to other members.
         max_poll_seconds: If `poll` is not called for this long, the partitions go to other members.
         reads_uncommitted: Whether messages of transactions that are open or aborted are returned, too.
-        max_messages: Largest number of messages that one poll returns.
+        max_messages: Largest number of messages that one poll returns. It returns fewer if they are large, see
+            `connectors.kafka.client.POLL_BYTES`.
     """
 
     group: str | None = None

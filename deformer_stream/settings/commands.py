@@ -190,7 +190,9 @@ class ConsumeSettings(_AlertSettings, KafkaSettings):
         "time. They are scored earlier if a later reading arrives or the record ends.",
     )
     max_wait: Timeout = text_default("200ms", description="Longest time to wait for events in one poll.")
-    max_poll_records: int = Field(8192, ge=1, description="Largest number of messages in one poll.")
+    max_poll_records: int = Field(
+        8192, ge=1, description="Largest number of messages in one poll. A poll returns fewer if they are large."
+    )
     delivery: Literal["exactly-once", "at-least-once"] = Field(
         "exactly-once",
         description="exactly-once writes alerts, dead letters and offsets in one transaction. at-least-once writes "

@@ -242,6 +242,26 @@ def test_messages_are_returned_with_all_their_parts(clients: Clients) -> None:
     )
 
 
+def test_polls_return_fewer_messages_if_they_are_large(clients: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "FIRST_POLL_MESSAGES", 2)
+    topic = clients.create_topic()
+    large = [make_message(topic, bytes([number]) * 300_000) for number in range(20)]
+    small = [make_message(topic, b"%d" % number) for number in range(500)]
+    clients.open_producer().send([*large, *small], SECONDS)
+    reader = clients.open_consumer()
+    reader.assign({TopicPartition(topic, 0): 0})
+    polls: list[list[bytes | None]] = []
+    deadline = time.monotonic() + SECONDS
+    while sum(map(len, polls)) < 520 and time.monotonic() < deadline:
+        columns = reader.poll(0.2)
+        if columns is not None:
+            polls.append(columns.values)
+    assert [value for values in polls for value in values] == [message.value for message in (*large, *small)]
+    assert len(polls[0]) <= 2
+    assert all(len(values) <= shared.POLL_BYTES // 300_000 for values in polls if len(values[0] or b"") == 300_000)
+    assert max(len(values) for values in polls) > 100  # small ones are not read one by one
+
+
 def test_both_libraries_send_a_key_to_the_same_partition(kafka: SimpleNamespace) -> None:
     partitions_by_library = {}
     keys = [f"device-{number}".encode() for number in range(100)]
