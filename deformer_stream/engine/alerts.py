@@ -230,8 +230,10 @@ class AlertBuilder:
                 scored.score[rows[members]],
                 declared_later[members],
             )
-            p_values = scored.p_value[rows[members]]
-            found = suggest_readings(version.network, version.calibration, alerted, p_values, self.alphas)
+            # An alerted record never loses its alert. What can change is whether it alerts at a smaller alpha, too.
+            num_reached = (scored.p_value[rows[members]][:, None] <= self.alphas).sum(1)
+            next_alphas = np.append(self.alphas, np.nan)[num_reached]
+            found = suggest_readings(version.network, version.calibration, alerted, next_alphas)
             suggestions |= {int(chosen[k]): one for k, one in zip(members.tolist(), found, strict=True) if one}
         return suggestions
 

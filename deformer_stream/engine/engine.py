@@ -30,6 +30,7 @@ from deformer_stream.engine.events import (
     EventBatch,
     Rejection,
     ScoredReadings,
+    SuspiciousRecord,
 )
 from deformer_stream.engine.explain import ExplanationEffort
 from deformer_stream.engine.irregular_ingest import ingest_irregular
@@ -40,6 +41,7 @@ from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.engine.slot_ingest import ingest_slots, release_slots
 from deformer_stream.engine.snapshot import Snapshot, Vocabulary, export_state, import_state
 from deformer_stream.engine.suggestions import DEFAULT_NUM_DRAWS, DEFAULT_SUSPICIOUS, NextReading
+from deformer_stream.engine.suspicious import SuspiciousRecords
 from deformer_stream.engine.ties import decide_tie_groups
 from deformer_stream.errors import ConfigError, InvariantViolated
 from deformer_stream.kernels.kv_cache import CacheShape
@@ -175,6 +177,7 @@ class Engine:
         effort: ExplanationEffort = "full",
         ties: TiePolicy | None = None,
         max_suggested: int = 0,
+        suspicious: float | None = None,
     ) -> None:
         """Create an engine without open records.
 
@@ -195,8 +198,11 @@ class Engine:
                 "hold" for together as a tie group. None for the policy with which the calibration was made; the
                 false-alarm rate is only guaranteed with that policy. Irregular readings are always scored one after the
                 other.
-            max_suggested: Largest number of alerting records of one call of `handle` for which an alert states the
-                reading to take next (`next_reading`). Each of them delays the alerts of the call by some milliseconds.
+            max_suggested: Largest number of records of one call of `handle` for which the reading to take next is
+                stated (`next_reading`): first in the alerts of records, then, with `suspicious`, of records without an
+                alert. Each of them delays the alerts of the call by some milliseconds.
+            suspicious: Largest p-value of a record without an alert for which the reading to take next is stated
+                (`Effects.suspicious_records`), the smallest p-value first. None for no such records.
 
         Raises:
             ConfigError: Readings are irregular, and `ties` is "hold", or the contexts of the model are not bounded.
@@ -206,6 +212,8 @@ class Engine:
         self._max_suggested = max_suggested
         if max_suggested:
             require_torch("stating the reading to take next")
+        states_suspicious = suspicious is not None and max_suggested > 0
+        self._suspicious = SuspiciousRecords(suspicious) if suspicious is not None and states_suspicious else None
         holds_ties = self._holds_ties(model, calibration)
         self.records = RecordTable(model.schema, self.limits.max_closed_ids, holds_ties)
         self.num_dropped_readings = 0
@@ -297,6 +305,7 @@ class Engine:
                     "Engine.handle was called while the state of the previous run was being restored for partition "
                     f"{partition}, but the methods must be called in the order {CALL_ORDER}: report this bug"
                 )
+        withdrawn = self._take_over_suspicious(restoring_partitions)
         batch, accepted, rejections, num_combined = self._ingest(batch, now)
         # From now on, it is an error to restore or replay these partitions.
         self._live_partitions.update(self.records.partitions.keys() - set(restoring_partitions))
@@ -316,6 +325,14 @@ class Engine:
         scored, alerts = self._score_and_alert(batch, to_score, accepted, max_explained, on_progress)
         self.records.drop_old_readings(accepted.record_indices)
         closed = self._close(ending, close_reasons)
+        num_suggested = len({(alert.partition, alert.record) for alert in alerts if alert.next_reading is not None})
+        suspicious_records, withdrawn_records = self._state_suspicious(
+            (accepted.record_indices, accepted.missing_record_indices, to_score.record_indices),
+            ending,
+            closed,
+            withdrawn,
+            self._max_suggested - num_suggested,
+        )
         drift_notices: list[DriftNotice] = []
         drift_states: dict[int, DriftState] = {}
         if self._drift_monitor is not None:
@@ -334,6 +351,8 @@ class Engine:
             tie_timeouts=self.records.reading_counts(timed_out),
             num_combined=num_combined,
             model=self.fingerprint,
+            suspicious_records=suspicious_records,
+            withdrawn_records=withdrawn_records,
         )
 
     def replay(self, batch: EventBatch, now: int) -> None:
@@ -541,6 +560,8 @@ class Engine:
             self._models_by_version = {self._newest_version: self.current_version}
             self._set_context_limits()
             self._cache_by_shape.clear()  # the table of records is new, so the rows of the caches have no meaning
+            if self._suspicious is not None:
+                self._suspicious.reset_partitions()
         self._drop_unused_models()
         self._allocate_caches()  # the new model may need a cache of another shape
         if not can_finish:
@@ -593,6 +614,8 @@ class Engine:
             self._rescorings.pop(partition, None)
         if self._drift_monitor is not None:
             self._drift_monitor.drop_partitions(partitions)
+        if self._suspicious is not None:
+            self._suspicious.drop_partitions(partitions)
         for partition_set in (self._translated_partitions, self._replayed_partitions, self._live_partitions):
             partition_set.difference_update(partitions)
         return Effects(
@@ -700,7 +723,87 @@ class Engine:
             batch, to_score = decide_tie_groups(self.records, batch, accepted, np.array(open_records, np.int64))
         scored, alerts = self._score_and_alert(batch, to_score, accepted)
         closed = self._close(open_records, CloseReason.END)
-        return Effects(batch, scored, alerts, rejections=[], closed=closed, model=self.fingerprint)
+        return Effects(
+            batch,
+            scored,
+            alerts,
+            rejections=[],
+            closed=closed,
+            model=self.fingerprint,
+            withdrawn_records=[] if self._suspicious is None else self._suspicious.withdraw_all(),
+        )
+
+    def _take_over_suspicious(self, restoring_partitions: Collection[int]) -> list[tuple[int, str]]:
+        """Take over the suspicious records of partitions that have been restored or scored again.
+
+        This must precede the events of the batch, because a previous run has stated the records as they are now.
+
+        Args:
+            restoring_partitions: Partitions whose records are not complete yet.
+
+        Returns:
+            Records whose statement is withdrawn, because another model scores them.
+        """
+        if self._suspicious is None or self.records.is_irregular:
+            return []
+        return self._suspicious.take_over(self.records, self.records.partitions.keys() - set(restoring_partitions))
+
+    def _state_suspicious(
+        self,
+        changed: Sequence[Ints],
+        ending: list[int],
+        closed: ClosedRecords,
+        withdrawn: list[tuple[int, str]],
+        max_records: int,
+    ) -> tuple[list[SuspiciousRecord], list[tuple[int, str]]]:
+        """Return the reading to take next of records that are suspicious and have not alerted.
+
+        Args:
+            changed: Arrays of rows of the records that the batch has changed; a row may occur several times.
+            ending: Rows of the records that the batch has closed.
+            closed: The same records.
+            withdrawn: Records whose statement was withdrawn before the batch.
+            max_records: Largest number of records that are ranked. The others wait for the next call.
+
+        Returns:
+            The records with their next readings; and the records whose statement is withdrawn without a new one.
+        """
+        if self._suspicious is None or self.records.is_irregular:
+            return [], []
+        records = self.records
+        still_open = np.setdiff1d(np.concatenate(changed), np.array(ending, np.int64))
+        ended = zip(closed.partitions.tolist(), closed.record_ids, strict=True)
+        withdrawn = [*withdrawn, *self._suspicious.update(records, still_open, ended)]
+        chosen = self._suspicious.select(records, max_records)
+        if not len(chosen):
+            return [], withdrawn
+        from deformer_stream.engine.next_reading import collect_open_records, suggest_readings
+
+        timeout = self.limits.record_timeout
+        found: dict[tuple[int, str], SuspiciousRecord] = {}
+        for version, members in self._group_by_version(chosen):
+            rows = chosen[members]
+            open_records = collect_open_records(records, rows)
+            next_alphas = np.full(len(rows), self.alphas[0])
+            suggestions = suggest_readings(version.network, version.calibration, open_records, next_alphas)
+            times = records.find_latest_times(rows).tolist()
+            for row, time, suggestion in zip(rows.tolist(), times, suggestions, strict=True):
+                if suggestion is None:  # only context features are left
+                    continue
+                partition, record = int(records.partition_ids[row]), records.record_ids[row]
+                found[partition, record] = SuspiciousRecord(
+                    record,
+                    partition,
+                    time,
+                    float(records.running["p_value"][row]),
+                    int(records.num_readings[row]),
+                    len(self.schema) - int(records.num_declared_missing[row]),
+                    suggestion,
+                    None if timeout is None else int(records.last_accepted_at[row]) + timeout,
+                    version.fingerprint,
+                )
+        self._suspicious.state(found)
+        return list(found.values()), [key for key in withdrawn if key not in found]
 
     def _holds_ties(self, model: Model, calibration: Calibration) -> bool:
         """Return whether readings of one record with the same event time are scored together as a tie group.

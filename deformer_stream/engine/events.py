@@ -341,13 +341,14 @@ class AlertCause:
 
 @dataclass(frozen=True, slots=True)
 class SuggestedReading:
-    """The reading of an alerted record to take next: the one that is expected to change its verdict most.
+    """The reading of a record to take next: the one that is expected to change its verdict most.
 
-    It is the first one of the ranking of `engine.next_reading`, for the readings that the record had at the alert.
+    It is the first one of the ranking of `engine.next_reading`. For a record that has alerted, the ranking is for the
+    readings that it had at the alert.
 
     Attributes:
         feature: Name of the feature.
-        alpha: The next smaller false-alarm rate at which the record can alert. None if it has alerted at all of them;
+        alpha: The largest false-alarm rate at which the record can still alert. None if it has alerted at all of them;
             features are then ranked by `score_rise`.
         alert_probability: Probability that the record alerts at `alpha` with this reading, if one of its suspicious
             readings is wrong. None without `alpha`.
@@ -416,6 +417,36 @@ class Alert:
     silenced_by: tuple[str, ...] | None = None
     evidence: AlertCause | None = None
     next_reading: SuggestedReading | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SuspiciousRecord:
+    """An open record that is suspicious and has not alerted, with the reading to take next.
+
+    It describes the record after a batch, and is valid until the record changes. Then it is replaced or withdrawn.
+
+    Attributes:
+        record: Id of the record.
+        partition: Number of its partition.
+        time: Latest event time of its readings, microseconds since 1970; `NO_TIME` if none of them has a time.
+        p_value: Its p-value.
+        features_seen: Number of its readings.
+        features_expected: Number of features that it may have, without those declared as "will not be observed".
+        next_reading: The reading to take next.
+        expires: Time at which the record is closed if it gets no further event, microseconds since 1970. None if
+            records have no timeout.
+        model: Fingerprint of the model that scores the record.
+    """
+
+    record: str
+    partition: int
+    time: int
+    p_value: float
+    features_seen: int
+    features_expected: int
+    next_reading: SuggestedReading
+    expires: int | None
+    model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -548,6 +579,10 @@ class Effects:
         held_back_alerts: The alerts that were raised and are not sent, because there are too many. The engine leaves
             this list empty; the runtime decides. Their explanation is "fast" at most (`Engine.handle`).
         storm_notices: Notices that alerts were held back.
+        suspicious_records: Records that are suspicious and have not alerted, each with the reading to take next, as far
+            as this was computed now. Empty unless it was requested.
+        withdrawn_records: Partition number and id of each record of earlier `suspicious_records` that has changed, and
+            is not in `suspicious_records` again.
     """
 
     batch: EventBatch
@@ -562,6 +597,8 @@ class Effects:
     model: str = ""
     held_back_alerts: list[Alert] = field(default_factory=list)
     storm_notices: list[StormNotice] = field(default_factory=list)
+    suspicious_records: list[SuspiciousRecord] = field(default_factory=list)
+    withdrawn_records: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def raised_alerts(self) -> list[Alert]:

@@ -23,8 +23,9 @@ The order of the readings of a record that is chosen by this ranking depends on 
 false-alarm rate then needs a calibration with the same choice, which `arrange_by_next_reading` makes of complete
 records.
 
-Alerts of open records can state the reading to take next, too (`suggest_readings`). Such a record stays alerted, so the
-ranking is by the probability of an alert at the next smaller alpha.
+In a stream, open records that are suspicious, and alerts of open records, state the reading to take next
+(`suggest_readings`). A record that has alerted stays alerted, so its ranking is by the probability of an alert at the
+next smaller alpha.
 """
 
 from __future__ import annotations
@@ -143,22 +144,16 @@ def collect_alerted_records(
 
 
 def suggest_readings(
-    model: DEformer, calibration: Calibration, records: OpenRecords, p_values: Floats, alphas: Floats
+    model: DEformer, calibration: Calibration, records: OpenRecords, next_alphas: Floats
 ) -> list[SuggestedReading | None]:
-    """Return the reading to take next of each of A alerted records, None if it has no candidate.
-
-    An alerted record never loses its alert. What can change is whether it alerts at a smaller alpha, too, so features
-    are ranked by the probability of that.
+    """Return the reading to take next of each of R records, None if it has no candidate.
 
     Args:
         model: The network, in evaluation mode.
         calibration: The scores of normal records, from which p-values are computed.
-        records: The A records.
-        p_values: (A,) their p-values.
-        alphas: The false-alarm rates at which alerts are raised, descending.
+        records: The R records.
+        next_alphas: (R,) the largest false-alarm rate at which each record can still alert; NaN if there is none.
     """
-    num_reached = (p_values[:, None] <= alphas).sum(1)
-    next_alphas = np.append(alphas, np.nan)[num_reached]
     ranked = rank_features(model, calibration, records, next_alphas)
     suggestions: list[SuggestedReading | None] = []
     for row, alpha in enumerate(next_alphas.tolist()):
