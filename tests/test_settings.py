@@ -14,9 +14,11 @@ import pytest
 from click.testing import CliRunner
 
 from deformer_stream.cli.config_report import format_options_in_force
+from deformer_stream.engine.suggestions import DEFAULT_SUSPICIOUS
 from deformer_stream.errors import ConfigError
 from deformer_stream.settings import (
     SETTINGS_BY_COMMAND,
+    CalibrateSettings,
     ConsumeSettings,
     ImputeSettings,
     ProduceSettings,
@@ -120,6 +122,11 @@ def test_a_flag_replaces_its_alternative_in_the_file(clean_environment: pytest.M
         load_settings(ConsumeSettings, {"source": "-", "topic": "sensors"}, config, "consume")
 
 
+@pytest.mark.parametrize("cls", [CalibrateSettings, ConsumeSettings, ReplaySettings])
+def test_streams_and_calibrations_choose_readings_at_the_same_p_value(cls: type[Settings]) -> None:
+    assert cls.model_fields["suspicious"].default == DEFAULT_SUSPICIOUS
+
+
 @pytest.mark.parametrize(("command", "field"), ALL_OPTIONS)
 @pytest.mark.parametrize("table", [False, True])
 def test_flag_precedes_environment_precedes_file_precedes_default(
@@ -129,6 +136,7 @@ def test_flag_precedes_environment_precedes_file_precedes_default(
     others: dict[str, Any] = dict(REQUIRED[command])
     others |= get_login(field)
     others |= {"ssl_certfile": "c"} if field.startswith("ssl") else {}
+    others |= {"next_reading": 8} if field == "suspicious_records" else {}
     others.pop(field, None)
     if field in ("source", "output") and command in ("consume", "produce"):
         others.pop("topic")

@@ -24,6 +24,7 @@ from connectors.files.sinks import (
     RecordsParquet,
     RejectedLines,
     ScoresParquet,
+    SuspiciousRecordLines,
 )
 from connectors.files.sources import FileSource, StandardInput, open_source
 from connectors.files.table_events import iterate_events
@@ -40,6 +41,7 @@ __all__ = [
     "RejectedLines",
     "ScoresParquet",
     "StandardInput",
+    "SuspiciousRecordLines",
     "TerminalAlerts",
     "is_evidence",
     "iterate_events",

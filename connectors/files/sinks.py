@@ -26,6 +26,7 @@ from connectors.files.background import BackgroundWriter
 from deformer_stream.codec import encode_alert, encode_drift, encode_rejected, encode_storm
 from deformer_stream.codec.encode_evidence import encode_evidence_parts
 from deformer_stream.codec.encode_incidents import encode_incident
+from deformer_stream.codec.encode_next_readings import encode_suspicious_record, encode_withdrawn_record
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import NO_TIME, Alert, ClosedRecords, Effects, EventBatch
 from deformer_stream.errors import ConfigError, InputError, map_write_errors
@@ -481,6 +482,20 @@ class EvidenceLines(LinesSink):
                 "--time-column, or send events with times"
             )
         self.write_lines([line for batch in batches for line in encode_evidence_parts(batch)])
+
+
+class SuspiciousRecordLines(LinesSink):
+    """A JSON lines file of suspicious records with the readings to take next, and of those that are withdrawn."""
+
+    def write(self, effects: Effects, data: Payload | None) -> None:
+        """Append the suspicious records of one batch.
+
+        Args:
+            effects: The results of the engine.
+            data: The messages or rows of the batch, which are not used.
+        """
+        self.write_lines([encode_withdrawn_record(*withdrawn) for withdrawn in effects.withdrawn_records])
+        self.write_lines([encode_suspicious_record(record) for record in effects.suspicious_records])
 
 
 class IncidentLines(LinesSink):

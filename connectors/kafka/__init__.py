@@ -7,7 +7,7 @@
 - `source` polls and commits; `start_point` finds where a partition begins, `liveness` detects a partition that stops
   delivering.
 - `sink` encodes alerts and dead letters, `evidence_sink` what incidents are made of, `state` the snapshots of open
-  records.
+  records. `next_reading_topic` sends and reads suspicious records with the readings to take next.
 - `commits` and `delivery` send all of it together with the consumed offsets, in one transaction.
 - `topic_reader` reads a whole topic. `incident_topics` reads incidents, and reads and appends labels of operators.
   `incident_deliveries` reads incidents for a receiver, and stores how far it was notified. `dead_letters` reads refused
@@ -31,6 +31,11 @@ from connectors.kafka.incident_topics import (
     copy_evidence,
     describe_incident_topics,
 )
+from connectors.kafka.next_reading_topic import (
+    KafkaNextReadingLog,
+    KafkaNextReadingSink,
+    describe_next_reading_topic,
+)
 from connectors.kafka.ports import KafkaCluster
 from connectors.kafka.produce import produce
 from connectors.kafka.sink import AlertEncoder, KafkaSink, describe_output_topics
@@ -49,6 +54,8 @@ __all__ = [
     "KafkaIncidentHistory",
     "KafkaIncidentLog",
     "KafkaIncidentWriter",
+    "KafkaNextReadingLog",
+    "KafkaNextReadingSink",
     "KafkaSink",
     "KafkaSource",
     "ReplayCounts",
@@ -58,6 +65,7 @@ __all__ = [
     "count_partitions",
     "describe_evidence_topic",
     "describe_incident_topics",
+    "describe_next_reading_topic",
     "describe_output_topics",
     "ensure_topics",
     "produce",

@@ -48,6 +48,23 @@ def count_partitions(cluster: KafkaCluster, topic: str) -> int:
     return description.num_partitions
 
 
+def has_topic(cluster: KafkaCluster, topic: str) -> bool:
+    """Return whether a topic exists that this user may describe.
+
+    Args:
+        cluster: The brokers.
+        topic: Name of the topic.
+
+    Raises:
+        Unavailable: No broker responds.
+    """
+    admin = load_client(cluster).open_admin(cluster)
+    try:
+        return topic in admin.describe_topics([topic], DELIVERY_SECONDS)
+    finally:
+        admin.close()
+
+
 def ensure_topics(cluster: KafkaCluster, topics: Mapping[str, TopicSpec], create: bool = True) -> dict[str, int]:
     """Create missing topics, and check that this process can write to the existing ones.
 

@@ -56,7 +56,9 @@ def check_paths(
         )
 
 
-def load_engine(settings: ConsumeSettings | ReplaySettings, drift_odds: float | None = None) -> tuple[Artifact, Engine]:
+def load_engine(
+    settings: ConsumeSettings | ReplaySettings, drift_odds: float | None = None, states_suspicious: bool = False
+) -> tuple[Artifact, Engine]:
     """Load the model of a command, and create an engine that scores with it.
 
     A warning is logged if an option voids the model's false-alarm guarantee, or if an alpha (false-alarm rate) is too
@@ -66,6 +68,8 @@ def load_engine(settings: ConsumeSettings | ReplaySettings, drift_odds: float | 
         settings: Options of the command.
         drift_odds: Drift (records are more anomalous than the calibration records) is reported when the evidence for it
             reaches these odds. Infinite to track drift without reporting it, None to ignore drift.
+        states_suspicious: Whether the reading to take next is also stated of suspicious records without an alert, if
+            the options request it.
 
     Returns:
         The model with its calibration, and the engine.
@@ -78,7 +82,10 @@ def load_engine(settings: ConsumeSettings | ReplaySettings, drift_odds: float | 
     _warn_about_alphas(loaded.calibration, settings.alpha)
     _warn_about_ties(loaded.calibration, settings.ties)
     timeout, effort = settings.record_timeout, settings.explanations
-    return loaded, make_engine(loaded, settings, settings.alpha, timeout, drift_odds, effort, settings.next_reading)
+    suspicious = settings.suspicious if states_suspicious else None
+    return loaded, make_engine(
+        loaded, settings, settings.alpha, timeout, drift_odds, effort, settings.next_reading, suspicious
+    )
 
 
 def replace_units(loaded: Artifact, settings: ConsumeSettings | ReplaySettings) -> None:
@@ -159,6 +166,7 @@ def make_engine(
     drift_odds: float | None = None,
     effort: ExplanationEffort = "full",
     max_suggested: int = 0,
+    suspicious: float | None = None,
 ) -> Engine:
     """Return a new engine, which scores events with a model and raises alerts.
 
@@ -170,7 +178,8 @@ def make_engine(
         drift_odds: Drift (records are more anomalous than the calibration records) is reported when the evidence for it
             reaches these odds. Infinite to track drift without reporting it, None to ignore drift.
         effort: How thoroughly alerts are explained: "full", "fast" or "off".
-        max_suggested: Largest number of alerting records of a poll whose alerts state the reading to take next.
+        max_suggested: Largest number of records of a poll for which the reading to take next is stated.
+        suspicious: Largest p-value of a record without an alert for which it is stated; None for no such records.
 
     Raises:
         ConfigError: The memory of the cache (`--cache-memory`) cannot be allocated, or the reading to take next is
@@ -210,6 +219,7 @@ def make_engine(
             effort,
             settings.ties,
             max_suggested,
+            suspicious,
         )
     except (RuntimeError, MemoryError):  # PyTorch and NumPy raise these if an allocation fails
         raise ConfigError(

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         RejectedLines,
         ScoresParquet,
         StandardInput,
+        SuspiciousRecordLines,
     )
     from deformer_stream.codec import Codec
     from deformer_stream.engine.engine import Engine
@@ -53,7 +54,14 @@ if TYPE_CHECKING:
     from deformer_stream.settings import ConsumeSettings, ReplaySettings
 
     FileSink = TypeVar(
-        "FileSink", ScoresParquet, RecordsParquet, ExplanationsParquet, AlertLines, RejectedLines, EvidenceLines
+        "FileSink",
+        ScoresParquet,
+        RecordsParquet,
+        ExplanationsParquet,
+        AlertLines,
+        RejectedLines,
+        EvidenceLines,
+        SuspiciousRecordLines,
     )
 
 
@@ -93,7 +101,7 @@ def build_consume() -> click.Command:
         logger = log.get_logger("consume")
         # With --drift off, drift is tracked for its metric, but not reported.
         drift_odds = math.inf if settings.drift == "off" else settings.drift or factory.DEFAULT_DRIFT_ODDS
-        loaded, engine = factory.load_engine(settings, drift_odds)
+        loaded, engine = factory.load_engine(settings, drift_odds, states_suspicious=not is_file)
         codec = factory.make_codec(loaded, settings, order="arrival")
         metrics = Metrics()
 
@@ -237,11 +245,11 @@ def _find_kafka_topic(settings: ConsumeSettings) -> tuple[str, str | None]:
 def _connect_to_kafka(
     settings: ConsumeSettings, servers: str, topic: str, codec: Codec, model: str, cleanup: ExitStack
 ) -> tuple[EventSource, list[Sink]]:
-    """Return a source that reads events from a topic, and sinks for alerts, dead letters and evidence to other topics.
+    """Return a source that reads events from a topic, and sinks that write alerts and the like to other topics.
 
     A dead letter is a rejected event with the reason of the rejection. Source and sinks share a Kafka producer, so that
-    alerts, dead letters, evidence and offsets can be committed in one transaction. Topics that do not exist are created
-    if the options allow it.
+    alerts, dead letters, evidence, suspicious records and offsets can be committed in one transaction. Topics that do
+    not exist are created if the options allow it.
 
     Args:
         settings: Options of `consume`.
@@ -259,11 +267,13 @@ def _connect_to_kafka(
     from connectors.kafka import (
         Delivery,
         KafkaEvidenceSink,
+        KafkaNextReadingSink,
         KafkaSink,
         KafkaSource,
         StateTopic,
         count_partitions,
         describe_evidence_topic,
+        describe_next_reading_topic,
         describe_output_topics,
         ensure_topics,
     )
@@ -277,17 +287,21 @@ def _connect_to_kafka(
     dead_letter_topic = settings.dead_letter_topic or f"{topic}-dead-letter"
     state_topic = settings.state_topic or f"{settings.group}-{topic}-state"
     evidence_topic = settings.evidence_topic or f"{topic}-evidence"
-    has_evidence = settings.evidence == "on"
-    names = [topic, alerts_topic, dead_letter_topic, state_topic, *([evidence_topic] if has_evidence else [])]
+    next_readings_topic = settings.next_readings_topic or f"{topic}-next-readings"
+    has_evidence, has_next_readings = settings.evidence == "on", settings.next_reading > 0
+    names = [topic, alerts_topic, dead_letter_topic, state_topic]
+    names += [evidence_topic] * has_evidence + [next_readings_topic] * has_next_readings
     if len(set(names)) < len(names):
         raise ConfigError(
-            "--topic, --alerts-topic, --dead-letter-topic, --state-topic and --evidence-topic must differ, because the "
-            "command would otherwise read its own output as events; choose different topics"
+            "--topic, --alerts-topic, --dead-letter-topic, --state-topic, --evidence-topic and --next-readings-topic "
+            "must differ, because the command would otherwise read its own output as events; choose different topics"
         )
     num_partitions = count_partitions(cluster, topic)
     topics = describe_output_topics(alerts_topic, dead_letter_topic, state_topic, num_partitions)
     if has_evidence:
         topics |= describe_evidence_topic(evidence_topic)
+    if has_next_readings:
+        topics |= describe_next_reading_topic(next_readings_topic)
     # `limits` has the size of the largest message that each topic accepts.
     limits = ensure_topics(cluster, topics, settings.missing_topics == "create")
     transactional_id = make_transactional_id(settings.group, topic, settings.instance or uuid.uuid4().hex[:12])
@@ -296,6 +310,8 @@ def _connect_to_kafka(
     sinks: list[Sink] = [KafkaSink(alerts_topic, dead_letter_topic, codec, delivery, topic)]
     if has_evidence:
         sinks.append(KafkaEvidenceSink(evidence_topic, delivery, topic))
+    if has_next_readings:
+        sinks.append(KafkaNextReadingSink(next_readings_topic, delivery, topic))
     for sink in sinks:
         cleanup.callback(sink.close)
     source = KafkaSource(
@@ -341,7 +357,7 @@ def build_replay() -> click.Command:
         if incident_files.has_evidence(inputs):
             return incident_files.replay_evidence(inputs, settings, stop)
         drift_odds = None if settings.drift == "off" else settings.drift or factory.DEFAULT_DRIFT_ODDS
-        loaded, engine = factory.load_engine(settings, drift_odds)
+        loaded, engine = factory.load_engine(settings, drift_odds, settings.suspicious_records is not None)
         codec, source = factory.open_inputs(inputs, loaded, settings)
         with ExitStack() as cleanup:
             sinks = _open_replay_sinks(settings, loaded.schema, cleanup)
@@ -378,6 +394,7 @@ def _open_replay_sinks(settings: ReplaySettings, schema: Schema, cleanup: ExitSt
         RecordsParquet,
         RejectedLines,
         ScoresParquet,
+        SuspiciousRecordLines,
     )
 
     def discard_on_error(sink: FileSink) -> FileSink:
@@ -398,6 +415,8 @@ def _open_replay_sinks(settings: ReplaySettings, schema: Schema, cleanup: ExitSt
         sinks.append(discard_on_error(RejectedLines(settings.rejected)))
     if settings.evidence:
         sinks.append(discard_on_error(EvidenceLines(settings.evidence)))
+    if settings.suspicious_records:
+        sinks.append(discard_on_error(SuspiciousRecordLines(settings.suspicious_records)))
     return sinks
 
 

@@ -16,7 +16,7 @@ from deformer_stream.codec.timestamps import format_rfc3339
 SPEC_VERSION = "1.0"
 JSON_CONTENT_TYPE = "application/json"
 
-EventKind = Literal["alert", "drift", "storm", "dead-letter", "evidence", "incident", "feedback"]
+EventKind = Literal["alert", "drift", "storm", "dead-letter", "evidence", "incident", "feedback", "next-reading"]
 """The kind of a message."""
 
 

@@ -1,4 +1,4 @@
-"""Logs of incidents and of labels in memory, for `demo --page`, which runs everything in one process, and for tests."""
+"""Logs of incidents, labels and suspicious records in memory, for `demo --page` in one process, and for tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import threading
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
+from deformer_stream.codec.payloads import Payload
+from deformer_stream.engine.events import Effects
 from deformer_stream.incidents.events import FeedbackLabel, Incident
+from deformer_stream.runtime.incident_ports import NextReadingMessage
 
 Message = TypeVar("Message")
 
@@ -49,3 +52,17 @@ class MemoryIncidentLog(_MemoryLog[Incident]):
 
 class MemoryFeedbackLog(_MemoryLog[FeedbackLabel]):
     """A log of labels in memory, a `FeedbackLog`."""
+
+
+class MemoryNextReadingLog(_MemoryLog[NextReadingMessage]):
+    """A log of suspicious records in memory, a `NextReadingLog`, and a `Sink` that appends those of a batch to it."""
+
+    def write(self, effects: Effects, data: Payload | None) -> None:
+        """Append the suspicious records of one batch, and the withdrawn ones."""
+        for _, record in effects.withdrawn_records:
+            self.append((record, None))
+        for suspicious in effects.suspicious_records:
+            self.append((suspicious.record, suspicious))
+
+    def flush(self) -> None:
+        """Do nothing; a message can be read when it is appended."""

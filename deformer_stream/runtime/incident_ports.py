@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
+from deformer_stream.engine.events import SuspiciousRecord
 from deformer_stream.incidents.events import FeedbackLabel, Incident
 from deformer_stream.incidents.overlay import Presentation
 
@@ -40,6 +41,24 @@ class FeedbackLog(Protocol):
 
     def poll(self, timeout: float) -> Sequence[FeedbackLabel]:
         """Return labels that were not returned before, after at most `timeout` seconds; empty if there are none."""
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether `poll` has returned everything that the log held when it was opened."""
+
+    def close(self) -> None:
+        """Release the log's resources."""
+
+
+NextReadingMessage = tuple[str, SuspiciousRecord | None]
+"""A record id, and what is stated for the record. None withdraws what was stated before."""
+
+
+class NextReadingLog(Protocol):
+    """A log of suspicious records with the readings to take next, for example the topic `TOPIC-next-readings`."""
+
+    def poll(self, timeout: float) -> Sequence[NextReadingMessage]:
+        """Return messages that were not returned before, after at most `timeout` seconds; empty if there are none."""
 
     @property
     def is_caught_up(self) -> bool:

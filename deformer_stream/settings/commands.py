@@ -124,9 +124,16 @@ class _AlertSettings(ScoringSettings):
     next_reading: int = Field(
         0,
         ge=0,
-        description="Name in the alerts of open records the feature to read next, for at most this many records of a "
-        "poll. Each of them delays the alerts of the poll by some milliseconds. The choice must also be made in the "
-        "calibration: calibrate --order next.",
+        description="Name the feature to read next of open records: in their alerts, and of suspicious records that "
+        "have not alerted. At most this many records of a poll are ranked; each of them delays the alerts of the poll "
+        "by some milliseconds. The choice must also be made in the calibration: calibrate --order next.",
+    )
+    suspicious: float = Field(
+        0.2,
+        gt=0,
+        le=1,
+        description="With --next-reading: largest p-value of a suspicious record. It must be that of calibrate --order "
+        "next.",
     )
 
 
@@ -163,6 +170,11 @@ class ConsumeSettings(_AlertSettings, KafkaSettings):
         None,
         description="Topic for evidence, with --evidence on. Default: the name of the topic of events, followed by "
         "-evidence.",
+    )
+    next_readings_topic: str | None = Field(
+        None,
+        description="Compacted topic for suspicious records, with --next-reading. Default: the name of the topic of "
+        "events, followed by -next-readings.",
     )
     drift: Odds | Literal["off"] | None = Field(
         None,
@@ -307,6 +319,11 @@ class ReplaySettings(InputSettings, _AlertSettings, IncidentRuleSettings):
         description="File for evidence as JSON lines: the p-value of each closed record, and the suspects of each "
         "alert. Incidents can be made from it without scoring again.",
     )
+    suspicious_records: Path | None = Field(
+        None,
+        description="File for suspicious records with the feature to read next, as JSON lines. It requires "
+        "--next-reading.",
+    )
     incidents: Path | None = Field(
         None,
         description="File for incidents as JSON lines: one message for one fault of one device. It is an output here, "
@@ -315,7 +332,9 @@ class ReplaySettings(InputSettings, _AlertSettings, IncidentRuleSettings):
 
     def get_output_by_flag(self) -> dict[str, str | Path | None]:
         """Return the path of each output file by its flag, such as `--records`; None or "" if the flag is not set."""
-        names = ("output", "records", "alerts", "explain", "rejected", "evidence", "incidents")
+        names = (
+            *("output", "records", "alerts", "explain", "rejected", "evidence", "suspicious_records", "incidents"),
+        )
         return {to_flag(name): getattr(self, name) for name in names}
 
     @model_validator(mode="after")
@@ -323,6 +342,13 @@ class ReplaySettings(InputSettings, _AlertSettings, IncidentRuleSettings):
         """Raise `ValueError` if a file for explanations is requested but explanations are switched off."""
         if self.explain is not None and self.explanations == "off":
             raise ValueError("--explain requires --explanations full or fast, because off computes no explanations")
+        return self
+
+    @model_validator(mode="after")
+    def _check_suspicious_records(self) -> Self:
+        """Raise `ValueError` if a file for suspicious records is requested but no record gets a ranking."""
+        if self.suspicious_records is not None and not self.next_reading:
+            raise ValueError("--suspicious-records requires --next-reading, the number of records that are ranked")
         return self
 
     @model_validator(mode="after")

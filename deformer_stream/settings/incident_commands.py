@@ -127,6 +127,10 @@ class ServeSettings(KafkaSettings):
     model: Path | None = Field(None, description="Model directory, for the page about the state of the system.")
     incidents_topic: str | None = Field(None, description="Topic with the incidents. Default: TOPIC-incidents.")
     feedback_topic: str | None = Field(None, description="Topic for labels. Default: TOPIC-feedback.")
+    next_readings_topic: str | None = Field(
+        None,
+        description="Topic with suspicious records, which are shown if the topic exists. Default: TOPIC-next-readings.",
+    )
     http: str = Field(
         "127.0.0.1:8080",
         description="Address HOST:PORT of the page. An address that other machines can reach needs --token-file or "

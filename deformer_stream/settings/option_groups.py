@@ -37,10 +37,13 @@ _INCIDENT_RULE = (
 SCORING_GROUPS: OptionGroups = {
     "Input": ("topic", "source", "from_", *_TABLES),
     "Model": ("model", "device", "compiled"),
-    "Alerts": ("alpha", "alerts", "alerts_topic", "explanations", "next_reading", "units", "drift", "max_alert_rate"),
+    "Alerts": (
+        *("alpha", "alerts", "alerts_topic", "explanations", "units", "drift", "max_alert_rate"),
+        *("next_reading", "suspicious", "suspicious_records", "next_readings_topic"),
+    ),
     "Output": ("out", "output", "records", "explain", "rejected", "dead_letter_topic"),
     "Incidents": ("evidence", "evidence_topic", "incidents", "open_early", *_INCIDENT_RULE),
-    "Calibration": ("group_by", "trim", "seen_records", "suspicious"),
+    "Calibration": ("group_by", "trim", "seen_records"),
     "Records and windows": ("record_timeout", "window", "grace", "ties", "tie_wait", "max_ahead"),
     "Kafka": (
         *("bootstrap_servers", "group", "instance", "delivery", "missing_topics", "patience", "session_timeout"),
@@ -117,7 +120,7 @@ INCIDENT_GROUPS: OptionGroups = {
 SERVE_GROUPS: OptionGroups = {
     "Input": ("topic", "model", "metrics"),
     "Page": ("http", "external_url", "timezone", "token_file", "users_file"),
-    "Kafka": ("bootstrap_servers", *_INCIDENT_TOPICS, *_CLIENT),
+    "Kafka": ("bootstrap_servers", *_INCIDENT_TOPICS, "next_readings_topic", *_CLIENT),
     "Kafka security": _SECURITY,
 }
 """The grouping of `serve`."""

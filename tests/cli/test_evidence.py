@@ -76,6 +76,33 @@ def test_alerts_name_the_reading_to_take_next_on_request(
     assert without == documents["0"]
 
 
+def test_replay_writes_suspicious_records(cli: RunCommand, model_dir: Path, lines: Path, tmp_path: Path) -> None:
+    """What remains at the end is withdrawn, and nothing is stated of a record that has alerted."""
+    stated_by_bound = {}
+    for suspicious in ("0.05", "0.5"):
+        path, alerts = tmp_path / f"suspicious-{suspicious}.jsonl", tmp_path / f"alerts-{suspicious}.jsonl"
+        outputs = ("--suspicious-records", path, "--alerts", alerts, "--next-reading", "1000")
+        options = ("--model", model_dir, "--alpha", "0.01", "--suspicious", suspicious)
+        result = cli("replay", lines, *options, *outputs)
+        assert result.code == 0, result.err
+        stated: dict[str, dict[str, object]] = {}
+        num_stated = 0
+        for document in read_json_lines(path):
+            if document["next_reading"] is None:
+                assert set(document) == {"record", "partition", "next_reading"}
+                stated.pop(document["record"], None)
+            else:
+                assert document["p_value"] <= float(suspicious)
+                assert document["next_reading"]["alpha"] == 0.01
+                stated[document["record"]] = document
+                num_stated += 1
+        assert stated == {}
+        stated_by_bound[suspicious] = num_stated
+    assert 0 < stated_by_bound["0.05"] < stated_by_bound["0.5"]
+    result = cli("replay", lines, "--model", model_dir, "--suspicious-records", tmp_path / "other.jsonl")
+    assert_command_failed(result, 2, "--suspicious-records requires --next-reading")
+
+
 def test_evidence_needs_times(cli: RunCommand, model_dir: Path, table: pa.Table, tmp_path: Path) -> None:
     pq.write_table(table.drop_columns(["at", "note"]), tmp_path / "untimed.parquet")
     evidence = tmp_path / "evidence.jsonl"

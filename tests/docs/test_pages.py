@@ -18,6 +18,7 @@ import pytest
 
 from deformer_stream.codec.encode_evidence import decode_evidence
 from deformer_stream.codec.encode_incidents import decode_incident
+from deformer_stream.codec.encode_next_readings import decode_suspicious_record, encode_suspicious_record
 from deformer_stream.codec.encode_outputs import encode_storm
 from deformer_stream.codec.feedback_messages import decode_label
 from deformer_stream.demo.simulate import simulate
@@ -148,7 +149,7 @@ def test_metrics_are_explained() -> None:
 
 
 def test_examples_of_formats_are_json() -> None:
-    events, alert, storm, evidence, incident, labels = blocks(DOCS / "reference" / "formats.md", "json")
+    events, alert, storm, evidence, suspicious, incident, labels = blocks(DOCS / "reference" / "formats.md", "json")
     for line in events.splitlines():
         assert {"record", "device"} & json.loads(line).keys()
     assert json.loads(alert).keys() >= LONG_ALERT
@@ -156,6 +157,8 @@ def test_examples_of_formats_are_json() -> None:
     assert json.loads(storm).keys() == json.loads(encode_storm(notice)).keys()
     assert json.loads(storm)["held_back"] == notice.num_held_back
     assert len(decode_evidence(evidence.encode()).closed) == 1
+    record = decode_suspicious_record(suspicious.encode())
+    assert json.loads(encode_suspicious_record(record)).keys() == json.loads(suspicious).keys()
     assert decode_incident(incident.encode()).device == "pump-7"
     for label in re.split(r"(?<=})\n", labels.strip()):
         decode_label(label.encode())
