@@ -18,6 +18,7 @@ from deformer_stream.extras import format_remedy, is_installed
 
 if TYPE_CHECKING:
     from deformer_stream.page.app import Page
+    from deformer_stream.runtime.incident_ports import IncidentLog, NextReadingLog
     from deformer_stream.settings.incident_commands import ServeSettings
 
 PAGE_PACKAGES = ("itsdangerous", "sse_starlette", "starlette", "uvicorn")
@@ -56,8 +57,8 @@ def build_serve() -> click.Command:
         with ExitStack() as cleanup:
             listener = bind(host, port)
             cleanup.callback(listener.close)
-            page, incident_log = _connect(settings, page_options, cleanup)
-            page.followers = follow_logs(page.store, incident_log, page.feedback_log)
+            page, incident_log, next_reading_log = _connect(settings, page_options, cleanup)
+            page.followers = follow_logs(page.store, incident_log, page.feedback_log, next_reading_log)
             for follower in page.followers:
                 cleanup.callback(follower.stop)
             server = PageServer(page, listener)
@@ -142,8 +143,10 @@ def _make_options(settings: ServeSettings) -> tuple[str, int, dict[str, Any]]:
     )
 
 
-def _connect(settings: ServeSettings, options: dict[str, Any], cleanup: ExitStack) -> tuple[Page, Any]:
-    """Return the page and the log of incidents, connected to their topics.
+def _connect(
+    settings: ServeSettings, options: dict[str, Any], cleanup: ExitStack
+) -> tuple[Page, IncidentLog, NextReadingLog]:
+    """Return the page, the log of incidents and that of suspicious records, connected to their topics.
 
     Args:
         settings: Options of the command.
@@ -154,7 +157,13 @@ def _connect(settings: ServeSettings, options: dict[str, Any], cleanup: ExitStac
         ConfigError: This user may not read a topic.
         Unavailable: No broker responds.
     """
-    from connectors.kafka import KafkaFeedbackLog, KafkaIncidentLog, describe_incident_topics, ensure_topics
+    from connectors.kafka import (
+        KafkaFeedbackLog,
+        KafkaIncidentLog,
+        KafkaNextReadingLog,
+        describe_incident_topics,
+        ensure_topics,
+    )
     from deformer_stream.cli.kafka_cluster import make_cluster
     from deformer_stream.page.app import Page, PageOptions
     from deformer_stream.page.store import IncidentStore
@@ -167,4 +176,6 @@ def _connect(settings: ServeSettings, options: dict[str, Any], cleanup: ExitStac
     cleanup.callback(incident_log.close)
     feedback_log = KafkaFeedbackLog(cluster, feedback_topic)
     cleanup.callback(feedback_log.close)
-    return Page(PageOptions(**options), IncidentStore(), feedback_log), incident_log
+    next_reading_log = KafkaNextReadingLog(cluster, settings.next_readings_topic or f"{settings.topic}-next-readings")
+    cleanup.callback(next_reading_log.close)
+    return Page(PageOptions(**options), IncidentStore(), feedback_log), incident_log, next_reading_log

@@ -1,7 +1,8 @@
 """The demo with the operator's page: simulated pumps in real time, and their incidents in a browser.
 
 Everything runs in one process without Kafka: a source in memory, the pipeline, the tracker of incidents, logs of
-incidents and labels in memory, and the page. These are the parts that `consume`, `incidents` and `serve` use.
+incidents, labels and suspicious records in memory, and the page. These are the parts that `consume`, `incidents` and
+`serve` use.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from deformer_stream.page.server import PageServer, bind
 from deformer_stream.page.store import IncidentStore
 from deformer_stream.page.texts import describe_suspect, name_incident
 from deformer_stream.page.views import Notice
-from deformer_stream.runtime.incident_memory import MemoryFeedbackLog, MemoryIncidentLog
+from deformer_stream.runtime.incident_memory import MemoryFeedbackLog, MemoryIncidentLog, MemoryNextReadingLog
 from deformer_stream.runtime.incident_plan import load_detection_plan
 from deformer_stream.runtime.incident_sink import IncidentSink
 from deformer_stream.runtime.metrics import Metrics
@@ -47,6 +48,11 @@ TRAINING_EXTRA_SECONDS = 12.0
 """Time that the trainer takes beside its time limit: start, reading, calibration, report."""
 LATE_SECONDS = 3.0
 """The history has been scored if the next reading is late by less than this."""
+
+NUM_RANKED = 4
+"""Largest number of records of a poll for which the reading to take next is stated."""
+SUSPICIOUS = 0.05
+"""Largest p-value of a suspicious record. Fewer normal records are listed than with the default of `consume`."""
 
 RECORDS_PER_DAY = 86_400 / INTERVAL / NUM_PUMPS
 """Number of records of one pump in a day. Successive records are independent in this simulation, as the e-detector
@@ -164,6 +170,7 @@ def run_page_demo(
             f"the folder --output {output} cannot be written ({error.strerror or error}); choose another folder"
         ) from None
     store, incident_log, feedback_log = IncidentStore(), MemoryIncidentLog(), MemoryFeedbackLog()
+    next_reading_log = MemoryNextReadingLog()
     progress = DemoProgress(store)
     try:
         listener = bind("127.0.0.1", port)
@@ -171,7 +178,7 @@ def run_page_demo(
         listener = bind("127.0.0.1", 0)
     options = PageOptions(topic="demo pumps", port=listener.getsockname()[1], operator="demo", model=model)
     page = Page(options, store, feedback_log, get_notice=progress.get_notice)
-    page.followers = follow_logs(store, incident_log, feedback_log)
+    page.followers = follow_logs(store, incident_log, feedback_log, next_reading_log)
     server = PageServer(page, listener)
     progress.set("The demo simulates normal operation of twelve pumps.")
     server.start()
@@ -192,7 +199,7 @@ def run_page_demo(
             return exit_code
         stop = stop_on_signals()
         console.print(f"\n3  Live: incidents appear below and at {server.url} (Ctrl-C ends the demo)", soft_wrap=True)
-        _run_pipeline(console, model, seed, stop, progress, incident_log)
+        _run_pipeline(console, model, seed, stop, progress, incident_log, next_reading_log)
         return 0
     finally:
         server.stop()
@@ -207,8 +214,9 @@ def _run_pipeline(
     stop: threading.Event,
     progress: DemoProgress,
     incident_log: MemoryIncidentLog,
+    next_reading_log: MemoryNextReadingLog,
 ) -> None:
-    """Score the simulated pumps in real time, and append their incidents to a log, until `stop` is set."""
+    """Score the simulated pumps in real time, and append what the page shows to logs, until `stop` is set."""
     detector = model_store.read(directory)
     detector.replace_schema(detector.schema.with_units({name: sensor.unit for name, sensor in SENSORS.items()}))
     detection = load_detection_plan(
@@ -239,8 +247,10 @@ def _run_pipeline(
             detector.fingerprint,
             ALPHA,
             Limits(record_timeout=round(RECORD_TIMEOUT * 1e6)),
+            max_suggested=NUM_RANKED,
+            suspicious=SUSPICIOUS,
         ),
-        sinks=[IncidentSink(detection.make_tracker(), logged.add)],
+        sinks=[IncidentSink(detection.make_tracker(), logged.add), next_reading_log],
         clock=EventClock(),
         metrics=Metrics(),
         is_finite=False,

@@ -1,4 +1,4 @@
-"""Threads that read the logs of incidents and of labels, and add what they return to the store."""
+"""Threads that read the logs of incidents, labels and suspicious records, and add what they return to the store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from deformer_stream import log
 from deformer_stream.errors import DeformerError
 from deformer_stream.page.store import IncidentStore
-from deformer_stream.runtime.incident_ports import FeedbackLog, IncidentLog
+from deformer_stream.runtime.incident_ports import FeedbackLog, IncidentLog, NextReadingLog
 
 POLL_SECONDS = 0.25
 """Longest time that a poll waits. It bounds the time that stopping takes."""
@@ -130,11 +130,14 @@ class LogFollower:
             self._store.touch()
 
 
-def follow_logs(store: IncidentStore, incident_log: IncidentLog, feedback_log: FeedbackLog) -> tuple[LogFollower, ...]:
-    """Start to read both logs into a store, and return the followers."""
+def follow_logs(
+    store: IncidentStore, incident_log: IncidentLog, feedback_log: FeedbackLog, next_reading_log: NextReadingLog
+) -> tuple[LogFollower, ...]:
+    """Start to read all logs into a store, and return the followers."""
     followers = (
         LogFollower("incidents", incident_log, store.add_incidents, store),
         LogFollower("labels", feedback_log, store.add_labels, store),
+        LogFollower("suspicious records", next_reading_log, store.add_suspicious_records, store),
     )
     for follower in followers:
         follower.start()

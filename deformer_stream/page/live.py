@@ -71,7 +71,10 @@ class ChangeNotifier:
         return f"{self._run_id}.{self._store.version}"
 
     async def stream(self, since: str, incident_id: str | None) -> AsyncIterator[ServerSentEvent]:
-        """Return the notices to one browser: "change" for any change, and before it "incident" for that of an incident.
+        """Return the notices to one browser.
+
+        The notice is "change", or "suspicious" if only suspicious records have changed. They change often, and one page
+        shows them. Before "change", the notice "incident" says that the incident which the browser shows has changed.
 
         Args:
             since: The token of the state that the browser shows. A token of another run of the program, or a malformed
@@ -88,8 +91,9 @@ class ChangeNotifier:
                 if version > shown:
                     if incident_id is not None and self._store.get_version(incident_id) > shown:
                         yield ServerSentEvent(event="incident", data="")
+                    name = "change" if self._store.incidents_version > shown else "suspicious"
                     shown = version
-                    yield ServerSentEvent(event="change", data="", id=f"{self._run_id}.{version}")
+                    yield ServerSentEvent(event=name, data="", id=f"{self._run_id}.{version}")
                     await asyncio.sleep(MIN_SECONDS_BETWEEN_NOTICES)
                 await changed.wait()
         finally:

@@ -1,4 +1,4 @@
-"""The incidents and labels that the operator's page shows, kept in memory and updated from their logs.
+"""The incidents, labels and suspicious records that the operator's page shows, in memory, updated from their logs.
 
 The series of an incident are kept compressed, because a page shows those of one incident at a time. What a list shows
 is kept as an `Incident` without series. So ten thousand incidents need some tens of megabytes.
@@ -18,9 +18,11 @@ from typing import Literal, TypeVar
 import cramjam
 
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
+from deformer_stream.engine.events import SuspiciousRecord
 from deformer_stream.incidents.events import NO_READINGS, FeedbackLabel, Incident, Label, Timeline
 from deformer_stream.incidents.overlay import Overlay, Presentation
 from deformer_stream.page.texts import keep_typical_reading
+from deformer_stream.runtime.incident_ports import NextReadingMessage
 
 MAX_INCIDENTS = 50_000
 """Maximum number of incidents in memory. If there are more, resolved ones are dropped first, the oldest one first."""
@@ -32,6 +34,8 @@ MAX_RECORD_LABELS = 1_000
 """Maximum number of labels of single records that are listed. Older ones stay valid."""
 MAX_FAULT_NAMES = 200
 """Maximum number of names of faults that are offered for a label."""
+MAX_SUSPICIOUS_RECORDS = 10_000
+"""Maximum number of suspicious records in memory. If there are more, the least suspicious ones are dropped."""
 SPARKLINE_POINTS = 30
 """Maximum number of points of the timeline that a list shows."""
 
@@ -170,6 +174,8 @@ class IncidentStore:
         self._window_labels: deque[FeedbackLabel] = deque(maxlen=MAX_WINDOWS)
         self._record_labels: deque[FeedbackLabel] = deque(maxlen=MAX_RECORD_LABELS)
         self._fault_names: dict[str, None] = {}  # the last used one is the last key
+        self._suspicious_by_id: dict[str, SuspiciousRecord] = {}
+        self._incidents_version = 0
         self._num_dropped = 0
         self._last_change: int | None = None
         self._listeners: list[Callable[[], None]] = []
@@ -214,10 +220,32 @@ class IncidentStore:
         if new_labels:
             self._notify()
 
+    def add_suspicious_records(self, messages: Sequence[NextReadingMessage]) -> None:
+        """Add messages of the log of suspicious records, of each record the last one, and drop those that are over."""
+        now = self.now()
+        with self._lock:
+            records = self._suspicious_by_id
+            num_before = len(records)
+            for record_id, record in messages:
+                if record is None:
+                    records.pop(record_id, None)
+                else:
+                    records[record_id] = record
+            self._suspicious_by_id = {id_: one for id_, one in records.items() if not _is_expired(one, now)}
+            if len(self._suspicious_by_id) > MAX_SUSPICIOUS_RECORDS:
+                kept = sorted(self._suspicious_by_id.values(), key=_rank_suspicious)[:MAX_SUSPICIOUS_RECORDS]
+                self._suspicious_by_id = {one.record: one for one in kept}
+            is_changed = bool(messages) or len(self._suspicious_by_id) < num_before
+            if is_changed:
+                self._version += 1
+        if is_changed:
+            self._notify()
+
     def touch(self) -> None:
         """Notify listeners of a change that is not a change of an incident, such as that of the status of a log."""
         with self._lock:
             self._version += 1
+            self._incidents_version = self._version
         self._notify()
 
     def subscribe(self, listener: Callable[[], None]) -> Callable[[], None]:
@@ -275,6 +303,7 @@ class IncidentStore:
     def _set_changed(self, incident_ids: Sequence[str] | dict[str, Incident]) -> None:
         """Count a change of the given incidents."""
         self._version += 1
+        self._incidents_version = self._version
         self._last_change = self.now()
         for incident_id in incident_ids:
             if incident_id in self._entry_by_id:
@@ -294,6 +323,12 @@ class IncidentStore:
         """The number of changes so far."""
         with self._lock:
             return self._version
+
+    @property
+    def incidents_version(self) -> int:
+        """The value that `version` had after the last change of anything but suspicious records."""
+        with self._lock:
+            return self._incidents_version
 
     def get_version(self, incident_id: str) -> int:
         """Return the value that `version` had after the last change of an incident; 0 if it is not stored."""
@@ -340,6 +375,13 @@ class IncidentStore:
             incidents = [self._entry_by_id[incident_id].summary for incident_id in self._open_ids]
             shown = [self._show(incident) for incident in incidents]
         return sorted(shown, key=lambda one: (-one.incident.opened, one.incident.id))
+
+    def list_suspicious_records(self, count: int) -> tuple[list[SuspiciousRecord], int]:
+        """Return the most suspicious open records without an alert, at most `count` of them, and how many there are."""
+        now = self.now()
+        with self._lock:
+            records = [one for one in self._suspicious_by_id.values() if not _is_expired(one, now)]
+        return sorted(records, key=_rank_suspicious)[:count], len(records)
 
     def list_last_resolved(self, count: int) -> list[ShownIncident]:
         """Return the resolved incidents that opened last, at most `count` of them."""
@@ -488,6 +530,16 @@ class IncidentStore:
             label = None if wanted.label == "none" else wanted.label
             ids = [one for one in ids if self._overlay.present(self._entry_by_id[one].summary).label == label]
         return ids
+
+
+def _is_expired(record: SuspiciousRecord, now: int) -> bool:
+    """Return whether a suspicious record was closed by now, unless it has got a further event."""
+    return record.expires is not None and record.expires <= now
+
+
+def _rank_suspicious(record: SuspiciousRecord) -> tuple[float, str]:
+    """Return the sort key of suspicious records: the smallest p-value first."""
+    return record.p_value, record.record
 
 
 def _takes_back(label: FeedbackLabel, window: FeedbackLabel) -> bool:

@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from deformer_stream.codec.timestamps import EPOCH
+from deformer_stream.incidents.device import extract_device
 from deformer_stream.incidents.events import Incident, IncidentSuspect
 from deformer_stream.page import charts, texts
 from deformer_stream.page.store import IncidentFilter, IncidentStore, LabelFilter, ShownIncident, StateFilter
@@ -25,6 +26,8 @@ PAGE_SIZE = 50
 """Number of incidents of a page of the history, and largest number on the page of open incidents."""
 NUM_RECENT = 5
 """Number of resolved incidents below the open ones."""
+MAX_SUSPICIOUS_ROWS = 10
+"""Largest number of suspicious records that are shown."""
 MAX_FLEET_ROWS = 10
 """Largest number of members that are shown below a fleet incident in a list."""
 
@@ -94,6 +97,7 @@ def make_environment() -> Environment:
     environment.globals.update(
         draw_sparkline=charts.draw_sparkline,
         describe_suspect=texts.describe_suspect,
+        extract_device=extract_device,
         name_incident=texts.name_incident,
         label_texts=texts.TEXT_BY_LABEL,
     )
@@ -169,7 +173,7 @@ class OpenRows:
 
     def get(self) -> tuple[list[Row], list[Row]]:
         """Return the incidents to look at, and the silenced ones."""
-        version = self._store.version
+        version = self._store.incidents_version
         arranged = self._arranged
         if arranged[0] != version:
             arranged = (version, *arrange_open(self._store.list_open()))
@@ -180,7 +184,10 @@ class OpenRows:
 def make_open_context(store: IncidentStore, open_rows: OpenRows) -> dict[str, Any]:
     """Return the content of the page of open incidents."""
     rows, silenced = open_rows.get()
+    suspicious, num_suspicious = store.list_suspicious_records(MAX_SUSPICIOUS_ROWS)
     return {
+        "suspicious": suspicious,
+        "num_suspicious": num_suspicious,
         "rows": rows[:PAGE_SIZE],
         "num_rows": len(rows),
         "silenced": silenced[:PAGE_SIZE],

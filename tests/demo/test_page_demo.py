@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from pathlib import Path
 
@@ -96,10 +97,10 @@ def test_the_progress_of_a_task_is_shown_and_ends() -> None:
 
 
 @pytest.mark.slow
-def test_a_short_run_shows_incidents_and_takes_labels(
+def test_a_short_run_shows_incidents_and_suspicious_records_and_takes_labels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole demo with a short training. It ends when the page has shown an incident and stored a label."""
+    """The whole demo with a short training. It ends when the page has shown both, and stored a label."""
     stop, found = threading.Event(), {}
 
     def look(console: Console, *arguments: object) -> None:
@@ -108,7 +109,9 @@ def test_a_short_run_shows_incidents_and_takes_labels(
         with httpx.Client(base_url=url, headers={"Sec-Fetch-Site": "same-origin"}, timeout=60) as client:
             while not stop.wait(0.5):
                 page = client.get("/").text
-                if 'id="row-' in page:
+                if 'id="suspicious-records"' in page:
+                    found["suspicious"] = page
+                if 'id="row-' in page and "suspicious" in found:
                     found["incident"] = page.split('id="row-')[1].split('"')[0]
                     address = f"/incidents/{found['incident']}"
                     token = client.get(address).text.split('name="token" value="')[1].split('"')[0]
@@ -129,4 +132,6 @@ def test_a_short_run_shows_incidents_and_takes_labels(
     code = page_demo.run_page_demo(tmp_path, 0, 20.0, lambda: stop, open_browser=False, port=0)
     assert code == 0
     assert "Real fault: <bdi>found</bdi>" in found["page"]
+    assert re.search(r'data-title="Device"><bdi>pump-\d\d</bdi>', found["suspicious"])
+    assert re.search(r'data-title="Readings" class="number">\d of 8<', found["suspicious"])
     assert (tmp_path / "model" / "manifest.json").exists()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from deformer_stream.codec.feedback_messages import make_label
-from deformer_stream.engine.events import SuggestedReading
+from deformer_stream.engine.events import NO_TIME, SuggestedReading, SuspiciousRecord
 from deformer_stream.errors import Unavailable
 from deformer_stream.incidents.events import Incident, OpenRecordReading
 from deformer_stream.page.followers import LogFollower
@@ -212,6 +212,84 @@ class Structure(HTMLParser):
     def handle_data(self, data: str) -> None:
         """Note a text."""
         self.text += data
+
+
+def make_suspicious(number: int, record: str = "", **changes: Any) -> SuspiciousRecord:
+    """Return a suspicious record. A record with a larger number is less suspicious."""
+    suggestion = SuggestedReading(f"flow-{number}", 0.01, 0.4213, 2.5)
+    made = SuspiciousRecord(
+        record or f"pump-{number}/{number}", 0, NOW - 12_000_000, 0.01 * (number + 1), 5, 8, suggestion, NOW + 1, "m"
+    )
+    return replace(made, **changes)
+
+
+def add_suspicious(site: Site, *records: SuspiciousRecord) -> None:
+    site.page.store.add_suspicious_records([(one.record, one) for one in records])
+
+
+def find_suspicious(html: str) -> list[str]:
+    """Return the ids of the suspicious records that a page shows."""
+    return re.findall(r'data-title="Record"><code><bdi>(.*?)</bdi>', html)
+
+
+def test_suspicious_records_are_shown_with_the_reading_to_take_next() -> None:
+    site = make_site([make_incident(1, state="updated")])
+    assert "Suspicious" not in site.get("/").text
+    add_suspicious(site, make_suspicious(1), make_suspicious(0, "pump-07@2020-03-09T10:34:30Z"))
+    page = site.get("/").text
+    assert find_suspicious(page) == ["pump-07@2020-03-09T10:34:30Z", "pump-1/1"], "the most suspicious first"
+    row = page.split("<tr>")[2]
+    assert '<td data-title="Device"><bdi>pump-07</bdi></td>' in row
+    assert '<td data-title="Take next"><strong><bdi>flow-0</bdi></strong></td>' in row
+    for text in (">42%<", ">0.01<", ">5 of 8<", ">12 s ago<"):
+        assert text in row
+    assert "need a calibration with the same choice" in page
+    site.page.store.add_suspicious_records([("pump-1/1", None), ("unknown", None)])
+    assert find_suspicious(site.get("/").text) == ["pump-07@2020-03-09T10:34:30Z"]
+
+
+def test_a_suspicious_record_without_device_time_and_probability_is_shown() -> None:
+    site = make_site()
+    add_suspicious(site, make_suspicious(0, "r", time=NO_TIME, next_reading=SuggestedReading("x", None, None, 2.5)))
+    page = site.get("/").text
+    assert "<bdi>the whole stream</bdi>" in page
+    assert '<td data-title="Alert probability" class="number">–</td>' in page
+    assert '<td data-title="Last reading">–</td>' in page
+
+
+def test_ten_suspicious_records_are_shown_and_the_others_counted() -> None:
+    site = make_site()
+    add_suspicious(site, *[make_suspicious(number) for number in range(25)])
+    page = site.get("/").text
+    assert find_suspicious(page) == [f"pump-{number}/{number}" for number in range(10)]
+    assert "15 more, which are less suspicious" in page
+
+
+def test_a_suspicious_record_is_shown_until_its_time_is_over() -> None:
+    now = [NOW]
+    site = make_site(store=IncidentStore(now=lambda: now[0]))
+    add_suspicious(site, make_suspicious(0, expires=NOW + 100), make_suspicious(1, expires=None))
+    assert len(find_suspicious(site.get("/").text)) == 2
+    now[0] = NOW + 100
+    assert find_suspicious(site.get("/").text) == ["pump-1/1"]
+    version = site.page.store.version
+    site.page.store.add_suspicious_records([])  # as the reader of the log does several times a second
+    assert site.page.store.version == version + 1, "browsers are notified that a record is over"
+    site.page.store.add_suspicious_records([])
+    assert site.page.store.version == version + 1
+
+
+def test_hostile_names_of_suspicious_records_add_no_elements() -> None:
+    plain, site = make_site(), make_site()
+    add_suspicious(plain, *[make_suspicious(number) for number in range(len(HOSTILE_NAMES[:10]))])
+    hostile = [
+        make_suspicious(number, f"{name}/{name}", next_reading=SuggestedReading(name, 0.01, 0.5, 1.0))
+        for number, name in enumerate(HOSTILE_NAMES[:10])
+    ]
+    add_suspicious(site, *hostile)
+    expected, found = (Structure(one.get("/").text) for one in (plain, site))
+    assert found.tags == expected.tags
+    assert found.attributes == expected.attributes
 
 
 def list_hostile() -> list[Incident]:

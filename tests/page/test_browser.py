@@ -18,6 +18,7 @@ from playwright.sync_api import Browser, BrowserContext, Error, expect, sync_pla
 from playwright.sync_api import Page as Tab
 
 from deformer_stream.codec.feedback_messages import make_label
+from deformer_stream.engine.events import SuggestedReading, SuspiciousRecord
 from deformer_stream.incidents.events import Incident
 from deformer_stream.page.app import Page, PageOptions
 from deformer_stream.page.followers import LogFollower, follow_logs
@@ -25,7 +26,7 @@ from deformer_stream.page.security import Credentials
 from deformer_stream.page.server import PageServer, bind
 from deformer_stream.page.store import IncidentStore
 from deformer_stream.page.views import Notice
-from deformer_stream.runtime.incident_memory import MemoryFeedbackLog, MemoryIncidentLog
+from deformer_stream.runtime.incident_memory import MemoryFeedbackLog, MemoryIncidentLog, MemoryNextReadingLog
 from tests.incidents.examples import HOSTILE_NAMES, make_incident, make_incidents
 
 pytestmark = pytest.mark.browser
@@ -42,12 +43,14 @@ class RunningPage:
         server: Its server.
         incident_log: The log from which it reads incidents.
         feedback_log: The log of labels.
+        next_reading_log: The log of suspicious records.
         notice: The notice that it shows.
     """
 
     server: PageServer
     incident_log: MemoryIncidentLog
     feedback_log: MemoryFeedbackLog
+    next_reading_log: MemoryNextReadingLog
     followers: tuple[LogFollower, ...]
 
     @property
@@ -74,15 +77,29 @@ def run_page(incidents: list[Incident] | None = None, **options: Any) -> Running
     incidents = incidents or []
     listener = bind("127.0.0.1", 0)
     incident_log, feedback_log = MemoryIncidentLog(incidents), MemoryFeedbackLog()
+    next_reading_log = MemoryNextReadingLog()
     store = IncidentStore()
     settings = PageOptions(topic="pumps", port=listener.getsockname()[1], operator="night-shift", **options)
     page = Page(settings, store, feedback_log)
-    page.followers = follow_logs(store, incident_log, feedback_log)
+    page.followers = follow_logs(store, incident_log, feedback_log, next_reading_log)
     server = PageServer(page, listener)
     server.start()
-    running = RunningPage(server, incident_log, feedback_log, page.followers)
+    running = RunningPage(server, incident_log, feedback_log, next_reading_log, page.followers)
     running.wait_for(len({incident.id for incident in incidents}))
     return running
+
+
+def make_suspicious(record: str, p_value: float, feature: str = "flow") -> SuspiciousRecord:
+    """Return a suspicious record with a reading of a minute ago."""
+    time_of_reading = time.time_ns() // 1000 - 60_000_000
+    suggestion = SuggestedReading(feature, 0.01, 0.4213, 2.5)
+    return SuspiciousRecord(record, 0, time_of_reading, p_value, 5, 8, suggestion, None, "m")
+
+
+def add_suspicious(running: RunningPage) -> None:
+    """Add suspicious records with hostile names."""
+    records = [make_suspicious(f"{name}/{name}", 0.01, name) for name in HOSTILE_NAMES[:10]]
+    running.store.add_suspicious_records([(one.record, one) for one in records])
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +204,32 @@ def test_a_new_incident_appears_without_loading_the_page(visit: Any) -> None:
         page.incident_log.append(make_incident(1, state="resolved", device="pump-new"))
         expect(tab.locator("h1")).to_have_text("No open incident", timeout=LONG_WAIT)
         assert tab.evaluate("window.isSamePage")
+    finally:
+        page.stop()
+
+
+def test_suspicious_records_appear_and_vanish_without_loading_the_page(visit: Any) -> None:
+    """Only their part of the page is replaced, and what has the focus in it keeps it."""
+    page = run_page([make_incident(1, state="updated")])
+    try:
+        tab = visit(page.server.url).tab
+        wait_until_live(tab)
+        tab.evaluate("window.isSamePage = true; document.getElementById('live').dataset.same = 'yes'")
+        expect(tab.get_by_text("Suspicious records")).to_have_count(0)
+        first, second = make_suspicious("pump-a/1", 0.02), make_suspicious(HOSTILE_NAMES[0] + "/2", 0.01)
+        page.next_reading_log.append((first.record, first))
+        table = tab.get_by_role("region", name="Suspicious records without an alert")
+        expect(table.get_by_role("row").nth(1)).to_contain_text("pump-a", timeout=LONG_WAIT)
+        table.focus()
+        page.next_reading_log.append((second.record, second))
+        expect(table.get_by_role("row")).to_have_count(3, timeout=LONG_WAIT)
+        assert tab.evaluate("document.activeElement.id") == "suspicious-records"
+        expect(table.get_by_role("row").nth(1)).to_contain_text(HOSTILE_NAMES[0])
+        page.next_reading_log.append((first.record, None))
+        expect(table.get_by_role("row")).to_have_count(2, timeout=LONG_WAIT)
+        page.next_reading_log.append((second.record, None))
+        expect(tab.get_by_text("Suspicious records")).to_have_count(0, timeout=LONG_WAIT)
+        assert tab.evaluate("window.isSamePage && document.getElementById('live').dataset.same") == "yes"
     finally:
         page.stop()
 
@@ -346,6 +389,7 @@ def test_no_page_is_wider_than_the_window(visit: Any, running: RunningPage, widt
         "maintenance", now, device=HOSTILE_NAMES[0], start=now, end=now + 3_600_000_000, note="new seal " * 20
     )
     running.store.add_labels([window])
+    add_suspicious(running)
     paths = ["", "history", "maintenance", "records", "health", "status", "nowhere"]
     paths += [f"incidents/{incident_id}" for incident_id in hostile]
     for path in paths:
@@ -357,6 +401,7 @@ def test_no_page_is_wider_than_the_window(visit: Any, running: RunningPage, widt
 def test_texts_have_enough_contrast(visit: Any, running: RunningPage, scheme: str) -> None:
     """The contrast of each text against its background is at least 4.5, as WCAG 2.2 AA requires."""
     incident = make_incident(3)
+    add_suspicious(running)
     one = visit(running.server.url, color_scheme=scheme)
     for path in ("", "history", "maintenance", "health", f"incidents/{incident.id}"):
         one.tab.goto(running.server.url + path)
@@ -392,7 +437,10 @@ CONTRAST_SCRIPT = """() => {
 
 
 def test_hostile_names_run_nothing(visit: Any, running: RunningPage) -> None:
+    add_suspicious(running)
     one = visit(running.server.url)
+    assert one.tab.locator("#suspicious tbody tr").count() == len(HOSTILE_NAMES[:10])
+    assert one.tab.locator("main img, main script, main iframe").count() == 0
     for number in range(len(HOSTILE_NAMES)):
         one.tab.goto(f"{running.server.url}incidents/{make_incident(7 * number + 6).id}")
         assert one.tab.locator("main img, main script, main iframe").count() == 0
@@ -428,7 +476,7 @@ def test_a_lost_connection_is_shown_and_ends_by_itself(visit: Any) -> None:
     incident_log = MemoryIncidentLog([make_incident(1), make_incident(2, device="pump-late")])
     store, feedback_log = IncidentStore(), MemoryFeedbackLog()
     again = Page(PageOptions(topic="pumps", port=port), store, feedback_log)
-    again.followers = follow_logs(store, incident_log, feedback_log)
+    again.followers = follow_logs(store, incident_log, feedback_log, MemoryNextReadingLog())
     server = PageServer(again, bind("127.0.0.1", port))
     server.start()
     try:

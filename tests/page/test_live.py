@@ -85,6 +85,23 @@ def test_the_page_of_an_incident_is_notified_if_this_incident_has_changed() -> N
     asyncio.run(run())
 
 
+def test_changes_of_suspicious_records_have_a_notice_of_their_own() -> None:
+    """Pages that do not show them request nothing because of it."""
+
+    async def run() -> None:
+        store, notifier = make_notifier()
+        notifier.start()
+        stream = notifier.stream(notifier.make_token(), None)
+        store.add_suspicious_records([("r", None)])
+        assert await take(stream) == "suspicious"
+        store.add_suspicious_records([("r", None)])
+        store.add_incidents([make_incident(1)])
+        assert await take(stream) == "change", "one notice, because the page shows both"
+        notifier.stop()
+
+    asyncio.run(run())
+
+
 def test_no_more_browsers_are_notified_than_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "MAX_CONNECTIONS", 0)
     answer = make_site([make_incident(1)]).get("/events")

@@ -6,16 +6,25 @@ import importlib.util
 import io
 import re
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
 
-from connectors.kafka import KafkaFeedbackLog, describe_incident_topics, ensure_topics, produce
+from connectors.kafka import (
+    KafkaFeedbackLog,
+    describe_incident_topics,
+    describe_next_reading_topic,
+    ensure_topics,
+    produce,
+)
 from deformer_stream.codec.encode_incidents import encode_incident
+from deformer_stream.codec.encode_next_readings import encode_suspicious_record
 from deformer_stream.incidents.events import FeedbackLabel, Incident
 from deformer_stream.page.security import verify_password
+from tests.codec.test_encode_next_readings import RECORD
 from tests.commands import RunCommand, assert_command_failed
 from tests.incidents.examples import make_incident
 from tests.integration.programs import RunningConsumer, wait_until
@@ -103,6 +112,15 @@ def test_incidents_and_labels_go_through_a_broker(kafka: SimpleNamespace, tmp_pa
             form = {"label": "true", "name": "dry run", "token": find_token(client.get(f"/incidents/{first.id}").text)}
             assert client.post(f"/incidents/{first.id}/feedback", data=form).status_code == 303
             assert "Real fault: <bdi>dry run</bdi>" in client.get(f"/incidents/{first.id}").text
+            # The topic of suspicious records is optional. It is found when `consume --next-reading` has created it.
+            assert "Suspicious" not in client.get("/").text
+            next_readings_topic = f"{topic}-next-readings"
+            ensure_topics(kafka.cluster, describe_next_reading_topic(next_readings_topic))
+            suspicious = replace(RECORD, expires=None)
+            message = (suspicious.record.encode(), encode_suspicious_record(suspicious), None)
+            produce(kafka.cluster, next_readings_topic, [message])
+            wait_until(lambda: suspicious.record in client.get("/").text, "the suspicious record")
+            assert client.get("/readyz").text == "ok\n"
             assert client.get("/healthz").text == "ok\n"
         page.stop()
         assert "a-token-of-a-plant-7" not in page.read_log()
