@@ -25,6 +25,7 @@ from deformer_stream.demo.operation import NUM_PUMPS, RECORD_TIMEOUT, RealTimeSo
 from deformer_stream.demo.run import ALPHA, NUM_TRAINING_RECORDS, run_trainer
 from deformer_stream.demo.simulate import FEATURES, INTERVAL, SENSORS, simulate
 from deformer_stream.engine.engine import Engine, Limits
+from deformer_stream.engine.suggestions import DEFAULT_SUSPICIOUS
 from deformer_stream.errors import ConfigError
 from deformer_stream.incidents.events import Incident
 from deformer_stream.page.app import Page, PageOptions
@@ -51,8 +52,6 @@ LATE_SECONDS = 3.0
 
 NUM_RANKED = 4
 """Largest number of records of a poll for which the reading to take next is stated."""
-SUSPICIOUS = 0.05
-"""Largest p-value of a suspicious record. Fewer normal records are listed than with the default of `consume`."""
 
 RECORDS_PER_DAY = 86_400 / INTERVAL / NUM_PUMPS
 """Number of records of one pump in a day. Successive records are independent in this simulation, as the e-detector
@@ -248,7 +247,7 @@ def _run_pipeline(
             ALPHA,
             Limits(record_timeout=round(RECORD_TIMEOUT * 1e6)),
             max_suggested=NUM_RANKED,
-            suspicious=SUSPICIOUS,
+            suspicious=DEFAULT_SUSPICIOUS,
         ),
         sinks=[IncidentSink(detection.make_tracker(), logged.add), next_reading_log],
         clock=EventClock(),
