@@ -236,6 +236,23 @@ def test_suspicious_records_appear_and_vanish_without_loading_the_page(visit: An
         page.stop()
 
 
+def test_how_long_ago_something_was_follows_the_clock_of_the_server(visit: Any) -> None:
+    """The clock of the browser is an hour behind, as after the sleep of its machine."""
+    page = run_page()
+    try:
+        tab = visit(page.server.url).tab
+        wait_until_live(tab)
+        page.store.now = lambda: time.time_ns() // 1000 + 3_600_000_000
+        opened = page.store.now() - 120_000_000
+        page.incident_log.append(replace(make_incident(1, state="updated"), opened=opened, last=opened))
+        ago = tab.locator("#live .row time").first
+        expect(ago).to_have_text("2 min ago", timeout=LONG_WAIT)
+        tab.evaluate("document.dispatchEvent(new CustomEvent('htmx:afterSwap', { detail: {} }))")  # updates all times
+        assert ago.inner_text() == "2 min ago"
+    finally:
+        page.stop()
+
+
 def test_an_incident_is_updated_while_a_person_writes_a_note(visit: Any) -> None:
     incident = make_incident(3, state="open")
     page = run_page([incident])

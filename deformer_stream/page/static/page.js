@@ -8,10 +8,15 @@
   const live = document.getElementById("live-updates");
   if (!state || !live) return;
 
-  // The clock of this machine may be wrong, so "12 min ago" follows the server's.
-  const serverNow = Number(document.querySelector('meta[name="now"]').content);
-  const startedAt = performance.now();
+  // The clock of this machine may be wrong, so "12 min ago" follows the server's. A browser's timer stops while the
+  // machine sleeps, and the demo's clock may be ahead, so each answer sets it again.
+  let serverNow = Number(document.querySelector('meta[name="now"]').content);
+  let startedAt = performance.now();
   const now = () => serverNow + performance.now() - startedAt;
+  document.addEventListener("htmx:beforeSwap", (event) => {
+    const found = /<meta name="now" content="(\d+)">/.exec(event.detail.xhr.responseText);
+    if (found) [serverNow, startedAt] = [Number(found[1]), performance.now()];
+  });
 
   function formatDuration(milliseconds) {
     const seconds = Math.round(milliseconds / 1000);
