@@ -12,6 +12,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
@@ -405,7 +406,8 @@ class IncidentStore:
     def _show(self, incident: Incident) -> ShownIncident:
         """Return an incident with its label. A fleet incident has the present numbers of its members.
 
-        Messages about it are rarer than those about its members, so that its own numbers can be a minute old.
+        Messages about it are rarer than those about its members, so that its own numbers can be a minute old. They
+        have no timeline, so it gets the largest evidence of its members over time.
         """
         presentation = self._overlay.present(incident)
         if incident.kind == "fleet":
@@ -414,6 +416,7 @@ class IncidentStore:
             if members and len(members) == len(ids):  # none of them was dropped
                 incident = replace(
                     incident,
+                    timeline=_merge_timelines(members),
                     num_records=sum(member.num_records for member in members),
                     num_alerted=sum(member.num_alerted for member in members),
                     evidence=max(member.evidence for member in members),
@@ -540,6 +543,35 @@ def _is_expired(record: SuspiciousRecord, now: int) -> bool:
 def _rank_suspicious(record: SuspiciousRecord) -> tuple[float, str]:
     """Return the sort key of suspicious records: the smallest p-value first."""
     return record.p_value, record.record
+
+
+def _merge_timelines(incidents: Sequence[Incident]) -> Timeline:
+    """Return the largest evidence of several incidents over time.
+
+    An incident counts from its first point on with the evidence of its last point before a time. A resolved incident
+    counts until its last point.
+    """
+    points = sorted(
+        (time, index, place, evidence, p_value)
+        for index, incident in enumerate(incidents)
+        for place, (time, evidence, p_value) in enumerate(
+            zip(incident.timeline.times, incident.timeline.evidence, incident.timeline.p_values, strict=True)
+        )
+    )
+    last_place = [len(one.timeline.times) - 1 if one.state == "resolved" else -1 for one in incidents]
+    latest = [-1] * len(incidents)  # place of the last point of each incident so far
+    largest: list[tuple[float, int, int]] = []  # a heap of (−evidence, index, place), whose outdated entries stay
+    merged: list[tuple[int, float, float]] = []
+    for time_, index, place, evidence, p_value in points:
+        latest[index] = place
+        heappush(largest, (-evidence, index, place))
+        while latest[largest[0][1]] != largest[0][2]:
+            heappop(largest)
+        merged.append((time_, -largest[0][0], p_value))
+        if place == last_place[index]:
+            latest[index] = -1
+    columns = zip(*merged, strict=True) if merged else ((), (), ())
+    return Timeline(*(tuple(column) for column in columns))
 
 
 def _takes_back(label: FeedbackLabel, window: FeedbackLabel) -> bool:

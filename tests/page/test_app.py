@@ -56,6 +56,15 @@ def test_the_members_of_a_fleet_incident_are_below_it() -> None:
     assert f"/incidents/{fleet.id}" in site.get(f"/incidents/{members[0].id}").text
 
 
+def test_a_fleet_incident_shows_the_evidence_of_its_members() -> None:
+    members = [make_incident(number, state="updated") for number in (3, 8, 13)]
+    fleet = make_fleet_incident(9, members)
+    page = make_site([*members, fleet]).get(f"/incidents/{fleet.id}").text
+    assert "<h2>Evidence</h2>" in page
+    assert "The line is the largest evidence of the devices." in page
+    assert "The line is the largest" not in make_site(members).get(f"/incidents/{members[0].id}").text
+
+
 def test_a_page_without_incidents_says_so() -> None:
     page = make_site().get("/").text
     assert "No open incident" in page

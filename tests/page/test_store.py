@@ -10,7 +10,7 @@ import pytest
 
 from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.errors import Unavailable
-from deformer_stream.incidents.events import FeedbackLabel, Incident
+from deformer_stream.incidents.events import FeedbackLabel, Incident, IncidentState, Timeline
 from deformer_stream.incidents.overlay import Overlay, Presentation
 from deformer_stream.page.followers import LogFollower
 from deformer_stream.page.store import MAX_LABELS_PER_INCIDENT, SPARKLINE_POINTS, IncidentFilter, IncidentStore
@@ -268,3 +268,50 @@ def test_a_fleet_incident_has_the_present_numbers_of_its_members() -> None:
         assert shown.incident.num_records == 1000 + members[1].num_records + members[2].num_records
         assert shown.incident.num_alerted == 900 + members[1].num_alerted + members[2].num_alerted
         assert (shown.incident.evidence, shown.incident.last) == (99.0, NOW)
+
+
+def test_a_fleet_incident_has_the_largest_evidence_of_its_members_over_time() -> None:
+    timelines = [
+        Timeline((10, 30, 50), (2.0, 7.0, 3.0), (0.1, 0.01, 0.2)),
+        Timeline((20, 40), (5.0, 9.0), (0.02, 0.001)),  # resolved at 40
+        Timeline(),
+    ]
+    states: tuple[IncidentState, ...] = ("updated", "resolved", "updated")
+    members = [
+        replace(make_incident(number, state=state), timeline=timeline)
+        for number, (state, timeline) in enumerate(zip(states, timelines, strict=True))
+    ]
+    fleet = make_fleet_incident(9, members)
+    store = make_store([*members, fleet])
+    for shown in (store.get(fleet.id), store.get_summary(fleet.id)):
+        assert shown is not None
+        assert shown.incident.timeline == Timeline(
+            (10, 20, 30, 40, 50), (2.0, 5.0, 7.0, 9.0, 3.0), (0.1, 0.02, 0.01, 0.001, 0.2)
+        )
+    alone = make_store([fleet]).get(fleet.id)
+    assert alone is not None
+    assert alone.incident.timeline == Timeline()
+
+
+def test_a_merged_timeline_is_that_of_a_scan_of_all_points() -> None:
+    rng = random.Random(0)  # noqa: S311
+    free_times = rng.sample(range(1000), 200)
+    members = []
+    for number in range(20):
+        times = tuple(sorted(free_times.pop() for _ in range(rng.randrange(10))))
+        evidence = tuple(float(rng.randrange(-3, 12)) for _ in times)
+        incident = make_incident(number, state="resolved" if number % 3 else "updated")
+        members.append(replace(incident, timeline=Timeline(times, evidence, (0.1,) * len(times))))
+    fleet = make_fleet_incident(99, members)
+    shown = make_store([*members, fleet]).get(fleet.id)
+    assert shown is not None
+    merged = shown.incident.timeline
+    assert list(merged.times) == sorted(time for member in members for time in member.timeline.times)
+    for time, largest in zip(merged.times, merged.evidence, strict=True):
+        found = []
+        for member in members:
+            points = zip(member.timeline.times, member.timeline.evidence, strict=True)
+            before = [value for at, value in points if at <= time]
+            if before and not (member.state == "resolved" and member.timeline.times[-1] < time):
+                found.append(before[-1])
+        assert largest == max(found)
