@@ -200,7 +200,7 @@ class Engine:
                 other.
             max_suggested: Largest number of records of one call of `handle` for which the reading to take next is
                 stated (`next_reading`): first in the alerts of records, then, with `suspicious`, of records without an
-                alert. Each of them delays the alerts of the call by some milliseconds.
+                alert. Each of them delays the alerts of the call by ten milliseconds or more.
             suspicious: Largest p-value of a record without an alert for which the reading to take next is stated
                 (`Effects.suspicious_records`), the smallest p-value first. None for no such records.
 
@@ -275,6 +275,7 @@ class Engine:
         restoring_partitions: Collection[int] = (),
         max_explained: int | None = None,
         on_progress: Callable[[], None] = do_nothing,
+        ranks_suspicious: bool = True,
     ) -> Effects:
         """Score a batch of new events in order, then close records that are complete, idle or above a limit.
 
@@ -288,6 +289,8 @@ class Engine:
                 the others "full" becomes "fast". None for no limit. The caller sends no more alerts than these, so that
                 the content of an alert does not depend on the batch.
             on_progress: A function that is called again and again while alerts are explained, which may take long.
+            ranks_suspicious: Whether suspicious records without an alert may be ranked now. Otherwise they wait for a
+                later call.
 
         Returns:
             Everything that was decided: scores, alerts, rejections, closed records and notices of drift.
@@ -326,12 +329,13 @@ class Engine:
         self.records.drop_old_readings(accepted.record_indices)
         closed = self._close(ending, close_reasons)
         num_suggested = len({(alert.partition, alert.record) for alert in alerts if alert.next_reading is not None})
+        max_ranked = self._max_suggested - num_suggested if ranks_suspicious else 0
         suspicious_records, withdrawn_records = self._state_suspicious(
             (accepted.record_indices, accepted.missing_record_indices, to_score.record_indices),
             ending,
             closed,
             withdrawn,
-            self._max_suggested - num_suggested,
+            max_ranked,
         )
         drift_notices: list[DriftNotice] = []
         drift_states: dict[int, DriftState] = {}

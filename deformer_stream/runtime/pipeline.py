@@ -63,6 +63,9 @@ ALERT_SHARE_SECONDS = 3600.0
 RECOVERY_SECONDS = 0.5
 """Time between two polls for restoring partitions and for scoring open records again after a change of the model. A
 group takes the partitions away from a process that does not poll for its poll interval, which is much longer."""
+RANKING_PAUSE = 4.0
+"""After a batch for which suspicious records were ranked, none are ranked for this multiple of its scoring time. A live
+stream therefore spends about a fifth of its time on rankings at most, however many records are suspicious."""
 BEHIND_MESSAGES = 8192
 """The pipeline is behind (throughput then has priority over latency) if more messages than this are not yet read. It is
 about the number of messages that one poll returns."""
@@ -170,6 +173,7 @@ class Pipeline:
     _last_alert_share_log: float | None = field(init=False, default=None)
     _repeated_readings: RepeatedReadingsMonitor = field(init=False)
     _has_logged_repeated_readings: bool = field(init=False, default=False)
+    _next_ranking: float = field(init=False, default=0.0)  # as `time.perf_counter` counts
 
     def __post_init__(self) -> None:
         self.recovery = Recovery(
@@ -253,8 +257,11 @@ class Pipeline:
             self.recovery.restoring_partitions,
             num_alerts,
             self.metrics.record_progress,
+            ranks_suspicious=self.is_finite or start >= self._next_ranking,
         )
         seconds = time.perf_counter() - start
+        if effects.suspicious_records:
+            self._next_ranking = start + (1 + RANKING_PAUSE) * seconds
         merged = Rejection.merge_by_message([*rejections, *effects.rejections])
         return replace(effects, rejections=merged), seconds
 

@@ -126,7 +126,7 @@ class _AlertSettings(ScoringSettings):
         ge=0,
         description="Name the feature to read next of open records: in their alerts, and of suspicious records that "
         "have not alerted. At most this many records of a poll are ranked; each of them delays the alerts of the poll "
-        "by some milliseconds. The choice must also be made in the calibration: calibrate --order next.",
+        "by ten milliseconds or more. The choice must also be made in the calibration: calibrate --order next.",
     )
     suspicious: float = Field(
         0.2,

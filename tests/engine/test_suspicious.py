@@ -178,6 +178,16 @@ def test_the_most_suspicious_records_come_first_and_the_others_in_later_calls(
     assert [one.p_value for one in stated] == sorted(one.p_value for one in stated)
 
 
+def test_records_wait_if_none_may_be_ranked_now(model: DEformer, calibration: Calibration) -> None:
+    """What is not valid any more is withdrawn at once."""
+    engine = make_engine(model, calibration, 8, 1.0, alphas=(1e-6,))
+    assert engine.handle(make_events(model, "r", [2], [8.0]), 1).suspicious_records
+    waiting = engine.handle(make_events(model, "r", [0], [20.0]), 2, ranks_suspicious=False)
+    assert (waiting.suspicious_records, waiting.withdrawn_records) == ([], [(0, "r")])
+    (one,) = engine.handle(EventBatch.empty(), 2).suspicious_records
+    assert one.features_seen == 2
+
+
 def test_records_beyond_the_maximum_do_not_wait(
     model: DEformer, calibration: Calibration, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,12 @@ def test_the_topic_states_exactly_the_suspicious_records_over_kills(
         scorer.update(record, feature, value)
         num_readings[record] = num_readings.get(record, 0) + 1
     expected = {record: ranking for record, ranking in scorer.next_readings(suspicious=SUSPICIOUS).items() if ranking}
+    # Another process takes the records over, and states those that still waited when the last one ended.
+    with RunningConsumer(tmp_path / "wait.log", *options) as consumer:
+        consumer.wait_for(
+            lambda: read_stated(cluster, f"{name}-next-readings").keys() == expected.keys(), "all suspicious records"
+        )
+        consumer.stop()
     stated = read_stated(cluster, f"{name}-next-readings")
     assert stated.keys() == expected.keys()
     assert len(stated) > 10

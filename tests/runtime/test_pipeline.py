@@ -20,6 +20,7 @@ from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.windows import Window
 from deformer_stream.model_store import Artifact
+from deformer_stream.runtime import pipeline
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult
@@ -97,6 +98,21 @@ def test_stop_finishes_and_commits_the_current_poll(loaded: Artifact) -> None:
     assert (totals.events, totals.rejected["duplicate"], totals.closed) == (0, 1, 0)
     assert len(engine.records) == 1
     assert sink.flushed == len(sink.effects) == 2
+
+
+@pytest.mark.parametrize(
+    ("is_finite", "pause", "expected"), [(False, 1e9, [1, 0, 0]), (False, 0.0, [1, 1, 1]), (True, 1e9, [1, 1, 1])]
+)
+def test_a_live_stream_pauses_after_rankings(
+    loaded: Artifact, monkeypatch: pytest.MonkeyPatch, is_finite: bool, pause: float, expected: list[int]
+) -> None:
+    """Records that would be ranked in the pause wait. The output of a replay does not depend on the time."""
+    monkeypatch.setattr(pipeline, "RANKING_PAUSE", pause)
+    rows = [{"record": f"r{number}", "feature": "pressure", "value": 1.0} for number in range(3)]
+    source, sink = MemorySource([json.dumps(row).encode() for row in rows], chunk=1), MemorySink()
+    engine = Engine(loaded.model, loaded.calibration, "f", 1e-6, max_suggested=8, suspicious=1.0)
+    Pipeline(source, Codec(loaded.schema), engine, [sink], ManualClock(), Metrics(), is_finite).run(threading.Event())
+    assert [len(effects.suspicious_records) for effects in sink.effects[:3]] == expected
 
 
 def test_stop_before_start_processes_nothing(loaded: Artifact) -> None:
