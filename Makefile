@@ -195,8 +195,9 @@ chaos: $(VENV)/.dev kafka-jars ## kill, move and cut off consumers; fail if anyt
 chaos-incidents: $(VENV)/.dev kafka-jars ## kill the process that makes incidents twenty times; fail if any incident differs
 	DEFORMER_TEST_CLIENT=$(CLIENT) $(BIN)/python -m tests.chaos.incidents --kills 20
 
-kafka-jars: $(VENV)/.made ## fetch Apache Kafka with Maven (once)
+kafka-jars: $(VENV)/.made ## fetch Apache Kafka and a schema registry with Maven (once)
 	@if [ -z "$$DEFORMER_TEST_BOOTSTRAP" ]; then $(BIN)/python tests/kafka/broker.py ensure; fi
+	@$(BIN)/python tests/apicurio.py
 
 test-programs: $(VENV)/.made ## install the browser and Alertmanager that tests start (once)
 	@$(BIN)/python tests/programs.py

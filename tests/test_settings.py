@@ -46,6 +46,8 @@ REQUIRED: dict[str, dict[str, str]] = {
     "sample": {"model": "m", "output": "o.parquet"},
     "demo": {},
 }
+REGISTRY = {"format": "avro", "schema_registry": "https://registry:8081"}
+REGISTRY_LOGIN = {**REGISTRY, "schema_registry_username": "me", "schema_registry_password": SECRET}
 LOGIN = {"security_protocol": "SASL_SSL", "sasl_mechanism": "PLAIN", "sasl_username": "me"}
 OAUTH = {
     "security_protocol": "SASL_SSL",
@@ -55,7 +57,9 @@ OAUTH = {
     "sasl_oauth_client_secret_file": "secret",
 }
 LOGIN_FIELDS = tuple(name for name in ConsumeSettings.model_fields if name.startswith("sasl_"))
-FIELDS_WITH_CONDITIONS = ("source", "output", "topic", *LOGIN, *LOGIN_FIELDS)
+FIELDS_WITH_CONDITIONS = ("source", "output", "topic", *LOGIN, *LOGIN_FIELDS, *REGISTRY_LOGIN)
+FIELDS_WITH_CONDITIONS += ("schema_registry_password_file",)
+SECRETS = ("sasl_password", "schema_registry_password")
 ALL_OPTIONS = [(command, field) for command, cls in SETTINGS_BY_COMMAND.items() for field in cls.model_fields]
 
 
@@ -65,7 +69,8 @@ def get_example_values(cls: type[Settings], field: str) -> list[Any]:
     for kind in (annotation, *get_args(annotation)):
         if get_origin(kind) is Literal:
             texts = [str(a) for a in get_args(kind)]
-            return ([t for t in texts if t.startswith("SASL") or field != "security_protocol"] * 3)[:3]
+            texts = [t for t in texts if t.startswith("SASL") or field != "security_protocol"]
+            return ([t for t in texts if t != "json" or field != "format"] * 3)[:3]
     if field in ("alpha", "interval", "trim", "suspicious", "quantiles"):
         return ["0.2", "0.3", "0.4"]
     if bool in (annotation, *get_args(annotation)):
@@ -78,6 +83,8 @@ def get_example_values(cls: type[Settings], field: str) -> list[Any]:
         return ["utf-8", "cp1252", "utf-16"]
     if field in ("units", "client_option"):
         return ["a=1", "b=2", "c=3"]
+    if field == "schema_registry":
+        return ["https://a", "https://b:8081/path", "http://registry"]
     if field == "sasl_oauth_token_endpoint":
         return ["https://a/token", "https://b/token", "http://localhost/token"]
     if field in ("record_timeout", "max_wait", "commit_interval", "shuffle_within", "window", "grace"):
@@ -88,7 +95,13 @@ def get_example_values(cls: type[Settings], field: str) -> list[Any]:
 
 
 def get_login(field: str) -> dict[str, str]:
-    """Return the options of a login that a field belongs to, or that it needs; none for other fields."""
+    """Return the options of a login or a registry that a field belongs to, or that it needs; none for other fields."""
+    if field in ("schema_registry_password", "schema_registry_username"):
+        return REGISTRY_LOGIN
+    if field == "schema_registry_password_file":
+        return {**REGISTRY, "schema_registry_username": "me"}
+    if field == "format" or field.startswith("schema_registry"):
+        return REGISTRY
     if field == "sasl_oauth_token_file":
         return {"security_protocol": "SASL_SSL", "sasl_mechanism": "OAUTHBEARER"}
     if field.startswith("sasl_oauth"):
@@ -148,11 +161,11 @@ def test_flag_precedes_environment_precedes_file_precedes_default(
 
     def value(**flags: Any) -> Any:
         loaded = getattr(load_settings(cls, {**others, **flags}, config, command), field)
-        return loaded.get_secret_value() if field == "sasl_password" else loaded
+        return loaded.get_secret_value() if field in SECRETS else loaded
 
     def expected(text: str) -> Any:
         parsed = getattr(load_settings(cls, {**others, field: text}, None, command), field)
-        return parsed.get_secret_value() if field == "sasl_password" else parsed
+        return parsed.get_secret_value() if field in SECRETS else parsed
 
     assert value() == expected(file)
     clean_environment.setenv(to_variable(field), variable)
@@ -327,6 +340,16 @@ def test_invalid_sizes_are_rejected(clean_environment: pytest.MonkeyPatch, text:
         ({"alpha": "0.01,0.01"}, "--alpha"),
         ({"from_": "middle"}, "--from"),
         ({"max_poll_records": "0"}, "--max-poll-records"),
+        ({"format": "xml"}, "--format"),
+        ({"format": "avro"}, "--schema-registry"),
+        ({"schema_registry": "http://localhost:8081"}, "--format json"),
+        ({"schema_registry_username": "me"}, "--schema-registry-username"),
+        ({**REGISTRY, "schema_registry": "localhost:8081"}, "no address"),
+        ({**REGISTRY, "schema_registry": "https://me:" + SECRET + "@host"}, "must not contain a login"),
+        ({**REGISTRY, "schema_registry_username": "me"}, "--schema-registry-password-file"),
+        ({**REGISTRY, "schema_registry_password": SECRET}, "--schema-registry-username"),
+        ({**REGISTRY_LOGIN, "schema_registry_password_file": "f"}, "give one"),
+        ({**REGISTRY_LOGIN, "schema_registry": "http://registry:8081"}, "without encryption"),
         ({"max_open_records": "1.5"}, "--max-open-records"),
         ({"device": "tpu"}, "--device"),
         ({"source": "-"}, "--topic or --source"),

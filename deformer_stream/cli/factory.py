@@ -5,19 +5,21 @@ Heavy packages are imported inside the functions, so that `--help` is printed wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from connectors.files import FileSource, StandardInput
     from deformer_stream.calibration.conformal import Calibration
-    from deformer_stream.codec import Codec, FieldNames, Order, WindowAssigner
+    from deformer_stream.codec import Codec, FieldNames, Order, SchemaTranslator, WindowAssigner
     from deformer_stream.engine.engine import Engine
     from deformer_stream.engine.explain import ExplanationEffort
     from deformer_stream.model.schema import Schema
     from deformer_stream.model_store import Artifact
     from deformer_stream.settings import ConsumeSettings, InputSettings, ReplaySettings, ScoringSettings
+    from deformer_stream.settings.registry import RegistrySettings
 
 MAX_LISTED_GROUPS = 8
 """Largest number of calibration groups that a warning names."""
@@ -301,6 +303,44 @@ def make_codec(loaded: Artifact, settings: ScoringSettings, **others: Any) -> Co
         max_ahead_micros=None if settings.max_ahead is None else _to_micros(settings.max_ahead),
         **others,
     )
+
+
+def open_translator(
+    settings: RegistrySettings, patience: float, max_message_bytes: int, on_wait: Callable[[], None], cleanup: ExitStack
+) -> SchemaTranslator | None:
+    """Connect to the schema registry, and return the object that converts its messages to JSON.
+
+    Args:
+        settings: The format and the registry.
+        patience: Seconds for which requests to the registry are repeated.
+        max_message_bytes: Largest accepted message in bytes.
+        on_wait: Called during such a wait.
+        cleanup: The connections are closed with it.
+
+    Returns:
+        The translator; None if the messages are JSON.
+
+    Raises:
+        ConfigError: The registry refuses the login, or the libraries of the format are not installed.
+        Unavailable: The registry does not respond.
+    """
+    from connectors.schema_registry import RegistryAddress, SchemaRegistry
+    from deformer_stream.codec import SchemaTranslator
+
+    if settings.format == "json" or settings.schema_registry is None:
+        return None
+    address = RegistryAddress(
+        settings.schema_registry,
+        settings.schema_registry_username,
+        settings.read_registry_password(),
+        settings.schema_registry_cafile,
+    )
+    registry = SchemaRegistry(address, patience)
+    cleanup.callback(registry.close)
+    registry.on_wait = on_wait
+    translator = SchemaTranslator(settings.format, registry.fetch, max_message_bytes)
+    registry.check()
+    return translator
 
 
 def open_inputs(

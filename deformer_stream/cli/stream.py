@@ -29,6 +29,7 @@ from deformer_stream.cli_utils import (
     reload_on_hangup,
     stop_on_signals,
 )
+from deformer_stream.errors import ConfigError
 from deformer_stream.runtime import process
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ def build_consume() -> click.Command:
         process.limit_malloc_arenas()
         settings = load_settings(ConsumeSettings, flags, config, "consume")
         is_file = _find_kafka_topic(settings)[1] is None
+        if is_file and settings.format != "json":
+            raise ConfigError(f"--format {settings.format} is for a Kafka topic, but --source is a file: leave it out")
         factory.check_paths([str(settings.source)] if is_file else [], settings.model)
         # These imports take seconds.
         from deformer_stream import log
@@ -102,16 +105,19 @@ def build_consume() -> click.Command:
         # With --drift off, drift is tracked for its metric, but not reported.
         drift_odds = math.inf if settings.drift == "off" else settings.drift or factory.DEFAULT_DRIFT_ODDS
         loaded, engine = factory.load_engine(settings, drift_odds, states_suspicious=not is_file)
-        codec = factory.make_codec(loaded, settings, order="arrival")
         metrics = Metrics()
-
-        def make_codec(new_model: Artifact) -> Codec:
-            """Return the codec for a model that replaces the one in use, whose units of features are replaced first."""
-            factory.replace_units(new_model, settings)
-            return factory.make_codec(new_model, settings, order="arrival")
-
         reloader = ModelReloader(loaded, settings.device, reload_requested, settings.compiled == "auto")
         with ExitStack() as cleanup:
+            translator = factory.open_translator(
+                settings, settings.patience, settings.max_message_bytes, metrics.record_progress, cleanup
+            )
+
+            def make_codec(model: Artifact) -> Codec:
+                """Return the codec for a model, whose units of features are replaced first."""
+                factory.replace_units(model, settings)
+                return factory.make_codec(model, settings, order="arrival", translator=translator)
+
+            codec = make_codec(loaded)
             source, sinks, is_finite = _connect(settings, codec, loaded.fingerprint, cleanup)
             if settings.http:
                 cleanup.callback(start_http_server(settings.http, metrics))
@@ -174,7 +180,6 @@ def _connect(
         ConfigError: The options contradict each other.
     """
     from connectors.files import AlertLines, TerminalAlerts, open_source
-    from deformer_stream.errors import ConfigError
     from deformer_stream.tables.discovery import check_no_overwrite
 
     source: EventSource
@@ -229,8 +234,6 @@ def _find_kafka_topic(settings: ConsumeSettings) -> tuple[str, str | None]:
     """
     from urllib.parse import urlsplit
 
-    from deformer_stream.errors import ConfigError
-
     url = settings.source
     if url is None or not url.startswith("kafka://"):
         # The settings permit only one of --source and --topic, so the topic is None if --source is a file.
@@ -280,7 +283,6 @@ def _connect_to_kafka(
     from connectors.kafka.delivery import make_transactional_id
     from deformer_stream.cli.kafka_cluster import make_cluster
     from deformer_stream.codec.state import check_state
-    from deformer_stream.errors import ConfigError
 
     cluster = make_cluster(settings, servers)
     alerts_topic = settings.alerts_topic or f"{topic}-alerts"

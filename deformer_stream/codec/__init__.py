@@ -15,6 +15,7 @@ If a JSON object has a key twice, the last value counts. The modules are:
     windowing        assignment of readings to time windows
     json_messages    decoder for JSON messages
     arrow_messages   decoder for messages that are Arrow streams
+    schema_formats, protobuf_schemas  messages in the formats of a schema registry, converted to JSON
     columns, tables  conversion of Arrow columns; decoders for rows of Parquet and CSV tables
     encode_outputs   alerts, drift notices and dead letters as JSON
     encode_events    readings as messages, for `deformer-stream produce`
@@ -41,6 +42,7 @@ from deformer_stream.codec.encode_outputs import (
 )
 from deformer_stream.codec.json_messages import MessageDecoder
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, WideRows
+from deformer_stream.codec.schema_formats import SchemaTranslator
 from deformer_stream.codec.tables import (
     ROW_FILE_COLUMN,
     ROW_NUMBER_COLUMN,
@@ -68,6 +70,7 @@ __all__ = [
     "Codec",
     "FieldNames",
     "Order",
+    "SchemaTranslator",
     "WindowAssigner",
     "compute_shuffle_keys",
     "encode_alert",
@@ -100,6 +103,7 @@ class Codec:
             is then the record. None rejects such events.
         max_ahead_micros: How many microseconds an event's own time may lie after the broker's timestamp of its message,
             or after the wall clock if there is no such timestamp. None accepts all times.
+        translator: Converts messages in a format of a schema registry to JSON. None if they are JSON or Arrow streams.
 
     Raises:
         ConfigError: If the order is unknown.
@@ -116,12 +120,14 @@ class Codec:
         max_readings: int = 4096,
         window_assigner: WindowAssigner | None = None,
         max_ahead_micros: int | None = None,
+        translator: SchemaTranslator | None = None,
     ) -> None:
         if order not in ("arrival", "schema", "random"):
             raise ConfigError(f"the order of readings {order!r} is unknown; use arrival, schema or random")
         field_names = field_names or FieldNames()
         self.schema = schema
         self.field_names = field_names
+        self._translator = translator
         time_limit = None if max_ahead_micros is None else FutureTimeLimit(max_ahead_micros)
         arrow_decoder = ArrowDecoder(schema, field_names, max_message_bytes, window_assigner, time_limit)
         self._message_decoder = MessageDecoder(
@@ -155,7 +161,9 @@ class Codec:
         """
         match data:
             case Messages():
-                return self._message_decoder.decode(data)
+                return self._message_decoder.decode(
+                    data if self._translator is None else self._translator.translate(data)
+                )
             case LongRows():
                 return self._long_decoder.decode(data)
             case WideRows():

@@ -37,6 +37,8 @@ class RejectionReason(StrEnum):
 
     NOT_JSON = "not_json"
     """The message cannot be decoded, as JSON or in another configured format."""
+    UNKNOWN_SCHEMA = "unknown_schema"
+    """The schema registry has no schema with the id that the message states, or it cannot be used."""
     MALFORMED_ROW = "malformed_row"
     """A row of a CSV file has too few or too many cells."""
     MISSING_FIELD = "missing_field"

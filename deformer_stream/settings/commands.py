@@ -36,6 +36,7 @@ from deformer_stream.settings.option_groups import (
     TABLE_GROUPS,
     OptionGroups,
 )
+from deformer_stream.settings.registry import RegistrySettings
 from deformer_stream.settings.tables import TableSettings, WindowedTableSettings
 
 
@@ -137,7 +138,7 @@ class _AlertSettings(ScoringSettings):
     )
 
 
-class ConsumeSettings(_AlertSettings, KafkaSettings):
+class ConsumeSettings(_AlertSettings, KafkaSettings, RegistrySettings):
     """The options of `deformer-stream consume`."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("topic", "source")

@@ -16,7 +16,8 @@ from deformer_stream.settings.option_files import read_option_file
 
 SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER", "AWS_MSK_IAM", "GSSAPI"]
 
-_LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
+"""Names of this machine. A connection to it needs no encryption."""
 
 _PASSWORD_FIELDS = ("sasl_username", "sasl_password", "sasl_password_file")
 _OAUTH_ENDPOINT_FIELDS = (
@@ -214,7 +215,7 @@ class KafkaSettings(Settings):
                 "--sasl-oauth-token-endpoint must not contain a login; use --sasl-oauth-client-id and "
                 "--sasl-oauth-client-secret-file"
             )
-        if address.scheme == "http" and host not in _LOOPBACK_HOSTS:
+        if address.scheme == "http" and host not in LOOPBACK_HOSTS:
             raise ValueError(
                 "--sasl-oauth-token-endpoint would send the client secret without encryption; write https://…"
             )

@@ -50,6 +50,10 @@ SCORING_GROUPS: OptionGroups = {
         *("commit_interval", "max_wait", "max_poll_records", "max_message_bytes", *_CLIENT),
     ),
     "Kafka security": _SECURITY,
+    "Message format": (
+        *("format", "schema_registry", "schema_registry_username", "schema_registry_password_file"),
+        *("schema_registry_password", "schema_registry_cafile"),
+    ),
     "State and recovery": ("state_topic", "snapshot_interval", "open_records", "lost_state"),
     "Memory": ("cache_memory", "record_memory", "max_open_records"),
     "Monitoring": ("http",),

@@ -20,7 +20,7 @@ from deformer_stream import model_store
 from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern, PatternAdjuster
 from deformer_stream.calibration.incident_budget import parse_budget, plan_budget
 from deformer_stream.calibration.incident_segments import SegmentCalibration
-from deformer_stream.codec import state
+from deformer_stream.codec import Codec, state
 from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
 from deformer_stream.codec.incident_state import (
@@ -30,6 +30,7 @@ from deformer_stream.codec.incident_state import (
     encode_incident_state,
 )
 from deformer_stream.codec.payloads import LongRows, Messages, WideRows
+from deformer_stream.codec.schema_formats import RegisteredSchema, SchemaFormat, SchemaTranslator, frame
 from deformer_stream.codec.state_header import HEADER, MAGIC
 from deformer_stream.errors import ArtifactError, ConfigError, InputError, StateError
 from deformer_stream.incident_store import IncidentCalibration, LogEntry, Replaced, parse_incident_calibration
@@ -69,6 +70,44 @@ def messages(data: bytes) -> None:
     poll = hostile.draw_messages(r, r.randrange(4))
     for codec in invariants.CODECS:
         invariants.assert_messages_independent(codec, poll)
+
+
+@cache
+def make_registry_codec(schema_format: SchemaFormat) -> Codec:
+    """Return the codec of a topic whose messages have one of two schemas."""
+    union = [
+        "null",
+        "double",
+        "string",
+        "long",
+        "boolean",
+        "bytes",
+        {"type": "map", "values": ["null", "double", "string"]},
+    ]
+    names = ("record", "device", "feature", "value", "values", "time")
+    fields = [{"name": name, "type": union} for name in names]
+    avro = json.dumps({"type": "record", "name": "Event", "fields": fields})
+    proto = """syntax = "proto3"; import "google/protobuf/struct.proto"; import "google/protobuf/timestamp.proto";
+    message Event { string record = 1; string feature = 2; double value = 3; google.protobuf.Timestamp time = 4; }
+    message Many { optional string device = 1; google.protobuf.Struct values = 2; google.protobuf.Value time = 3;
+      repeated Many more = 4; map<string, bytes> content = 5; }"""
+    schemas = {
+        "avro": RegisteredSchema("AVRO", avro, {}),
+        "protobuf": RegisteredSchema("PROTOBUF", proto, {}),
+        "json-schema": RegisteredSchema("JSON", "{}", {}),
+    }
+    translator = SchemaTranslator(schema_format, {1: schemas[schema_format]}.get, 16_384)
+    return Codec(SCHEMA, max_message_bytes=16_384, translator=translator)
+
+
+def registry_messages(data: bytes) -> None:
+    """Use the bytes as a message in a format of a schema registry; the first byte selects it, and a valid header."""
+    first = data[0] if data else 0
+    formats: tuple[SchemaFormat, ...] = ("avro", "protobuf", "json-schema")
+    payload = data[1:] if first & 128 else frame(1, data[1:])
+    numbers = np.zeros(1, np.int64)
+    poll = Messages("fuzz", [None], [payload], numbers, numbers.astype(np.int32), numbers)
+    invariants.assert_messages_independent(make_registry_codec(formats[first % 3]), poll)
 
 
 def long_tables(data: bytes) -> None:
@@ -283,7 +322,16 @@ def _check_message(error: Exception) -> None:
 TARGETS: dict[str, Target] = {
     target.__name__: target
     for target in (
-        *(one_message, messages, arrow_messages, long_tables, wide_tables, model_directories, saved_states),
+        *(
+            one_message,
+            messages,
+            arrow_messages,
+            registry_messages,
+            long_tables,
+            wide_tables,
+            model_directories,
+            saved_states,
+        ),
         *(evidence, incident_states, incident_calibrations),
         *(input_urls, conditions, condition_grammar, model_sets, compressed_files),
     )

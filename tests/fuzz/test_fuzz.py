@@ -39,6 +39,11 @@ def test_any_bytes_as_tables_keep_the_invariants(data: bytes) -> None:
     TARGETS["wide_tables"](data)
 
 
+@given(st.binary(max_size=200))
+def test_any_bytes_as_messages_of_a_registry_keep_the_invariants(data: bytes) -> None:
+    TARGETS["registry_messages"](data)
+
+
 def test_fed_random_returns_the_bytes_and_then_seeded_numbers() -> None:
     one, other = FedRandom(b"\x05\x07\xff\xff\xff\xff"), FedRandom(b"")
     assert [one.getrandbits(8), one.getrandbits(4)] == [5, 7]

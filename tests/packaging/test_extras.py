@@ -32,6 +32,8 @@ MODULES = {
     "notify": ("connectors.receivers.apprise_receiver", "apprise"),
     "delta": ("deformer_stream.tables.delta", "deltalake"),
     "iceberg": ("deformer_stream.tables.iceberg", "pyiceberg"),
+    "avro": ("fastavro",),
+    "protobuf": ("grpc_tools.protoc", "google.protobuf.descriptor_pool"),
     "librdkafka": ("connectors.kafka.librdkafka_client", "connectors.kafka.librdkafka_admin"),
 }
 """Modules that an extra makes usable."""
@@ -53,6 +55,8 @@ USE = {
         "folder = pathlib.Path(tempfile.mkdtemp()) / 'metadata'; folder.mkdir(); "
         "path = folder / '00000-1.metadata.json'; path.touch(); find_data_files([path])"
     ),
+    "avro": "from deformer_stream.codec import SchemaTranslator; SchemaTranslator('avro', print, 1)",
+    "protobuf": "from deformer_stream.codec import SchemaTranslator; SchemaTranslator('protobuf', print, 1)",
     "librdkafka": "from connectors.kafka.client import choose_library; choose_library('librdkafka')",
     "msk": "from connectors.kafka.tokens import _make_aws_provider; _make_aws_provider('eu-west-1')",
 }

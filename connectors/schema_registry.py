@@ -1,0 +1,255 @@
+"""A client for schema registries with the REST interface of Confluent Schema Registry.
+
+Apicurio Registry (at the path /apis/ccompat/v7) and Karapace have the same interface.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from deformer_stream import log
+from deformer_stream.codec.schema_formats import RegisteredSchema
+from deformer_stream.errors import ConfigError, Unavailable
+
+REQUEST_SECONDS = 5.0
+"""Seconds after which a request without an answer has failed; it is repeated."""
+
+RETRY_SECONDS = 1.0
+"""Seconds to wait after a failed request before the next attempt."""
+
+UNKNOWN_SECONDS = 30.0
+"""Seconds for which an id without a schema is not requested again, so that bad messages cause few requests."""
+
+MAX_UNKNOWN_IDS = 10_000
+"""Number of ids without a schema that are remembered."""
+
+MAX_REFERENCES = 1000
+"""Largest number of schemas that a schema may refer to, directly or indirectly."""
+
+_HEADERS = {
+    "Accept": "application/vnd.schemaregistry.v1+json",
+    "Content-Type": "application/vnd.schemaregistry.v1+json",
+}
+_LOGIN_STATUSES = (401, 403)
+_UNUSABLE_STATUSES = (301, 302, 303, 307, 308, 400, 404, 405, 406, 409, 415, 422)
+"""Statuses that the same request will have again: the address is wrong, or the registry refuses the request."""
+
+# httpx logs the address of each request.
+logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryAddress:
+    """Where a schema registry is, and how to connect.
+
+    Attributes:
+        url: The address, without a login.
+        username: User name of the login, None for none.
+        password: Password of the login. It is not part of `repr` and must never be logged.
+        ca_file: PEM file of the authority that signed the registry's certificate, None for those of the system.
+    """
+
+    url: str
+    username: str | None = None
+    password: str | None = None
+    ca_file: Path | None = None
+
+    def __repr__(self) -> str:
+        """Return the address without the login."""
+        return f"RegistryAddress({self.url!r})"
+
+
+class SchemaRegistry:
+    """A client of a schema registry. While the registry cannot be reached, requests are repeated.
+
+    Args:
+        address: The registry.
+        patience: Seconds for which a request is repeated before it has failed.
+
+    Attributes:
+        on_wait: A function that is called before each repeated request.
+
+    Raises:
+        ConfigError: The file of the authority cannot be read.
+    """
+
+    def __init__(self, address: RegistryAddress, patience: float) -> None:
+        self.on_wait: Callable[[], None] = lambda: None
+        self._url, self._patience = address.url.rstrip("/"), patience
+        self._unknown_until: dict[int, float] = {}  # monotonic time by id
+        verify: Any = True
+        if address.ca_file is not None:
+            try:
+                verify = ssl.create_default_context(cafile=str(address.ca_file))
+            except OSError as error:  # `ssl.SSLError` is one
+                raise ConfigError(
+                    f"--schema-registry-cafile {address.ca_file} is not a PEM file with certificates: give one"
+                ) from error
+        login = None if address.username is None else (address.username, address.password or "")
+        self._client = httpx.Client(auth=login, verify=verify, timeout=REQUEST_SECONDS)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def check(self) -> None:
+        """Check at the start of a command that the registry responds.
+
+        Raises:
+            ConfigError: The registry refuses the login, or the address is not one of a schema registry.
+            Unavailable: The registry does not respond within the patience.
+        """
+        self._request("GET", "/subjects")
+
+    def fetch(self, schema_id: int) -> RegisteredSchema | None:
+        """Return the schema with an id and all schemas that it refers to, None if the registry has none.
+
+        Args:
+            schema_id: The id, as messages state it.
+
+        Raises:
+            ConfigError: The registry refuses the login or the request.
+            Unavailable: The registry does not respond within the patience.
+        """
+        if time.monotonic() < self._unknown_until.get(schema_id, 0.0):
+            return None
+        answer = self._request("GET", f"/schemas/ids/{schema_id}", is_optional=True)
+        if answer is None:
+            if len(self._unknown_until) >= MAX_UNKNOWN_IDS:
+                self._unknown_until.clear()
+            self._unknown_until[schema_id] = time.monotonic() + UNKNOWN_SECONDS
+            return None
+        references: dict[str, str] = {}
+        self._add_references(answer, references, set())
+        return RegisteredSchema(str(answer.get("schemaType") or "AVRO"), str(answer["schema"]), references)
+
+    def _add_references(self, answer: Mapping[str, Any], references: dict[str, str], open_names: set[str]) -> None:
+        """Add the schemas that a schema refers to, each after those that it refers to itself.
+
+        Args:
+            answer: The registry's answer with the schema.
+            references: Schemas by the name of the reference, which are added to.
+            open_names: Names of the references whose own references are being added.
+
+        Raises:
+            ConfigError: There are too many references.
+        """
+        for reference in answer.get("references") or ():
+            name = str(reference["name"])
+            if name in references or name in open_names:
+                continue
+            if len(references) + len(open_names) >= MAX_REFERENCES:
+                raise ConfigError(f"a schema of {self._url} refers to more than {MAX_REFERENCES} schemas: use fewer")
+            subject, version = quote(str(reference["subject"]), safe=""), reference["version"]
+            found = self._request("GET", f"/subjects/{subject}/versions/{version}")
+            self._add_references(found, references, open_names | {name})
+            references[name] = str(found["schema"])
+
+    def register(self, subject: str, schema_type: str, text: str) -> int:
+        """Register a schema under a subject and return its id; one that is registered already keeps its id.
+
+        Args:
+            subject: The subject, for example the name of the topic followed by -value.
+            schema_type: "AVRO", "PROTOBUF" or "JSON".
+            text: The schema.
+
+        Raises:
+            ConfigError: The registry refuses the login, or the schema is not compatible with earlier ones.
+            Unavailable: The registry does not respond within the patience.
+        """
+        path = f"/subjects/{quote(subject, safe='')}/versions"
+        return int(self._request("POST", path, {"schema": text, "schemaType": schema_type})["id"])
+
+    def _request(self, method: str, path: str, body: Any = None, is_optional: bool = False) -> Any:
+        """Return the answer to a request, None if it is optional and there is no such object.
+
+        Raises:
+            ConfigError: The registry refuses the login or the request.
+            Unavailable: The registry does not respond within the patience.
+        """
+        deadline = time.monotonic() + self._patience
+        is_logged = False
+        while True:
+            try:
+                response = self._client.request(method, self._url + path, json=body, headers=_HEADERS)
+                if response.status_code == 404 and is_optional and _has_error_code(response):
+                    return None
+                if response.status_code == 200:
+                    return _parse_answer(response, self._url)
+                self._check_status(response, f"{method} {path}")
+                problem = f"HTTP status {response.status_code}"
+            except httpx.InvalidURL as error:
+                raise ConfigError("--schema-registry: the address is not valid: write https://HOST:PORT") from error
+            except httpx.HTTPError as error:
+                problem = type(error).__name__
+            if time.monotonic() > deadline:
+                raise Unavailable(
+                    f"the schema registry {self._url} does not respond ({problem}): check that it runs, and "
+                    "--schema-registry"
+                )
+            if not is_logged:
+                log.get_logger("schema_registry").warning("schema_registry_unavailable", url=self._url, problem=problem)
+                is_logged = True
+            self.on_wait()
+            time.sleep(RETRY_SECONDS)
+
+    def _check_status(self, response: httpx.Response, request: str) -> None:
+        """Raise `ConfigError` if the same request would be refused again.
+
+        Args:
+            response: The answer of the registry.
+            request: The method and the path of the request, for the error message.
+        """
+        status = response.status_code
+        if status in _LOGIN_STATUSES:
+            raise ConfigError(
+                f"the schema registry {self._url} refuses the login (HTTP status {status}): check "
+                "--schema-registry-username and --schema-registry-password-file"
+            )
+        if status in _UNUSABLE_STATUSES:
+            raise ConfigError(
+                f"the schema registry {self._url} refuses the request {request} (HTTP status "
+                f"{status}{_quote_message(response)}): check --schema-registry; the path of Apicurio is "
+                "/apis/ccompat/v7"
+            )
+
+
+def _has_error_code(response: httpx.Response) -> bool:
+    """Return whether an answer is one of a registry, which states an error code, and not of another web server."""
+    try:
+        return isinstance(response.json(), dict) and "error_code" in response.json()
+    except ValueError:
+        return False
+
+
+def _quote_message(response: httpx.Response) -> str:
+    """Return the error message of a registry for the end of a sentence, empty if there is none."""
+    try:
+        message = response.json()["message"]
+    except (ValueError, KeyError, TypeError):
+        return ""
+    lines = str(message).splitlines() or [""]
+    return f", {lines[0][:200]}"
+
+
+def _parse_answer(response: httpx.Response, url: str) -> Any:
+    """Return the JSON of an answer.
+
+    Raises:
+        ConfigError: The answer is not JSON.
+    """
+    try:
+        return response.json()
+    except ValueError as error:
+        raise ConfigError(
+            f"{url} is not a schema registry, because it does not answer with JSON: check its path"
+        ) from error

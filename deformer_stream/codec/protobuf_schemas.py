@@ -1,0 +1,189 @@
+"""Parsers of Protobuf messages whose schema is a text, as schema registries store it.
+
+The text is compiled by the compiler of grpcio-tools, in a process of its own, because it writes errors to standard
+error. The messages are read with the descriptors of the protobuf library, without generated code.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+COMPILE_SECONDS = 60.0
+"""Seconds after which the compilation of a schema has failed."""
+
+_FILE = "registered_schema.proto"
+_WRAPPERS = frozenset(
+    f"google.protobuf.{kind}Value"
+    for kind in ("Double", "Float", "Int64", "UInt64", "Int32", "UInt32", "Bool", "String", "Bytes")
+)
+"""Messages that wrap one value, which may be missing."""
+
+
+def make_protobuf_parser(text: str, references: Mapping[str, str]) -> Callable[[bytes], dict[str, Any]]:
+    """Return a function that converts the content of a message to its fields by name.
+
+    The content begins with the path of the message's type: the indexes of nested types, as zigzag varints after their
+    number; a single zero is the first type of the schema.
+
+    Args:
+        text: The schema.
+        references: The schemas that it imports, by their file names.
+
+    Raises:
+        ValueError: The schema cannot be compiled.
+    """
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    pool = descriptor_pool.DescriptorPool()
+    files = descriptor_pb2.FileDescriptorSet.FromString(_compile(text, references))
+    for file in files.file:  # each one after those that it imports
+        pool.Add(file)
+    schema = pool.FindFileByName(_FILE)
+    types = list(schema.message_types_by_name.values())
+    class_by_path: dict[tuple[int, ...], Any] = {}
+
+    def parse(content: bytes) -> dict[str, Any]:
+        """Return the fields of a message by name."""
+        path, start = _read_path(content)
+        message_class = class_by_path.get(path)
+        if message_class is None:
+            descriptor = types[path[0]]
+            for index in path[1:]:
+                descriptor = descriptor.nested_types[index]
+            message_class = class_by_path[path] = message_factory.GetMessageClass(descriptor)
+        return _list_fields(message_class.FromString(content[start:]))
+
+    return parse
+
+
+def _compile(text: str, references: Mapping[str, str]) -> bytes:
+    """Return the serialized descriptors of a schema and of the files that it imports.
+
+    Raises:
+        ValueError: The schema cannot be compiled.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file, content in {**references, _FILE: text}.items():
+            relative = PurePosixPath(file)
+            if relative.is_absolute() or ".." in relative.parts:
+                raise ValueError(f"the name of the import {file!r} leaves its folder")
+            (folder / relative).parent.mkdir(parents=True, exist_ok=True)
+            (folder / relative).write_text(content)
+        output = folder / "descriptors"
+        # The module adds the folder with the files of Google, such as timestamp.proto.
+        command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{folder}", "--include_imports"]
+        result = subprocess.run(  # noqa: S603 - the text is a file, not a part of the command
+            [*command, f"--descriptor_set_out={output}", _FILE],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=COMPILE_SECONDS,
+            check=False,
+        )
+        if result.returncode:
+            # Other lines are messages of the library that the compiler uses.
+            problems = [line for line in result.stderr.splitlines() if ".proto:" in line]
+            raise ValueError(problems[0] if problems else "the compiler failed")
+        return output.read_bytes()
+
+
+def _read_path(content: bytes) -> tuple[tuple[int, ...], int]:
+    """Return the path of a message's type, and the number of bytes that it takes.
+
+    Raises:
+        ValueError: The path is not valid.
+    """
+    count, position = _read_index(content, 0)
+    if count == 0:
+        return (0,), position
+    path = []
+    for _ in range(count):
+        index, position = _read_index(content, position)
+        path.append(index)
+    return tuple(path), position
+
+
+def _read_index(content: bytes, position: int) -> tuple[int, int]:
+    """Return a number of the path of a message's type (a zigzag varint), and the position after it.
+
+    Raises:
+        ValueError: There is no such number, or it is negative or too large to be an index.
+    """
+    number = shift = 0
+    while True:
+        if position >= len(content) or shift > 28:
+            raise ValueError("the path of the message's type is not valid")
+        byte = content[position]
+        number |= (byte & 127) << shift
+        position, shift = position + 1, shift + 7
+        if byte < 128:
+            break
+    if number & 1:  # zigzag encoding: odd numbers are negative
+        raise ValueError("the path of the message's type is not valid")
+    return number >> 1, position
+
+
+def _list_fields(message: Any) -> dict[str, Any]:
+    """Return the fields of a message by name.
+
+    A field that states its presence (a message, `optional`, `oneof`) is left out if it is missing. Any other field that
+    is missing has its default, such as 0, because the message does not say whether it was sent. The entries of a map
+    are sorted: they have no order, and scores must not depend on that of the library.
+    """
+    fields: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        if field.has_presence and not message.HasField(field.name):
+            continue
+        value = getattr(message, field.name)
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            item_field = field.message_type.fields_by_name["value"]
+            fields[field.name] = {key: _convert(item_field, value[key]) for key in sorted(value)}
+        elif field.is_repeated:
+            fields[field.name] = [_convert(field, item) for item in value]
+        else:
+            fields[field.name] = _convert(field, value)
+    return fields
+
+
+def _convert(field: Any, value: Any) -> Any:
+    """Return a value of a field: an enumerated one by its name, a message as its fields, a timestamp as a time."""
+    if field.enum_type is not None:
+        number = field.enum_type.values_by_number.get(value)
+        return value if number is None else number.name
+    if field.message_type is None:
+        return value
+    name = field.message_type.full_name
+    if name == "google.protobuf.Timestamp":
+        return datetime.fromtimestamp(value.seconds, UTC).timestamp() + value.nanos / 1e9
+    if name in _WRAPPERS:
+        return value.value
+    if name == "google.protobuf.Struct":
+        return _convert_struct(value)
+    if name == "google.protobuf.Value":
+        return _convert_struct_value(value)
+    return _list_fields(value)
+
+
+def _convert_struct(value: Any) -> dict[str, Any]:
+    """Return the fields of a `google.protobuf.Struct`, sorted by name, because a map has no order."""
+    return {key: _convert_struct_value(value.fields[key]) for key in sorted(value.fields)}
+
+
+def _convert_struct_value(value: Any) -> Any:
+    """Return a `google.protobuf.Value`, which is like a value of JSON."""
+    kind = value.WhichOneof("kind")
+    match kind:
+        case None | "null_value":
+            return None
+        case "struct_value":
+            return _convert_struct(value.struct_value)
+        case "list_value":
+            return [_convert_struct_value(part) for part in value.list_value.values]
+    return getattr(value, kind)  # a number, a text or a boolean

@@ -1,0 +1,276 @@
+"""Messages whose schema is in a schema registry: Avro, Protobuf and JSON Schema.
+
+Such a message begins with a zero byte and the id of its schema, four bytes in big-endian order (the Confluent wire
+format). A Protobuf message continues with the path of its type within the schema. `SchemaTranslator` converts messages
+to JSON, so that the rules, the field names and the rejections are those of JSON messages.
+
+The formats have libraries of their own, which are imported when the first message of the format arrives: fastavro
+(extra `avro`), and protobuf with the compiler of grpcio-tools (extra `protobuf`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
+from io import BytesIO
+from math import isfinite
+from typing import Any, Literal, cast
+from uuid import UUID
+
+import orjson
+
+from deformer_stream.codec.payloads import Messages, UnreadablePayload
+from deformer_stream.codec.protobuf_schemas import make_protobuf_parser
+from deformer_stream.codec.validation import RejectionError, quote
+from deformer_stream.engine.events import RejectionReason
+from deformer_stream.errors import ConfigError, summarize_error
+from deformer_stream.extras import format_remedy, is_installed
+
+SchemaFormat = Literal["avro", "protobuf", "json-schema"]
+"""Formats of messages whose schema is in a registry."""
+
+HEADER_BYTES = 5
+"""Length of the zero byte and the schema id at the beginning of a message."""
+
+MAX_DEPTH = 16
+"""Largest number of nested values of a message. A deeper one is rejected."""
+
+_TYPE_BY_FORMAT: Mapping[str, str] = {"avro": "AVRO", "protobuf": "PROTOBUF", "json-schema": "JSON"}
+"""Name of each format in the answers of a registry."""
+
+_PACKAGE_BY_FORMAT: Mapping[str, str] = {"avro": "fastavro", "protobuf": "grpc_tools"}
+"""A module of the extra that a format needs, if it needs one."""
+
+Parser = Callable[[bytes], Any]
+"""Converts what follows the header of a message to the values that `json.loads` returns, or to values of
+`_to_json_type`. Raises any exception if the message does not fit its schema."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredSchema:
+    """A schema of a registry.
+
+    Attributes:
+        type: "AVRO", "PROTOBUF" or "JSON".
+        text: The schema.
+        references: The schemas that it refers to, each after those that it refers to itself, by the name that the
+            reference uses.
+    """
+
+    type: str
+    text: str
+    references: Mapping[str, str]
+
+
+FetchSchema = Callable[[int], RegisteredSchema | None]
+"""Returns the schema with an id, or None if the registry has none. It blocks while the registry cannot be reached."""
+
+
+class SchemaTranslator:
+    """Converts the messages of a topic to JSON, each with the schema that its header names.
+
+    Args:
+        schema_format: The format of the messages.
+        fetch_schema: Requests a schema of the registry. It is called for each message with an id that has no schema, so
+            it should remember such ids for a while.
+        max_bytes: Maximum size of a message in bytes; a larger one is rejected.
+
+    Raises:
+        ConfigError: The libraries of the format are not installed.
+    """
+
+    def __init__(self, schema_format: SchemaFormat, fetch_schema: FetchSchema, max_bytes: int) -> None:
+        package = _PACKAGE_BY_FORMAT.get(schema_format)
+        if package is not None and not is_installed(package):
+            raise ConfigError(
+                f"--format {schema_format} needs packages that are not installed: {format_remedy(schema_format)}"
+            )
+        self._format, self._fetch_schema, self._max_bytes = schema_format, fetch_schema, max_bytes
+        self._parser_by_id: dict[int, Parser | RejectionError] = {}
+
+    def translate(self, data: Messages) -> Messages:
+        """Return messages with JSON in place of their payloads.
+
+        A message that cannot be converted becomes an `UnreadablePayload` with the reason. Tombstones stay as they are.
+
+        Args:
+            data: The messages of a poll.
+        """
+        return replace(data, payloads=[self._translate(payload) for payload in data.payloads])
+
+    def _translate(self, payload: bytes | None) -> bytes | None:
+        """Return a payload as JSON, or the reason why it cannot be converted."""
+        if payload is None or isinstance(payload, UnreadablePayload):
+            return payload
+        try:
+            if len(payload) > self._max_bytes:
+                raise RejectionError(
+                    RejectionReason.TOO_LARGE,
+                    f"the message has {len(payload)} bytes; at most {self._max_bytes} are accepted; send smaller "
+                    "messages",
+                )
+            if len(payload) < HEADER_BYTES or payload[0] != 0:
+                raise RejectionError(
+                    RejectionReason.NOT_JSON,
+                    f"the message is not {self._format} of a schema registry: it does not begin with a zero byte and "
+                    "a schema id of four bytes; check --format",
+                )
+            schema_id = int.from_bytes(payload[1:HEADER_BYTES], "big")
+            parser = self._get_parser(schema_id)
+            content = payload[HEADER_BYTES:]
+            if self._format == "json-schema":
+                return content
+            return _parse(parser, content, self._format, schema_id)
+        except RejectionError as error:
+            return UnreadablePayload(error.reason, error.detail)
+
+    def _get_parser(self, schema_id: int) -> Parser:
+        """Return the parser of messages with a schema.
+
+        Raises:
+            RejectionError: The registry has no such schema, or it is of another format or not valid.
+        """
+        parser = self._parser_by_id.get(schema_id)
+        if parser is None:
+            schema = self._fetch_schema(schema_id)
+            if schema is None:
+                raise RejectionError(
+                    RejectionReason.UNKNOWN_SCHEMA,
+                    f"the schema registry has no schema with id {schema_id}; check --schema-registry, or register it",
+                )
+            parser = self._parser_by_id[schema_id] = self._make_parser(schema_id, schema)
+        if isinstance(parser, RejectionError):
+            raise parser
+        return parser
+
+    def _make_parser(self, schema_id: int, schema: RegisteredSchema) -> Parser | RejectionError:
+        """Return the parser of messages with a schema, or why they are rejected."""
+        if schema.type != _TYPE_BY_FORMAT[self._format]:
+            return RejectionError(
+                RejectionReason.UNKNOWN_SCHEMA,
+                f"schema {schema_id} of the registry is of the type {schema.type}, but the option is --format "
+                f"{self._format}; check which format the topic has",
+            )
+        try:
+            match self._format:
+                case "avro":
+                    return _make_avro_parser(schema)
+                case "protobuf":
+                    return make_protobuf_parser(schema.text, schema.references)
+                case "json-schema":
+                    return orjson.loads
+        except Exception as error:  # the libraries have no common base class of errors
+            return RejectionError(
+                RejectionReason.UNKNOWN_SCHEMA,
+                f"schema {schema_id} of the registry is not valid: {quote(summarize_error(error), 200)}",
+            )
+
+
+def _parse(parser: Parser, content: bytes, schema_format: str, schema_id: int) -> bytes:
+    """Return the content of a message as JSON.
+
+    A number that is not finite is written as `NaN` or `Infinity`, which is not JSON. The decoder of JSON messages
+    then rejects the reading, and names its feature.
+
+    Args:
+        parser: The parser of its schema.
+        content: What follows the header.
+        schema_format: Name of the format, for the error message.
+        schema_id: The id of the schema, for the error message.
+
+    Raises:
+        RejectionError: The content does not fit the schema, or has values that JSON cannot express.
+    """
+    is_finite = [True]
+    try:
+        document = _to_json_type(parser(content), is_finite, MAX_DEPTH)
+        return orjson.dumps(document) if is_finite[0] else json.dumps(document).encode()
+    except RejectionError:
+        raise
+    except Exception as error:  # a damaged message can raise anything in the libraries
+        raise RejectionError(
+            RejectionReason.NOT_JSON,
+            f"the message does not fit schema {schema_id} ({schema_format}): {quote(summarize_error(error), 200)}",
+        ) from None
+
+
+def _to_json_type(value: Any, is_finite: list[bool], depth: int) -> Any:
+    """Return a value of Avro or Protobuf as the value of JSON with the same meaning.
+
+    Points in time become seconds since 1970; one without a time zone is in UTC. Times of day and dates become text.
+
+    Args:
+        value: The value.
+        is_finite: One element, which is set to False if a number is not finite.
+        depth: How many levels of nested values are accepted.
+
+    Raises:
+        RejectionError: JSON has no such value.
+    """
+    match value:
+        case None | bool() | str():
+            return value
+        case int():
+            return value
+        case float():
+            is_finite[0] &= isfinite(value)
+            return value
+        case dict() if depth:
+            return {str(name): _to_json_type(part, is_finite, depth - 1) for name, part in value.items()}
+        case list() | tuple() if depth:
+            return [_to_json_type(part, is_finite, depth - 1) for part in value]
+        case datetime():
+            return (value if value.tzinfo is not None else value.replace(tzinfo=UTC)).timestamp()
+        case date() | time() | UUID():
+            return str(value)
+        case Decimal():
+            return _to_json_type(float(value), is_finite, depth)
+        case dict() | list() | tuple():
+            raise RejectionError(
+                RejectionReason.TOO_LARGE, f"the message has more than {MAX_DEPTH} levels of nested values; send fewer"
+            )
+    raise RejectionError(
+        RejectionReason.WRONG_TYPE,
+        f"the message has a value of the type {type(value).__name__}, which no reading can have; send a "
+        "number or a text",
+    )
+
+
+def _make_avro_parser(schema: RegisteredSchema) -> Parser:
+    """Return the parser of messages with an Avro schema.
+
+    Raises:
+        Exception: The schema is not valid.
+    """
+    import fastavro
+
+    named_types: dict[str, Any] = {}
+    for text in schema.references.values():
+        fastavro.parse_schema(json.loads(text), named_schemas=named_types)
+    parsed = fastavro.parse_schema(json.loads(schema.text), named_schemas=named_types)
+
+    def parse(content: bytes) -> Any:
+        """Return the value of a message, whose whole content must be used."""
+        stream = BytesIO(content)
+        document = fastavro.schemaless_reader(stream, parsed, None)
+        if stream.tell() < len(content):
+            raise ValueError(f"{len(content) - stream.tell()} bytes follow its last field")
+        return document
+
+    return cast("Parser", parse)
+
+
+def frame(schema_id: int, content: bytes) -> bytes:
+    """Return a message of the Confluent wire format.
+
+    Args:
+        schema_id: The id of the schema in the registry.
+        content: The content, encoded with the schema.
+    """
+    return b"\0" + schema_id.to_bytes(HEADER_BYTES - 1, "big") + content
+
+
+__all__: Sequence[str] = ["FetchSchema", "RegisteredSchema", "SchemaFormat", "SchemaTranslator", "frame"]

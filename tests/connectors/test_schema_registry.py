@@ -1,0 +1,151 @@
+"""Tests of the client for schema registries: with a real one, and with a small one that fails on request."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from connectors.schema_registry import RegistryAddress, SchemaRegistry
+from deformer_stream.errors import ConfigError, Unavailable
+from tests.apicurio import run_apicurio
+from tests.conftest import find_free_port
+from tests.connectors.receiving_server import Answer, ReceivingServer
+from tests.schema_registry import LOGIN, FakeRegistry, run_registry
+
+AVRO = json.dumps({"type": "record", "name": "Reading", "fields": [{"name": "value", "type": "double"}]})
+JSON_SCHEMA = json.dumps(
+    {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "type": "object",
+        "properties": {"value": {"type": "number"}},
+    }
+)
+PROTO = 'syntax = "proto3"; message Reading { double value = 1; }'
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeRegistry]:
+    """Return a small registry without schemas."""
+    with run_registry() as registry:
+        yield registry
+
+
+@pytest.fixture(scope="module")
+def apicurio() -> Iterator[str]:
+    """Return the address of a real registry."""
+    with run_apicurio() as url:
+        yield url
+
+
+@pytest.fixture(params=["small", pytest.param("apicurio", marks=pytest.mark.kafka)])
+def client(request: pytest.FixtureRequest) -> Iterator[SchemaRegistry]:
+    """Return a client of each registry in turn."""
+    url = request.getfixturevalue("apicurio") if request.param == "apicurio" else request.getfixturevalue("fake").url
+    registry = SchemaRegistry(RegistryAddress(url), 20.0)
+    yield registry
+    registry.close()
+
+
+def test_registered_schemas_are_fetched(client: SchemaRegistry) -> None:
+    client.check()
+    for schema_type, text in (("AVRO", AVRO), ("PROTOBUF", PROTO), ("JSON", JSON_SCHEMA)):
+        schema_id = client.register(f"{schema_type}-value", schema_type, text)
+        assert client.register(f"{schema_type}-value", schema_type, text) == schema_id
+        found = client.fetch(schema_id)
+        assert found is not None
+        assert found.type == schema_type
+        assert dict(found.references) == {}
+        if schema_type != "PROTOBUF":
+            assert json.loads(found.text) == json.loads(text)
+        else:
+            assert "double value = 1" in found.text
+
+
+def test_unknown_id_has_no_schema(client: SchemaRegistry) -> None:
+    assert client.fetch(987_654) is None
+
+
+def test_unknown_id_is_not_requested_again_at_once(fake: FakeRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = SchemaRegistry(RegistryAddress(fake.url), 5.0)
+    assert client.fetch(1) is None
+    assert client.fetch(1) is None
+    assert fake.requests == ["GET /schemas/ids/1"]
+    fake.add(AVRO)
+    monkeypatch.setattr("connectors.schema_registry.UNKNOWN_SECONDS", 0.0)
+    client = SchemaRegistry(RegistryAddress(fake.url), 5.0)
+    found = client.fetch(1)
+    assert found is not None
+    assert found.text == AVRO
+    client.close()
+
+
+def test_references_come_after_what_they_refer_to(fake: FakeRegistry) -> None:
+    fake.add('{"type": "enum", "name": "C", "symbols": ["x"]}', subject="c")
+    fake.add('{"type": "record", "name": "B", "fields": []}', subject="b", C="c")
+    schema_id = fake.add(AVRO, subject="a", B="b", C="c")
+    client = SchemaRegistry(RegistryAddress(fake.url), 5.0)
+    found = client.fetch(schema_id)
+    client.close()
+    assert found is not None
+    assert list(found.references) == ["C", "B"]
+
+
+def test_requests_are_repeated_while_the_registry_is_unavailable(
+    fake: FakeRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("connectors.schema_registry.RETRY_SECONDS", 0.01)
+    schema_id = fake.add(AVRO)
+    fake.num_unavailable = 3
+    client = SchemaRegistry(RegistryAddress(fake.url), 30.0)
+    calls: list[float] = []
+    client.on_wait = lambda: calls.append(time.monotonic())
+    assert client.fetch(schema_id) is not None
+    assert len(calls) == 3
+    client.close()
+
+
+def test_registry_that_does_not_respond_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("connectors.schema_registry.RETRY_SECONDS", 0.01)
+    client = SchemaRegistry(RegistryAddress(f"http://127.0.0.1:{find_free_port()}"), 0.05)
+    with pytest.raises(Unavailable, match=r"does not respond \(ConnectError\)"):
+        client.fetch(1)
+    client.close()
+
+
+def test_login_is_sent_and_a_refused_one_is_reported(fake: FakeRegistry) -> None:
+    fake.needs_login = True
+    client = SchemaRegistry(RegistryAddress(fake.url, *LOGIN), 5.0)
+    client.check()
+    client.close()
+    wrong = RegistryAddress(fake.url, LOGIN[0], "another secret")
+    assert "secret" not in repr(wrong)
+    client = SchemaRegistry(wrong, 5.0)
+    with pytest.raises(ConfigError, match="--schema-registry-password-file") as error:
+        client.check()
+    assert "another secret" not in str(error.value)
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "answer", [Answer(404, b"not found"), Answer(200, b"<html>"), Answer(301), Answer(404, b"[]"), Answer(400, b"{}")]
+)
+def test_other_web_server_is_reported(answer: Answer) -> None:
+    server = ReceivingServer()
+    server.default = answer
+    client = SchemaRegistry(RegistryAddress(server.url), 5.0)
+    try:
+        with pytest.raises(ConfigError, match="schema registry"):
+            client.fetch(1)
+    finally:
+        client.close()
+        server.close()
+
+
+def test_file_without_certificates_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing.pem", tmp_path):
+        with pytest.raises(ConfigError, match="--schema-registry-cafile"):
+            SchemaRegistry(RegistryAddress("https://registry", ca_file=path), 5.0)

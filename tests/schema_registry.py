@@ -1,0 +1,111 @@
+"""A schema registry for tests, in this process: the part of Confluent's REST interface that the client uses."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+LOGIN = ("plant", "a secret")
+
+
+class FakeRegistry:
+    """The registered schemas, and faults.
+
+    Attributes:
+        url: The address.
+        requests: Method and path of each request so far.
+        num_unavailable: Number of the next requests that are answered with "503 Service Unavailable".
+        needs_login: Whether requests without `LOGIN` are refused.
+    """
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.requests: list[str] = []
+        self.num_unavailable = 0
+        self.needs_login = False
+        self._schemas: list[dict[str, Any]] = []  # the id is the index plus 1
+
+    def add(self, text: str, schema_type: str = "AVRO", subject: str = "t-value", **references: str) -> int:
+        """Register a schema and return its id.
+
+        Args:
+            text: The schema.
+            schema_type: Its type.
+            subject: The subject.
+            references: The subject of each schema that it refers to, by the name of the reference.
+        """
+        document: dict[str, Any] = {"schema": text, "subject": subject, "version": 1}
+        if schema_type != "AVRO":  # Confluent's registry leaves the default out
+            document["schemaType"] = schema_type
+        if references:
+            document["references"] = [
+                {"name": name, "subject": other, "version": 1} for name, other in references.items()
+            ]
+        if document not in self._schemas:
+            self._schemas.append(document)
+        return self._schemas.index(document) + 1
+
+    def answer(self, method: str, path: str, body: bytes, authorization: str | None) -> tuple[int, Any]:
+        """Return the status and the document of the answer to a request."""
+        self.requests.append(f"{method} {path}")
+        if self.num_unavailable:
+            self.num_unavailable -= 1
+            return 503, {"error_code": 50301, "message": "starting"}
+        expected = "Basic " + base64.b64encode(":".join(LOGIN).encode()).decode()
+        if self.needs_login and authorization != expected:
+            return 401, {"error_code": 401, "message": "Unauthorized"}
+        if path == "/subjects":
+            return 200, sorted({schema["subject"] for schema in self._schemas})
+        if found := re.fullmatch(r"/schemas/ids/(\d+)", path):
+            index = int(found[1]) - 1
+            if not 0 <= index < len(self._schemas):
+                return 404, {"error_code": 40403, "message": "Schema not found"}
+            return 200, self._schemas[index]
+        if found := re.fullmatch(r"/subjects/([^/]+)/versions/1", path):
+            matching = [schema for schema in self._schemas if schema["subject"] == found[1]]
+            return (200, matching[0]) if matching else (404, {"error_code": 40401, "message": "Subject not found"})
+        if method == "POST" and (found := re.fullmatch(r"/subjects/([^/]+)/versions", path)):
+            document = json.loads(body)
+            return 200, {"id": self.add(document["schema"], document["schemaType"], found[1])}
+        return 404, {"error_code": 404, "message": "HTTP 404 Not Found"}
+
+
+@contextmanager
+def run_registry() -> Iterator[FakeRegistry]:
+    """Run a registry without schemas on a free port of the loopback interface."""
+    registry = FakeRegistry()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            status, document = registry.answer(self.command, self.path, content, self.headers.get("Authorization"))
+            body = json.dumps(document).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/vnd.schemaregistry.v1+json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET  # noqa: N815 - the name that the server calls
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    registry.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield registry
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
