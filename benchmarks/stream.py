@@ -3,6 +3,7 @@
     python -m benchmarks.stream [PART…]
 
 stages       Events per second of each stage in one process, without Kafka, with and without a Gaussian prior.
+formats      Readings per second that are decoded, of JSON and of the formats of a schema registry, without Kafka.
 throughput   Events per second through a real Kafka from a topic that was filled before, by format of the messages: one
              reading per message, several, Arrow.
 sustained    Messages are produced at a rate (--rate) for a time (--seconds); the consumer lag must not grow.
@@ -40,6 +41,7 @@ Rows = Iterator[dict[str, Any]]
 
 PARTS: dict[str, Callable[[argparse.Namespace, Path], Rows]] = {
     "stages": stream_local.stages,
+    "formats": stream_local.formats,
     "throughput": stream_kafka.throughput,
     "sustained": stream_kafka.sustained,
     "irregular": stream_kafka.irregular,

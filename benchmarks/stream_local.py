@@ -3,38 +3,45 @@
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import fastavro
 import numpy as np
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from benchmarks.feed import EventFeed, make_model, make_quiet_calibration
+from benchmarks.feed import EventFeed, make_model, make_quiet_calibration, make_schema
 from benchmarks.speed import measure_ceiling
 from connectors.files import ScoresParquet
 from deformer_stream import model_store
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
+from deformer_stream.codec.schema_formats import RegisteredSchema, SchemaFormat, SchemaTranslator, frame
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, EventBatch
 from deformer_stream.engine.records import RecordTable
 from deformer_stream.model.deformer import DEformer
 from tests.integration.programs import make_command, make_environment
+from tests.schema_registry import make_message_class
 
 Rows = Iterator[dict[str, Any]]
 
 POLL_EVENTS = 8192
 OPEN_RECORDS = 4096
+FORMAT_ROUNDS = 12
 PRIOR_COMPONENTS = 4
 """Components of the Gaussian prior in the rows that have one."""
 
@@ -83,6 +90,72 @@ def _measure_stages(model: DEformer, features: int, folder: Path, polls: int = 9
     seconds_by_stage |= {"score_and_effects": scoring, "encode": encode}
     seconds_by_stage["all"] = [sum(parts) for parts in zip(*seconds_by_stage.values(), strict=True)]
     return {f"{stage}_/s": round(POLL_EVENTS / median(seconds[1:])) for stage, seconds in seconds_by_stage.items()}
+
+
+def formats(options: argparse.Namespace, folder: Path) -> Rows:
+    """Measure how fast messages of each format are decoded, in turn, with one reading and with several."""
+    schema = make_schema(options.features)
+    for readings in (1, min(4, options.features)):
+        feed = EventFeed(options.features, OPEN_RECORDS)
+        messages = feed.json_messages() if readings == 1 else feed.json_messages_of_many(readings)
+        documents = [orjson.loads(value) for _, value in islice(messages, POLL_EVENTS)]
+        payloads_by_format, schema_by_format = _encode_documents(documents)
+        codecs = {
+            name: Codec(schema, translator=SchemaTranslator(name, {1: schema_by_format[name]}.get, 2**20))
+            for name in schema_by_format
+        }
+        seconds_by_format: dict[str, list[float]] = {name: [] for name in payloads_by_format}
+        for _ in range(FORMAT_ROUNDS):
+            for name, payloads in payloads_by_format.items():
+                n = len(payloads)
+                data = Messages("topic", [None] * n, payloads, np.full(n, NO_TIME), np.zeros(n, np.int32), np.arange(n))
+                codec = codecs[name] if name in codecs else Codec(schema)
+                began = time.perf_counter()
+                events, rejections = codec.decode(data)
+                seconds_by_format[name].append(time.perf_counter() - began)
+                assert (len(events), rejections) == (n * readings, [])
+        for name, seconds in seconds_by_format.items():
+            yield {
+                "format": name,
+                "readings_a_message": readings,
+                "bytes_a_message": round(sum(map(len, payloads_by_format[name])) / len(documents)),
+                "readings_/s": round(len(documents) * readings / median(seconds[1:])),
+                "share_of_json": round(median(seconds_by_format["json"][1:]) / median(seconds[1:]), 2),
+            }
+
+
+def _encode_documents(
+    documents: list[dict[str, Any]],
+) -> tuple[dict[str, list[bytes | None]], dict[SchemaFormat, RegisteredSchema]]:
+    """Return documents as messages of each format, and the schemas of those that have one, all with the id 1."""
+    is_single = "feature" in documents[0]
+    avro_fields = [{"name": "feature", "type": "string"}, {"name": "value", "type": "double"}]
+    if not is_single:
+        avro_fields = [
+            {"name": "time", "type": "double"},
+            {"name": "values", "type": {"type": "map", "values": "double"}},
+        ]
+    avro = {"type": "record", "name": "Event", "fields": [{"name": "record", "type": "string"}, *avro_fields]}
+    proto_fields = "string feature = 2; double value = 3;"
+    if not is_single:
+        proto_fields = "double time = 2; map<string, double> values = 3;"
+    proto = f'syntax = "proto3"; message Event {{ string record = 1; {proto_fields} }}'
+    parsed_avro, message_class = fastavro.parse_schema(avro), make_message_class(proto)
+    payloads_by_format: dict[str, list[bytes | None]] = {"json": [], "json-schema": [], "avro": [], "protobuf": []}
+    for document in documents:
+        text = orjson.dumps(document)
+        stream = BytesIO()
+        fastavro.schemaless_writer(stream, parsed_avro, document)
+        content = b"\0" + message_class(**document).SerializeToString()
+        payloads_by_format["json"].append(text)
+        payloads_by_format["json-schema"].append(frame(1, text))
+        payloads_by_format["avro"].append(frame(1, stream.getvalue()))
+        payloads_by_format["protobuf"].append(frame(1, content))
+    return payloads_by_format, {
+        "avro": RegisteredSchema("AVRO", json.dumps(avro), {}),
+        "protobuf": RegisteredSchema("PROTOBUF", proto, {}),
+        "json-schema": RegisteredSchema("JSON", "{}", {}),
+    }
 
 
 def read_resident_bytes(process: int | str = "self") -> int:

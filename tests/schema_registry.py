@@ -1,4 +1,7 @@
-"""A schema registry for tests, in this process: the part of Confluent's REST interface that the client uses."""
+"""A schema registry for tests, in this process: the part of Confluent's REST interface that the client uses.
+
+And Protobuf messages of schemas that are texts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,19 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from deformer_stream.codec.protobuf_schemas import compile_schema
+
 LOGIN = ("plant", "a secret")
+
+
+def make_message_class(text: str, name: str = "Event") -> Any:
+    """Return the class of a Protobuf message, from a schema as text and the message's full name."""
+    pool = descriptor_pool.DescriptorPool()
+    for file in descriptor_pb2.FileDescriptorSet.FromString(compile_schema(text, {})).file:
+        pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(name))
 
 
 class FakeRegistry:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -41,28 +40,30 @@ def make_protobuf_parser(text: str, references: Mapping[str, str]) -> Callable[[
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     pool = descriptor_pool.DescriptorPool()
-    files = descriptor_pb2.FileDescriptorSet.FromString(_compile(text, references))
+    files = descriptor_pb2.FileDescriptorSet.FromString(compile_schema(text, references))
     for file in files.file:  # each one after those that it imports
         pool.Add(file)
     schema = pool.FindFileByName(_FILE)
     types = list(schema.message_types_by_name.values())
-    class_by_path: dict[tuple[int, ...], Any] = {}
+    readers: dict[str, Read] = {}
+    parser_by_path: dict[tuple[int, ...], tuple[Any, Read]] = {}
 
     def parse(content: bytes) -> dict[str, Any]:
         """Return the fields of a message by name."""
         path, start = _read_path(content)
-        message_class = class_by_path.get(path)
-        if message_class is None:
+        if path not in parser_by_path:
             descriptor = types[path[0]]
             for index in path[1:]:
                 descriptor = descriptor.nested_types[index]
-            message_class = class_by_path[path] = message_factory.GetMessageClass(descriptor)
-        return _list_fields(message_class.FromString(content[start:]))
+            message_class = message_factory.GetMessageClass(descriptor)
+            parser_by_path[path] = message_class.FromString, _make_reader(descriptor, readers)
+        from_bytes, list_fields = parser_by_path[path]
+        return list_fields(from_bytes(content[start:]))
 
     return parse
 
 
-def _compile(text: str, references: Mapping[str, str]) -> bytes:
+def compile_schema(text: str, references: Mapping[str, str]) -> bytes:
     """Return the serialized descriptors of a schema and of the files that it imports.
 
     Raises:
@@ -130,45 +131,78 @@ def _read_index(content: bytes, position: int) -> tuple[int, int]:
     return number >> 1, position
 
 
-def _list_fields(message: Any) -> dict[str, Any]:
-    """Return the fields of a message by name.
+Convert = Callable[[Any], Any]
+"""Converts a value of a field to a value of JSON."""
+
+Read = Callable[[Any], dict[str, Any]]
+"""Returns the fields of a message by name, as values of JSON."""
+
+
+def _make_reader(descriptor: Any, readers: dict[str, Read]) -> Callable[[Any], dict[str, Any]]:
+    """Return a function from a message to its fields by name.
 
     A field that states its presence (a message, `optional`, `oneof`) is left out if it is missing. Any other field that
     is missing has its default, such as 0, because the message does not say whether it was sent. The entries of a map
     are sorted: they have no order, and scores must not depend on that of the library.
+
+    Args:
+        descriptor: The type of the message.
+        readers: The functions of the types that were seen before, by full name. A type may contain itself.
     """
-    fields: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
-        if field.has_presence and not message.HasField(field.name):
-            continue
-        value = getattr(message, field.name)
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            item_field = field.message_type.fields_by_name["value"]
-            fields[field.name] = {key: _convert(item_field, value[key]) for key in sorted(value)}
-        elif field.is_repeated:
-            fields[field.name] = [_convert(field, item) for item in value]
-        else:
-            fields[field.name] = _convert(field, value)
-    return fields
+    if descriptor.full_name in readers:
+        return readers[descriptor.full_name]
+    plan: list[tuple[str, bool, Convert | None]] = []
+
+    def read(message: Any) -> dict[str, Any]:
+        """Return the fields of a message."""
+        return {
+            name: getattr(message, name) if convert is None else convert(getattr(message, name))
+            for name, has_presence, convert in plan
+            if not has_presence or message.HasField(name)
+        }
+
+    readers[descriptor.full_name] = read
+    plan += [(field.name, field.has_presence, _make_field_converter(field, readers)) for field in descriptor.fields]
+    return read
 
 
-def _convert(field: Any, value: Any) -> Any:
-    """Return a value of a field: an enumerated one by its name, a message as its fields, a timestamp as a time."""
+def _make_field_converter(field: Any, readers: dict[str, Read]) -> Convert | None:
+    """Return the function that converts a field with all its values; None if the value stays as it is."""
+    kind = field.message_type
+    if kind is not None and kind.GetOptions().map_entry:
+        convert_entry = _make_converter(kind.fields_by_name["value"], readers) or _keep
+        return lambda entries: {key: convert_entry(entries[key]) for key in sorted(entries)}
+    convert = _make_converter(field, readers)
+    if field.is_repeated:
+        convert_item = convert or _keep
+        return lambda items: [convert_item(item) for item in items]
+    return convert
+
+
+def _make_converter(field: Any, readers: dict[str, Read]) -> Convert | None:
+    """Return the function that converts one value of a field; None if it stays as it is.
+
+    An enumerated value becomes its name, a timestamp a number of seconds, another message its fields.
+    """
     if field.enum_type is not None:
-        number = field.enum_type.values_by_number.get(value)
-        return value if number is None else number.name
+        name_by_number = {number: value.name for number, value in field.enum_type.values_by_number.items()}
+        return lambda number: name_by_number.get(number, number)
     if field.message_type is None:
-        return value
+        return None
     name = field.message_type.full_name
-    if name == "google.protobuf.Timestamp":
-        return datetime.fromtimestamp(value.seconds, UTC).timestamp() + value.nanos / 1e9
     if name in _WRAPPERS:
-        return value.value
-    if name == "google.protobuf.Struct":
-        return _convert_struct(value)
-    if name == "google.protobuf.Value":
-        return _convert_struct_value(value)
-    return _list_fields(value)
+        return lambda wrapper: wrapper.value
+    known: dict[str, Convert] = {
+        "google.protobuf.Timestamp": lambda time: time.seconds + time.nanos / 1e9,
+        "google.protobuf.Struct": _convert_struct,
+        "google.protobuf.Value": _convert_struct_value,
+    }
+    return known.get(name) or _make_reader(field.message_type, readers)
+
+
+def _keep(value: Any) -> Any:
+    """Return a value as it is."""
+    return value
 
 
 def _convert_struct(value: Any) -> dict[str, Any]:

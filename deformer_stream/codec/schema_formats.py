@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from io import BytesIO
-from math import isfinite
 from typing import Any, Literal, cast
 from uuid import UUID
 
@@ -34,9 +33,6 @@ SchemaFormat = Literal["avro", "protobuf", "json-schema"]
 
 HEADER_BYTES = 5
 """Length of the zero byte and the schema id at the beginning of a message."""
-
-MAX_DEPTH = 16
-"""Largest number of nested values of a message. A deeper one is rejected."""
 
 _TYPE_BY_FORMAT: Mapping[str, str] = {"avro": "AVRO", "protobuf": "PROTOBUF", "json-schema": "JSON"}
 """Name of each format in the answers of a registry."""
@@ -184,58 +180,41 @@ def _parse(parser: Parser, content: bytes, schema_format: str, schema_id: int) -
     Raises:
         RejectionError: The content does not fit the schema, or has values that JSON cannot express.
     """
-    is_finite = [True]
     try:
-        document = _to_json_type(parser(content), is_finite, MAX_DEPTH)
-        return orjson.dumps(document) if is_finite[0] else json.dumps(document).encode()
-    except RejectionError:
-        raise
+        document = parser(content)
+        text = orjson.dumps(document, _to_json_type, orjson.OPT_PASSTHROUGH_DATETIME)
+        if b"null" in text:  # orjson writes a number that is not finite like a missing value
+            text = json.dumps(document, default=_to_json_type).encode()
+        return text
     except Exception as error:  # a damaged message can raise anything in the libraries
+        rejection = error.__cause__ if isinstance(error, orjson.JSONEncodeError) else error
+        if isinstance(rejection, RejectionError):
+            raise rejection from None
         raise RejectionError(
             RejectionReason.NOT_JSON,
             f"the message does not fit schema {schema_id} ({schema_format}): {quote(summarize_error(error), 200)}",
         ) from None
 
 
-def _to_json_type(value: Any, is_finite: list[bool], depth: int) -> Any:
-    """Return a value of Avro or Protobuf as the value of JSON with the same meaning.
+def _to_json_type(value: Any) -> float | str:
+    """Return a value that JSON does not have as the number or text with the same meaning.
 
     Points in time become seconds since 1970; one without a time zone is in UTC. Times of day and dates become text.
 
-    Args:
-        value: The value.
-        is_finite: One element, which is set to False if a number is not finite.
-        depth: How many levels of nested values are accepted.
-
     Raises:
-        RejectionError: JSON has no such value.
+        RejectionError: There is no such number or text.
     """
     match value:
-        case None | bool() | str():
-            return value
-        case int():
-            return value
-        case float():
-            is_finite[0] &= isfinite(value)
-            return value
-        case dict() if depth:
-            return {str(name): _to_json_type(part, is_finite, depth - 1) for name, part in value.items()}
-        case list() | tuple() if depth:
-            return [_to_json_type(part, is_finite, depth - 1) for part in value]
         case datetime():
             return (value if value.tzinfo is not None else value.replace(tzinfo=UTC)).timestamp()
         case date() | time() | UUID():
             return str(value)
         case Decimal():
-            return _to_json_type(float(value), is_finite, depth)
-        case dict() | list() | tuple():
-            raise RejectionError(
-                RejectionReason.TOO_LARGE, f"the message has more than {MAX_DEPTH} levels of nested values; send fewer"
-            )
+            return float(value)
     raise RejectionError(
         RejectionReason.WRONG_TYPE,
-        f"the message has a value of the type {type(value).__name__}, which no reading can have; send a "
-        "number or a text",
+        f"the message has a value of the type {type(value).__name__}, which no reading can have; send a number or a "
+        "text",
     )
 
 

@@ -15,17 +15,16 @@ import fastavro
 import numpy as np
 import orjson
 import pytest
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
-from deformer_stream.codec.protobuf_schemas import _compile
 from deformer_stream.codec.schema_formats import RegisteredSchema, SchemaFormat, SchemaTranslator, frame
 from deformer_stream.engine.events import EventBatch, Rejection, RejectionReason
 from deformer_stream.errors import ConfigError
 from tests.codec.test_arrow_messages import BROKER, SCHEMA, list_readings
+from tests.schema_registry import make_message_class
 
 READING: dict[str, Any] = {
     "type": "record",
@@ -33,7 +32,7 @@ READING: dict[str, Any] = {
     "fields": [
         {"name": "record", "type": "string"},
         {"name": "feature", "type": "string"},
-        {"name": "value", "type": ["null", "double", "string", "long", "boolean"]},
+        {"name": "value", "type": ["null", "boolean", "long", "double", "string"]},
         {"name": "time", "type": ["null", {"type": "long", "logicalType": "timestamp-micros"}], "default": None},
     ],
 }
@@ -268,12 +267,9 @@ PROTOBUF_CODEC = make_codec("protobuf", RegisteredSchema("PROTOBUF", PROTO, {}))
 @pytest.fixture(scope="module")
 def make_message() -> Callable[..., Any]:
     """Return a function that returns a message of `PROTO` with the given fields."""
-    pool = descriptor_pool.DescriptorPool()
-    for file in descriptor_pb2.FileDescriptorSet.FromString(_compile(PROTO, {})).file:
-        pool.Add(file)
 
     def make(name: str, **fields: Any) -> Any:
-        return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"plant.{name}"))(**fields)
+        return make_message_class(PROTO, f"plant.{name}")(**fields)
 
     return make
 

@@ -11,16 +11,14 @@ from typing import Any
 
 import fastavro
 import pytest
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from connectors.kafka import produce
 from connectors.schema_registry import RegistryAddress, SchemaRegistry
-from deformer_stream.codec.protobuf_schemas import _compile
 from deformer_stream.codec.schema_formats import frame
 from tests.apicurio import run_apicurio
 from tests.integration.programs import Cluster, RunningConsumer, list_error_lines, run
 from tests.models import SCHEMA, draw_rows
-from tests.schema_registry import LOGIN, run_registry
+from tests.schema_registry import LOGIN, make_message_class, run_registry
 
 pytestmark = pytest.mark.kafka
 
@@ -58,10 +56,7 @@ def write_avro(document: dict[str, Any], is_evolved: bool) -> tuple[str, bytes]:
 def write_protobuf(document: dict[str, Any], is_evolved: bool) -> tuple[str, bytes]:
     """Return the schema and the content of an event; the later schema has one more field."""
     text = PROTO_WITH_A_SITE if is_evolved else PROTO
-    pool = descriptor_pool.DescriptorPool()
-    for file in descriptor_pb2.FileDescriptorSet.FromString(_compile(text, {})).file:
-        pool.Add(file)
-    event = message_factory.GetMessageClass(pool.FindMessageTypeByName("Event"))(record=document["record"])
+    event = make_message_class(text)(record=document["record"])
     event.values.update(document["values"])
     if is_evolved:
         event.site = "north"
