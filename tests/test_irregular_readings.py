@@ -29,11 +29,17 @@ START = 1_600_000_000
 """Event time of the first reading, in seconds since 1970."""
 
 
-def write_irregular_model(directory: Path, window: Window | None = None) -> Path:
-    """Write a model directory with random weights, for which many records raise alerts, and return its path."""
+def write_irregular_model(directory: Path, window: Window | None = None, **changes: int) -> Path:
+    """Write a model directory with random weights, for which many records raise alerts, and return its path.
+
+    Args:
+        directory: The directory.
+        window: The window of the model, if its records are windows.
+        changes: Hyperparameters with other values; `d_model=64` is supported by the compiled kernels.
+    """
     import torch
 
-    config = replace(make_config(), context_recent=3, context_block=4)
+    config = replace(make_config(), context_recent=3, context_block=4, **changes)
     torch.manual_seed(1)
     model = DEformer(replace(SCHEMA, window=window), config).eval()
     assert model.process is not None

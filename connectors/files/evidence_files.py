@@ -1,14 +1,20 @@
-"""Files of evidence, as `replay --evidence` writes them, as input."""
+"""Files of evidence, as `replay --evidence` writes them: reading, and merging those of shards in order of time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from connectors.files.lines import read_lines
-from deformer_stream.codec.encode_evidence import MAX_EVIDENCE_BYTES, decode_evidence
+from deformer_stream.codec.encode_evidence import MAX_EVIDENCE_BYTES, decode_evidence, encode_evidence_parts
+from deformer_stream.durable_file import replace_file
 from deformer_stream.errors import InputError
-from deformer_stream.incidents.events import EvidenceBatch
+from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch
 from deformer_stream.tables.data_files import open_bytes, parse_url
 from deformer_stream.tables.discovery import JSON_LINES, find_data_files, has_ending
 from deformer_stream.tables.table import map_read_errors
@@ -18,6 +24,11 @@ EVIDENCE_PREFIX, EVIDENCE_KEY = b'{"v":', b'"closed":'
 
 MAX_LINE_BYTES = 2 * MAX_EVIDENCE_BYTES
 """Longest line that is read. It exceeds what this program writes, for files of later releases."""
+
+
+ROWS_PER_BATCH = 200
+"""Largest number of records and alerts of a batch in order of time. Such a batch is one line, so that the rows of a file
+stay in order."""
 
 
 def is_evidence(entry: str | Path) -> bool:
@@ -60,3 +71,94 @@ def read_evidence(inputs: Sequence[str | Path]) -> Iterator[EvidenceBatch]:
                     yield decode_evidence(line)
                 except InputError as error:
                     raise InputError(f"{path}, line {line_number}: {error}") from None
+
+
+class _TimedRow(NamedTuple):
+    """A closed record or an alert, which compare in order of time.
+
+    Attributes:
+        time: Latest event time of the record, or that of the alert.
+        is_closed: Whether it is a closed record. An alert comes first, because it must not come after its record.
+        record: Id of the record.
+        sequence: Number of the row in its file, so that nothing else is compared.
+        alert: The alert; None for a closed record.
+        fields: The other fields of a closed record, in the order of `ClosedRows`; empty for an alert.
+        origin: The model and the partition.
+    """
+
+    time: int
+    is_closed: bool
+    record: str
+    sequence: int
+    alert: AlertRow | None
+    fields: tuple[Any, ...]
+    origin: tuple[str, int]
+
+
+def sort_evidence_file(path: Path) -> None:
+    """Put the rows of a file of evidence in order of time. They are read into memory.
+
+    Raises:
+        InputError: The file cannot be read.
+        Unavailable: It cannot be written.
+    """
+    rows = sorted(_iterate_rows(path))
+    lines = (line for batch in _collect_batches(rows) for line in encode_evidence_parts(batch))
+    replace_file(path, b"".join(line + b"\n" for line in lines))
+
+
+def merge_evidence_files(paths: Sequence[Path]) -> Iterator[EvidenceBatch]:
+    """Yield the evidence of files that `sort_evidence_file` has sorted in order of time, in bounded memory.
+
+    Raises:
+        InputError: A file cannot be read.
+    """
+    return _collect_batches(heapq.merge(*map(_iterate_rows, paths)))
+
+
+def _iterate_rows(path: Path) -> Iterator[_TimedRow]:
+    """Yield the rows of a file of evidence, batch by batch, those of a batch in order of time."""
+    numbers = itertools.count()
+    for batch in read_evidence([path]):
+        origin, closed = (batch.model, batch.partition), batch.closed
+        rows = [_TimedRow(alert.time, False, alert.record, next(numbers), alert, (), origin) for alert in batch.alerts]
+        unknown = np.full(len(closed), np.nan)
+        columns = (
+            closed.p_values,
+            closed.scores,
+            closed.num_readings,
+            closed.is_alerted,
+            unknown if closed.record_p_values is None else closed.record_p_values,
+            unknown if closed.record_scores is None else closed.record_scores,
+        )
+        fields = zip(*(column.tolist() for column in columns), strict=True)
+        for record, time, row in zip(closed.record_ids, closed.times.tolist(), fields, strict=True):
+            rows.append(_TimedRow(time, True, record, next(numbers), None, row, origin))
+        yield from sorted(rows)
+
+
+def _collect_batches(rows: Iterable[_TimedRow]) -> Iterator[EvidenceBatch]:
+    """Yield consecutive rows of the same model and partition as batches of at most `ROWS_PER_BATCH` rows."""
+    for (model, partition), of_origin in itertools.groupby(rows, lambda row: row.origin):
+        while chunk := list(itertools.islice(of_origin, ROWS_PER_BATCH)):
+            closed = [row for row in chunk if row.is_closed]
+            # Without rows, the transposition would have no columns.
+            columns = list(zip(*(row.fields for row in closed), strict=True)) or [()] * 6
+            p_values, scores, record_p_values, record_scores = (
+                np.array(columns[index], np.float64) for index in (0, 1, 4, 5)
+            )
+            yield EvidenceBatch(
+                model,
+                partition,
+                ClosedRows(
+                    [row.record for row in closed],
+                    np.array([row.time for row in closed], np.int64),
+                    p_values,
+                    scores,
+                    np.array(columns[2], np.int32),
+                    np.array(columns[3], np.bool_),
+                    None if np.isnan(record_p_values).all() else record_p_values,
+                    record_scores,
+                ),
+                tuple(row.alert for row in chunk if row.alert is not None),
+            )

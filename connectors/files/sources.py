@@ -32,7 +32,7 @@ from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.runtime.ports import PollResult
 from deformer_stream.tables.csv_rows import BadRow
-from deformer_stream.tables.data_files import DataFile
+from deformer_stream.tables.data_files import DataFile, RemoteFile
 from deformer_stream.tables.discovery import JSON_LINES, find_data_files, get_stem, has_ending
 from deformer_stream.tables.table import (
     DEFAULT_RECORD_COLUMN,
@@ -102,6 +102,58 @@ def open_source(
         InputError: A file is missing or unreadable, or its columns do not fit the model or the options.
         ConfigError: The options contradict each other.
     """
+    if STANDARD_INPUT in map(str, inputs):
+        if len(inputs) > 1:
+            raise ConfigError(
+                "standard input (-) cannot be combined with other inputs; write it to a file first, and name the file"
+            )
+        if order != "arrival":
+            raise ConfigError(
+                f"--order {order} cannot be used with standard input (-), because reordering needs the whole input; "
+                "write it to a file first, and name the file"
+            )
+        return StandardInput(max_message_bytes=max_message_bytes, batch_events=batch_events)
+    files = open_input_files(
+        inputs,
+        schema,
+        layout=layout,
+        order=order,
+        seed=seed,
+        field_names=field_names,
+        record_column=record_column,
+        time_column=time_column,
+        device_column=device_column,
+        table_options=table_options,
+        batch_events=batch_events,
+        max_message_bytes=max_message_bytes,
+        window_assigner=window_assigner,
+    )
+    payloads = files.iterate() if order == "arrival" else files.iterate_reordered()
+    return FileSource(payloads, files.num_rows, files.ignored_columns)
+
+
+def open_input_files(
+    inputs: Sequence[str | Path],
+    schema: Schema,
+    *,
+    layout: Layout | None = None,
+    order: Order = "arrival",
+    seed: int = 0,
+    field_names: FieldNames | None = None,
+    record_column: str = DEFAULT_RECORD_COLUMN,
+    time_column: str | None = None,
+    device_column: str = DEFAULT_DEVICE_COLUMN,
+    table_options: TableOptions | None = None,
+    batch_events: int = 8192,
+    max_message_bytes: int = 1_048_576,
+    window_assigner: WindowAssigner | None = None,
+) -> InputFiles:
+    """Return the input files of a command, opened and checked. The arguments are those of `open_source`.
+
+    Raises:
+        InputError: A file is missing or unreadable, or its columns do not fit the model or the options.
+        ConfigError: The options contradict each other.
+    """
     options = _ReadOptions(
         schema,
         order,
@@ -114,56 +166,30 @@ def open_source(
         max_message_bytes,
         window_assigner,
     )
-    if STANDARD_INPUT in map(str, inputs):
-        if len(inputs) > 1:
-            raise ConfigError(
-                "standard input (-) cannot be combined with other inputs; write it to a file first, and name the file"
-            )
-        if order != "arrival":
-            raise ConfigError(
-                f"--order {order} cannot be used with standard input (-), because reordering needs the whole input; "
-                "write it to a file first, and name the file"
-            )
-        return StandardInput(max_message_bytes=max_message_bytes, batch_events=batch_events)
     files = find_data_files(inputs)
     prefix_by_file = make_record_prefixes(files)
     table_by_file = _open_tables(files, options, table_options or TableOptions())
-    wide_tables: list[_WideTable] = []
-    long_tables: list[_LongTable | _WindowedTable] = []
-    line_files: list[DataFile] = []
-    payload_iterators: list[Iterator[Payload]] = []  # in the order of the files
+    contents: list[_Content | None] = []
     for path in files:
         table = table_by_file.get(path)
-        if table is None and not has_ending(path, JSON_LINES):
-            continue  # no row of the file has the chosen condition
         if table is None:
-            line_files.append(path)
-            payload_iterators.append(_iterate_messages(path, options))
+            contents.append(path if has_ending(path, JSON_LINES) else None)  # None: no row has the chosen condition
             continue
         id_column, feature_column, value_column = options.list_required_columns(table)[:3]
         if table.choose_layout(layout, id_column, feature_column, value_column) == "long":
-            long_tables.append(_LongTable.check(table, options))
-            payload_iterators.append(_insert_bad_rows(long_tables[-1].iterate_rows(), [long_tables[-1].bad_rows]))
+            contents.append(_LongTable.check(table, options))
         elif window_time := options.choose_window_time(table):
-            long_tables.append(_WindowedTable.check(table, window_time, options))
-            payload_iterators.append(_insert_bad_rows(long_tables[-1].iterate_rows(), [long_tables[-1].bad_rows]))
+            contents.append(_WindowedTable.check(table, window_time, options))
         else:
-            wide_tables.append(_WideTable.check(table, prefix_by_file[path], options))
-            payload_iterators.append(_insert_bad_rows(wide_tables[-1].iterate_rows(), [wide_tables[-1].bad_rows]))
-    if order != "arrival":
-        if window_assigner is not None and (long_tables or line_files):
-            raise ConfigError(
-                f"--order {order} cannot be used if records are time windows, because readings are assigned to "
-                "windows in order of arrival; use --order arrival"
-            )
-        payload_iterators = _reorder_payloads(wide_tables, long_tables, line_files, options)
+            contents.append(_WideTable.check(table, prefix_by_file[path], options))
+    opened = InputFiles(tuple(files), tuple(contents), options)
+    if order != "arrival" and window_assigner is not None and opened.needs_reordering:
+        raise ConfigError(
+            f"--order {order} cannot be used if records are time windows, because readings are assigned to "
+            "windows in order of arrival; use --order arrival"
+        )
     log_dialects(table_by_file.values())
-    tables: list[_WideTable | _LongTable | _WindowedTable] = [*wide_tables, *long_tables]
-    row_counts = [table.num_rows for table in tables if table.num_rows is not None]
-    num_rows = sum(row_counts) if len(row_counts) == len(files) else None
-    ignored_columns = dict.fromkeys(name for table in tables for name in table.ignored_columns)
-    payloads = chain(chain.from_iterable(payload_iterators), _log_at_end(table_by_file.values()))
-    return FileSource(payloads, num_rows, tuple(ignored_columns))
+    return opened
 
 
 def _open_tables(
@@ -232,10 +258,64 @@ def log_bad_rows(tables: Iterable[Table]) -> None:
         log.get_logger("files").warning("malformed_rows", description=description)
 
 
-def _log_at_end(tables: Iterable[Table]) -> Iterator[Payload]:
-    """Yield nothing, but call `log_bad_rows` when this is found out: after the rows of all tables."""
-    log_bad_rows(tables)
-    yield from ()
+@dataclass(frozen=True, slots=True)
+class InputFiles:
+    """The input files of a command, opened and checked. Each file can be read once, alone or with others.
+
+    Attributes:
+        files: The files, in the order in which they are read.
+    """
+
+    files: tuple[DataFile, ...]
+    _contents: tuple[_Content | None, ...]  # for each file, None if no row of it has the chosen condition
+    _options: _ReadOptions
+
+    @property
+    def num_rows(self) -> int | None:
+        """Total number of rows; None if it is not known in advance."""
+        counts = [content.num_rows if isinstance(content, _OPENED_TABLES) else None for content in self._contents]
+        return None if None in counts else sum(count for count in counts if count is not None)
+
+    @property
+    def ignored_columns(self) -> tuple[str, ...]:
+        """Columns of the tables that are not read, because they are not features of the model."""
+        return tuple(dict.fromkeys(name for table in self._tables for name in table.ignored_columns))
+
+    @property
+    def needs_reordering(self) -> bool:
+        """Whether the readings of a record may be anywhere in the files, so that another order needs all of them."""
+        return any(content is not None and not isinstance(content, _WideTable) for content in self._contents)
+
+    @property
+    def _tables(self) -> list[_OpenedTable]:
+        return [content for content in self._contents if isinstance(content, _OPENED_TABLES)]
+
+    def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Payload]:
+        """Yield the rows and lines of files in batches, in order. At the end, malformed rows are logged.
+
+        Args:
+            start: Index of the first file.
+            stop: Index after that of the last file; None for all further files.
+        """
+        contents = self._contents[start:stop]
+        for content in contents:
+            if isinstance(content, _OPENED_TABLES):
+                yield from _insert_bad_rows(content.iterate_rows(), [content.bad_rows])
+            elif content is not None:
+                yield from _iterate_messages(content, self._options)
+        log_bad_rows([content.table for content in contents if isinstance(content, _OPENED_TABLES)])
+
+    def iterate_reordered(self) -> Iterator[Payload]:
+        """Yield the contents of all files with the readings of each record in another order than that of arrival.
+
+        All files but wide tables are read into memory first. The order of the readings of a row of a wide table is left
+        to the codec.
+        """
+        wide_tables = [content for content in self._contents if isinstance(content, _WideTable)]
+        long_tables = [content for content in self._contents if isinstance(content, _LongTable | _WindowedTable)]
+        line_files = [content for content in self._contents if isinstance(content, Path | RemoteFile)]
+        yield from chain.from_iterable(_reorder_payloads(wide_tables, long_tables, line_files, self._options))
+        log_bad_rows([table.table for table in self._tables])
 
 
 class FileSource:
@@ -636,6 +716,12 @@ class _WindowedTable:
                 devices = convert_ids(batch.column(self.device_column), description)
             readings = unpivot_rows(batch, self.feature_columns, label_columns, self.time_column, devices, rows)
             yield LongRows(self.table.name, readings.rename_columns(long_names), 0)
+
+
+_OpenedTable = _WideTable | _LongTable | _WindowedTable
+_OPENED_TABLES = (_WideTable, _LongTable, _WindowedTable)
+_Content = _OpenedTable | DataFile
+"""What is read of an input file: the rows of a table, or the lines of a file of JSON lines."""
 
 
 @dataclass(slots=True)

@@ -48,6 +48,10 @@ EXAMPLES_BY_COMMAND: dict[str, tuple[tuple[str, str], ...]] = {
             "Make one incident of each fault, at most one false incident per pump and month:",
             'deformer-stream replay may.parquet --model model --incidents found.jsonl --incident-budget "1 per 30d"',
         ),
+        (
+            "Score a year of logs with eight processes; the same command continues after an interruption:",
+            "deformer-stream replay s3://plant/logs --model model --output-dir year --workers 8",
+        ),
     ),
     "calibrate": (
         (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from connectors.files import FileSource, StandardInput
+    from connectors.files import FileSource, InputFiles, StandardInput
     from deformer_stream.calibration.conformal import Calibration
     from deformer_stream.codec import Codec, FieldNames, Order, SchemaTranslator, WindowAssigner
     from deformer_stream.engine.engine import Engine
@@ -61,10 +61,7 @@ def check_paths(
 def load_engine(
     settings: ConsumeSettings | ReplaySettings, drift_odds: float | None = None, states_suspicious: bool = False
 ) -> tuple[Artifact, Engine]:
-    """Load the model of a command, and create an engine that scores with it.
-
-    A warning is logged if an option voids the model's false-alarm guarantee, or if an alpha (false-alarm rate) is too
-    small for any alert.
+    """Load the model of a command as `load_model` does, and create an engine that scores with it.
 
     Args:
         settings: Options of the command.
@@ -76,18 +73,44 @@ def load_engine(
     Returns:
         The model with its calibration, and the engine.
     """
+    loaded = load_model(settings)
+    return loaded, make_alerting_engine(loaded, settings, drift_odds, states_suspicious)
+
+
+def load_model(settings: ConsumeSettings | ReplaySettings, *, warns: bool = True) -> Artifact:
+    """Load the model of a command.
+
+    A warning is logged if an option voids the model's false-alarm guarantee, or if an alpha (false-alarm rate) is too
+    small for any alert.
+
+    Args:
+        settings: Options of the command.
+        warns: Whether these warnings are logged.
+
+    Returns:
+        The model with its calibration.
+    """
     from deformer_stream import model_store
 
     use_compiled_kernels = settings.compiled == "auto"
     loaded = model_store.read(settings.model, settings.device, use_compiled_kernels)
     replace_units(loaded, settings)
-    _warn_about_alphas(loaded.calibration, settings.alpha)
-    _warn_about_ties(loaded.calibration, settings.ties)
+    if warns:
+        _warn_about_alphas(loaded.calibration, settings.alpha)
+        _warn_about_ties(loaded.calibration, settings.ties)
+    return loaded
+
+
+def make_alerting_engine(
+    loaded: Artifact,
+    settings: ConsumeSettings | ReplaySettings,
+    drift_odds: float | None = None,
+    states_suspicious: bool = False,
+) -> Engine:
+    """Return a new engine that raises alerts as the options of a command say; see `load_engine`."""
     timeout, effort = settings.record_timeout, settings.explanations
     suspicious = settings.suspicious if states_suspicious else None
-    return loaded, make_engine(
-        loaded, settings, settings.alpha, timeout, drift_odds, effort, settings.next_reading, suspicious
-    )
+    return make_engine(loaded, settings, settings.alpha, timeout, drift_odds, effort, settings.next_reading, suspicious)
 
 
 def replace_units(loaded: Artifact, settings: ConsumeSettings | ReplaySettings) -> None:
@@ -360,6 +383,33 @@ def open_inputs(
         ConfigError: The order of the readings is set, but the readings of the model are irregular.
     """
     from connectors.files import open_source
+
+    source = open_source(list(inputs), loaded.schema, **_make_read_options(loaded, settings))
+    return make_row_codec(loaded, settings), source
+
+
+def open_input_files(inputs: Sequence[str], loaded: Artifact, settings: InputSettings) -> InputFiles:
+    """Open the input files of a command as `open_inputs` does, so that parts of them can be read.
+
+    Raises:
+        ConfigError: As for `open_inputs`.
+    """
+    from connectors.files import open_input_files
+
+    return open_input_files(list(inputs), loaded.schema, **_make_read_options(loaded, settings))
+
+
+def make_row_codec(loaded: Artifact, settings: InputSettings) -> Codec:
+    """Return the codec of a command that scores files. It orders the readings of a row of a wide table."""
+    return make_codec(loaded, settings, order=choose_order_of_rows(loaded, settings), seed=settings.seed)
+
+
+def _make_read_options(loaded: Artifact, settings: InputSettings) -> dict[str, Any]:
+    """Return the arguments of `open_source` that the options of a command determine.
+
+    Raises:
+        ConfigError: The order of the readings is set, but the readings of the model are irregular.
+    """
     from deformer_stream.errors import ConfigError
     from deformer_stream.tables.table import TableOptions
 
@@ -368,23 +418,18 @@ def open_inputs(
             f"--order {settings.order} is for records with one reading of each feature, but the readings of the model "
             "are irregular and are scored in the order of arrival: leave the option out"
         )
-    source = open_source(
-        list(inputs),
-        loaded.schema,
-        layout=settings.layout,
-        order=settings.order or "arrival",  # without the option, logs are read in their own order
-        seed=settings.seed,
-        field_names=get_field_names(settings),
-        record_column=settings.record_column,
-        time_column=settings.time_column,
-        device_column=settings.device_column,
-        table_options=TableOptions.from_settings(settings),
-        max_message_bytes=settings.max_message_bytes,
-        window_assigner=make_window_assigner(loaded.schema, settings),
-    )
-    # The codec orders the readings of a row of a wide table, which have no order of arrival.
-    codec = make_codec(loaded, settings, order=choose_order_of_rows(loaded, settings), seed=settings.seed)
-    return codec, source
+    return {
+        "layout": settings.layout,
+        "order": settings.order or "arrival",  # without the option, logs are read in their own order
+        "seed": settings.seed,
+        "field_names": get_field_names(settings),
+        "record_column": settings.record_column,
+        "time_column": settings.time_column,
+        "device_column": settings.device_column,
+        "table_options": TableOptions.from_settings(settings),
+        "max_message_bytes": settings.max_message_bytes,
+        "window_assigner": make_window_assigner(loaded.schema, settings),
+    }
 
 
 def choose_order_of_rows(loaded: Artifact, settings: InputSettings) -> Order:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from deformer_stream.cli import factory, incident_files
+from deformer_stream.cli import factory, file_runs, incident_files
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import (
     HELP,
@@ -33,37 +32,10 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.runtime import process
 
 if TYPE_CHECKING:
-    import threading
-
-    from connectors.files import (
-        AlertLines,
-        EvidenceLines,
-        ExplanationsParquet,
-        FileSource,
-        RecordsParquet,
-        RejectedLines,
-        ScoresParquet,
-        StandardInput,
-        SuspiciousRecordLines,
-    )
     from deformer_stream.codec import Codec
-    from deformer_stream.engine.engine import Engine
-    from deformer_stream.model.schema import Schema
     from deformer_stream.model_store import Artifact
-    from deformer_stream.runtime.pipeline import Totals
     from deformer_stream.runtime.ports import EventSource, Sink
-    from deformer_stream.settings import ConsumeSettings, ReplaySettings
-
-    FileSink = TypeVar(
-        "FileSink",
-        ScoresParquet,
-        RecordsParquet,
-        ExplanationsParquet,
-        AlertLines,
-        RejectedLines,
-        EvidenceLines,
-        SuspiciousRecordLines,
-    )
+    from deformer_stream.settings import ConsumeSettings
 
 
 def build_consume() -> click.Command:
@@ -349,139 +321,43 @@ def build_replay() -> click.Command:
         INPUT is a Parquet, CSV or JSON lines file, a folder of such files, a quoted pattern such as 'logs/*.csv', or -
         for JSON lines on standard input. With --incidents, INPUT can also be a file that --evidence wrote; its records
         are not scored again.
+
+        With --output-dir, the input is divided into shards, which --workers processes score. The same command continues
+        a run that was interrupted.
         """
         settings = load_settings(ReplaySettings, flags, config, "replay")
-        factory.check_paths(inputs, settings.model, settings.get_output_by_flag())
+        outputs = settings.get_output_by_flag() if settings.output_dir is None else {}
+        factory.check_paths(inputs, settings.model, outputs)
         stop = stop_on_signals()  # before the imports below, because these take seconds
         from deformer_stream import log
 
         log.configure(is_debugging())
         if incident_files.has_evidence(inputs):
             return incident_files.replay_evidence(inputs, settings, stop)
+        if settings.output_dir is not None:
+            from deformer_stream.cli.sharded_replay import replay_in_shards
+
+            return replay_in_shards(inputs, settings, settings.output_dir, stop)
         drift_odds = None if settings.drift == "off" else settings.drift or factory.DEFAULT_DRIFT_ODDS
         loaded, engine = factory.load_engine(settings, drift_odds, settings.suspicious_records is not None)
         codec, source = factory.open_inputs(inputs, loaded, settings)
         with ExitStack() as cleanup:
-            sinks = _open_replay_sinks(settings, loaded.schema, cleanup)
+            sinks = file_runs.open_replay_sinks(settings, loaded.schema, cleanup)
             incident_sink = incident_files.open_incident_sink(settings, cleanup) if settings.incidents else None
             if incident_sink is not None:
                 sinks.append(incident_sink)
             if source.ignored_columns:  # columns of the tables that are not features of the model
                 log.get_logger("replay").info("columns_ignored", columns=list(source.ignored_columns))
-            totals = _run_on_files("replay", source, codec, engine, sinks, stop, settings.drift is not None)
+            totals = file_runs.run_on_files("replay", source, codec, engine, sinks, stop, settings.drift is not None)
             # Closing a sink completes its output file. After an error, `cleanup` calls `discard` of each sink instead.
             for connector in (*sinks, source):
                 connector.close()
-        click.echo(_summarize_replay(totals, settings.alpha, stop.is_set()), err=True)
+        click.echo(file_runs.summarize_totals(totals, settings.alpha, stop.is_set()), err=True)
         if incident_sink is not None:
             click.echo(incident_files.summarize_incidents(incident_sink), err=True)
         return INTERRUPTED_EXIT_CODE if stop.is_set() else 0
 
     return replay
-
-
-def _open_replay_sinks(settings: ReplaySettings, schema: Schema, cleanup: ExitStack) -> list[Sink]:
-    """Return a sink for each output file of `replay`.
-
-    Args:
-        settings: Options of `replay`, which name the output files.
-        schema: Schema (features) of the model.
-        cleanup: An exit stack, to which the method `discard` of each sink is added. After an error, it deletes an
-            incomplete Parquet file, or closes a file of JSON lines. If the sink was closed before, it does nothing.
-    """
-    from connectors.files import (
-        AlertLines,
-        EvidenceLines,
-        ExplanationsParquet,
-        RecordsParquet,
-        RejectedLines,
-        ScoresParquet,
-        SuspiciousRecordLines,
-    )
-
-    def discard_on_error(sink: FileSink) -> FileSink:
-        """Add the method `discard` of a sink to `cleanup`, and return the sink."""
-        cleanup.callback(sink.discard)
-        return sink
-
-    sinks: list[Sink] = []
-    if settings.output:
-        sinks.append(discard_on_error(ScoresParquet(settings.output, schema)))
-    if settings.records:
-        sinks.append(discard_on_error(RecordsParquet(settings.records)))
-    if settings.alerts:
-        sinks.append(discard_on_error(AlertLines(settings.alerts)))
-    if settings.explain:
-        sinks.append(discard_on_error(ExplanationsParquet(settings.explain)))
-    if settings.rejected:
-        sinks.append(discard_on_error(RejectedLines(settings.rejected)))
-    if settings.evidence:
-        sinks.append(discard_on_error(EvidenceLines(settings.evidence)))
-    if settings.suspicious_records:
-        sinks.append(discard_on_error(SuspiciousRecordLines(settings.suspicious_records)))
-    return sinks
-
-
-def _run_on_files(
-    title: str,
-    source: FileSource | StandardInput,
-    codec: Codec,
-    engine: Engine,
-    sinks: Sequence[Sink],
-    stop: threading.Event,
-    send_drift_notices: bool = False,
-) -> Totals:
-    """Process input files from the beginning to the end, and return the numbers of events, records and alerts.
-
-    A progress bar is shown. Time-outs follow the event times in the files, not the clock of this machine.
-
-    Args:
-        title: Title of the progress bar.
-        source: The input files.
-        codec: Decodes the events.
-        engine: Scores the events.
-        sinks: Receive the results.
-        stop: An event that a signal handler sets; the run then ends early.
-        send_drift_notices: Whether sinks receive notices that records no longer resemble the calibration records.
-    """
-    from deformer_stream.progress import Progress
-    from deformer_stream.runtime.metrics import Metrics
-    from deformer_stream.runtime.pipeline import Pipeline
-    from deformer_stream.runtime.timing import EventClock
-
-    with Progress(title, source.num_rows, "rows") as progress:
-        pipeline = Pipeline(
-            source,
-            codec,
-            engine,
-            sinks,
-            EventClock(),
-            Metrics(),
-            is_finite=True,
-            report_progress=progress.advance,
-            log_alert_share=False,  # the last line of `replay` says it
-            send_drift_notices=send_drift_notices,
-        )
-        return pipeline.run(stop)
-
-
-def _summarize_replay(totals: Totals, alphas: Sequence[float], is_interrupted: bool) -> str:
-    """Return the last line that `replay` prints: numbers of events, records and alerts.
-
-    Args:
-        totals: The numbers. Those of rejected readings are given by reason.
-        alphas: False-alarm rates at which alerts were raised.
-        is_interrupted: Whether a signal ended the run before the end of the input.
-    """
-    reasons = ", ".join(f"{count} {reason}" for reason, count in totals.rejected.most_common())
-    return (
-        f"{totals.events} events accepted, {totals.rejected.total()} refused{f' ({reasons})' if reasons else ''}, "
-        f"{totals.closed} records, {totals.alerts} alerts at alpha {factory.format_alphas(alphas)}"
-        + (f", {totals.combined} readings combined with others of their time slot" if totals.combined else "")
-        + (", interrupted" if is_interrupted else "")
-        + (f"; {totals.repeated_readings.describe()}" if totals.repeated_readings else "")
-        + (f"; {totals.alert_share.describe()}" if totals.alert_share else "")
-    )
 
 
 def build_calibrate() -> click.Command:
@@ -529,7 +405,8 @@ def build_calibrate() -> click.Command:
         given = settings.model_copy(update={"order": None}) if has_choice else settings
         codec, source = factory.open_inputs(inputs, loaded, given)
         sink, readings = MaxStatisticSink(loaded.schema), RecordReadingsSink(loaded.schema)
-        totals = _run_on_files("calibrate", source, codec, engine, [sink, *([readings] if has_choice else [])], stop)
+        sinks: list[Sink] = [sink, *([readings] if has_choice else [])]
+        totals = file_runs.run_on_files("calibrate", source, codec, engine, sinks, stop)
         source.close()
         if stop.is_set():
             click.echo("the calibration was interrupted, so no model was written", err=True)

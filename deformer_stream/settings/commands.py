@@ -330,6 +330,31 @@ class ReplaySettings(InputSettings, _AlertSettings, IncidentRuleSettings):
         description="File for incidents as JSON lines: one message for one fault of one device. It is an output here, "
         "unlike the option --incidents of calibrate.",
     )
+    output_dir: Path | None = Field(
+        None,
+        description="Folder for the outputs of a run in shards. Each shard holds whole records and has a folder "
+        "shards/NUMBER with the files that --output, --records, --alerts, --explain, --rejected and --evidence name; "
+        "default: scores.parquet, records.parquet, alerts.jsonl and rejected.jsonl. The same command continues an "
+        "interrupted run and skips finished shards.",
+    )
+    workers: int = Field(1, ge=1, description="With --output-dir: number of processes, each with one thread.")
+    engine: Literal["local", "ray"] = Field(
+        "local",
+        description="With --output-dir: what runs the processes. ray uses the cluster of RAY_ADDRESS, or this machine, "
+        "and needs the extra ray; the input, the model and --output-dir must have the same paths on all machines.",
+    )
+    shard_by: Literal["records", "files"] = Field(
+        "records",
+        description="With --output-dir: how shards are made. records writes the rows of each shard to a file first, "
+        "by the hash of the record, or of the device if records are time windows. files is for input of which each "
+        "file holds whole records, with --window all rows of its devices; it is not checked.",
+    )
+    shards: int | None = Field(
+        None,
+        ge=1,
+        le=10_000,
+        description="With --output-dir: number of shards. Default: one for 64 MiB of input, 8 to 256.",
+    )
 
     def get_output_by_flag(self) -> dict[str, str | Path | None]:
         """Return the path of each output file by its flag, such as `--records`; None or "" if the flag is not set."""
@@ -337,6 +362,30 @@ class ReplaySettings(InputSettings, _AlertSettings, IncidentRuleSettings):
             *("output", "records", "alerts", "explain", "rejected", "evidence", "suspicious_records", "incidents"),
         )
         return {to_flag(name): getattr(self, name) for name in names}
+
+    @model_validator(mode="after")
+    def _check_shards(self) -> Self:
+        """Raise `ValueError` if options of a run in shards are set without its folder, or do not fit such a run."""
+        if self.output_dir is None:
+            for name in ("workers", "engine", "shard_by", "shards"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{to_flag(name)} is for runs in shards: add --output-dir, or leave it out")
+            return self
+        for flag, path in self.get_output_by_flag().items():
+            if (path and str(path) != Path(path).name) or str(path) == "-":
+                raise ValueError(
+                    f"{flag} {path}: with --output-dir it is the name of a file in the folder of each shard; give a "
+                    "name without a folder"
+                )
+        names = [str(path) for path in self.get_output_by_flag().values() if path]
+        if len(set(names)) < len(names):
+            raise ValueError("two outputs have the same name; give each file a name of its own")
+        if self.drift not in (None, "off"):
+            raise ValueError(
+                "--drift needs all records in one process, because drift is evidence that adds up from record to "
+                "record; leave it out, or run replay without --output-dir"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_explanations(self) -> Self:

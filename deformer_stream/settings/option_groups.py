@@ -42,6 +42,7 @@ SCORING_GROUPS: OptionGroups = {
         *("next_reading", "suspicious", "suspicious_records", "next_readings_topic"),
     ),
     "Output": ("out", "output", "records", "explain", "rejected", "dead_letter_topic"),
+    "Shards": ("output_dir", "workers", "engine", "shard_by", "shards"),
     "Incidents": ("evidence", "evidence_topic", "incidents", "open_early", *_INCIDENT_RULE),
     "Calibration": ("group_by", "trim", "seen_records"),
     "Records and windows": ("record_timeout", "window", "grace", "ties", "tie_wait", "max_ahead"),

@@ -1,0 +1,174 @@
+"""Runs of the pipeline on files: the output files of `replay`, the run itself, and its summary.
+
+Heavy packages are imported inside the functions, so that `--help` is printed without delay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, TypeVar
+
+from deformer_stream.cli import factory
+
+if TYPE_CHECKING:
+    import threading
+
+    from connectors.files import (
+        AlertLines,
+        EvidenceLines,
+        ExplanationsParquet,
+        FileSource,
+        RecordsParquet,
+        RejectedLines,
+        ScoresParquet,
+        StandardInput,
+        SuspiciousRecordLines,
+    )
+    from deformer_stream.codec import Codec
+    from deformer_stream.engine.engine import Engine
+    from deformer_stream.model.schema import Schema
+    from deformer_stream.runtime.pipeline import Totals
+    from deformer_stream.runtime.ports import Clock, EventSource, Sink
+    from deformer_stream.settings import ReplaySettings
+
+    FileSink = TypeVar(
+        "FileSink",
+        ScoresParquet,
+        RecordsParquet,
+        ExplanationsParquet,
+        AlertLines,
+        RejectedLines,
+        EvidenceLines,
+        SuspiciousRecordLines,
+    )
+
+
+def open_replay_sinks(settings: ReplaySettings, schema: Schema, cleanup: ExitStack) -> list[Sink]:
+    """Return a sink for each output file of `replay`.
+
+    Args:
+        settings: Options of `replay`, which name the output files.
+        schema: Schema (features) of the model.
+        cleanup: An exit stack, to which the method `discard` of each sink is added. After an error, it deletes an
+            incomplete Parquet file, or closes a file of JSON lines. If the sink was closed before, it does nothing.
+    """
+    from connectors.files import (
+        AlertLines,
+        EvidenceLines,
+        ExplanationsParquet,
+        RecordsParquet,
+        RejectedLines,
+        ScoresParquet,
+        SuspiciousRecordLines,
+    )
+
+    def discard_on_error(sink: FileSink) -> FileSink:
+        """Add the method `discard` of a sink to `cleanup`, and return the sink."""
+        cleanup.callback(sink.discard)
+        return sink
+
+    sinks: list[Sink] = []
+    if settings.output:
+        sinks.append(discard_on_error(ScoresParquet(settings.output, schema)))
+    if settings.records:
+        sinks.append(discard_on_error(RecordsParquet(settings.records)))
+    if settings.alerts:
+        sinks.append(discard_on_error(AlertLines(settings.alerts)))
+    if settings.explain:
+        sinks.append(discard_on_error(ExplanationsParquet(settings.explain)))
+    if settings.rejected:
+        sinks.append(discard_on_error(RejectedLines(settings.rejected)))
+    if settings.evidence:
+        sinks.append(discard_on_error(EvidenceLines(settings.evidence)))
+    if settings.suspicious_records:
+        sinks.append(discard_on_error(SuspiciousRecordLines(settings.suspicious_records)))
+    return sinks
+
+
+def run_on_files(
+    title: str,
+    source: FileSource | StandardInput,
+    codec: Codec,
+    engine: Engine,
+    sinks: Sequence[Sink],
+    stop: threading.Event,
+    send_drift_notices: bool = False,
+) -> Totals:
+    """Process input files from the beginning to the end, and return the numbers of events, records and alerts.
+
+    A progress bar is shown. Time-outs follow the event times in the files, not the clock of this machine.
+
+    Args:
+        title: Title of the progress bar.
+        source: The input files.
+        codec: Decodes the events.
+        engine: Scores the events.
+        sinks: Receive the results.
+        stop: An event that a signal handler sets; the run then ends early.
+        send_drift_notices: Whether sinks receive notices that records no longer resemble the calibration records.
+    """
+    from deformer_stream.progress import Progress
+    from deformer_stream.runtime.timing import EventClock
+
+    with Progress(title, source.num_rows, "rows") as progress:
+        return run_pipeline(source, codec, engine, sinks, EventClock(), stop, progress.advance, send_drift_notices)
+
+
+def run_pipeline(
+    source: EventSource,
+    codec: Codec,
+    engine: Engine,
+    sinks: Sequence[Sink],
+    clock: Clock,
+    stop: threading.Event,
+    report_progress: Callable[[int], None],
+    send_drift_notices: bool = False,
+) -> Totals:
+    """Process finite input from the beginning to the end, and return the numbers of events, records and alerts.
+
+    Args:
+        source: The input.
+        codec: Decodes the events.
+        engine: Scores the events.
+        sinks: Receive the results.
+        clock: Shows the time by which records time out.
+        stop: An event that is set from outside; the run then ends early.
+        report_progress: Called with the number of rows of each poll.
+        send_drift_notices: Whether sinks receive notices that records no longer resemble the calibration records.
+    """
+    from deformer_stream.runtime.metrics import Metrics
+    from deformer_stream.runtime.pipeline import Pipeline
+
+    pipeline = Pipeline(
+        source,
+        codec,
+        engine,
+        sinks,
+        clock,
+        Metrics(),
+        is_finite=True,
+        report_progress=report_progress,
+        log_alert_share=False,  # the last line of `replay` says it
+        send_drift_notices=send_drift_notices,
+    )
+    return pipeline.run(stop)
+
+
+def summarize_totals(totals: Totals, alphas: Sequence[float], is_interrupted: bool) -> str:
+    """Return the last line that `replay` prints: numbers of events, records and alerts.
+
+    Args:
+        totals: The numbers. Those of rejected readings are given by reason.
+        alphas: False-alarm rates at which alerts were raised.
+        is_interrupted: Whether a signal ended the run before the end of the input.
+    """
+    reasons = ", ".join(f"{count} {reason}" for reason, count in totals.rejected.most_common())
+    return (
+        f"{totals.events} events accepted, {totals.rejected.total()} refused{f' ({reasons})' if reasons else ''}, "
+        f"{totals.closed} records, {totals.alerts} alerts at alpha {factory.format_alphas(alphas)}"
+        + (f", {totals.combined} readings combined with others of their time slot" if totals.combined else "")
+        + (", interrupted" if is_interrupted else "")
+        + (f"; {totals.repeated_readings.describe()}" if totals.repeated_readings else "")
+        + (f"; {totals.alert_share.describe()}" if totals.alert_share else "")
+    )

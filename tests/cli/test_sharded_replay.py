@@ -1,0 +1,416 @@
+"""Tests of `replay --output-dir`: the shards give what one process gives, and an interrupted run continues."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deformer_stream.cli import sharded_replay
+from deformer_stream.cli.shard_job import divide_files, lock_folder
+from deformer_stream.codec.encode_evidence import decode_evidence
+from tests.commands import RunCommand, assert_command_failed, make_record_table, read_json_lines
+from tests.models import SCHEMA, draw_rows
+from tests.s3 import BUCKET, run_server, write_parquet
+from tests.test_irregular_readings import make_long_table, write_irregular_model
+
+ALPHA = ("--alpha", "0.5,0.05")
+OUTPUTS = {
+    "output": "scores.parquet",
+    "records": "records.parquet",
+    "alerts": "alerts.jsonl",
+    "explain": "why.parquet",
+    "rejected": "rejected.jsonl",
+}
+EVIDENCE = {"evidence": "evidence.jsonl"}
+START = 1_700_000_000
+
+
+class SerialPool:
+    """A pool that performs its tasks in this process, so that a test need not wait for processes."""
+
+    def __init__(self, prepare: Callable[..., Any], arguments: Sequence[Any], *others: object) -> None:
+        self._perform = prepare(*arguments)
+
+    def run(
+        self, tasks: Sequence[int], report: Callable[[int], None], should_stop: Callable[[], bool]
+    ) -> Iterator[tuple[int, Any]]:
+        for task in tasks:
+            yield task, self._perform(task, report)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Perform the tasks of shards in this process."""
+    monkeypatch.setattr(sharded_replay, "_make_pool", lambda engine, *arguments: SerialPool(*arguments))
+
+
+def place(outputs: dict[str, str], folder: Path | None = None) -> list[str]:
+    """Return the options that name output files."""
+    return [f"--{name}={folder / path if folder else path}" for name, path in outputs.items()]
+
+
+def round_numbers(value: Any) -> Any:
+    """Return a JSON document with its numbers rounded to ten significant digits."""
+    if isinstance(value, dict):
+        return {name: round_numbers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [round_numbers(item) for item in value]
+    return float(f"{value:.10g}") if isinstance(value, float) else value
+
+
+def read_file(path: Path) -> list[str]:
+    """Return the rows of an output file as texts, sorted. Rows of evidence are taken out of their batches.
+
+    Explanations are rounded: their last digits depend on which records are explained together.
+    """
+    if path.suffix == ".parquet":
+        rows = pq.read_table(path).to_pylist()
+        return sorted(repr(round_numbers(row) if path.name == OUTPUTS["explain"] else row) for row in rows)
+    if path.name == OUTPUTS["alerts"]:
+        return sorted(repr(round_numbers(alert)) for alert in read_json_lines(path))
+    if path.name == "evidence.jsonl":
+        batches = [decode_evidence(line) for line in path.read_bytes().splitlines()]
+        closed = [
+            repr(row)
+            for batch in batches
+            for row in zip(
+                batch.closed.record_ids,
+                batch.closed.times.tolist(),
+                batch.closed.p_values.tolist(),
+                batch.closed.scores.tolist(),
+                batch.closed.num_readings.tolist(),
+                batch.closed.is_alerted.tolist(),
+                strict=True,
+            )
+        ]
+        return sorted([*closed, *(repr(alert) for batch in batches for alert in batch.alerts)])
+    return sorted(path.read_text().splitlines())
+
+
+def compare(
+    cli: RunCommand,
+    folder: Path,
+    inputs: Sequence[Path | str],
+    options: Sequence[object],
+    outputs: dict[str, str],
+    shard_options: Sequence[object] = ("--shards", "3"),
+) -> dict[str, Any]:
+    """Replay inputs in one process and in shards, assert that all outputs are equal, and return the summary."""
+    whole, shards = folder / "whole", folder / "in-shards"
+    whole.mkdir()
+    result = cli("replay", *inputs, *options, "--drift", "off", *place(outputs, whole))
+    assert result.code == 0, result.err
+    in_shards = cli("replay", *inputs, *options, "--output-dir", shards, *shard_options, *place(outputs))
+    assert in_shards.code == 0, in_shards.err
+    found = sorted(path.name for path in (shards / "shards").iterdir())
+    for name in outputs.values():
+        rows = [row for shard in found for row in read_file(shards / "shards" / shard / name)]
+        assert sorted(rows) == read_file(whole / name), name
+    summary: dict[str, Any] = json.loads((shards / "summary.json").read_text())
+    words = f"{summary['readings']} events accepted, {sum(summary['rejected'].values())} refused"
+    assert words in result.lines[-1]
+    assert f"{summary['records']} records, {summary['alerts']} alerts" in result.lines[-1]
+    assert summary["shards"] == len(found)
+    assert not (shards / "partition").exists()
+    if "evidence" in outputs:
+        assert read_file(shards / "evidence.jsonl") == read_file(whole / "evidence.jsonl")
+    return summary
+
+
+def draw_readings(num_records: int, seed: int, record: str = "record", gap: float = 1.0) -> list[dict[str, Any]]:
+    """Return readings of records that overlap in time; some come twice, and some cannot be read."""
+    rng = np.random.default_rng(seed)
+    readings: list[tuple[float, dict[str, Any]]] = []
+    for index, row in enumerate(draw_rows(SCHEMA, num_records, seed)):
+        start = index * gap
+        for name, value in row.items():
+            at = start + float(rng.uniform(0.0, 8.0 * gap))
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            readings.append((at, {record: f"r{index}", "feature": name, "value": text, "time": START + round(at, 3)}))
+            if rng.random() < 0.05:
+                readings.append((at + 30.0 * gap, {**readings[-1][1], "time": START + round(at + 30.0 * gap, 3)}))
+            if rng.random() < 0.03:
+                readings.append((at, {**readings[-1][1], "feature": "unknown"}))
+    return [reading for _, reading in sorted(readings, key=lambda pair: pair[0])]
+
+
+def write_lines(path: Path, readings: Sequence[dict[str, Any]]) -> Path:
+    numbers = {feature.name for feature in SCHEMA.features if not feature.labels}
+    documents = [
+        {**r, "value": float(r["value"]) if r["feature"] in numbers and r["value"] != "None" else r["value"]}
+        for r in readings
+    ]
+    path.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    return path
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_wide_tables(cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path) -> None:
+    summary = compare(cli, tmp_path, [wide], ("--model", model_dir, "--time-column", "at", *ALPHA), OUTPUTS | EVIDENCE)
+    assert summary["records"] == 80
+    assert summary["alerts"] > 0
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("shard_by", ["records", "files"])
+def test_rows_without_record_ids_keep_their_numbers(
+    cli: RunCommand, model_dir: Path, tmp_path: Path, shard_by: str
+) -> None:
+    table = make_record_table().drop_columns(["record"])
+    for index in range(5):
+        pq.write_table(table.slice(16 * index, 16), tmp_path / f"part-{index}.parquet")
+    options = ("--model", model_dir, *ALPHA)
+    shard_options = ("--shards", "4", "--shard-by", shard_by)
+    summary = compare(cli, tmp_path, [str(tmp_path / "part-*.parquet")], options, OUTPUTS, shard_options)
+    assert (summary["records"], summary["shards"]) == (80, 4)
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("timeout", [(), ("--record-timeout", "2s")])
+def test_readings_of_interleaved_records(
+    cli: RunCommand, model_dir: Path, tmp_path: Path, kind: str, timeout: tuple[str, ...]
+) -> None:
+    """Time-outs close records between their readings, by the times of the whole input."""
+    readings, inputs = draw_readings(60, 3), []
+    for index, start in enumerate(range(0, len(readings), 12)):
+        part = readings[start : start + 12]
+        path = tmp_path / f"log-{index}.{kind}"
+        inputs.append(path)
+        if kind == "jsonl":
+            write_lines(path, part)
+        elif kind == "csv":
+            pa.csv.write_csv(pa.Table.from_pylist(part), path)
+        else:
+            pq.write_table(pa.Table.from_pylist(part), path)
+    if kind == "jsonl":
+        inputs[0].write_text("no JSON\n\n" + inputs[0].read_text())
+    if kind == "csv":
+        inputs[1].write_text(inputs[1].read_text() + "1,2\n")
+    options = ("--model", model_dir, "--ties", "arrival", *ALPHA, *timeout)
+    summary = compare(cli, tmp_path, inputs, options, OUTPUTS | EVIDENCE)
+    assert summary["rejected"]["unknown_feature"] > 0
+    assert summary["alerts"] > 0
+    # Readings that come after their record was closed are refused.
+    # Without time-outs, 13 readings come a second time after their records are complete.
+    assert (summary["rejected"]["late"] > 13) == bool(timeout)
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("ties", ["arrival", "hold"])
+def test_windows_of_devices(cli: RunCommand, model_dir: Path, tmp_path: Path, ties: str) -> None:
+    """A window closes when its device has sent a later reading, so all readings of a device are in one shard."""
+    readings = draw_readings(80, 5, "device", gap=2.0)
+    for reading in readings:
+        reading["device"] = f"pump-{int(reading['device'][1:]) % 7}"
+        if ties == "hold":
+            reading["time"] = round(reading["time"])
+    path = write_lines(tmp_path / "log.jsonl", readings)
+    options = ("--model", model_dir, "--window", "10s", "--grace", "2s", "--ties", ties, *ALPHA)
+    summary = compare(cli, tmp_path, [path], options, OUTPUTS | EVIDENCE)
+    assert summary["rejected"]["late"] > 0
+    assert summary["alerts"] > 0
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("column", ["record", "device"])
+def test_irregular_readings(cli: RunCommand, tmp_path: Path, column: str) -> None:
+    from deformer_stream.model.windows import Window
+
+    window = Window(600_000_000, 1) if column == "device" else None
+    model = write_irregular_model(tmp_path / "m", window, d_model=64)
+    table = make_long_table(400, column)
+    pq.write_table(table, tmp_path / "in.parquet")
+    summary = compare(
+        cli, tmp_path, [tmp_path / "in.parquet"], ("--model", model, "--layout", "long"), OUTPUTS | EVIDENCE
+    )
+    assert summary["readings"] == 400
+    assert summary["alerts"] > 0
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_hive_partitions_of_an_object_store(
+    cli: RunCommand, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run_server(monkeypatch) as (store, _):
+        table = make_record_table()
+        for index, site in enumerate("ABAB"):
+            columns = table.slice(20 * index, 20).to_pydict()
+            write_parquet(store, f"logs/site={site}/day={index}/0.parquet", columns)
+        options = ("--model", model_dir, "--time-column", "at", *ALPHA)
+        url = f"s3://{BUCKET}/logs"
+        summary = compare(cli, tmp_path, [url], (*options, "--where", "site = 'A'"), OUTPUTS)
+        assert summary["records"] == 40
+        (tmp_path / "whole").rename(tmp_path / "of-site-a")
+        # The folder is that of another condition.
+        again = cli("replay", url, *options, "--output-dir", tmp_path / "in-shards", *place(OUTPUTS))
+        assert_command_failed(again, 2, "--where was", "is not set", "another --output-dir")
+        shutil.rmtree(tmp_path / "in-shards")
+        assert compare(cli, tmp_path, [url], options, OUTPUTS)["records"] == 80
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_incidents_of_shards_are_those_of_one_process(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
+    """The evidence of shards is merged in order of time. In one process, complete rows close in this order."""
+    table = make_record_table()
+    for index, name in enumerate(table.schema.names):
+        column = table[name].combine_chunks()
+        table = table.set_column(index, name, column.fill_null(column.drop_null()[0]))
+    records = [f"pump-{i % 5}/{i}" for i in range(table.num_rows)]
+    table = table.set_column(table.schema.get_field_index("record"), "record", pa.array(records))
+    pq.write_table(table, tmp_path / "in.parquet")
+    rule = ("--incident-budget", "50 per d", "--records-per-day", "200", "--fleet", "off")
+    options = ("--model", model_dir, "--time-column", "at", "--alpha", "0.5", *rule)
+    whole, folder = tmp_path / "incidents.jsonl", tmp_path / "out"
+    assert cli("replay", tmp_path / "in.parquet", *options, "--incidents", whole).code == 0
+    in_shards = ("--output-dir", folder, "--shards", "4", "--incidents", "incidents.jsonl")
+    result = cli("replay", tmp_path / "in.parquet", *options, *in_shards)
+    assert result.code == 0, result.err
+    assert (folder / "incidents.jsonl").read_bytes() == whole.read_bytes()
+    assert whole.read_bytes()
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_finished_shards_are_skipped(cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path) -> None:
+    command = ("replay", wide, "--model", model_dir, "--output-dir", tmp_path / "out", *ALPHA)
+    assert cli(*command, "--shards", "4").code == 0
+    shards = tmp_path / "out" / "shards"
+    expected_outputs = ["alerts.jsonl", "receipt.json", "records.parquet", "rejected.jsonl", "scores.parquet"]
+    assert sorted(path.name for path in (shards / "00002").iterdir()) == expected_outputs
+    summary = (tmp_path / "out" / "summary.json").read_text()
+    identities = {path.name: path.stat().st_ino for path in shards.iterdir()}
+    shutil.rmtree(shards / "00001")
+    (tmp_path / "out" / "shards" / ".00001.0123.part").mkdir()  # as a process leaves it that was killed
+    result = cli(*command, "--shards", "4", "--workers", "2")
+    assert result.code == 0, result.err
+    assert "3 of 4 shards are finished and are skipped" in result.err
+    now = {path.name: path.stat().st_ino for path in shards.iterdir()}
+    assert now.keys() == identities.keys()
+    assert {name for name in now if now[name] != identities[name]} <= {"00001"}
+
+    def without_seconds(text: str) -> dict[str, Any]:
+        return {name: value for name, value in json.loads(text).items() if name != "seconds_of_workers"}
+
+    assert without_seconds((tmp_path / "out" / "summary.json").read_text()) == without_seconds(summary)
+    # Nothing is left to do.
+    assert "4 of 4 shards" in cli(*command).err
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_folder_of_another_run_is_refused(cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    command = ("replay", wide, "--model", model_dir, "--output-dir", folder)
+    assert cli(*command).code == 0
+    assert_command_failed(cli(*command, "--alpha", "0.2"), 2, "--alpha was [0.01] and is [0.2]", "delete this folder")
+    assert_command_failed(cli(*command, "--shards", "9"), 2, "the number of shards was 8 and is 9")
+    assert_command_failed(cli(*command, "--shard-by", "files"), 2, "--shard-by was records and is files")
+    with lock_folder(folder):
+        assert_command_failed(cli(*command), 2, "in use by another process")
+    table = pq.read_table(wide)
+    pq.write_table(table.slice(1), wide)
+    assert_command_failed(cli(*command), 2, f"the input {wide.resolve()} has changed")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"model": "other"}))
+    assert_command_failed(cli(*command), 2, "the model was other and is")
+    (folder / "manifest.json").write_text("[]")
+    assert_command_failed(cli(*command), 2, "manifest.json cannot be read")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    result = cli("replay", wide, "--model", model_dir, "--output-dir", tmp_path / "full")
+    assert_command_failed(result, 2, "is not empty")
+
+
+def test_options_that_do_not_fit_are_refused(cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path) -> None:
+    command = ("replay", wide, "--model", model_dir)
+    folder = ("--output-dir", tmp_path / "out")
+    assert_command_failed(cli(*command, "--workers", "2"), 2, "add --output-dir")
+    assert_command_failed(cli(*command, *folder, "--alerts", "-"), 2, "--alerts -")
+    assert_command_failed(cli(*command, *folder, "--records", tmp_path / "r.parquet"), 2, "without a folder")
+    assert_command_failed(cli(*command, *folder, "--rejected", "a.jsonl", "--alerts", "a.jsonl"), 2, "same name")
+    assert_command_failed(cli(*command, *folder, "--drift", "1000"), 2, "--drift needs all records")
+    assert_command_failed(cli("replay", "-", "--model", model_dir, *folder), 2, "standard input")
+    inside = ("--output-dir", wide.parent / "out")
+    assert_command_failed(cli("replay", wide.parent, "--model", model_dir, *inside), 2, "in the input folder")
+    lines = write_lines(tmp_path / "log.jsonl", draw_readings(3, 1))
+    reordered = cli("replay", lines, "--model", model_dir, *folder, "--order", "random")
+    assert_command_failed(reordered, 2, "--order random")
+
+
+def run_program(
+    model: Path, inputs: Sequence[Path], folder: Path, *options: str, **others: Any
+) -> subprocess.Popen[str]:
+    """Start `replay --output-dir` in a process of its own, with two workers."""
+    command = [sys.executable, "-m", "deformer_stream.cli", "replay", *map(str, inputs), "--model", str(model)]
+    command += ["--output-dir", str(folder), "--workers", "2", "--shards", "6", *ALPHA, *options]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **others)
+
+
+def list_shards(folder: Path) -> dict[str, int]:
+    """Return the finished shards by name, each with the number of its folder in the file system."""
+    return {path.name: path.stat().st_ino for path in (folder / "shards").glob("[0-9]*")}
+
+
+@pytest.mark.slow
+def test_processes_score_shards_and_a_killed_run_continues(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
+    """Kill the run as soon as one shard is finished, then a worker of the next run, and compare with one process."""
+    inputs = [write_lines(tmp_path / f"log-{i}.jsonl", draw_readings(1500, i, "record")) for i in range(1)]
+    whole, folder = tmp_path / "whole", tmp_path / "out"
+    whole.mkdir()
+    assert cli("replay", *inputs, "--model", model_dir, *ALPHA, *place(OUTPUTS, whole)).code == 0
+    process = run_program(model_dir, inputs, folder, *place(OUTPUTS))
+    _wait_until(lambda: bool(list_shards(folder)) or process.poll() is not None)
+    process.kill()
+    process.communicate()
+    finished = list_shards(folder)
+    assert 0 < len(finished) < 6
+    process = run_program(model_dir, inputs, folder, *place(OUTPUTS))
+    _wait_until(lambda: len(list_shards(folder)) > len(finished) or process.poll() is not None)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert f"{len(finished)} of 6 shards are finished and are skipped" in err
+    assert finished.items() <= list_shards(folder).items(), "no finished shard was written again"
+    assert [path for path in (folder / "shards").iterdir() if path.name.startswith(".")] == []
+    for name in OUTPUTS.values():
+        rows = [row for shard in sorted(list_shards(folder)) for row in read_file(folder / "shards" / shard / name)]
+        assert sorted(rows) == read_file(whole / name)
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_says_how_to_continue(model_dir: Path, tmp_path: Path) -> None:
+    inputs = [write_lines(tmp_path / "log.jsonl", draw_readings(1500, 1))]
+    process = run_program(model_dir, inputs, tmp_path / "out")
+    _wait_until(lambda: bool(list_shards(tmp_path / "out")) or process.poll() is not None)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "of 6 shards are finished; the same command continues" in err.splitlines()[-1]
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 20))
+def test_ranges_of_files_cover_all_files_once(sizes: list[int], max_ranges: int) -> None:
+    ranges = divide_files(sizes, max_ranges)
+    assert [index for start, stop in ranges for index in range(start, stop)] == list(range(len(sizes)))
+    assert all(start < stop for start, stop in ranges)
+    assert len(ranges) <= max_ranges
