@@ -150,6 +150,7 @@ def test_flag_precedes_environment_precedes_file_precedes_default(
     others |= get_login(field)
     others |= {"ssl_certfile": "c"} if field.startswith("ssl") else {}
     others |= {"next_reading": 8} if field == "suspicious_records" else {}
+    others |= {"output_dir": "d"} if field in ("workers", "engine", "shard_by", "shards") else {}
     others.pop(field, None)
     if field in ("source", "output") and command in ("consume", "produce"):
         others.pop("topic")

@@ -27,8 +27,7 @@ MAX_LINE_BYTES = 2 * MAX_EVIDENCE_BYTES
 
 
 ROWS_PER_BATCH = 200
-"""Largest number of records and alerts of a batch in order of time. Such a batch is one line, so that the rows of a file
-stay in order."""
+"""Largest number of records and alerts of a batch in order of time. It is so small that a batch is a single line."""
 
 
 def is_evidence(entry: str | Path) -> bool:

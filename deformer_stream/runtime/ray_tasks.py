@@ -60,12 +60,12 @@ class RayPool(Generic[T]):
         import ray
 
         _connect(self._num_workers)
+        task_by_reference: dict[Any, int] = {}
         try:
             perform = ray.remote(num_cpus=1, max_retries=MAX_ATTEMPTS - 1)(_perform)
             key = os.urandom(8).hex()
             arguments = ray.put((self._prepare, self._arguments))
             waiting = deque(tasks)
-            task_by_reference: dict[Any, int] = {}
             while (waiting or task_by_reference) and not should_stop():
                 while waiting and len(task_by_reference) < self._num_workers:
                     task = waiting.popleft()
@@ -77,7 +77,8 @@ class RayPool(Generic[T]):
                     report(num_units)
                     yield task, result
         finally:
-            ray.shutdown()
+            for reference in task_by_reference:  # those that have not ended, after an error or a signal
+                ray.cancel(reference, force=True)
 
     def _get(self, reference: Any, task: int) -> tuple[int, T]:
         """Return the number of rows and the result of a task that has ended."""
@@ -97,13 +98,17 @@ class RayPool(Generic[T]):
 
 
 def _connect(num_workers: int) -> None:
-    """Connect to the cluster that RAY_ADDRESS names, or start Ray on this machine.
+    """Connect to the cluster that RAY_ADDRESS names, or start Ray on this machine, unless this was done before.
+
+    The connection ends with this process.
 
     Raises:
         Unavailable: Neither is possible.
     """
     import ray
 
+    if ray.is_initialized():
+        return
     try:
         if os.environ.get("RAY_ADDRESS"):
             ray.init(log_to_driver=True)
