@@ -15,7 +15,7 @@ KERNEL_TESTS := tests/kernels/test_library.py tests/kernels/test_abi.py tests/ke
 # The tests of a file run in one process. Each process starts its own broker, so the number of processes is limited.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help docs demo demo-page kernels test test-librdkafka test-kernels wheel test-wheel test-aarch64 test-lowest test-newest sbom first-hours lint check format bench bench-quality bench-incidents chaos chaos-incidents test-outage fuzz kafka kafka-jars test-programs deploy-tools test-deploy clean
+.PHONY: help docs demo demo-page kernels test test-librdkafka test-ray test-kernels wheel test-wheel test-aarch64 test-lowest test-newest sbom first-hours lint check format bench bench-quality bench-incidents chaos chaos-incidents test-outage fuzz kafka kafka-jars test-programs deploy-tools test-deploy clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -82,6 +82,13 @@ test: $(VENV)/.dev kernels kafka-jars test-programs ## run all tests, against a 
 
 test-librdkafka: $(VENV)/.dev kernels kafka-jars test-programs ## run the tests of Kafka that CI runs with kafka-python only with librdkafka, too
 	DEFORMER_TEST_CLIENT=librdkafka $(PYTEST) -m kafka tests/connectors tests/contracts tests/integration
+
+test-ray: $(VENV)/.dev kernels ## run replay --engine ray (installs Ray, 300 MB, into build/venv-ray)
+	$(PYTHON) -m venv --clear build/venv-ray
+	build/venv-ray/bin/python -m pip install -q --disable-pip-version-check "$$(grep -oE 'ray>=[0-9.]+' pyproject.toml)"
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$(build/venv-ray/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
+	build/venv-ray/bin/python -m pytest -q tests/runtime/ray_checks.py
 
 test-kernels: $(VENV)/.dev kernels ## test the kernels without AVX-512, compiled by GCC and by Clang, and with sanitizers
 	$(call build_kernels,gcc,-DCMAKE_C_COMPILER=gcc -DCMAKE_C_FLAGS=-Werror)

@@ -7,8 +7,8 @@ speed        Seconds and readings per second with 1 and 2 workers (--workers), l
              in which they were scored; the rest is the start, and the division of rows among shards. Memory is the
              largest sum of the resident bytes of all processes, and the largest of one process.
 memory       The same memory for a tenth of the input and for all of it, with 2 workers.
-kill         A run with 2 workers that is killed by SIGKILL, --kills times at random times, each time the command itself
-             or one of its workers, and then runs to its end. `equal` says whether all outputs equal those of `replay`
+kill         A run with 2 workers that is killed by SIGKILL, --kills times at random times, and then runs to its end. In
+             half of the cases a worker is killed first. `equal` says whether all outputs equal those of `replay`
              in one process without shards. `written_again` is the number of finished shards that were scored again.
 
 The input is a table of random records in --files Parquet files: with --layout long a row is a reading and the readings
@@ -52,6 +52,10 @@ PARTS = ("speed", "memory", "kill")
 OUTPUTS = {"output": "scores.parquet", "records": "records.parquet", "alerts": "alerts.jsonl"}
 RECORDS_AT_A_TIME = 1_000
 """Records whose readings interleave in a long table."""
+START_SECONDS = 10.0
+"""Range of the times at which runs are killed that are to be killed at their start."""
+SHARE_OF_LATE_KILLS = 0.7
+"""Share of the runs that are killed after they have finished a shard."""
 OUTLIER_SHARE = 1e-3
 """Share of the records with an `OUTLIER_VALUE`, which raise an alert."""
 
@@ -204,12 +208,13 @@ def kill_runs(options: argparse.Namespace, inputs: list[str], model: Path, folde
     running.wait()
     seconds_of_one = running.seconds
     rng = np.random.default_rng(options.seed)
-    words = (target, "--workers", 2, *(f"--{name}={path}" for name, path in OUTPUTS.items()))
+    num_shards = 3 * options.kills  # so that shards are left for each run
+    words = (target, "--workers", 2, "--shards", num_shards, *(f"--{name}={path}" for name, path in OUTPUTS.items()))
     finished: dict[str, int] = {}
     num_written_again = num_killed_workers = 0
     for _ in range(options.kills):
         running = RunningReplay(inputs, model, "--output-dir", *words)
-        time.sleep(rng.uniform(1.0, 2.0 + 2.0 * seconds_of_one / options.kills))
+        _wait_for_moment(running, target, len(finished), rng, seconds_of_one / num_shards)
         children = list_children(running.process.pid)
         if children and rng.random() < 0.5:
             with contextlib.suppress(ProcessLookupError):
@@ -236,11 +241,31 @@ def kill_runs(options: argparse.Namespace, inputs: list[str], model: Path, folde
         "shards": len(now),
         "finished_before_last_run": num_finished_before_end,
         "written_again": num_written_again,
-        "equal": are_equal,
+        "equal": str(are_equal),
         "one_process_s": round(seconds_of_one, 1),
     }
     assert are_equal, "the outputs differ"
     assert not num_written_again, "finished shards were scored again"
+
+
+def _wait_for_moment(
+    running: RunningReplay, target: Path, num_finished: int, rng: np.random.Generator, seconds_per_shard: float
+) -> None:
+    """Wait for the random moment at which a run is killed: at its start, or after it has finished one or two shards.
+
+    Args:
+        running: The run.
+        target: The folder of its outputs.
+        num_finished: Number of shards that earlier runs have finished.
+        rng: The generator.
+        seconds_per_shard: Seconds in which about one shard is scored.
+    """
+    seconds, num_new = rng.uniform(0.0, START_SECONDS), 0
+    if rng.random() < SHARE_OF_LATE_KILLS:
+        seconds, num_new = rng.uniform(0.0, seconds_per_shard), int(rng.integers(1, 3))
+    while running.process.poll() is None and len(list_shards(target)) < num_finished + num_new:
+        time.sleep(0.02)
+    time.sleep(seconds)
 
 
 def list_shards(folder: Path) -> dict[str, int]:

@@ -12,14 +12,16 @@ import sys
 import structlog
 
 
-def configure(debug: bool = False) -> None:
+def configure(debug: bool = False, *, only_warnings: bool = False) -> None:
     """Configure logging for the whole process: lines on standard error, with the time and the level of each event.
 
     The lines are readable text if standard error is a terminal, otherwise JSON.
 
     Args:
         debug: Whether to log events of all levels. Otherwise events below the level "info" are dropped.
+        only_warnings: Without `debug`, drop events below the level "warning", for processes beside the main one.
     """
+    level = logging.DEBUG if debug else logging.WARNING if only_warnings else logging.INFO
     renderer = (
         structlog.dev.ConsoleRenderer(colors=True) if sys.stderr.isatty() else structlog.processors.JSONRenderer()
     )
@@ -31,7 +33,7 @@ def configure(debug: bool = False) -> None:
             structlog.processors.StackInfoRenderer(),
             renderer,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG if debug else logging.INFO),
+        wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=False,  # so that loggers that exist already use these settings, too
     )

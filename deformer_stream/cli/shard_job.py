@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MANIFEST, RECEIPT, SUMMARY = "manifest.json", "receipt.json", "summary.json"
 PARTITION_FOLDER, SHARDS_FOLDER = "partition", "shards"
-_TEMPORARY_ENDING = ".part"
+_TEMPORARY_ENDING, _LOCK = ".part", ".lock"
 
 BYTES_PER_SHARD = 64 * 2**20
 """Size of the input for which there is one shard by default. It is about the work that is lost with a process."""
@@ -205,7 +205,7 @@ def make_manifest(
 
 
 def open_folder(folder: Path, manifest: dict[str, Any], has_chosen_number: bool) -> Plan:
-    """Create the folder of the outputs with its manifest, or check that it is that of an earlier run of the same job.
+    """Write the manifest into the folder of the outputs, or check that it is that of an earlier run of the same job.
 
     Args:
         folder: The folder.
@@ -216,7 +216,7 @@ def open_folder(folder: Path, manifest: dict[str, Any], has_chosen_number: bool)
         The plan that is in force.
 
     Raises:
-        ConfigError: The folder holds something else, or what the outputs depend on has changed.
+        ConfigError: What the outputs depend on has changed, or the manifest cannot be read.
     """
     path = folder / MANIFEST
     if path.exists():
@@ -232,8 +232,6 @@ def open_folder(folder: Path, manifest: dict[str, Any], has_chosen_number: bool)
                 f"{folder} holds shards of another run: {change}; choose another --output-dir, or delete this folder"
             )
         return plan
-    if folder.exists() and (not folder.is_dir() or any(entry.name != ".lock" for entry in folder.iterdir())):
-        raise ConfigError(f"--output-dir {folder} is not empty and not of a run in shards; choose another folder")
     with map_write_errors(folder):
         (folder / SHARDS_FOLDER).mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(manifest, indent=1).encode())
@@ -278,13 +276,17 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """Hold the lock of the folder of the outputs, which ends with this process.
 
     Raises:
-        ConfigError: Another process holds it, or the folder cannot be created.
+        ConfigError: Another process holds it, or the folder cannot be created, or it holds something else.
     """
     import fcntl
 
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--output-dir {folder} is a file; choose another path")
+    if folder.exists() and not (folder / MANIFEST).exists() and any(path.name != _LOCK for path in folder.iterdir()):
+        raise ConfigError(f"--output-dir {folder} is not empty and not of a run in shards; choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("a")
+        file = (folder / _LOCK).open("a")
     except OSError as error:
         raise ConfigError(
             f"--output-dir {folder}: the folder cannot be written ({error.strerror}); choose another"

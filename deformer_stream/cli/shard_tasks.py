@@ -107,7 +107,7 @@ def _prepare_process(job: ShardJob) -> Artifact:
     """
     import pyarrow as pa
 
-    log.configure(job.is_debugging)
+    log.configure(job.is_debugging, only_warnings=True)
     os.chdir(job.working_directory)
     pa.set_cpu_count(1)
     loaded = factory.load_model(job.settings, warns=False)

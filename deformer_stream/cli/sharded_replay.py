@@ -66,15 +66,20 @@ def replay_in_shards(inputs: Sequence[str], settings: ReplaySettings, folder: Pa
     settings = choose_outputs(settings)
     _check_inputs(inputs, folder)
     with lock_folder(folder):
-        job = _open_job(inputs, settings, folder)
+        job, num_input_rows = _open_job(inputs, settings, folder)
         delete_temporary_folders(folder)
         unfinished = job.list_unfinished()
         num_skipped = job.plan.num_shards - len(unfinished)
         if num_skipped:
             click.echo(f"{num_skipped} of {job.plan.num_shards} shards are finished and are skipped", err=True)
         if unfinished:
-            _run_tasks(job, "partition", prepare_partitioning, job.list_unfinished_parts(), None, stop)
-            num_rows = None if stop.is_set() else _count_rows(job, unfinished)
+            parts = job.list_unfinished_parts()
+            num_rows = num_input_rows if len(parts) == len(job.plan.ranges) else None
+            _run_tasks(job, "partition", prepare_partitioning, parts, num_rows, stop)
+            if job.plan.shard_by == "files":
+                num_rows = num_input_rows if not num_skipped else None
+            else:
+                num_rows = None if stop.is_set() else _count_rows(job, unfinished)
             num_scored = _run_tasks(job, "replay", prepare_scoring, unfinished, num_rows, stop)
         else:
             num_scored = 0
@@ -119,8 +124,8 @@ def _check_inputs(inputs: Sequence[str], folder: Path) -> None:
             )
 
 
-def _open_job(inputs: Sequence[str], settings: ReplaySettings, folder: Path) -> ShardJob:
-    """Check options and input, and return the job with the plan that is in force.
+def _open_job(inputs: Sequence[str], settings: ReplaySettings, folder: Path) -> tuple[ShardJob, int | None]:
+    """Check options and input; return the job with the plan in force, and the number of rows of the input if known.
 
     Raises:
         ConfigError: The folder holds shards of another run, or readings were to be put in another order.
@@ -138,7 +143,8 @@ def _open_job(inputs: Sequence[str], settings: ReplaySettings, folder: Path) -> 
     plan = open_folder(folder, manifest, has_chosen_number=settings.shards is not None)
     if opened.ignored_columns:
         log.get_logger("replay").info("columns_ignored", columns=list(opened.ignored_columns))
-    return ShardJob(tuple(inputs), settings, folder, plan, loaded.fingerprint, files, os.getcwd(), is_debugging())
+    job = ShardJob(tuple(inputs), settings, folder, plan, loaded.fingerprint, files, os.getcwd(), is_debugging())
+    return job, opened.num_rows
 
 
 def _run_tasks(
@@ -195,10 +201,8 @@ def _make_pool(
     return WorkerPool(prepare, arguments, num_workers, describe)
 
 
-def _count_rows(job: ShardJob, shards: Sequence[int]) -> int | None:
-    """Return the number of rows of some shards, None if it is not known because a shard is a range of files."""
-    if job.plan.shard_by == "files":
-        return None
+def _count_rows(job: ShardJob, shards: Sequence[int]) -> int:
+    """Return the number of rows of some shards, after the input was partitioned."""
     receipts = [read_receipt(job.get_part_folder(part)) for part in range(len(job.plan.ranges))]
     return sum(int(receipt["rows"][shard]) for receipt in receipts for shard in shards)
 

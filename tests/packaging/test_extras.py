@@ -21,8 +21,9 @@ from tests.conftest import ROOT
 from tests.models import write_model
 
 FOR_DEVELOPMENT = {"bench", "dev", "docs", "fuzz"}
-NOT_FOR_DEVELOPMENT = {"msk"}
-"""Extras for users that the tests do not install, because they have a signer for AWS of their own."""
+NOT_FOR_DEVELOPMENT = {"msk", "ray"}
+"""Extras for users that the tests do not install: they have a signer for AWS of their own, and Ray is large (`make
+test-ray` installs it)."""
 
 MODULES = {
     "train": ("trainer.cli", "trainer.report", "deformer_stream.engine.torch_scorer", "deformer_stream.demo.run"),
@@ -58,6 +59,7 @@ USE = {
     "avro": "from deformer_stream.codec import SchemaTranslator; SchemaTranslator('avro', print, 1)",
     "protobuf": "from deformer_stream.codec import SchemaTranslator; SchemaTranslator('protobuf', print, 1)",
     "librdkafka": "from connectors.kafka.client import choose_library; choose_library('librdkafka')",
+    "ray": "from deformer_stream.runtime.ray_tasks import RayPool; RayPool(print, (), 1, str)",
     "msk": "from connectors.kafka.tokens import _make_aws_provider; _make_aws_provider('eu-west-1')",
 }
 """A program for each extra that ends with an error if the packages of the extra are missing."""
@@ -80,6 +82,8 @@ def find_modules(requirement: str) -> set[str]:
     assert match
     if match[0] == "aws-msk-iam-sasl-signer-python":
         return {"aws_msk_iam_sasl_signer"}
+    if match[0] == "ray":
+        return {"ray"}
     name = metadata.metadata(match[0])["Name"]
     return {module for module, owners in metadata.packages_distributions().items() if name in owners}
 
