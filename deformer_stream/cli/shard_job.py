@@ -250,7 +250,7 @@ def _describe_change(earlier: dict[str, Any], now: dict[str, Any], has_chosen_nu
             return f"{flag} was {_format(before.get(name))} and is {_format(after.get(name))}"
     files_before = {file["name"]: file for file in earlier["inputs"]}
     files_now = {file["name"]: file for file in now["inputs"]}
-    for name in files_before.keys() | files_now.keys():
+    for name in sorted(files_before.keys() | files_now.keys()):
         if name not in files_now:
             return f"the input {name} is missing"
         if name not in files_before:
@@ -344,8 +344,17 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def delete_partition(folder: Path) -> None:
+    """Delete the rows by shard. They lose their name first, so that parts of them are never taken for all."""
+    temporary = folder / f".{PARTITION_FOLDER}{_TEMPORARY_ENDING}"
+    if (folder / PARTITION_FOLDER).exists():
+        with map_write_errors(folder):
+            (folder / PARTITION_FOLDER).rename(temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
 def delete_temporary_folders(folder: Path) -> None:
     """Delete what processes that were killed have left in the folder of the outputs."""
-    for parent in (folder / PARTITION_FOLDER, folder / SHARDS_FOLDER):
+    for parent in (folder, folder / PARTITION_FOLDER, folder / SHARDS_FOLDER):
         for path in parent.glob(f".*{_TEMPORARY_ENDING}"):
             shutil.rmtree(path, ignore_errors=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,10 +19,10 @@ import click
 from deformer_stream import __version__, log
 from deformer_stream.cli import factory, incident_files
 from deformer_stream.cli.shard_job import (
-    PARTITION_FOLDER,
     SUMMARY,
     ShardJob,
     choose_outputs,
+    delete_partition,
     delete_temporary_folders,
     describe_files,
     lock_folder,
@@ -91,17 +90,20 @@ def replay_in_shards(inputs: Sequence[str], settings: ReplaySettings, folder: Pa
                 err=True,
             )
             return INTERRUPTED_EXIT_CODE
-        shutil.rmtree(folder / PARTITION_FOLDER, ignore_errors=True)
+        delete_partition(folder)
         summary = _summarize(job)
         if settings.evidence is not None:
             _merge_evidence(job, folder / settings.evidence)
             if settings.incidents is not None:
                 _make_incidents(job, folder / settings.evidence, folder / settings.incidents, stop)
+        if stop.is_set():
+            click.echo("interrupted after the last shard; the same command writes the summary", err=True)
+            return INTERRUPTED_EXIT_CODE
         # At last, so that a folder with a summary has everything.
         replace_file(folder / SUMMARY, (json.dumps(summary, indent=1) + "\n").encode())
         seconds = time.monotonic() - start
         click.echo(_describe_summary(summary, num_scored / seconds if num_scored else None), err=True)
-    return INTERRUPTED_EXIT_CODE if stop.is_set() else 0
+    return 0
 
 
 def _check_inputs(inputs: Sequence[str], folder: Path) -> None:
