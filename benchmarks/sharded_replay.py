@@ -46,7 +46,7 @@ from benchmarks.stream import format_table
 from deformer_stream import model_store
 from deformer_stream.codec.columns import encode_distinct
 from deformer_stream.codec.tables import mix_bits
-from tests.integration.programs import make_command, make_environment
+from tests.integration.programs import list_workers, make_command, make_environment
 
 PARTS = ("speed", "memory", "kill")
 OUTPUTS = {"output": "scores.parquet", "records": "records.parquet", "alerts": "alerts.jsonl"}
@@ -215,10 +215,10 @@ def kill_runs(options: argparse.Namespace, inputs: list[str], model: Path, folde
     for _ in range(options.kills):
         running = RunningReplay(inputs, model, "--output-dir", *words)
         _wait_for_moment(running, target, len(finished), rng, seconds_of_one / num_shards)
-        children = list_children(running.process.pid)
-        if children and rng.random() < 0.5:
+        workers = list_workers(running.process.pid)
+        if workers and rng.random() < 0.5:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(rng.choice(children)), signal.SIGKILL)
+                os.kill(int(rng.choice(workers)), signal.SIGKILL)
             num_killed_workers += 1
             time.sleep(rng.uniform(0.0, 1.0))
         running.process.kill()

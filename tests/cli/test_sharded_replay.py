@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from deformer_stream.cli import sharded_replay
 from deformer_stream.cli.shard_job import divide_files, lock_folder
 from deformer_stream.codec.encode_evidence import decode_evidence
 from tests.commands import RunCommand, assert_command_failed, make_record_table, read_json_lines
+from tests.integration.programs import list_workers
 from tests.models import SCHEMA, draw_rows
 from tests.s3 import BUCKET, run_server, write_parquet
 from tests.test_irregular_readings import make_long_table, write_irregular_model
@@ -379,10 +381,12 @@ def test_processes_score_shards_and_a_killed_run_continues(cli: RunCommand, mode
     finished = list_shards(folder)
     assert 0 < len(finished) < 6
     process = run_program(model_dir, inputs, folder, *place(OUTPUTS))
-    _wait_until(lambda: len(list_shards(folder)) > len(finished) or process.poll() is not None)
+    _wait_until(lambda: bool(list_workers(process.pid)) or process.poll() is not None)
+    os.kill(list_workers(process.pid)[0], signal.SIGKILL)
     _, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
     assert f"{len(finished)} of 6 shards are finished and are skipped" in err
+    assert "worker_died" in err
     assert finished.items() <= list_shards(folder).items(), "no finished shard was written again"
     assert [path for path in (folder / "shards").iterdir() if path.name.startswith(".")] == []
     for name in OUTPUTS.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -38,6 +39,17 @@ def make_environment(variables: Mapping[str, str] | None = None) -> dict[str, st
     """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("DEFORMER_")}
     return {**clean, "OMP_NUM_THREADS": "1", "DEFORMER_CLIENT": get_client_library(), **(variables or {})}
+
+
+def list_workers(pid: int) -> list[int]:
+    """Return the worker processes that a process has started with the module `multiprocessing`."""
+    workers: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            with contextlib.suppress(OSError):  # the process has ended
+                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    workers.append(int(child))
+    return workers
 
 
 def run(
