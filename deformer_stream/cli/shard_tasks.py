@@ -169,7 +169,10 @@ def _score_shard(
 
     with ExitStack() as cleanup:
         sinks = file_runs.open_replay_sinks(settings, loaded.schema, cleanup)
-        codec, engine = factory.make_row_codec(loaded, settings), factory.make_alerting_engine(loaded, settings)
+        codec = factory.make_row_codec(loaded, settings)
+        engine = factory.make_alerting_engine(
+            loaded, settings, states_suspicious=settings.suspicious_records is not None
+        )
         never = threading.Event()  # a process that must stop is ended
         totals = file_runs.run_pipeline(PayloadSource(payloads), codec, engine, sinks, clock, never, count_rows)
         for sink in sinks:
@@ -207,7 +210,7 @@ def _repeat_polls(job: ShardJob, shard: int) -> tuple[Iterator[Payload | None], 
 
 def _place_outputs(job: ShardJob, folder: Path) -> Any:
     """Return the settings with the outputs in the folder of a shard, and without incidents."""
-    fields = ("output", "records", "explain", "rejected", "evidence")
+    fields = ("output", "records", "explain", "rejected", "evidence", "suspicious_records")
     placed: dict[str, Any] = {name: folder / path for name in fields if (path := getattr(job.settings, name))}
     if job.settings.alerts:
         placed["alerts"] = str(folder / job.settings.alerts)
