@@ -89,14 +89,15 @@ def _format_value(value: Any) -> str:
 
 
 def write(rows: list[dict[str, Any]], folder: Path) -> None:
-    """Write the rows to the results, in place of earlier rows of the same parts."""
+    """Write the rows to the results, in place of earlier rows of the same parts.
+
+    Rows that another client library has on the same machine and day are kept, so that libraries can be measured one
+    after the other.
+    """
     lines = folder / "stream.jsonl"
     earlier_rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
-    new_parts = {row["part"] for row in rows}
-    rows = sorted(
-        [row for row in earlier_rows if row["part"] not in new_parts] + rows,
-        key=lambda row: list(PARTS).index(row["part"]),
-    )
+    kept = [row for row in earlier_rows if not any(_replaces(new, row) for new in rows)]
+    rows = sorted(kept + rows, key=lambda row: list(PARTS).index(row["part"]))
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = "# The whole pipeline\n\nThe Kafka broker, if a part needs one, runs on the same cores. "
     text += "`python -m benchmarks.stream --help` describes the parts.\n"
@@ -107,6 +108,14 @@ def write(rows: list[dict[str, Any]], folder: Path) -> None:
             columns = [{k: v for k, v in row.items() if k not in ("machine", "date")} for row in part_rows]
             text += format_table(columns) + "\n"
     (folder / "stream.md").write_text(text)
+
+
+def _replaces(new: dict[str, Any], row: dict[str, Any]) -> bool:
+    """Return whether a new row takes the place of an earlier one, or could not be in one table with it."""
+    if new["part"] != row["part"]:
+        return False
+    is_comparable = new.keys() == row.keys() and all(new[name] == row[name] for name in ("machine", "date"))
+    return not is_comparable or new.get("client") == row.get("client")
 
 
 def main(words: list[str] | None = None) -> None:

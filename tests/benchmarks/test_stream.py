@@ -70,6 +70,18 @@ def test_results_of_other_parts_are_kept(tmp_path: Path) -> None:
     assert "2.5" not in text
 
 
+def test_results_of_the_other_client_are_kept_if_they_are_of_the_same_day(tmp_path: Path) -> None:
+    row = {"part": "start", "machine": "a machine", "date": "2026-01-01", "client": "librdkafka", "median_s": 2.5}
+    stream.write([row], tmp_path)
+    stream.write([{**row, "client": "kafka-python", "median_s": 3.5}], tmp_path)
+    stream.write([{**row, "client": "kafka-python", "median_s": 1.5}], tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "stream.jsonl").read_text().splitlines()]
+    assert [(one["client"], one["median_s"]) for one in rows] == [("librdkafka", 2.5), ("kafka-python", 1.5)]
+    stream.write([{**row, "client": "kafka-python", "date": "2026-01-02"}], tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "stream.jsonl").read_text().splitlines()]
+    assert [(one["client"], one["date"]) for one in rows] == [("kafka-python", "2026-01-02")]
+
+
 @pytest.mark.parametrize("rate", [30, 500, 999, 20_000])
 def test_requests_share_the_rate_among_partitions(rate: int) -> None:
     requests = list(share_messages(rate, 2))
