@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -77,6 +78,26 @@ def _to_client_offsets(offsets: Offsets) -> list[rd.TopicPartition]:
         rd.TopicPartition(tp.topic, tp.partition, committed.offset, committed.metadata)
         for tp, committed in offsets.items()
     ]
+
+
+def _read_metadata(partition: rd.TopicPartition) -> str:
+    """Return the metadata of a committed offset, empty if there are none.
+
+    librdkafka copies metadata without a terminating zero, and confluent-kafka reads them up to the next zero byte in
+    memory. It commits a zero itself, but kafka-python does not, so any bytes may follow. All metadata of this package
+    are a JSON object: what follows the object is dropped.
+    """
+    try:
+        text = str(partition.metadata or "")
+    except UnicodeDecodeError as error:
+        text = error.object.decode("utf-8", "replace")
+    if not text.startswith("{"):
+        return text
+    try:
+        _, end = json.JSONDecoder().raw_decode(text)
+    except ValueError:
+        return text
+    return text[:end]
 
 
 class LibrdkafkaConsumer:
@@ -357,7 +378,7 @@ class LibrdkafkaConsumer:
                 raise self._events.translate(partition.error, action)
             tp = TopicPartition(partition.topic, partition.partition)
             has_offset = partition.offset >= 0
-            committed[tp] = CommittedOffset(partition.offset, partition.metadata or "") if has_offset else None
+            committed[tp] = CommittedOffset(partition.offset, _read_metadata(partition)) if has_offset else None
         return committed
 
     def fetch_first_offsets(self, tps: Iterable[TopicPartition], timeout: float) -> dict[TopicPartition, int]:

@@ -431,6 +431,22 @@ def test_both_libraries_read_the_same_metadata(kafka: SimpleNamespace) -> None:
             assert clients.open_consumer(group=topic).fetch_committed(expected, SECONDS) == expected
 
 
+def test_metadata_of_every_length_are_read_by_both_libraries(kafka: SimpleNamespace, library: ClientLibrary) -> None:
+    """librdkafka copies metadata without a terminating zero, unless they were committed with one."""
+    with ExitStack() as stack:
+        writer = Clients(KafkaCluster(kafka.bootstrap, library=library), stack)
+        topic = writer.create_topic(64)
+        expected = {
+            TopicPartition(topic, number): CommittedOffset(number, json.dumps({"a": "x" * number}))
+            for number in range(64)
+        }
+        writer.open_consumer(group=topic).commit(expected, SECONDS)
+        for reading_library in LIBRARIES:
+            reader = Clients(KafkaCluster(kafka.bootstrap, library=reading_library), stack).open_consumer(group=topic)
+            for _ in range(5):
+                assert reader.fetch_committed(expected, SECONDS) == expected
+
+
 def test_aborted_transaction_commits_neither_messages_nor_offsets(clients: Clients) -> None:
     topic = clients.create_topic()
     tp = TopicPartition(topic, 0)
