@@ -287,5 +287,7 @@ def consume_with_kills(
             assert consumer.process.returncode == -9, consumer.read_log()
     sender.join()
     with RunningConsumer(folder / "last.log", *options) as consumer:
+        # The last kill may have come after all messages. A signal would end a process that is not ready at once.
+        consumer.wait_until_ready()
         consumer.wait_for(cluster.is_consumed(topic, topic), "all messages")
         consumer.stop()

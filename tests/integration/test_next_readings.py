@@ -75,6 +75,7 @@ def test_the_topic_states_exactly_the_suspicious_records_over_kills(
     expected = {record: ranking for record, ranking in scorer.next_readings(suspicious=SUSPICIOUS).items() if ranking}
     # Another process takes the records over, and states those that still waited when the last one ended.
     with RunningConsumer(tmp_path / "wait.log", *options) as consumer:
+        consumer.wait_until_ready()  # nothing may be missing any more, and then the process would be ended too early
         consumer.wait_for(
             lambda: read_stated(cluster, f"{name}-next-readings").keys() == expected.keys(), "all suspicious records"
         )
@@ -90,6 +91,7 @@ def test_the_topic_states_exactly_the_suspicious_records_over_kills(
     # The other readings complete the records while another process runs, which has stated none of them itself.
     produce(cluster.brokers, name, encode(last))
     with RunningConsumer(tmp_path / "complete.log", *options) as consumer:
+        consumer.wait_until_ready()
         consumer.wait_for(cluster.is_consumed(name, name), "all messages")
         consumer.stop()
     assert read_stated(cluster, f"{name}-next-readings") == {}
