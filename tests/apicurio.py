@@ -22,6 +22,9 @@ from pathlib import Path
 VERSION = "3.0.9"
 """The newest version that runs with Java 17; 3.3 needs Java 21."""
 
+COPY_GOAL = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1:copy"
+"""Goal of Maven with the version that the broker for tests is fetched with, too."""
+
 FOLDER = Path(__file__).resolve().parents[1] / ".kafka" / "apicurio"
 """Where it is installed, beside the broker for tests. `make clean` removes it."""
 
@@ -46,7 +49,7 @@ def ensure() -> int:
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     artifact = f"io.apicurio:apicurio-registry-app:{VERSION}:tar.gz:all"
-    command = ["mvn", "-q", "-B", "dependency:copy", f"-Dartifact={artifact}", f"-DoutputDirectory={FOLDER}"]
+    command = ["mvn", "-q", "-B", COPY_GOAL, f"-Dartifact={artifact}", f"-DoutputDirectory={FOLDER}"]
     with (FOLDER / "maven.log").open("wb") as log:
         if subprocess.run(command, stdout=log, stderr=log, check=False).returncode:
             print(f"make: fetching {artifact} failed: see {FOLDER / 'maven.log'}", file=sys.stderr)
