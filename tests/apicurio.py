@@ -22,8 +22,8 @@ from pathlib import Path
 VERSION = "3.0.9"
 """The newest version that runs with Java 17; 3.3 needs Java 21."""
 
-COPY_GOAL = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1:copy"
-"""Goal of Maven with the version that the broker for tests is fetched with, too."""
+COPY_GOAL = "org.apache.maven.plugins:maven-dependency-plugin:2.8:copy"
+"""Goal of Maven. Later versions of the plugin also read the parent POM, which this archive does not need."""
 
 FOLDER = Path(__file__).resolve().parents[1] / ".kafka" / "apicurio"
 """Where it is installed, beside the broker for tests. `make clean` removes it."""
