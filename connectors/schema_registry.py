@@ -9,7 +9,7 @@ import logging
 import ssl
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -60,12 +60,8 @@ class RegistryAddress:
 
     url: str
     username: str | None = None
-    password: str | None = None
+    password: str | None = field(default=None, repr=False)
     ca_file: Path | None = None
-
-    def __repr__(self) -> str:
-        """Return the address without the login."""
-        return f"RegistryAddress({self.url!r})"
 
 
 class SchemaRegistry:
@@ -226,9 +222,10 @@ class SchemaRegistry:
 def _has_error_code(response: httpx.Response) -> bool:
     """Return whether an answer is one of a registry, which states an error code, and not of another web server."""
     try:
-        return isinstance(response.json(), dict) and "error_code" in response.json()
+        document = response.json()
     except ValueError:
         return False
+    return isinstance(document, dict) and "error_code" in document
 
 
 def _quote_message(response: httpx.Response) -> str:

@@ -24,7 +24,7 @@ from deformer_stream.codec import Codec, hash_record_ids
 from deformer_stream.codec.columns import convert_ids, decode_dictionary, encode_distinct
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, UnreadablePayload, WideRows
 from deformer_stream.codec.tables import mix_bits
-from deformer_stream.engine.events import NO_TIME, RejectionReason
+from deformer_stream.engine.events import NO_TIME, EventBatch, RejectionReason
 from deformer_stream.errors import map_write_errors
 from deformer_stream.incidents.device import WINDOW_SEPARATOR
 from deformer_stream.runtime.ports import PollResult
@@ -55,7 +55,9 @@ _ROW_COLUMNS = ("__shard_row__", "__shard_record__")
 """Columns that are added to the rows of tables: the number of the row in its file, and the record id of wide rows."""
 
 
-def shard_rows(payload: Payload, num_shards: int, codec: Codec, has_windows: bool) -> NDArray[np.int64]:
+def shard_rows(
+    payload: Payload, num_shards: int, codec: Codec, has_windows: bool, events: EventBatch | None = None
+) -> NDArray[np.int64]:
     """Return the shard of each of N rows or messages: (N,), from 0 to `num_shards` − 1.
 
     All rows of a record are in the same shard; if records are time windows, all rows of a device are. A row that names
@@ -66,8 +68,9 @@ def shard_rows(payload: Payload, num_shards: int, codec: Codec, has_windows: boo
         num_shards: Number of shards.
         codec: Decodes messages. Their records are those that it finds.
         has_windows: Whether records are time windows of devices.
+        events: The events of the payload, if it was decoded already.
     """
-    index_by_row, names = _list_names(payload, codec, has_windows)
+    index_by_row, names = _list_names(payload, codec, has_windows, events)
     if has_windows:  # the id of a window is the device and the start of the window
         names = [name.rpartition(WINDOW_SEPARATOR)[0] or name for name in names]
     hashes = mix_bits(hash_record_ids(names))
@@ -75,12 +78,14 @@ def shard_rows(payload: Payload, num_shards: int, codec: Codec, has_windows: boo
     return shards
 
 
-def _list_names(payload: Payload, codec: Codec, has_windows: bool) -> tuple[NDArray[np.intp], list[str]]:
+def _list_names(
+    payload: Payload, codec: Codec, has_windows: bool, events: EventBatch | None
+) -> tuple[NDArray[np.intp], list[str]]:
     """Return by what each of N rows is assigned to a shard: its index in a list of names (N,), and the list."""
     if isinstance(payload, WideRows):
         return np.arange(len(payload)), payload.record_ids
     if isinstance(payload, Messages):
-        batch, _ = codec.decode(payload)
+        batch = codec.decode(payload)[0] if events is None else events
         names = [""] * len(payload)  # of messages that are rejected
         for message, record_id in zip(batch.message_indices.tolist(), batch.record_ids, strict=True):
             names[message] = record_id
@@ -386,10 +391,10 @@ def partition_payloads(
     writer = ShardWriter(folder, num_shards, keeps_polls)
     latest_times: list[int] = []
     for payload in payloads:
-        writer.write(payload, shard_rows(payload, num_shards, codec, has_windows))
-        if keeps_polls:
-            times = codec.decode(payload)[0].times
-            latest_times.append(int(times.max(initial=NO_TIME)))
+        events = codec.decode(payload)[0] if keeps_polls else None
+        writer.write(payload, shard_rows(payload, num_shards, codec, has_windows, events))
+        if events is not None:
+            latest_times.append(int(events.times.max(initial=NO_TIME)))
         report(len(payload))
     writer.flush()
     return writer.num_rows, np.array(latest_times, np.int64)

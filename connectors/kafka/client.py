@@ -8,7 +8,7 @@ import math
 import socket
 import ssl
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -81,11 +81,10 @@ class PollSize:
         """The number of messages to request, at least 1."""
         return self._num_messages
 
-    def observe(self, values: Sequence[bytes | None]) -> None:
-        """Update the number with the values of the messages that a poll has returned, None for tombstones."""
-        if values:
-            num_bytes = sum(len(value) for value in values if value is not None)
-            self._num_messages = min(self._limit, max(1, POLL_BYTES * len(values) // max(1, num_bytes)))
+    def observe(self, num_messages: int, num_bytes: int) -> None:
+        """Update the number with the number of messages that a poll has returned, and the bytes of their values."""
+        if num_messages:
+            self._num_messages = min(self._limit, max(1, POLL_BYTES * num_messages // max(1, num_bytes)))
 
 
 def choose_library(choice: ClientChoice) -> ClientLibrary:

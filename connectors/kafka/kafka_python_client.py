@@ -481,7 +481,8 @@ class KafkaPythonConsumer:
             with translate_errors(self._servers, action):
                 num_messages = self._poll_size.num_messages
                 fetched = dict(self._consumer.poll(timeout_ms=_to_milliseconds(timeout), max_records=num_messages))
-            self._poll_size.observe([record.value for part in fetched.values() for record in part])
+            sizes = [len(record.value or b"") for part in fetched.values() for record in part]
+            self._poll_size.observe(len(sizes), sum(sizes))
             return fetched
         except DeformerError as error:
             if isinstance(error.__cause__, errors.OffsetOutOfRangeError):

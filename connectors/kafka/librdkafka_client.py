@@ -265,7 +265,7 @@ class LibrdkafkaConsumer:
             messages = [m for m in messages if TopicPartition(str(m.topic()), m.partition() or 0) in self._started]
         if not messages:
             self._raise_read_errors()
-        self._poll_size.observe(list(map(rd.Message.value, messages)))
+        self._poll_size.observe(len(messages), sum(map(len, messages)))  # the length of a message is that of its value
         return messages
 
     def _raise_read_errors(self) -> None:

@@ -11,7 +11,7 @@ The formats have libraries of their own, which are imported when the first messa
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
@@ -250,6 +250,3 @@ def frame(schema_id: int, content: bytes) -> bytes:
         content: The content, encoded with the schema.
     """
     return b"\0" + schema_id.to_bytes(HEADER_BYTES - 1, "big") + content
-
-
-__all__: Sequence[str] = ["FetchSchema", "RegisteredSchema", "SchemaFormat", "SchemaTranslator", "frame"]
