@@ -139,7 +139,8 @@ class SchemaTranslator:
                 )
             parser = self._parser_by_id[schema_id] = self._make_parser(schema_id, schema)
         if isinstance(parser, RejectionError):
-            raise parser
+            # A new object, because the traceback of one that is raised for every message would grow with each of them.
+            raise RejectionError(parser.reason, parser.detail)
         return parser
 
     def _make_parser(self, schema_id: int, schema: RegisteredSchema) -> Parser | RejectionError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 import uuid
 from collections.abc import Callable, Mapping
 from datetime import UTC, date, datetime
@@ -242,6 +243,23 @@ def test_message_that_cannot_be_read_is_rejected(payload: bytes | None, reason: 
     assert (rejection.message_index, rejection.reason) == (1, reason)
     assert text in rejection.detail
     assert "\n" not in rejection.detail
+
+
+def test_messages_with_a_schema_that_is_not_valid_take_no_memory() -> None:
+    """An exception that is raised again and again would keep a traceback of every time."""
+    codec = make_codec("avro", RegisteredSchema("AVRO", "{}", {}))
+    payload = frame(1, CONTENT)
+
+    def measure(num_messages: int) -> int:
+        tracemalloc.start()
+        for _ in range(num_messages):
+            decode(codec, payload)
+        size = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        return size
+
+    measure(10)
+    assert measure(500) < measure(50) + 20_000
 
 
 @given(content=st.binary(max_size=60), schema_format=st.sampled_from(["avro", "protobuf", "json-schema"]))
