@@ -1,6 +1,7 @@
 """Measure how fast readings are scored, as ratios within one run.
 
     python -m benchmarks.speed            (make bench)
+    python -m benchmarks.speed --gpu
 
 Three loads go through the engine. In `steps`, each of many open records of mixed lengths gets one new reading. In
 `prefill`, all earlier readings of those records are scored at once. In `replay`, complete records are scored. Each load
@@ -12,8 +13,9 @@ layers' matrix products alone, in the precision of the row, for two tokens per r
 only the time in `ModelVersion.score_readings`, without the engine's bookkeeping. As in a consumer that has run for a
 while, the pages of the KV cache have been in use before.
 
-If there is a GPU, the same cases are also measured on it, with its own baseline and ceiling. The time within a captured
-CUDA graph cannot be divided into stages.
+With --gpu, the cases are measured on a GPU, with its own baseline and ceiling. Then a case with different numbers of
+open records, which is the size of a step's batch, is measured on the GPU and on the CPU of the same machine. The time
+within a captured CUDA graph cannot be divided into stages.
 """
 
 from __future__ import annotations
@@ -92,8 +94,16 @@ CASES = (
     Case("small", 100, 2048),
     Case("small", 500, 512),
 )
-GPU_CASES = tuple(
-    replace(case, compiled=False, device="cuda") for case in (*CASES, Case("base", 40, 4096)) if case.compiled
+GPU_CASES = (
+    *(replace(case, compiled=False, device="cuda") for case in CASES if case.compiled),
+    Case("base", 40, 4096, compiled=False, device="cuda"),
+    Case("paper", 40, 512, "float32", compiled=False, device="cuda"),
+    *(
+        Case(preset, 40, records, gaussians=16, compiled=device == "cpu", device=device)
+        for preset in ("small", "base")
+        for records in (1, 16, 128, 1024)
+        for device in ("cuda", "cpu")
+    ),
 )
 
 
@@ -279,7 +289,7 @@ class World:
             lengths: (records,) how many readings each record has before the one that is scored.
             count: How many records are scored.
         """
-        device = self.published.device
+        device, count = self.published.device, min(count, self.records)
         codes, values = torch.from_numpy(self.orders).to(device), torch.from_numpy(self.values).float().to(device)
 
         def work() -> None:
@@ -334,6 +344,7 @@ def format_table(rows: list[dict[str, Any]]) -> str:
     head = [
         "preset",
         "features",
+        "open records",
         "precision",
         "prior components",
         "scored by",
@@ -352,6 +363,7 @@ def format_table(rows: list[dict[str, Any]]) -> str:
         cells = [
             r["preset"],
             r["features"],
+            r["open_records"],
             r["precision"],
             r["gaussians"] or "–",
             name_backend(r),
@@ -390,23 +402,23 @@ def main() -> None:
     parser.add_argument(
         "--rows", type=int, nargs="*", help="Measure only these rows, numbered from 0, and write no results."
     )
+    parser.add_argument("--gpu", action="store_true", help="Measure the cases on a GPU.")
     arguments = parser.parse_args()
-    gpu = torch.cuda.is_available()
-    every = CASES + GPU_CASES if gpu else CASES
+    every = GPU_CASES if arguments.gpu else CASES
     cases = [Case("tiny", 8, 256)] if arguments.quick else list(every)
     cases = cases if arguments.rows is None else [every[i] for i in arguments.rows]
     rows = []
     for case in cases:
         rows.append(measure(case))
         print(json.dumps(rows[-1]), flush=True)
-    where = f"{describe_machine()}; {torch.cuda.get_device_name()}" if gpu else describe_machine()
+    where = f"{describe_machine()}; {torch.cuda.get_device_name()}" if arguments.gpu else describe_machine()
     when = f"{where}, {format_today()}. Readings per second, medians of at least {ROUNDS} rounds."
     stages = f"Percentage of time in each stage:\n\n{format_stages(rows)}"
     text = f"# Speed of scoring\n\n{when}\n\n{format_table(rows)}\n\n{stages}\n"
     if arguments.quick or arguments.rows is not None:
         print("\n" + text)
     else:
-        publish_results("speed", text, rows)
+        publish_results("speed_gpu" if arguments.gpu else "speed", text, rows)
 
 
 if __name__ == "__main__":

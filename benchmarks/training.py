@@ -1,6 +1,7 @@
 """Measure how fast training is, compared with a straightforward PyTorch version of the paper's model.
 
     python -m benchmarks.training            (make bench)
+    python -m benchmarks.training --device cuda --presets small,base,paper
 
 The straightforward version (`PlainModel`) is what the paper's figure becomes with `nn.TransformerEncoder`. It has
 interleaved tokens, two separate networks for identities and values, a boolean mask, and a linear map to mixtures at the
@@ -14,6 +15,10 @@ machine only makes a round slower. Each round begins with a step that does not c
 displaced this one's data from the processor's cache.
 
 Preset `small` attends to observation tokens only; preset `paper` has the paper's mask. Both versions use the same mask.
+
+On a GPU, the straightforward version is also compiled by `torch.compile` and trained with autocast to bfloat16. Our
+layers are compiled in the column "ours", and not in the column "ours, float32". The batches are larger, to fill the
+GPU.
 """
 
 from __future__ import annotations
@@ -42,9 +47,9 @@ from experiments.experiment import make_prepared_table
 from trainer.budget import TimeBudget
 from trainer.data import PreparedTable, Split
 from trainer.fit import Interrupted, Recipe, TrainingRun
-from trainer.settings import Precision
+from trainer.settings import Compile, Precision
 
-NUM_RECORDS = 2048
+NUM_RECORDS = 4160
 
 
 class PlainModel(nn.Module):
@@ -140,61 +145,83 @@ class Row:
         features: The number of features.
         batch: Records of a step.
         plain: Records per second of the straightforward version.
+        plain_compiled: Records per second of the straightforward version, compiled and in bfloat16; None on a CPU.
         ours_float32: Records per second of our trainer in float32.
         ours: Records per second of our trainer with `--training-precision auto`.
         difference: The difference of the losses with equal weights, in nats per record.
+        device: The device, as PyTorch names it.
     """
 
     preset: str
     features: int
     batch: int
     plain: float
+    plain_compiled: float | None
     ours_float32: float
     ours: float
     difference: float
+    device: str
 
     @property
     def ratio(self) -> float:
-        """Return how many times as fast our trainer is."""
-        return self.ours / self.plain
+        """Return how many times as fast our trainer is as the fastest straightforward version."""
+        return self.ours / max(self.plain, self.plain_compiled or 0.0)
 
 
 TrainSteps = Callable[[int], float]
 """A function that trains one step that does not count, then the given number of steps, and returns seconds per step."""
 
 
-def make_plain_training(model: PlainModel, x: Tensor, batch: int) -> TrainSteps:
-    """Return a function that trains the straightforward version on records x, (N, F)."""
+def make_plain_training(model: PlainModel, x: Tensor, batch: int, is_compiled: bool = False) -> TrainSteps:
+    """Return a function that trains the straightforward version on records x, (N, F), on the device of x.
+
+    Args:
+        model: The straightforward version.
+        x: The records.
+        batch: Records of a step.
+        is_compiled: Whether the model is compiled, with autocast to bfloat16.
+    """
     optimizer = torch.optim.Adam(model.parameters(), 1e-4)
     generator = torch.Generator().manual_seed(0)
+    compute: Callable[..., Tensor] = torch.compile(model) if is_compiled else model
 
     def train(count: int) -> float:
         for step in range(count + 1):
             if step == 1:
-                began = time.perf_counter()
-            values = x[torch.randint(len(x), (batch,), generator=generator)]
-            order = torch.rand(values.shape, generator=generator).argsort(1)
-            loss = -model(order, values.gather(1, order)).sum(1).mean()
+                began = read_clock(x.device)
+            values = x[torch.randint(len(x), (batch,), generator=generator).to(x.device)]
+            order = torch.rand(values.shape, generator=generator).argsort(1).to(x.device)
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=is_compiled):
+                loss = -compute(order, values.gather(1, order)).float().sum(1).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        return (time.perf_counter() - began) / count
+        return (read_clock(x.device) - began) / count
 
     return train
+
+
+def read_clock(device: torch.device) -> float:
+    """Return the seconds of a clock after the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def make_our_training(
     model: DEformer, data: PreparedTable, batch: int, precision: Precision, folder: Path
 ) -> TrainSteps:
     """Return a function that trains our model by the loop of the trainer."""
-    recipe = Recipe(batch, 1e-4, 1_000_000, training_precision=precision, optimizer="adam")
+    compiled: Compile = "always" if precision == "auto" else "never"
+    recipe = Recipe(batch, 1e-4, 1_000_000, training_precision=precision, optimizer="adam", compile=compiled)
     run = TrainingRun(data, model, recipe, 0, folder, TimeBudget(), {})
 
     def train(count: int) -> float:
         last_step, step_times = run.step + 1 + count, []
 
         def should_stop() -> bool:
-            step_times.append(time.perf_counter())
+            # Every step of a GPU ends after the one before it has been read, so only the whole time is exact.
+            step_times.append(read_clock(model.device) if run.step in (last_step - count, last_step) else math.nan)
             return run.step >= last_step
 
         with contextlib.suppress(Interrupted):
@@ -204,7 +231,7 @@ def make_our_training(
     return train
 
 
-def measure(preset: str, features: int, batch: int, rounds: int, steps: int) -> Row:
+def measure(preset: str, features: int, batch: int, rounds: int, steps: int, device: torch.device) -> Row:
     """Measure one preset on records of one number of features.
 
     Args:
@@ -213,26 +240,37 @@ def measure(preset: str, features: int, batch: int, rounds: int, steps: int) -> 
         batch: Records of a step.
         rounds: How often each version is measured.
         steps: Steps of a round.
+        device: The device.
     """
+    is_gpu = device.type == "cuda"
     config = replace(PRESETS[preset], dropout=0.0)
     data = make_table(features)
     torch.manual_seed(0)
-    ours = [DEformer(data.schema, config) for _ in range(2)]
-    plain = PlainModel(features, config)
-    plain.copy_weights(ours[0])
-    x = torch.from_numpy(np.asarray(data.values))
-    order = torch.rand(64, features).argsort(1)
+    ours = [DEformer(data.schema, config).to(device) for _ in range(2)]
+    plains = [PlainModel(features, config).to(device) for _ in range(2 if is_gpu else 1)]
+    for plain in plains:
+        plain.copy_weights(ours[0])
+    x = torch.from_numpy(np.asarray(data.values)).to(device)
+    order = torch.rand(64, features).argsort(1).to(device)
     with torch.no_grad():
-        losses = [m(order, x[:64].gather(1, order)).sum(1).mean() for m in (plain, ours[0].log_prob)]
+        losses = [m(order, x[:64].gather(1, order)).sum(1).mean() for m in (plains[0], ours[0].log_prob)]
     with tempfile.TemporaryDirectory() as name:
-        trainings = [
-            make_plain_training(plain, x, batch),
-            make_our_training(ours[0], data, batch, "float32", Path(name)),
-            make_our_training(ours[1], data, batch, "auto", Path(name)),
-        ]
+        trainings = [make_plain_training(plain, x, batch, i == 1) for i, plain in enumerate(plains)]
+        trainings.append(make_our_training(ours[0], data, batch, "float32", Path(name)))
+        trainings.append(make_our_training(ours[1], data, batch, "auto", Path(name)))
         seconds = [[train(steps) for train in trainings] for _ in range(rounds)]
-    rates = [batch / min(column) for column in zip(*seconds, strict=True)]
-    return Row(preset, features, batch, *rates, difference=float((losses[0] - losses[1]).abs()))
+    plain_rate, *compiled_rate, float32_rate, our_rate = (batch / min(column) for column in zip(*seconds, strict=True))
+    return Row(
+        preset,
+        features,
+        batch,
+        plain_rate,
+        compiled_rate[0] if compiled_rate else None,
+        float32_rate,
+        our_rate,
+        float((losses[0] - losses[1]).abs()),
+        device.type,
+    )
 
 
 def to_json(row: Row) -> dict[str, Any]:
@@ -242,10 +280,11 @@ def to_json(row: Row) -> dict[str, Any]:
 
 def format_table(rows: list[Row]) -> str:
     """Return rows as a Markdown table."""
-    text = ["| preset | features | batch | plain PyTorch | ours, float32 | ours | ratio | difference |"]
-    text.append("|---|---|---|---|---|---|---|---|")
+    text = ["| preset | features | batch | plain PyTorch | compiled | ours, float32 | ours | ratio | difference |"]
+    text.append("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
-        rates = " | ".join(f"{rate:,.0f}" for rate in (row.plain, row.ours_float32, row.ours))
+        measured = (row.plain, row.plain_compiled, row.ours_float32, row.ours)
+        rates = " | ".join("–" if rate is None else f"{rate:,.0f}" for rate in measured)
         end = f"**{row.ratio:.1f}** | {row.difference:.0e}"
         text.append(f"| {row.preset} | {row.features} | {row.batch} | {rates} | {end} |")
     return "\n".join(text)
@@ -257,19 +296,24 @@ def main() -> None:
     parser.add_argument("--features", default="8,21,40", help="Numbers of features, comma-separated.")
     parser.add_argument("--threads", type=int, default=2, help="Threads of PyTorch.")
     parser.add_argument("--rounds", type=int, default=5, help="Rounds, of which the best counts.")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="The device.")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    rows = []
+    device, rows = torch.device(arguments.device), []
+    is_gpu = device.type == "cuda"
+    where = f"{describe_machine()}; {torch.cuda.get_device_name()}" if is_gpu else describe_machine()
     for preset in arguments.presets.split(","):
         batch, steps = (128, 3) if preset == "small" else (16, 1)
+        if is_gpu:
+            batch, steps = (512 if preset == "paper" else 2048), 20
         for features in map(int, arguments.features.split(",")):
-            rows.append(measure(preset, features, batch, arguments.rounds, steps))
+            rows.append(measure(preset, features, batch, arguments.rounds, steps, device))
             print(json.dumps(to_json(rows[-1])), flush=True)
     text = (
-        f"# Training speed\n\n{describe_machine()}, {arguments.threads} threads used, {format_today()}. "
+        f"# Training speed\n\n{where}, {arguments.threads} threads used, {format_today()}. "
         f"Records per second, the best of {arguments.rounds} rounds in turn.\n\n{format_table(rows)}\n"
     )
-    publish_results("training", text, [to_json(row) for row in rows])
+    publish_results("training_gpu" if is_gpu else "training", text, [to_json(row) for row in rows])
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from deformer_stream.settings import Device, Duration, Settings
 
+Precision = Literal["float32", "bfloat16"]
 PresetName = Literal["default", "small", "paper"]
 
 
@@ -40,6 +41,11 @@ class ExperimentSettings(Settings):
         None,
         ge=1,
         description="Number of test records to score, chosen at random; by default all. The report shows the number.",
+    )
+    precision: Precision = Field(
+        "float32",
+        description="Precision of matrix products in validation and scoring. bfloat16 is faster on a GPU. Densities "
+        "are computed in float32.",
     )
     device: Device = Field("auto", description="Device for training; auto uses a GPU if one is available.")
     seed: int = Field(0, ge=0, description="Seed of the split, the orders and the initial weights.")

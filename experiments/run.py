@@ -31,7 +31,7 @@ from trainer.budget import Costs, TimeBudget
 from trainer.calibrate import calibrate
 from trainer.data import PreparedTable, Split
 from trainer.evaluate import evaluate_held_out
-from trainer.fit import TrainingResult, TrainingRun, TrainingStatus
+from trainer.fit import TrainingResult, TrainingRun, TrainingStatus, should_use_bfloat16
 
 MODEL, SCORING, RESULTS = "model", "scoring", "results.json"
 """Names in the folder of a run: the model directory, the progress of scoring, and the results."""
@@ -91,7 +91,14 @@ def run_experiment(
         rows = choose_test_rows(data, settings)
         report_progress(f"scoring {len(rows):,} test records in {settings.orders} orders")
         scores = score_in_orders(
-            fitted.model, data.prepared, rows, settings.orders, settings.seed, settings.out / SCORING, should_stop
+            fitted.model,
+            data.prepared,
+            rows,
+            settings.orders,
+            settings.seed,
+            settings.out / SCORING,
+            should_stop,
+            should_use_bfloat16(settings.precision, device),
         )
         nll = scores.nll + data.correction[rows]
         training = _summarize_training(experiment, preset, settings, data, training_run, fitted, device)
@@ -119,7 +126,16 @@ def create_training_run(
     # A run is only continued if these are unchanged.
     identity = {"the data's fingerprint": data.fingerprint, "seed": settings.seed, "max_time": settings.max_time}
     identity |= preset.to_json()
-    return TrainingRun(data, model, preset.recipe, settings.seed, settings.out, TimeBudget(settings.max_time), identity)
+    return TrainingRun(
+        data,
+        model,
+        preset.recipe,
+        settings.seed,
+        settings.out,
+        TimeBudget(settings.max_time),
+        identity,
+        validation_precision=settings.precision,
+    )
 
 
 def count_parameters(model: DEformer) -> int:

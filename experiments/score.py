@@ -46,6 +46,7 @@ def score_in_orders(
     seed: int,
     checkpoint_folder: Path | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    is_low_precision: bool = False,
 ) -> OrderScores:
     """Score records in several random orders each.
 
@@ -60,6 +61,8 @@ def score_in_orders(
         checkpoint_folder: Folder in which the progress is saved. Saved progress of the same model, rows and seed is
             continued. The caller removes the folder.
         should_stop: Returns whether to save the progress and stop.
+        is_low_precision: Whether the matrix products of the layers are computed in bfloat16. Densities are computed in
+            float32.
 
     Raises:
         Interrupted: `should_stop` returned true.
@@ -87,7 +90,8 @@ def score_in_orders(
     with Progress("scoring", num_orders * len(rows), "records") as progress:
         for order, start in pieces[num_done:]:
             piece = rows[start : start + piece_size]
-            scores = evaluate_held_out(model, data, piece, 1, seed + (1 + order) * 1_000_003 + start)
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=is_low_precision):
+                scores = evaluate_held_out(model, data, piece, 1, seed + (1 + order) * 1_000_003 + start)
             nll[order, start : start + piece_size] = scores.nll_by_record
             per_feature[order, start // piece_size] = scores.nll_by_feature
             num_done += 1

@@ -39,12 +39,10 @@ from trainer.gaussian_prior import CrossFittedPriors
 from trainer.irregular_table import IrregularTable, iterate_record_chunks
 from trainer.sampling import (
     Noise,
-    Samples,
+    OrderedSamples,
     create_generator,
     draw_samples,
-    gather_values,
     move_to_device,
-    order_readings,
 )
 
 VALIDATION_ORDERS = 4
@@ -92,7 +90,9 @@ class Examples(Protocol):
             is_low_precision: Whether the matrix products of the layers are computed in bfloat16.
         """
 
-    def evaluate(self, model: DEformer, indexes: Ints, seed: int, batch_size: int) -> float:
+    def evaluate(
+        self, model: DEformer, indexes: Ints, seed: int, batch_size: int, is_low_precision: bool = False
+    ) -> float:
         """Return the mean −ln p of examples, in nats. Orders and noise depend on the seed and the indexes alone.
 
         Args:
@@ -100,6 +100,7 @@ class Examples(Protocol):
             indexes: Indexes of the examples.
             seed: Seed of orders and noise.
             batch_size: Number of examples that are scored together.
+            is_low_precision: Whether the matrix products of the layers are computed in bfloat16.
         """
 
 
@@ -130,18 +131,20 @@ class RecordExamples:
         self.nats_factor = float(self.num_scored_features)
         self.num_orders = VALIDATION_ORDERS
 
-    def draw(self, indexes: Ints, generator: torch.Generator) -> tuple[Samples, Ints]:
-        """Return records with noise and with an order of their readings, and their row numbers (see `Examples`)."""
-        return draw_samples(self.data, indexes, self.noise, self.arrival_share, generator), indexes
+    def draw(self, indexes: Ints, generator: torch.Generator) -> tuple[OrderedSamples, Ints]:
+        """Return records with noise, their readings in some order, and their row numbers (see `Examples`)."""
+        samples = draw_samples(self.data, indexes, self.noise, self.arrival_share, generator)
+        return samples.sort_readings(), indexes
 
-    def compute_loss(self, model: DEformer, batch: tuple[Samples, Ints], part: slice, is_low_precision: bool) -> Tensor:
+    def compute_loss(
+        self, model: DEformer, batch: tuple[OrderedSamples, Ints], part: slice, is_low_precision: bool
+    ) -> Tensor:
         """Return the share of a part in the mean of −ln p / number of scored features (see `Examples`)."""
         device = model.device
         samples, rows = batch[0][part], batch[1][part]
-        features, columns = order_readings(samples.values, samples.keys)
-        # (B, L) like `features`, where L is the number of readings of the longest record.
-        values, is_hidden = gather_values(samples.values, columns), samples.is_hidden.gather(1, columns)
-        features, values, is_hidden = (move_to_device(tensor, device) for tensor in (features, values, is_hidden))
+        features, values, is_hidden = (
+            move_to_device(tensor, device) for tensor in (samples.features, samples.values, samples.is_hidden)
+        )
         conditionals = None if self.priors is None else self.priors.compute_conditionals(features, values, rows)
         with torch.autocast(device.type, torch.bfloat16, enabled=is_low_precision):
             log_p = model.log_prob(features, values, conditionals)
@@ -149,12 +152,17 @@ class RecordExamples:
         log_p = log_p.masked_fill(is_hidden, 0.0)
         return -log_p.sum() / len(batch[1]) / self.num_scored_features
 
-    def evaluate(self, model: DEformer, indexes: Ints, seed: int, batch_size: int) -> float:
+    def evaluate(
+        self, model: DEformer, indexes: Ints, seed: int, batch_size: int, is_low_precision: bool = False
+    ) -> float:
         """Return the mean −ln p of records, in nats.
 
         As in training, the share `arrival_share` of the orders is the logged order of arrival.
         """
-        held_out = evaluate_held_out(model, self.data, indexes, self.num_orders, seed, self.arrival_share, batch_size)
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=is_low_precision):
+            held_out = evaluate_held_out(
+                model, self.data, indexes, self.num_orders, seed, self.arrival_share, batch_size
+            )
         return held_out.mean_nll
 
 
@@ -396,13 +404,16 @@ class BlockExamples:
             log_p = model.log_prob(features, values, ages=ages)
         return -(log_p * weights).sum() / (len(batch) * self.mean_block_readings)
 
-    def evaluate(self, model: DEformer, indexes: Ints, seed: int, batch_size: int) -> float:
+    def evaluate(
+        self, model: DEformer, indexes: Ints, seed: int, batch_size: int, is_low_precision: bool = False
+    ) -> float:
         """Return the mean −ln p of the readings of blocks in their real order, given their contexts, in nats."""
         nll_sum, num_readings = 0.0, 0
-        for batch, log_p in self.iterate_log_p(model, indexes, seed, batch_size):
-            is_scored = self.find_scored(batch)
-            nll_sum -= float(log_p[is_scored].sum())
-            num_readings += int(is_scored.sum())
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=is_low_precision):
+            for batch, log_p in self.iterate_log_p(model, indexes, seed, batch_size):
+                is_scored = self.find_scored(batch)
+                nll_sum -= float(log_p[is_scored].sum())
+                num_readings += int(is_scored.sum())
         return nll_sum / max(num_readings, 1)
 
     def find_scored(self, batch: BlockBatch) -> NDArray[np.bool_]:

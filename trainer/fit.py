@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -25,10 +26,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils._triton import has_triton
 
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
 from trainer import checkpoint
+from trainer.batches import BatchSource
 from trainer.budget import Costs, TimeBudget, choose_batch_size
 from trainer.data import PreparedTable
 from trainer.distributed import Ranks
@@ -36,7 +39,7 @@ from trainer.evaluate import BATCH_SIZE
 from trainer.examples import BlockExamples, Examples, RecordExamples
 from trainer.gaussian_prior import CrossFittedPriors
 from trainer.sampling import create_generator
-from trainer.settings import Optimizer, Precision
+from trainer.settings import Compile, Optimizer, Precision
 
 EVALUATIONS = 30
 """Number of validations in a run that is not stopped early. They are at equal distances."""
@@ -61,6 +64,9 @@ The load of the machine can change during a training. With the last one, little 
 
 CHECKPOINT_SECONDS = 30.0
 """Seconds between two checkpoints."""
+
+MIN_SECONDS_TO_COMPILE, MIN_STEPS_TO_COMPILE = 300.0, 2000
+"""The shortest training on a GPU, in seconds and in steps, for which the layers are compiled."""
 
 MUON_RATE_FACTOR = 10.0
 """Learning rate of the matrices that Muon updates, relative to that of AdamW for all other weights."""
@@ -98,6 +104,8 @@ class Recipe:
             processor or GPU is faster with it.
         optimizer: "adamw"; "muon" for the matrices of the Transformer layers, with AdamW for other weights; or "adam"
             with a constant learning rate, as in the paper.
+        compile: Whether to compile the Transformer layers if a GPU trains. "auto" compiles them if training is long
+            enough to be faster with the time that this takes, and if a C compiler is there, which is needed.
     """
 
     batch: int
@@ -114,6 +122,7 @@ class Recipe:
     accumulate: int = 1
     training_precision: Precision = "auto"
     optimizer: Optimizer = "adamw"
+    compile: Compile = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +203,7 @@ class TrainingRun:
         priors: The Gaussian prior (mixture fitted before training) with the variants that are used in training. None if
             the model has no prior.
         ranks: The processes that train together.
+        validation_precision: Precision of the matrix products of the layers in validations.
     """
 
     def __init__(
@@ -207,8 +217,10 @@ class TrainingRun:
         identity: dict[str, Any],
         priors: CrossFittedPriors | None = None,
         ranks: Ranks = SINGLE_PROCESS,
+        validation_precision: Precision = "float32",
     ) -> None:
         self.model, self.recipe, self.seed = model, recipe, seed
+        self.validation_precision = validation_precision
         self.examples: Examples = (
             RecordExamples(data, recipe.smoothing, recipe.forget, recipe.arrival_share, priors)
             if isinstance(data, PreparedTable)
@@ -246,6 +258,8 @@ class TrainingRun:
         self.has_measured_costs = False
         # (epoch, its permutation of the training records); −1 before the first epoch.
         self._epoch_permutation: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
+        # The loss and the norm of the gradient, (2,) on the device, of steps whose results have not been read yet.
+        self._unread_results: list[Tensor] = []
         self._validated_at = -math.inf  # clock at the end of the last validation
         self._validation_seconds = 0.0  # duration of the last validation
 
@@ -300,10 +314,16 @@ class TrainingRun:
         is_exhausted = self.validations_since_best >= self.recipe.patience
         step_seconds, num_steps_before, seconds_of_steps = 0.0, self.step, 0.0
         self.model.train()
-        with _deterministic_algorithms(self.model.device):
+        is_gpu = self.model.device.type == "cuda"
+        if is_gpu and self._should_compile():
+            # The layers of a network have the same code, so few variants are compiled.
+            self.model.apply_layer = torch.compile(self.model.apply_layer)
+        with _deterministic_algorithms(self.model.device), closing(BatchSource(self._draw_batch, is_gpu)) as batches:
             while not self.step or not (is_exhausted or self.progress >= 1.0 or self._is_too_late(step_seconds)):
                 step_started = self.budget.elapsed
-                self._train_step()
+                self._train_step(batches.get(self.step))
+                # While a GPU computes a step, the next one is prepared. Its result is read at the end of the next step.
+                self._read_results(1 if is_gpu else 0)
                 step_seconds = self.budget.elapsed - step_started
                 if self.step > num_steps_before + 1:  # the first step may load libraries
                     seconds_of_steps += step_seconds
@@ -410,13 +430,24 @@ class TrainingRun:
         self.model.zero_grad(set_to_none=True)
         return self.budget.elapsed - started
 
-    def _choose_batch_rows(self) -> NDArray[np.int64]:
-        """Return the row numbers of the records of this step, ascending.
+    def _should_compile(self) -> bool:
+        """Return whether to compile the layers for a GPU, which takes up to a minute before the first step."""
+        if self.recipe.compile != "auto":
+            return self.recipe.compile == "always"
+        has_time = self.budget.limit is None or self.budget.limit - self.budget.elapsed >= MIN_SECONDS_TO_COMPILE
+        return has_time and self.steps >= MIN_STEPS_TO_COMPILE and has_triton() and shutil.which("cc") is not None
+
+    def _draw_batch(self, step: int) -> Any:
+        """Return the batch of a step, in which all processes train together."""
+        return self.examples.draw(self._choose_batch_rows(step), create_generator(self.seed, 0x57E9, step))
+
+    def _choose_batch_rows(self, step: int) -> NDArray[np.int64]:
+        """Return the row numbers of the records of a step, ascending.
 
         Every epoch has its own random permutation of the training records. If the last records of an epoch do not fill
         a batch, they are not used in it.
         """
-        epoch, batch_index = divmod(self.step, self.steps_per_epoch)
+        epoch, batch_index = divmod(step, self.steps_per_epoch)
         if self._epoch_permutation[0] != epoch:
             rng = np.random.default_rng([self.seed, 0xE90C, epoch])
             self._epoch_permutation = epoch, rng.permutation(self.train_rows)
@@ -424,36 +455,48 @@ class TrainingRun:
         first = batch_index * self.batch_size
         return np.sort(shuffled_rows[first : first + self.batch_size])  # ascending rows are read faster from disk
 
-    def _train_step(self) -> None:
+    def _train_step(self, batch: Any) -> None:
         """Compute the gradient of one batch, and update the weights and their running average.
 
-        Raises:
-            ConfigError: The gradient is not finite, so training has diverged.
+        Nothing here waits for a GPU to finish. `_read_results` gets the loss later.
+
+        Args:
+            batch: The batch of this step, which `examples.draw` has returned.
         """
-        rows = self._choose_batch_rows()
-        generator = create_generator(self.seed, 0x57E9, self.step)
-        batch = self.examples.draw(rows, generator)
         self.model.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.model.device)
         # All processes drew the same batch. Each computes the gradients of its own slices, one after the other.
-        for part in self.ranks.select_slices(len(rows), self.recipe.accumulate):
+        for part in self.ranks.select_slices(self.batch_size, self.recipe.accumulate):
             if self.model.config.dropout:  # dropout uses PyTorch's global generator, which must depend on the step
                 torch.manual_seed(create_generator(self.seed, 0x57E9, self.step, part.start).initial_seed())
             loss += self._accumulate_gradients(batch, part)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         self.ranks.sum_in_place([loss, *gradients])  # over all processes
-        norm = float(torch.nn.utils.get_total_norm(gradients))
-        if not math.isfinite(norm):
-            raise ConfigError(
-                f"training diverged at step {self.step}: the gradient is not finite; "
-                "set a smaller learning_rate in the file that --config names"
-            )
-        if norm > self.recipe.clip:
-            torch._foreach_mul_(gradients, self.recipe.clip / norm)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        torch._foreach_mul_(gradients, (self.recipe.clip / norm).clamp(max=1.0))
         self._update_weights()
         self.step += 1
         self._update_average()
-        self.losses.append(float(loss) * self.examples.nats_factor)
+        self._unread_results.append(torch.stack([loss, norm]))
+
+    def _read_results(self, num_left: int = 0) -> None:
+        """Add the losses of steps to `losses`.
+
+        Args:
+            num_left: The number of last steps whose losses are left to the next call. Reading the result of a step
+                blocks until a GPU has finished it.
+
+        Raises:
+            ConfigError: A gradient is not finite, so training has diverged.
+        """
+        while len(self._unread_results) > num_left:
+            loss, norm = self._unread_results.pop(0).tolist()
+            if not math.isfinite(norm):
+                raise ConfigError(
+                    f"training diverged at step {self.step - len(self._unread_results) - 1}: the gradient is not "
+                    "finite; set a smaller learning_rate in the file that --config names"
+                )
+            self.losses.append(loss * self.examples.nats_factor)
 
     def _update_weights(self) -> None:
         """Set the learning rate of this step and let the optimizers update the weights from their gradients."""
@@ -519,6 +562,7 @@ class TrainingRun:
 
     def _validate_and_record(self) -> None:
         """Validate the averaged weights, keep them if they are the best so far, and add a row to the history."""
+        self._read_results()
         started = self.budget.clock()
         if math.isinf(self.best_validation):  # this is the first validation
             self.best_validation = self.initial_validation = self._validate_initial_weights()
@@ -549,7 +593,10 @@ class TrainingRun:
         The records and the orders of their readings are the same in every validation. As in training, the share
         `recipe.arrival_share` of the orders is the logged order of arrival.
         """
-        nll = self.examples.evaluate(self.averaged_model, self.validation_rows, self.seed, self.validation_batch_size)
+        is_low_precision = should_use_bfloat16(self.validation_precision, self.model.device)
+        nll = self.examples.evaluate(
+            self.averaged_model, self.validation_rows, self.seed, self.validation_batch_size, is_low_precision
+        )
         return self.ranks.broadcast(nll)
 
     def _validate_initial_weights(self) -> float:
@@ -572,6 +619,7 @@ class TrainingRun:
 
         Only the first process writes the file.
         """
+        self._read_results()
         # All processes must read the clock, because the first one sends its time to the others.
         elapsed = self.budget.elapsed
         if not self.ranks.is_first:

@@ -104,9 +104,37 @@ class Samples:
     keys: Tensor
     is_hidden: Tensor
 
-    def __getitem__(self, part: slice) -> Samples:
-        """Return the samples of a slice of the B records."""
-        return Samples(self.values[part], self.keys[part], self.is_hidden[part])
+    def sort_readings(self) -> OrderedSamples:
+        """Put the readings of each record into the order in which they are scored, without missing ones."""
+        features, columns = order_readings(self.values, self.keys)
+        return OrderedSamples(features, gather_values(self.values, columns), self.is_hidden.gather(1, columns))
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedSamples:
+    """The readings of B training records in the order in which they are scored. The longest record has L readings.
+
+    Attributes:
+        features: (B, L) feature codes, −1 for padding at the end.
+        values: (B, L) normalised values or label codes with noise, 0 at padding.
+        is_hidden: (B, L) bool, whether a label was replaced by the code of an unseen label.
+    """
+
+    features: Tensor
+    values: Tensor
+    is_hidden: Tensor
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return len(self.features)
+
+    def __getitem__(self, part: slice) -> OrderedSamples:
+        """Return a slice of the B records, without columns that are padding in all of them."""
+        features = self.features[part]
+        num_readings = max(1, int((features >= 0).sum(1).max()))
+        return OrderedSamples(
+            features[:, :num_readings], self.values[part, :num_readings], self.is_hidden[part, :num_readings]
+        )
 
 
 def draw_samples(

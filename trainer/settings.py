@@ -29,6 +29,7 @@ from deformer_stream.settings import (
 Preset = Literal["auto", "tiny", "small", "base", "paper"]
 Precision = Literal["auto", "float32", "bfloat16"]
 Optimizer = Literal["muon", "adamw", "adam"]
+Compile = Literal["auto", "always", "never"]
 
 
 def _join_list(value: Any) -> Any:
@@ -418,6 +419,7 @@ class TrainConfig(TrainSettings):
 
     batch: int | None = Field(None, ge=1)
     optimizer: Optimizer | None = None
+    compile: Compile | None = None
     learning_rate: float | None = Field(None, gt=0)
     weight_decay: float | None = Field(None, ge=0)
     warmup: int | None = Field(None, ge=1)

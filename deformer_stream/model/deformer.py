@@ -134,6 +134,8 @@ class DEformer(nn.Module):
     Attributes:
         kernel_library: The compiled CPU kernels that score in place of PyTorch, or None to score with PyTorch.
             `model_store.read` attaches them; `kernels.cpu.CpuKernels` calls them. The model's own methods ignore them.
+        apply_layer: The function that computes a layer over complete records, `apply_layer` of this module. Training on
+            a GPU replaces it by a compiled one.
 
     Raises:
         ValueError: The hyperparameter `identity` needs coordinates, but the features of the schema have none. Or the
@@ -157,6 +159,7 @@ class DEformer(nn.Module):
         super().__init__()
         self.schema, self.config = schema, config
         self.kernel_library: ctypes.CDLL | None = None
+        self.apply_layer = apply_layer
         self._init_identities()
         self._init_labels()
         self._init_cycles()
@@ -392,13 +395,9 @@ class DEformer(nn.Module):
             tokens = self._embed_tokens(codes, values, prior, None, earlier_mask, time_inputs)
             x = torch.cat(tokens, 1)
         for layer_index, layer in enumerate(self._iterate_layers()):
-            q, k, v = layer.project_qkv(x)  # (N, H, 2L, d_head) each, or (N, H, L, d_head) with single tokens
-            if layer_index == self.config.layers - 1:
-                # The head uses only the outputs of the first L tokens: the query tokens, or all single tokens.
-                q, x = q[..., :num_readings, :], x[..., :num_readings, :]
-            dropout = layer.dropout if self.training else 0.0
-            attended = attend(q, k, v, self.attention_context, dropout, earlier_mask)
-            x = layer.apply_residual_branches(x, attended.transpose(1, 2).flatten(2))  # heads concatenated
+            # The head uses only the outputs of the first L tokens: the query tokens, or all single tokens.
+            num_outputs = num_readings if layer_index == self.config.layers - 1 else x.shape[1]
+            x = self.apply_layer(layer, x, num_outputs, self.attention_context, earlier_mask)
         with full_precision:
             return cast(Conditional, self.head(self.norm(x.to(self.dtype)), codes, prior))
 
@@ -889,3 +888,29 @@ def to_tensor(array: NDArray[np.generic], model: DEformer) -> Tensor:
     """Return a NumPy array as a tensor on the model's device, with floating-point numbers in the model's dtype."""
     tensor = torch.from_numpy(array)
     return tensor.to(model.device, model.dtype) if tensor.is_floating_point() else tensor.to(model.device)
+
+
+def apply_layer(
+    layer: TransformerLayer,
+    x: Tensor,
+    num_outputs: int,
+    attention_context: AttentionContext | None,
+    earlier_mask: Tensor | None = None,
+) -> Tensor:
+    """Return the output of a layer over the tokens of complete records.
+
+    Args:
+        layer: The layer.
+        x: (N, T, d) tokens of N records, in the order that `model.attention` describes.
+        num_outputs: The number of tokens, from the first one on, whose output is computed.
+        attention_context: What the tokens of pairs attend to (`attend`); None for single tokens.
+        earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
+
+    Returns:
+        (N, num_outputs, d), the output of the first tokens.
+    """
+    q, k, v = layer.project_qkv(x)  # (N, H, T, d_head) each
+    q, x = q[..., :num_outputs, :], x[..., :num_outputs, :]
+    dropout = layer.dropout if layer.training else 0.0
+    attended = attend(q, k, v, attention_context, dropout, earlier_mask)
+    return layer.apply_residual_branches(x, attended.transpose(1, 2).flatten(2))  # heads concatenated

@@ -168,6 +168,8 @@ class TransformerLayer(nn.Module):
 
         The bias is not rounded.
         """
+        if self.is_bfloat16 and not self.training and x.is_cuda and x.dtype == torch.float32:
+            return multiply_bfloat16(x, linear.weight) + linear.bias
         return nn.functional.linear(self._round_factor(x), self._round_factor(linear.weight), linear.bias)
 
     def _round_factor(self, factor: Tensor) -> Tensor:
@@ -176,6 +178,24 @@ class TransformerLayer(nn.Module):
         Training does not round, because the gradient of the rounding is zero almost everywhere.
         """
         return round_to_bfloat16(factor) if self.is_bfloat16 and not self.training else factor
+
+
+def multiply_bfloat16(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x Wᵀ in float32 for factors that are rounded to bfloat16, computed by the matrix units of a GPU.
+
+    The products of rounded factors are exact in float32, and their sums are float32 numbers, as those of the same
+    factors in float32 are. The matrix units are some ten times as fast with factors in bfloat16.
+
+    Args:
+        x: (*S, num_inputs) float32 on a GPU.
+        weight: (num_outputs, num_inputs) float32 on the same GPU.
+
+    Returns:
+        (*S, num_outputs) float32.
+    """
+    rows = x.to(torch.bfloat16).flatten(0, -2)
+    product = torch.mm(rows, weight.to(torch.bfloat16).t(), out_dtype=torch.float32)
+    return torch.unflatten(product, 0, x.shape[:-1])
 
 
 def round_to_bfloat16(x: Tensor) -> Tensor:

@@ -13,12 +13,11 @@ import torch
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from tests.engine.fake_gpu import fake_gpu, move_to_fake_gpu
 from tests.trainer.tables import mixed, prepared
-from trainer import examples as training
 from trainer import gaussian_prior
 from trainer.budget import TimeBudget
 from trainer.data import Split
 from trainer.fit import Recipe, TrainingRun
-from trainer.sampling import Noise, Samples, create_generator, draw_samples, order_readings
+from trainer.sampling import Noise, OrderedSamples, create_generator, draw_samples
 from trainer.settings import Optimizer
 
 CONFIG = ModelConfig(d_model=64, layers=2, heads=4, feedforward=96, mixtures=3, hidden=(16,), dropout=0.1)
@@ -34,7 +33,7 @@ def test_training_step_runs_on_a_simulated_gpu(tmp_path: Path, optimizer: Optimi
     assert priors is not None
     rows = data.select_rows(Split.TRAIN)[:32]
     drawn = draw_samples(data, rows, Noise.from_schema(data.schema, 0.05, 0.01), 0.5, create_generator(1))
-    arranged = order_readings(drawn.values, drawn.keys)
+    arranged = drawn.sort_readings()
     recipe = Recipe(batch=32, learning_rate=1e-3, epochs=1, optimizer=optimizer)
     model = DEformer(data.schema, replace(CONFIG, **change))  # type: ignore[arg-type]
     with fake_gpu() as mode:
@@ -45,9 +44,12 @@ def test_training_step_runs_on_a_simulated_gpu(tmp_path: Path, optimizer: Optimi
         run = TrainingRun(data, model, recipe, 0, tmp_path, TimeBudget(), {}, priors_in_training)
         assert run.is_low_precision
         run.model.train()
-        places = [mode.from_tensor(tensor) for tensor in arranged]
-        samples = Samples(*(mode.from_tensor(tensor) for tensor in (drawn.values, drawn.keys, drawn.is_hidden)))
-        with patch.object(training, "order_readings", lambda values, keys: places), patch("torch.autograd.backward"):
+        samples = OrderedSamples(
+            *(mode.from_tensor(tensor) for tensor in (arranged.features, arranged.values, arranged.is_hidden))
+        )
+        # The length of the longest record in a part would be read from the contents.
+        whole = patch.object(OrderedSamples, "__getitem__", lambda self, part: self)
+        with whole, patch("torch.autograd.backward"):
             loss = run._accumulate_gradients((samples, rows), slice(0, len(rows)))
         for weight in run.parameters:
             weight.grad = torch.zeros_like(weight)
