@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from deformer_stream.model import attention
 from deformer_stream.model.attention import MAX_UNFUSED_READINGS, attend
 from deformer_stream.model.config import AttentionContext
 
@@ -27,9 +30,17 @@ def attend_with_explicit_mask(q: Tensor, k: Tensor, v: Tensor, attention_context
     return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=torch.tensor(mask), scale=1.0)
 
 
+@pytest.mark.parametrize("max_unfused", [MAX_UNFUSED_READINGS, 0], ids=["matrix products", "fused kernel"])
 @pytest.mark.parametrize("attention_context", ["all", "values"])
 @given(num_readings=st.integers(1, 6), num_kinds=st.integers(1, 2), seed=st.integers(0, 1000))
 def test_outputs_and_gradients_equal_those_of_an_explicit_mask(
+    attention_context: AttentionContext, max_unfused: int, num_readings: int, num_kinds: int, seed: int
+) -> None:
+    with patch.object(attention, "MAX_UNFUSED_READINGS", max_unfused):
+        check_outputs_and_gradients(attention_context, num_readings, num_kinds, seed)
+
+
+def check_outputs_and_gradients(
     attention_context: AttentionContext, num_readings: int, num_kinds: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deformer_stream.model.deformer import PRESETS, DEformer, KVCacheView, ModelConfig
+from deformer_stream.model.deformer import PRESETS, DEformer, KVCacheView, ModelConfig, apply_layer
 from deformer_stream.model.layers import ACTIVATIONS, get_activation
 from deformer_stream.model.parameters import count_state_values, describe_tensors
 from deformer_stream.model.schema import Feature, Schema
@@ -224,3 +224,16 @@ def test_cache_without_the_readings_that_the_model_needs_is_rejected(change: dic
 def test_identity_by_coordinates_is_rejected_if_features_have_none() -> None:
     with pytest.raises(ValueError, match="coordinates"):
         DEformer(Schema((Feature("a", "continuous"),)), ModelConfig(identity="both"))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("change", [{}, {"memory": "all"}, {"tokens": "single"}])
+def test_layers_are_compiled_without_interruption(change: dict[str, Any]) -> None:
+    """Compiled layers give the same densities, for records of several lengths; a part that is not compiled fails."""
+    schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(6)))
+    model = make_model(schema, ModelConfig(d_model=16, layers=2, heads=2, feedforward=32, mixtures=2, **change))
+    records = [(torch.arange(n).repeat(3, 1), torch.randn(3, n, dtype=model.dtype)) for n in (6, 4, 5)]
+    expected = [model.log_prob(*record) for record in records]
+    model.apply_layer = torch.compile(apply_layer, backend="aot_eager", fullgraph=True)
+    for record, values in zip(records, expected, strict=True):
+        torch.testing.assert_close(model.log_prob(*record), values)
