@@ -35,7 +35,7 @@ from deformer_stream.engine.events import NO_TIME, EventBatch
 from deformer_stream.engine.records import RecordTable
 from deformer_stream.model.deformer import DEformer
 from tests.integration.programs import make_command, make_environment
-from tests.schema_registry import make_message_class
+from tests.schema_registry import fetch_from, make_message_class
 
 Rows = Iterator[dict[str, Any]]
 
@@ -101,7 +101,7 @@ def formats(options: argparse.Namespace, folder: Path) -> Rows:
         documents = [orjson.loads(value) for _, value in islice(messages, POLL_EVENTS)]
         payloads_by_format, schema_by_format = _encode_documents(documents)
         codecs = {
-            name: Codec(schema, translator=SchemaTranslator(name, {1: schema_by_format[name]}.get, 2**20))
+            name: Codec(schema, translator=SchemaTranslator(name, fetch_from(schema_by_format[name]), 2**20))
             for name in schema_by_format
         }
         seconds_by_format: dict[str, list[float]] = {name: [] for name in payloads_by_format}

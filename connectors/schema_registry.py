@@ -18,6 +18,8 @@ import httpx
 
 from deformer_stream import log
 from deformer_stream.codec.schema_formats import RegisteredSchema
+from deformer_stream.codec.validation import RejectionError
+from deformer_stream.engine.events import RejectionReason
 from deformer_stream.errors import ConfigError, Unavailable
 
 REQUEST_SECONDS = 5.0
@@ -27,10 +29,10 @@ RETRY_SECONDS = 1.0
 """Seconds to wait after a failed request before the next attempt."""
 
 UNKNOWN_SECONDS = 30.0
-"""Seconds for which an id without a schema is not requested again, so that bad messages cause few requests."""
+"""Seconds for which an id without a usable schema is not requested again, so that bad messages cause few requests."""
 
 MAX_UNKNOWN_IDS = 10_000
-"""Number of ids without a schema that are remembered."""
+"""Number of ids without a usable schema that are remembered."""
 
 MAX_REFERENCES = 1000
 """Largest number of schemas that a schema may refer to, directly or indirectly."""
@@ -81,7 +83,8 @@ class SchemaRegistry:
     def __init__(self, address: RegistryAddress, patience: float) -> None:
         self.on_wait: Callable[[], None] = lambda: None
         self._url, self._patience = address.url.rstrip("/"), patience
-        self._unknown_until: dict[int, float] = {}  # monotonic time by id
+        # Ids without a usable schema: the monotonic time of the next request, and the problem.
+        self._unusable_by_id: dict[int, tuple[float, str]] = {}
         verify: Any = True
         if address.ca_file is not None:
             try:
@@ -106,48 +109,86 @@ class SchemaRegistry:
         """
         self._request("GET", "/subjects")
 
-    def fetch(self, schema_id: int) -> RegisteredSchema | None:
-        """Return the schema with an id and all schemas that it refers to, None if the registry has none.
+    def fetch(self, schema_id: int) -> RegisteredSchema:
+        """Return the schema with an id and all schemas that it refers to.
 
         Args:
             schema_id: The id, as messages state it.
 
         Raises:
+            RejectionError: The registry has no such schema or not all that it refers to, or it refers to too many.
             ConfigError: The registry refuses the login or the request.
             Unavailable: The registry does not respond within the patience.
         """
-        if time.monotonic() < self._unknown_until.get(schema_id, 0.0):
-            return None
-        answer = self._request("GET", f"/schemas/ids/{schema_id}", is_optional=True)
-        if answer is None:
-            if len(self._unknown_until) >= MAX_UNKNOWN_IDS:
-                self._unknown_until.clear()
-            self._unknown_until[schema_id] = time.monotonic() + UNKNOWN_SECONDS
-            return None
-        references: dict[str, str] = {}
-        self._add_references(answer, references, set())
+        next_request, problem = self._unusable_by_id.get(schema_id, (0.0, ""))
+        if time.monotonic() < next_request:
+            raise RejectionError(RejectionReason.UNKNOWN_SCHEMA, problem)
+        try:
+            answer = self._request_schema(
+                f"/schemas/ids/{schema_id}",
+                f"the schema registry has no schema with id {schema_id}: check --schema-registry, or register it",
+            )
+            references: dict[str, str] = {}
+            self._add_references(schema_id, answer, references, set())
+        except RejectionError as error:
+            if len(self._unusable_by_id) >= MAX_UNKNOWN_IDS:
+                self._unusable_by_id.clear()
+            self._unusable_by_id[schema_id] = time.monotonic() + UNKNOWN_SECONDS, error.detail
+            raise
+        self._unusable_by_id.pop(schema_id, None)
         return RegisteredSchema(str(answer.get("schemaType") or "AVRO"), str(answer["schema"]), references)
 
-    def _add_references(self, answer: Mapping[str, Any], references: dict[str, str], open_names: set[str]) -> None:
+    def _request_schema(self, path: str, problem: str) -> Mapping[str, Any]:
+        """Return the registry's answer with a schema.
+
+        Args:
+            path: The path of the request.
+            problem: Why messages are rejected if there is no such schema.
+
+        Raises:
+            RejectionError: There is no such schema.
+            ConfigError: The registry refuses the login or the request, or its answer is not a schema.
+            Unavailable: The registry does not respond within the patience.
+        """
+        answer = self._request("GET", path, is_optional=True)
+        if answer is None:
+            raise RejectionError(RejectionReason.UNKNOWN_SCHEMA, problem)
+        if not isinstance(answer, dict) or "schema" not in answer:
+            raise ConfigError(
+                f"{self._url} is not a schema registry, because its answer to {path} has no schema: check its path"
+            )
+        return answer
+
+    def _add_references(
+        self, schema_id: int, answer: Mapping[str, Any], references: dict[str, str], open_names: set[str]
+    ) -> None:
         """Add the schemas that a schema refers to, each after those that it refers to itself.
 
         Args:
+            schema_id: The id of the schema with which messages are encoded.
             answer: The registry's answer with the schema.
             references: Schemas by the name of the reference, which are added to.
             open_names: Names of the references whose own references are being added.
 
         Raises:
-            ConfigError: There are too many references.
+            RejectionError: There are too many references, or the registry does not have one of them.
         """
         for reference in answer.get("references") or ():
             name = str(reference["name"])
             if name in references or name in open_names:
                 continue
             if len(references) + len(open_names) >= MAX_REFERENCES:
-                raise ConfigError(f"a schema of {self._url} refers to more than {MAX_REFERENCES} schemas: use fewer")
+                raise RejectionError(
+                    RejectionReason.UNKNOWN_SCHEMA,
+                    f"schema {schema_id} of the registry refers to more than {MAX_REFERENCES} schemas: use fewer",
+                )
             subject, version = quote(str(reference["subject"]), safe=""), reference["version"]
-            found = self._request("GET", f"/subjects/{subject}/versions/{version}")
-            self._add_references(found, references, open_names | {name})
+            found = self._request_schema(
+                f"/subjects/{subject}/versions/{version}",
+                f"schema {schema_id} of the registry refers to version {version} of {subject}, which the registry "
+                "does not have: register it again",
+            )
+            self._add_references(schema_id, found, references, open_names | {name})
             references[name] = str(found["schema"])
 
     def register(self, subject: str, schema_type: str, text: str) -> int:

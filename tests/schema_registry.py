@@ -17,8 +17,22 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from deformer_stream.codec.protobuf_schemas import compile_schema
+from deformer_stream.codec.schema_formats import FetchSchema, RegisteredSchema
+from deformer_stream.codec.validation import RejectionError
+from deformer_stream.engine.events import RejectionReason
 
 LOGIN = ("plant", "a secret")
+
+
+def fetch_from(*schemas: RegisteredSchema) -> FetchSchema:
+    """Return a function that returns the schema with an id; the first one has the id 1."""
+
+    def fetch(schema_id: int) -> RegisteredSchema:
+        if not 0 < schema_id <= len(schemas):
+            raise RejectionError(RejectionReason.UNKNOWN_SCHEMA, f"no schema has the id {schema_id}")
+        return schemas[schema_id - 1]
+
+    return fetch
 
 
 def make_message_class(text: str, name: str = "Event") -> Any:

@@ -61,8 +61,11 @@ class RegisteredSchema:
     references: Mapping[str, str]
 
 
-FetchSchema = Callable[[int], RegisteredSchema | None]
-"""Returns the schema with an id, or None if the registry has none. It blocks while the registry cannot be reached."""
+FetchSchema = Callable[[int], RegisteredSchema]
+"""Returns the schema with an id. It blocks while the registry cannot be reached.
+
+Raises `RejectionError` if the registry has no such schema, or not all schemas that it refers to.
+"""
 
 
 class SchemaTranslator:
@@ -70,8 +73,8 @@ class SchemaTranslator:
 
     Args:
         schema_format: The format of the messages.
-        fetch_schema: Requests a schema of the registry. It is called for each message with an id that has no schema, so
-            it should remember such ids for a while.
+        fetch_schema: Requests a schema of the registry. It is called for each message with an id that has no usable
+            schema, so it should remember such ids for a while.
         max_bytes: Maximum size of a message in bytes; a larger one is rejected.
 
     Raises:
@@ -131,13 +134,7 @@ class SchemaTranslator:
         """
         parser = self._parser_by_id.get(schema_id)
         if parser is None:
-            schema = self._fetch_schema(schema_id)
-            if schema is None:
-                raise RejectionError(
-                    RejectionReason.UNKNOWN_SCHEMA,
-                    f"the schema registry has no schema with id {schema_id}; check --schema-registry, or register it",
-                )
-            parser = self._parser_by_id[schema_id] = self._make_parser(schema_id, schema)
+            parser = self._parser_by_id[schema_id] = self._make_parser(schema_id, self._fetch_schema(schema_id))
         if isinstance(parser, RejectionError):
             # A new object, because the traceback of one that is raised for every message would grow with each of them.
             raise RejectionError(parser.reason, parser.detail)

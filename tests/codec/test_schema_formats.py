@@ -25,7 +25,7 @@ from deformer_stream.codec.schema_formats import RegisteredSchema, SchemaFormat,
 from deformer_stream.engine.events import EventBatch, Rejection, RejectionReason
 from deformer_stream.errors import ConfigError
 from tests.codec.test_arrow_messages import BROKER, SCHEMA, list_readings
-from tests.schema_registry import make_message_class
+from tests.schema_registry import fetch_from, make_message_class
 
 READING: dict[str, Any] = {
     "type": "record",
@@ -77,11 +77,7 @@ def write_avro(schema: Mapping[str, Any], document: Mapping[str, Any]) -> bytes:
 
 def make_codec(schema_format: SchemaFormat, *schemas: RegisteredSchema, max_bytes: int = 1_048_576) -> Codec:
     """Return a codec whose registry has these schemas; the first one has the id 1."""
-
-    def fetch(schema_id: int) -> RegisteredSchema | None:
-        return schemas[schema_id - 1] if 0 < schema_id <= len(schemas) else None
-
-    return Codec(SCHEMA, translator=SchemaTranslator(schema_format, fetch, max_bytes))
+    return Codec(SCHEMA, translator=SchemaTranslator(schema_format, fetch_from(*schemas), max_bytes))
 
 
 def avro(schema: Mapping[str, Any], **references: str) -> RegisteredSchema:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from connectors.schema_registry import RegistryAddress, SchemaRegistry
+from deformer_stream.codec.validation import RejectionError
+from deformer_stream.engine.events import RejectionReason
 from deformer_stream.errors import ConfigError, Unavailable
 from tests.apicurio import run_apicurio
 from tests.conftest import find_free_port
@@ -56,7 +58,6 @@ def test_registered_schemas_are_fetched(client: SchemaRegistry) -> None:
         schema_id = client.register(f"{schema_type}-value", schema_type, text)
         assert client.register(f"{schema_type}-value", schema_type, text) == schema_id
         found = client.fetch(schema_id)
-        assert found is not None
         assert found.type == schema_type
         assert dict(found.references) == {}
         if schema_type != "PROTOBUF":
@@ -66,20 +67,50 @@ def test_registered_schemas_are_fetched(client: SchemaRegistry) -> None:
 
 
 def test_unknown_id_has_no_schema(client: SchemaRegistry) -> None:
-    assert client.fetch(987_654) is None
+    with pytest.raises(RejectionError, match="no schema with id 987654") as error:
+        client.fetch(987_654)
+    assert error.value.reason is RejectionReason.UNKNOWN_SCHEMA
 
 
 def test_unknown_id_is_not_requested_again_at_once(fake: FakeRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     client = SchemaRegistry(RegistryAddress(fake.url), 5.0)
-    assert client.fetch(1) is None
-    assert client.fetch(1) is None
+    for _ in range(2):
+        with pytest.raises(RejectionError, match="no schema with id 1:"):
+            client.fetch(1)
     assert fake.requests == ["GET /schemas/ids/1"]
-    fake.add(AVRO)
+    client.close()
     monkeypatch.setattr("connectors.schema_registry.UNKNOWN_SECONDS", 0.0)
     client = SchemaRegistry(RegistryAddress(fake.url), 5.0)
-    found = client.fetch(1)
-    assert found is not None
-    assert found.text == AVRO
+    with pytest.raises(RejectionError):
+        client.fetch(1)
+    fake.add(AVRO)
+    assert client.fetch(1).text == AVRO
+    client.close()
+
+
+def test_schema_whose_references_are_unknown_or_too_many_is_rejected(
+    fake: FakeRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages with other schemas go on; the missing schema can be registered later."""
+    monkeypatch.setattr("connectors.schema_registry.MAX_REFERENCES", 2)
+    with_missing = fake.add(AVRO, subject="a", B="b")
+    with_many = fake.add(AVRO, subject="m", C="c", D="d", E="e")
+    for subject in "cde":
+        fake.add('{"type": "string"}', subject=subject)
+    client = SchemaRegistry(RegistryAddress(fake.url), 5.0)
+    with pytest.raises(RejectionError, match=f"schema {with_missing} .* refers to version 1 of b, which"):
+        client.fetch(with_missing)
+    with pytest.raises(RejectionError, match="refers to more than 2 schemas"):
+        client.fetch(with_many)
+    num_requests = len(fake.requests)
+    with pytest.raises(RejectionError, match="refers to version 1 of b, which"):
+        client.fetch(with_missing)
+    assert len(fake.requests) == num_requests
+    monkeypatch.setattr("connectors.schema_registry.UNKNOWN_SECONDS", -1.0)
+    client.close()
+    client = SchemaRegistry(RegistryAddress(fake.url), 5.0)
+    fake.add('{"type": "string"}', subject="b")
+    assert list(client.fetch(with_missing).references) == ["B"]
     client.close()
 
 
@@ -90,7 +121,6 @@ def test_references_come_after_what_they_refer_to(fake: FakeRegistry) -> None:
     client = SchemaRegistry(RegistryAddress(fake.url), 5.0)
     found = client.fetch(schema_id)
     client.close()
-    assert found is not None
     assert list(found.references) == ["C", "B"]
 
 
@@ -103,7 +133,7 @@ def test_requests_are_repeated_while_the_registry_is_unavailable(
     client = SchemaRegistry(RegistryAddress(fake.url), 30.0)
     calls: list[float] = []
     client.on_wait = lambda: calls.append(time.monotonic())
-    assert client.fetch(schema_id) is not None
+    assert client.fetch(schema_id).text == AVRO
     assert len(calls) == 3
     client.close()
 
@@ -131,7 +161,16 @@ def test_login_is_sent_and_a_refused_one_is_reported(fake: FakeRegistry) -> None
 
 
 @pytest.mark.parametrize(
-    "answer", [Answer(404, b"not found"), Answer(200, b"<html>"), Answer(301), Answer(404, b"[]"), Answer(400, b"{}")]
+    "answer",
+    [
+        Answer(404, b"not found"),
+        Answer(200, b"<html>"),
+        Answer(301),
+        Answer(404, b"[]"),
+        Answer(400, b"{}"),
+        Answer(200, b"[]"),
+        Answer(200, b"{}"),
+    ],
 )
 def test_other_web_server_is_reported(answer: Answer) -> None:
     server = ReceivingServer()

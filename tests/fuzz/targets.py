@@ -44,6 +44,7 @@ from tests.codec.test_state import DECIDED, EXAMPLE
 from tests.fuzz import forgery, hostile, invariants
 from tests.incidents.evidence_logs import SECOND, make_log
 from tests.models import SCHEMA, write_model
+from tests.schema_registry import fetch_from
 
 Target = Callable[[bytes], None]
 
@@ -96,7 +97,7 @@ def make_registry_codec(schema_format: SchemaFormat) -> Codec:
         "protobuf": RegisteredSchema("PROTOBUF", proto, {}),
         "json-schema": RegisteredSchema("JSON", "{}", {}),
     }
-    translator = SchemaTranslator(schema_format, {1: schemas[schema_format]}.get, 16_384)
+    translator = SchemaTranslator(schema_format, fetch_from(schemas[schema_format]), 16_384)
     return Codec(SCHEMA, max_message_bytes=16_384, translator=translator)
 
 
