@@ -10,7 +10,10 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 _TOLERANCE = 1e-16
-"""Relative change of a series or continued fraction at which its computation ends."""
+"""Relative change of a series at which its computation ends."""
+_FRACTION_TOLERANCE = 2.0**-51
+"""Relative change of a continued fraction at which its computation ends: two units in the last place of 1. Where the
+argument is huge, rounding keeps each change one unit away from 0, so a smaller number would never be reached."""
 _MAX_TERMS = 10_000
 """Largest number of terms of a continued fraction; fewer than a hundred are usual."""
 
@@ -93,7 +96,7 @@ def _evaluate_fraction(a: Floats, x: Floats, log_factor: Floats) -> Floats:
         c = b + term / c
         step = c * d
         h = h * step
-        is_active = np.abs(step - 1.0) > _TOLERANCE
+        is_active = np.abs(step - 1.0) > _FRACTION_TOLERANCE
         value[index[~is_active]] = h[~is_active]
         index = index[is_active]
         a, b, c, d, h = a[is_active], b[is_active], c[is_active], d[is_active], h[is_active]
