@@ -36,6 +36,12 @@ CONFIG = ModelConfig(
 )
 
 
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fit processes with a third of the usual rounds, which is enough for tables of tests."""
+    monkeypatch.setattr(gaussian_process, "NUM_ROUNDS", 5)
+
+
 @pytest.fixture
 def table(tmp_path: Path) -> IrregularTable:
     return prepared_irregular(tmp_path, fleet(np.random.default_rng(0)))
@@ -188,7 +194,7 @@ def test_process_for_imputation_is_fitted_to_predict_readings_from_all_others(
         prior = predict_from_others(fitted, batch.features, batch.values.double(), batch.ages)
         error = (prior.means[..., 0] - batch.values).abs()
         errors.append(float(error[prior.has_prior].mean()))
-    assert errors[0] < errors[1] + 0.01
+    assert errors[0] < errors[1] + 0.005
     assert losses[-1] < losses[0]
 
 

@@ -393,6 +393,7 @@ def test_larger_preset_is_chosen_if_the_smaller_one_would_end_before_the_limit(
 ) -> None:
     seconds = {"small": 1.5 / 32, "tiny": 0.1 / 32}
     monkeypatch.setattr(irregular_job._Job, "_measure_step", lambda job, run: seconds[run.identity["preset"]])
+    monkeypatch.setattr(gaussian_process, "STEPS_PER_ROUND", 2)
     job, run = plan_job(tmp_path, source, Clock())
     assert job.settings.preset == run.identity["preset"] == "small"
     assert "tiny would end its training" in job.preset_reason
@@ -403,6 +404,7 @@ def test_the_preset_depends_on_the_steps_that_irregular_readings_need(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, seconds_per_block: float, preset: str
 ) -> None:
     monkeypatch.setattr(irregular_job._Job, "_measure_step", lambda job, run: seconds_per_block)
+    monkeypatch.setattr(gaussian_process, "STEPS_PER_ROUND", 2)
     options: dict[str, Any] = {"out": tmp_path / "model", "irregular": True, "epochs": 1000}
     settings = TrainConfig(**options)
     (tmp_path / "work").mkdir()
