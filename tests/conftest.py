@@ -6,6 +6,7 @@ A test fails if something it needs is not installed; it is never skipped.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -45,6 +46,22 @@ if "DEFORMER_TEST_KERNELS" in os.environ:
     library.FOLDER = Path(os.environ["DEFORMER_TEST_KERNELS"]).resolve(strict=True)
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread the files with tests of Kafka evenly over a run of several processes (`make test`).
+
+    These tests mostly wait and others compute, so that the processors are idle if all processes run such files at once.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    files = {path: list(group) for path, group in itertools.groupby(items, lambda item: item.path)}
+    uses_kafka = {path: any(item.get_closest_marker("kafka") for item in group) for path, group in files.items()}
+    positions: dict[Path, float] = {}
+    for kind in (True, False):
+        paths = [path for path in files if uses_kafka[path] == kind]
+        positions |= {path: i / len(paths) for i, path in enumerate(paths)}
+    items[:] = [item for path in sorted(files, key=positions.__getitem__) for item in files[path]]
 
 
 def load_broker_script() -> ModuleType:
