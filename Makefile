@@ -13,7 +13,9 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 CSRC := deformer_stream/kernels/csrc
 KERNEL_TESTS := tests/kernels/test_library.py tests/kernels/test_abi.py tests/kernels/test_cpu.py tests/kernels/test_irregular_readings.py
 # The tests of a file run in one process. Each process starts its own broker, so the number of processes is limited.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 15
+# The tests start many programs. Without files of bytecode, each of them would compile the modules of the checkout again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help docs demo demo-page kernels test test-librdkafka test-ray test-kernels wheel test-wheel test-aarch64 test-lowest test-newest sbom first-hours lint check format bench bench-quality bench-incidents chaos chaos-incidents test-outage fuzz kafka kafka-jars test-programs deploy-tools test-deploy clean
 .DEFAULT_GOAL := help
