@@ -115,11 +115,13 @@ class KafkaOfTests:
 
 
 @pytest.fixture(scope="session")
-def kafka() -> Iterator[KafkaOfTests]:
+def kafka(request: pytest.FixtureRequest) -> Iterator[KafkaOfTests]:
     """Start a broker for the test session of this process.
 
     If the environment variable DEFORMER_TEST_BOOTSTRAP is set, the broker at that address is used instead.
     """
+    if hasattr(request, "param"):  # pytest gives the parameters of a fixture of the same name to this one, too
+        pytest.fail("a fixture `kafka` with parameters starts a broker for each test: use `client_library`")
     given = os.environ.get("DEFORMER_TEST_BOOTSTRAP")
     if given:
         yield KafkaOfTests(given)

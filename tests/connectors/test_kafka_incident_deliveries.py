@@ -15,7 +15,7 @@ from kafka import KafkaConsumer, TopicPartition
 from kafka.structs import OffsetAndMetadata
 from prometheus_client import CollectorRegistry
 
-from connectors.kafka import KafkaCluster, KafkaFeedbackLog, describe_incident_topics, ensure_topics, produce
+from connectors.kafka import KafkaFeedbackLog, describe_incident_topics, ensure_topics, produce
 from connectors.kafka.client import load_client
 from connectors.kafka.incident_deliveries import (
     MAX_METADATA_BYTES,
@@ -23,6 +23,7 @@ from connectors.kafka.incident_deliveries import (
     decode_progress,
     encode_progress,
 )
+from connectors.kafka.ports import ClientLibrary
 from deformer_stream.codec.encode_incidents import encode_incident
 from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.incidents.events import Incident
@@ -61,15 +62,9 @@ def test_foreign_metadata_is_ignored(metadata: str) -> None:
         assert decode_progress(7, metadata) == DeliveryProgress(7)
 
 
-@pytest.fixture(params=["kafka-python", "librdkafka"])
-def kafka(request: pytest.FixtureRequest, kafka: SimpleNamespace) -> SimpleNamespace:
-    """Return the broker; each test runs with both client libraries."""
-    return SimpleNamespace(bootstrap=kafka.bootstrap, cluster=KafkaCluster(kafka.bootstrap, library=request.param))
-
-
 @pytest.fixture
-def topics(kafka: SimpleNamespace) -> SimpleNamespace:
-    """Create the topics, and return their names and the group."""
+def topics(client_library: ClientLibrary, kafka: SimpleNamespace) -> SimpleNamespace:
+    """Create the topics, with each client library in turn, and return their names and the group."""
     unique = uuid.uuid4().hex[:8]
     names = SimpleNamespace(incidents=f"i-{unique}", feedback=f"f-{unique}", group=f"g-{unique}")
     ensure_topics(kafka.cluster, describe_incident_topics(names.incidents, names.feedback))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from connectors.kafka import (
-    KafkaCluster,
     KafkaFeedbackLog,
     KafkaIncidentLog,
     describe_incident_topics,
@@ -24,13 +23,7 @@ from deformer_stream.incidents.events import Incident
 from tests.connectors.kafka_helpers import read_messages, wait_until
 from tests.incidents.examples import make_incident
 
-pytestmark = pytest.mark.kafka
-
-
-@pytest.fixture(params=["kafka-python", "librdkafka"])
-def kafka(request: pytest.FixtureRequest, kafka: SimpleNamespace) -> SimpleNamespace:
-    """Return the broker; each test runs with both client libraries."""
-    return SimpleNamespace(bootstrap=kafka.bootstrap, cluster=KafkaCluster(kafka.bootstrap, library=request.param))
+pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
 
 
 @pytest.fixture

@@ -23,13 +23,7 @@ from deformer_stream.runtime.incident_ports import NextReadingMessage
 from tests.codec.test_encode_next_readings import RECORD
 from tests.connectors.kafka_helpers import make_effects, read_messages, wait_until
 
-pytestmark = pytest.mark.kafka
-
-
-@pytest.fixture(params=["kafka-python", "librdkafka"])
-def kafka(request: pytest.FixtureRequest, kafka: SimpleNamespace) -> SimpleNamespace:
-    """Return the broker; each test runs with both client libraries."""
-    return SimpleNamespace(bootstrap=kafka.bootstrap, cluster=KafkaCluster(kafka.bootstrap, library=request.param))
+pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
 
 
 def write(kafka: SimpleNamespace, topic: str, stated: list[SuspiciousRecord], withdrawn: list[tuple[int, str]]) -> None:

@@ -13,20 +13,14 @@ import numpy as np
 import pytest
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 
-from connectors.kafka import KafkaCluster, KafkaSink, produce
+from connectors.kafka import KafkaSink, produce
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.events import Rejection, RejectionReason, StormNotice
 from deformer_stream.errors import ConfigError
 from tests.connectors.kafka_helpers import FakeAlertEncoder, Topic, make_alert, make_effects, make_sink
 from tests.contracts.effects import make_drift_notice
 
-pytestmark = pytest.mark.kafka
-
-
-@pytest.fixture(params=["kafka-python", "librdkafka"])
-def kafka(request: pytest.FixtureRequest, kafka: SimpleNamespace) -> SimpleNamespace:
-    """Return the broker; each test runs with both client libraries."""
-    return SimpleNamespace(bootstrap=kafka.bootstrap, cluster=KafkaCluster(kafka.bootstrap, library=request.param))
+pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from connectors.kafka import KafkaCluster, produce
+from connectors.kafka import produce
 from connectors.kafka.produce import choose_partition
 from deformer_stream.codec import Codec
 from deformer_stream.codec.encode_events import Packing
@@ -18,13 +18,7 @@ from deformer_stream.errors import ConfigError
 from tests.codec.test_arrow_messages import SCHEMA
 from tests.connectors.kafka_helpers import Topic, make_messages, read_messages
 
-pytestmark = pytest.mark.kafka
-
-
-@pytest.fixture(params=["kafka-python", "librdkafka"])
-def kafka(request: pytest.FixtureRequest, kafka: SimpleNamespace) -> SimpleNamespace:
-    """Return the broker; each test runs with both client libraries."""
-    return SimpleNamespace(bootstrap=kafka.bootstrap, cluster=KafkaCluster(kafka.bootstrap, library=request.param))
+pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
 
 
 def test_produce_keeps_the_rate_and_reports_progress(kafka: SimpleNamespace, topic: Topic) -> None:

@@ -14,17 +14,11 @@ from connectors.kafka.topics import DEFAULT_MAX_MESSAGE_BYTES, TopicSpec
 from deformer_stream.errors import ConfigError, Unavailable
 from tests.connectors.kafka_helpers import Topic
 
-
-@pytest.fixture(params=["kafka-python", "librdkafka"])
-def kafka(request: pytest.FixtureRequest, kafka: SimpleNamespace) -> SimpleNamespace:
-    """Return the broker; each test runs with both client libraries."""
-    return SimpleNamespace(bootstrap=kafka.bootstrap, cluster=KafkaCluster(kafka.bootstrap, library=request.param))
-
-
 STATE: dict[str, str] = {"cleanup.policy": "compact"}
 
 
 @pytest.mark.kafka
+@pytest.mark.usefixtures("client_library")
 def test_topic_can_be_created_concurrently(kafka: SimpleNamespace, topic: Topic) -> None:
     name = topic(1) + "-raced"
     failures: list[BaseException] = []
@@ -44,6 +38,7 @@ def test_topic_can_be_created_concurrently(kafka: SimpleNamespace, topic: Topic)
 
 
 @pytest.mark.kafka
+@pytest.mark.usefixtures("client_library")
 def test_limits_of_topics_are_returned(kafka: SimpleNamespace, topic: Topic) -> None:
     small, usual = topic(1, **{"max.message.bytes": "5000"}), topic(1)
     topics: dict[str, TopicSpec] = {small: {"num_partitions": 1}, usual: {"num_partitions": 9}}
@@ -53,6 +48,7 @@ def test_limits_of_topics_are_returned(kafka: SimpleNamespace, topic: Topic) -> 
 
 
 @pytest.mark.kafka
+@pytest.mark.usefixtures("client_library")
 def test_missing_topics_are_refused_on_request(kafka: SimpleNamespace, topic: Topic) -> None:
     name = topic(1)
     with pytest.raises(ConfigError, match=f"has no topic {name}-a, {name}-b: create it, or use --missing-topics"):
@@ -64,6 +60,7 @@ def test_missing_topics_are_refused_on_request(kafka: SimpleNamespace, topic: To
 
 
 @pytest.mark.kafka
+@pytest.mark.usefixtures("client_library")
 def test_missing_partitions_of_a_state_topic_are_added(kafka: SimpleNamespace, topic: Topic) -> None:
     name = topic(2, "state", **STATE)
     topics: dict[str, TopicSpec] = {name: {"num_partitions": 3, "configs": STATE}}
@@ -75,6 +72,7 @@ def test_missing_partitions_of_a_state_topic_are_added(kafka: SimpleNamespace, t
 
 
 @pytest.mark.kafka
+@pytest.mark.usefixtures("client_library")
 @pytest.mark.parametrize("policy", ["delete", "compact,delete"])
 def test_a_state_topic_must_keep_its_messages(policy: str, kafka: SimpleNamespace, topic: Topic) -> None:
     name = topic(1, "state", **{"cleanup.policy": policy})
