@@ -8,7 +8,8 @@ CLIENT ?= kafka-python
 FUZZ_SECONDS ?= 60
 WORKERS ?= 3
 SHELL := /bin/bash
-TOOLS := PATH="$(abspath $(BIN)):$$PATH"
+# Without MAKEFLAGS, because Ninja reports an error if it is to share the jobs of `make --jobs`, which it cannot reach.
+TOOLS := MAKEFLAGS= PATH="$(abspath $(BIN)):$$PATH"
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 CSRC := deformer_stream/kernels/csrc
 KERNEL_TESTS := tests/kernels/test_library.py tests/kernels/test_abi.py tests/kernels/test_cpu.py tests/kernels/test_irregular_readings.py
