@@ -1,8 +1,7 @@
 """The false-alarm rate on a simulated fleet: at most alpha of normal records alert, up to random variation.
 
-One model is trained for ten seconds, because the rate does not depend on its quality. For each arrival-order
-distribution it is calibrated on 5,000 normal records, and 10,000 other normal records are streamed event by event,
-interleaved as they arrive.
+One model is trained for half a minute. For each arrival-order distribution it is calibrated on 5,000 normal records,
+and 10,000 other normal records are streamed event by event, interleaved as they arrive.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ pytestmark = pytest.mark.slow
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of a model that is trained on simulated normal records."""
     folder = tmp_path_factory.mktemp("guarantee")
-    pq.write_table(simulate(1_000, seed=1).select_normal_records(), folder / "normal.parquet")
+    pq.write_table(simulate(4_000, seed=1).select_normal_records(), folder / "normal.parquet")
     command = [sys.executable, "-m", "trainer.cli", str(folder / "normal.parquet"), "--out", str(folder / "model")]
     subprocess.run([*command, "--preset", "tiny", "--epochs", "1", "--seed", "0"], check=True)
     return folder / "model"
