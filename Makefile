@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile
 # The tests start many programs. Without files of bytecode, each of them would compile the modules of the checkout again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help docs demo demo-page kernels test test-librdkafka test-ray test-kernels wheel test-wheel test-aarch64 test-lowest test-newest sbom first-hours lint check format bench bench-quality bench-incidents chaos chaos-incidents test-outage fuzz kafka kafka-jars test-programs deploy-tools test-deploy clean
+.PHONY: help docs demo demo-page kernels test test-librdkafka test-ray test-kernels wheel test-wheel test-aarch64 test-lowest test-newest sbom first-hours lint check format bench bench-gpu bench-quality bench-incidents chaos chaos-incidents test-outage fuzz kafka kafka-jars test-programs deploy-tools test-deploy clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -166,6 +166,13 @@ bench: $(VENV)/.dev kafka-jars ## measure speed as ratios within one run, and th
 	$(BIN)/python -m benchmarks.speed
 	$(BIN)/python -m benchmarks.stream
 	$(BIN)/python -m benchmarks.training
+
+bench-gpu: $(VENV)/.dev kernels kafka-jars ## on a machine with a GPU: run its tests, and measure scoring, training and the pipeline with Kafka
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m benchmarks.speed --gpu
+	$(BIN)/python -m benchmarks.training --device cuda --presets small,base,paper
+	for device in cuda cpu; do $(BIN)/python -m benchmarks.stream throughput --client librdkafka --preset small --features 40 \
+	  --gaussians 4 --payloads arrow --set device=$$device --results build/stream-$$device || exit 1; done
 
 bench-quality: $(VENV)/.bench ## measure detection, early alerts, drift, density, attribution and imputation against other methods on public data (DEFORMER_DATA)
 	$(BIN)/python -m benchmarks.tables
