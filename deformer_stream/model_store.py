@@ -5,6 +5,7 @@ A model directory holds:
     model.safetensors         the weights
     manifest.json             format version, features, hyperparameters, calibration, training summary, checksums
     seen-records.safetensors  fingerprints of the records that the model has seen; only `calibrate` reads it
+    faults.safetensors        the classifier of faults (`calibration.fault_classifier`); it changes no score
     report.html               the training report for people; not needed to score
     incidents.json            the calibration of incidents (`incident_store`); not needed to score
 
@@ -33,7 +34,9 @@ from safetensors import SafetensorError
 
 from deformer_stream import __version__
 from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.fault_classifier import FaultClassifier
 from deformer_stream.calibration.seen_records import RecordSet, SeenRecords
+from deformer_stream.engine.fault_inputs import count_inputs
 from deformer_stream.errors import ArtifactError, ConfigError, map_write_errors
 from deformer_stream.extras import is_installed
 from deformer_stream.incident_store import INCIDENTS_FILE
@@ -64,6 +67,9 @@ if TYPE_CHECKING:
 
 WEIGHTS, REPORT = "model.safetensors", "report.html"
 SEEN_RECORDS = "seen-records.safetensors"
+FAULTS = "faults.safetensors"
+_FAULT_ARRAYS = ("weights", "biases", "means", "precisions", "lengths", "scores", "fault_indexes", "folds")
+"""The attributes of `FaultClassifier` that are tensors of the file with the classifier of faults."""
 GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
 """Device files of the drivers with which PyTorch uses GPUs: NVIDIA's, AMD's, and that of a Linux on Windows."""
 MAX_NAME_CHARS = 1024
@@ -89,6 +95,7 @@ class Artifact:
         manifest: The contents of manifest.json, which describes the model: features, hyperparameters, calibration and
             training summary.
         directory: The model directory.
+        fault_classifier: Names the known fault that a record looks like. None if the model has no such classifier.
     """
 
     scoring_model: Model
@@ -96,6 +103,7 @@ class Artifact:
     fingerprint: str
     manifest: dict[str, Any]
     directory: Path
+    fault_classifier: FaultClassifier | None = None
 
     @property
     def schema(self) -> Schema:
@@ -151,6 +159,7 @@ def write(
     training: dict[str, Any],
     report: str,
     seen_records: SeenRecords | None = None,
+    fault_classifier: FaultClassifier | None = None,
 ) -> str:
     """Write a model directory and return the fingerprint of the model.
 
@@ -166,6 +175,7 @@ def write(
         report: The training report, an HTML page.
         seen_records: Fingerprints of the records that the model was trained and calibrated with, None if they are not
             known. They do not enter the fingerprint of the model.
+        fault_classifier: The classifier of faults, None if there is none. It does not enter the fingerprint either.
 
     Returns:
         The fingerprint: 16 hexadecimal digits that identify the weights, the schema (the features) and the calibration
@@ -181,7 +191,9 @@ def write(
     arrays = model.extract_parameters().arrays
     weights = safetensors.numpy.save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
     seen = None if seen_records is None else _encode_seen_records(seen_records)
-    rendered = render_manifest(_create_manifest(model, calibration, training, weights, seen and seen[0]))
+    faults = None if fault_classifier is None else _encode_faults(fault_classifier)
+    manifest = _create_manifest(model, calibration, training, weights, seen and seen[0], faults and faults[0])
+    rendered = render_manifest(manifest)
     if len(rendered) > MAX_MANIFEST_BYTES:
         raise ArtifactError(
             f"the model cannot be written, because its {MANIFEST} would have {len(rendered)} bytes and the limit is "
@@ -193,6 +205,8 @@ def write(
     contents = {WEIGHTS: weights, MANIFEST: rendered}
     if seen is not None:
         contents[SEEN_RECORDS] = seen[1]
+    if faults is not None:
+        contents[FAULTS] = faults[1]
     write_files(directory, contents | {REPORT: report.encode("utf-8", "backslashreplace")})
     return str(manifest["fingerprint"])
 
@@ -244,7 +258,7 @@ def read_files(directory: Path) -> dict[str, bytes]:
     manifest = read_manifest(directory)
     contents = {WEIGHTS: read_at_most(directory / WEIGHTS, _get_weights_size(manifest, directory))}
     contents[MANIFEST] = read_at_most(directory / MANIFEST, MAX_MANIFEST_BYTES)
-    for name in (SEEN_RECORDS, REPORT, INCIDENTS_FILE):
+    for name in (SEEN_RECORDS, FAULTS, REPORT, INCIDENTS_FILE):
         if (directory / name).is_file():
             contents[name] = (directory / name).read_bytes()
     return contents
@@ -256,6 +270,7 @@ def _create_manifest(
     training: dict[str, Any],
     weights: bytes,
     seen_records: dict[str, Any] | None,
+    faults: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Return the contents of manifest.json for a model, with fingerprints and checksums.
 
@@ -265,6 +280,7 @@ def _create_manifest(
         training: A summary of the training, as JSON values by key.
         weights: The contents of model.safetensors, for their size and checksum.
         seen_records: The entry `seen_records`, which describes the file of this name; None if there is no such file.
+        faults: The entry `faults`, which describes the classifier of faults; None if there is none.
     """
     window, reading_times = model.schema.window, model.schema.reading_times
     manifest: dict[str, Any] = {
@@ -280,6 +296,7 @@ def _create_manifest(
         "files": {WEIGHTS: _describe_file(weights)},
         # Not a part of `files`, because these determine the fingerprint of the model.
         **({} if seen_records is None else {"seen_records": seen_records}),
+        **({} if faults is None else {"faults": faults}),
     }
     # Each of these entries is computed from entries above, and the checksum from all others.
     manifest["format_version"] = determine_version(manifest)
@@ -310,6 +327,85 @@ def _encode_seen_records(seen_records: SeenRecords) -> tuple[dict[str, Any], byt
         "calibration": None if calibration is None else _describe_record_set(calibration),
     }
     return entry, content
+
+
+def _encode_faults(classifier: FaultClassifier) -> tuple[dict[str, Any], bytes]:
+    """Return the entry `faults` of the manifest, and the contents of the file faults.safetensors."""
+    arrays = {name: np.ascontiguousarray(getattr(classifier, name)) for name in _FAULT_ARRAYS}
+    content = safetensors.numpy.save(arrays)
+    names = [{"name": name, "records": count} for name, count in classifier.num_records_by_fault.items()]
+    return {"file": _describe_file(content), "level": classifier.level, "names": names}, content
+
+
+def write_faults(directory: Path, classifier: FaultClassifier | None) -> None:
+    """Add a classifier of faults to a model directory, or replace or remove it. The model itself does not change.
+
+    Args:
+        directory: The model directory.
+        classifier: The classifier, None to remove it.
+
+    Raises:
+        ConfigError: The directory cannot be written.
+        Unavailable: Writing fails, for example because the disk is full.
+        ArtifactError: The model directory is incomplete or damaged, or `read` would refuse the classifier.
+    """
+    contents = read_files(directory)
+    manifest = json.loads(contents[MANIFEST])
+    manifest.pop("faults", None)
+    contents.pop(FAULTS, None)
+    if classifier is not None:
+        manifest["faults"], contents[FAULTS] = _encode_faults(classifier)
+        num_inputs = count_inputs(Schema.from_json(manifest["features"], manifest.get("window")))
+        _parse_faults(manifest, contents[FAULTS], directory, num_inputs)
+    manifest["sha256"] = compute_digest(manifest)
+    contents[MANIFEST] = render_manifest(manifest)
+    write_files(directory, contents)
+
+
+def _read_faults(directory: Path, manifest: dict[str, Any], schema: Schema) -> FaultClassifier | None:
+    """Return the classifier of faults of a model directory, None if it has none.
+
+    Raises:
+        ArtifactError: The file with the classifier is missing, altered or inconsistent. The message names it.
+    """
+    if "faults" not in manifest:
+        return None
+    try:
+        size = int(manifest["faults"]["file"]["size"])
+    except _INCONSISTENCY_ERRORS as error:
+        raise ArtifactError(f"{directory / MANIFEST} is damaged ({_to_printable_line(error)}): {REMEDY}") from None
+    return _parse_faults(manifest, read_at_most(directory / FAULTS, size), directory, count_inputs(schema))
+
+
+def _parse_faults(manifest: dict[str, Any], content: bytes, directory: Path, num_inputs: int) -> FaultClassifier:
+    """Return the classifier of faults from the contents of its file.
+
+    Args:
+        manifest: The contents of manifest.json.
+        content: The contents of faults.safetensors.
+        directory: The model directory, for error messages.
+        num_inputs: The number of inputs that the features of the model have.
+
+    Raises:
+        ArtifactError: The contents were altered or do not fit the model.
+    """
+    path = directory / FAULTS
+    try:
+        entry = manifest["faults"]
+        if _describe_file(content) != entry["file"]:
+            raise ArtifactError(f"{path} was cut short or altered (its SHA-256 does not match): {REMEDY}")
+        arrays = safetensors.numpy.load(content)
+        names = tuple(str(fault["name"]) for fault in entry["names"])
+        if any(len(name) > MAX_NAME_CHARS for name in names):
+            raise ValueError("a name is too long")
+        for name in names:
+            name.encode()  # raises a ValueError if the text is not valid Unicode, because it has a lone surrogate
+        classifier = FaultClassifier(names, float(entry["level"]), **{name: arrays[name] for name in _FAULT_ARRAYS})
+        if classifier.weights.shape[1] != num_inputs:
+            raise ValueError(f"it has {classifier.weights.shape[1]} inputs instead of {num_inputs}")
+        return classifier
+    except _INCONSISTENCY_ERRORS as error:
+        raise ArtifactError(f"{path} is damaged ({_to_printable_line(error)}): {REMEDY}") from None
 
 
 def _describe_record_set(records: RecordSet) -> dict[str, int]:
@@ -486,7 +582,8 @@ def read(directory: Path, device: str = "cpu", compiled: bool = True) -> Artifac
     elif compiled and is_supported(parameters):
         has_low_precision = parameters.config.precision == "bfloat16"
         parameters.kernel_library = load_library(has_low_precision)
-    return Artifact(model, calibration, manifest["fingerprint"], manifest, directory)
+    fault_classifier = _read_faults(directory, manifest, parameters.schema)
+    return Artifact(model, calibration, manifest["fingerprint"], manifest, directory, fault_classifier)
 
 
 def _get_weights_size(manifest: dict[str, Any], directory: Path) -> int:

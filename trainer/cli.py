@@ -13,6 +13,8 @@ from typing import Any
 import click
 
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, run
+from deformer_stream.counts import format_count
+from deformer_stream.errors import ConfigError
 from deformer_stream.settings import add_options, load_settings
 from deformer_stream.tables.discovery import CSV, PARQUET, find_data_files
 from trainer.settings import TrainConfig, TrainSettings
@@ -35,6 +37,10 @@ EXAMPLES = (
         "deformer-train stays.parquet --out model --layout long --irregular",
     ),
     (
+        "Let the alerts of a trained model name known faults, of which a table has labelled records:",
+        "deformer-train --model model --faults past-faults.parquet --label fault",
+    ),
+    (
         "Train one model for each type of machine; types with few records start from a model of all types:",
         "deformer-train machines.parquet --out models --per type",
     ),
@@ -43,7 +49,7 @@ EXAMPLES = (
 
 
 @click.command("deformer-train", cls=HelpCommand, examples=EXAMPLES, context_settings=HELP)
-@click.argument("tables", nargs=-1, required=True, metavar="TABLE…", type=click.Path(path_type=Path))
+@click.argument("tables", nargs=-1, metavar="TABLE…", type=click.Path(path_type=Path))
 @add_options(TrainSettings)
 @add_debug_option
 def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
@@ -63,6 +69,12 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
     started = time.monotonic()
     # If the process did other work before (as tests do), its age is not the time of this command.
     is_fresh_process = "torch" not in sys.modules
+    if not tables:
+        return _learn_faults(flags, config)
+    if flags.get("model") is not None:
+        raise ConfigError(
+            "--model cannot be combined with TABLE, because nothing is trained: name the labelled records with --faults"
+        )
     settings = load_settings(TrainConfig, flags, config, "train")
     find_data_files(tables, PARQUET + CSV)  # reports a wrong path before PyTorch is imported
     if settings.dry_run:
@@ -123,6 +135,44 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
             )
             return 128 + stop_signals.received  # the shell's exit status of a process that a signal ended
     click.echo(console.format_summary(output))
+    return 0
+
+
+def _learn_faults(flags: dict[str, Any], config: Path | None) -> int:
+    """Add the names of faults to the model of `--model`, print what was learnt, and return the exit status.
+
+    Args:
+        flags: The options of the command line by name, None if not set.
+        config: The configuration file.
+
+    Raises:
+        UsageError: There is no `--model`, so that TABLE is missing.
+        DeformerError: A file or an option cannot be used.
+    """
+    # The model directory is --model, and not the --out of the environment or of the file.
+    settings = load_settings(TrainConfig, flags | {"out": flags.get("out") or Path("model")}, config, "train")
+    if settings.model is None:
+        raise click.UsageError("Missing argument 'TABLE…'.")
+    for name in ("out", "per", "init_from", "resume", "dry_run", "max_time"):
+        if flags.get(name):
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(f"--model cannot be combined with {option}, because nothing is trained: leave it out")
+    if settings.faults in (None, "off"):
+        raise ConfigError("--model needs --faults: name the table with the labelled records of known faults")
+    faults = Path(str(settings.faults))
+    find_data_files([faults], PARQUET + CSV)  # reports a wrong path before PyTorch is imported
+    from deformer_stream import log
+
+    log.configure(is_debugging())
+    from deformer_stream.codec.alert_text import make_printable
+    from trainer.console import print_line
+    from trainer.faults import learn_faults
+
+    classifier = learn_faults([faults], settings.model, settings, print_line)
+    if classifier is not None:
+        for name, count in classifier.num_records_by_fault.items():
+            click.echo(f"{make_printable(name)}: {format_count(count, 'labelled record')}")
+        click.echo(f"{settings.model} names {format_count(len(classifier.names), 'fault')}; its scores are unchanged")
     return 0
 
 

@@ -51,6 +51,7 @@ from trainer.distributed import Ranks
 from trainer.evaluate import BATCH_SIZE as EVALUATION_BATCH_SIZE
 from trainer.evaluate import HeldOutLikelihood, compute_independent_nll, evaluate_held_out
 from trainer.exemplars import MAX_REFERENCE_RECORDS, add_ranking, choose_exemplar_rows, score_complete_records
+from trainer.faults import learn_faults
 from trainer.fit import SINGLE_PROCESS, TrainingResult, TrainingStatus
 from trainer.job_output import JobOutput, summarize_job
 from trainer.outliers import choose_num_references, drop_outliers
@@ -242,8 +243,32 @@ def train(
         summary["records_per_day"] = estimate_records_per_day(data)
         page = render(data, result, calibration, held_out, summary)
         fingerprint = model_store.write(settings.out, model, calibration, summary, page, seen_records)
+        _learn_faults(tables, settings, on_message)
         shutil.rmtree(folder)
     return TrainingOutput(settings.out, fingerprint, model, result, calibration, summary, data, held_out)
+
+
+def _learn_faults(tables: Sequence[TableSource], settings: TrainConfig, on_message: Callable[[str], None]) -> None:
+    """Add the names of faults to the model that was written, if there are labelled records.
+
+    Args:
+        tables: The training tables, whose records have labels with `--label`.
+        settings: All options of `deformer-train`.
+        on_message: Called with lines of text about what was learnt.
+
+    Raises:
+        DeformerError: The table of `--faults` cannot be used.
+    """
+    if settings.faults == "off":
+        return
+    if settings.faults is not None:
+        learn_faults([Path(settings.faults)], settings.out, settings, on_message)
+    elif settings.label is not None and settings.max_time is not None:
+        on_message(
+            "the names of faults are not learnt because of --max-time; deformer-train --model --faults adds them"
+        )
+    elif settings.label is not None:
+        learn_faults(tables, settings.out, settings, on_message, is_strict=False)
 
 
 def run_worker_rank(

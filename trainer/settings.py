@@ -93,14 +93,14 @@ Cycles = Annotated[str, BeforeValidator(_join_list), AfterValidator(_check_perio
 
 
 OPTION_GROUPS: OptionGroups = {
-    "Model directory": ("out", "resume", "init_from"),
+    "Model directory": ("out", "resume", "init_from", "model"),
     "One model for each value of a column": ("per", "adapt_below"),
     "Time and size": ("max_time", "preset", "epochs", "device", "training_precision", "accumulate", "seed", "dry_run"),
     "Tables": (
         *("where", "layout", "time_column", "device_column", "timezone", "delimiter", "decimal", "encoding"),
         *("header", "no_header"),
     ),
-    "Normal records": ("label", "normal", "contamination", "faults"),
+    "Normal records and names of faults": ("label", "normal", "contamination", "faults", "fault_level"),
     "Columns": ("exclude", "context", "discrete", "continuous", "cycle", "units"),
     "Windows": ("window", "irregular", "slots", "per_slot", "once"),
     "Calibration": ("calibration_share", "folds", "order", "ties", "evidence"),
@@ -129,7 +129,7 @@ class TrainSettings(WindowedTableSettings):
     label: str | None = Field(
         None,
         description="Column that says whether a row is normal, such as 'fault'. It is never a feature. Give the value "
-        "of normal rows with --normal.",
+        "of normal rows with --normal. Its other values are names of faults, which alerts then state; see --faults.",
     )
     normal: Text | None = Field(
         None, description="Value of the column --label in normal rows. Other rows are not used for training."
@@ -279,6 +279,24 @@ class TrainSettings(WindowedTableSettings):
         "other, in the order of the table. hold: together, because their order has no meaning.",
     )
 
+    faults: str | None = Field(
+        None,
+        min_length=1,
+        description="Table, folder or quoted pattern with labelled records of faults, which alerts then name. The "
+        "column --label (default: fault) has the name of the fault of each record; at least 2 records of each, better "
+        "10. By default the tables themselves, if --label is set and --max-time is not. 'off' to learn no names.",
+    )
+    fault_level: Share = Field(
+        0.9,
+        description="Share of the records of each known fault (0 to 1) for which the fault is among those that an "
+        "alert states as possible.",
+    )
+    model: Path | None = Field(
+        None,
+        description="Model directory that gets the names of the faults of --faults, in place of those that it has. "
+        "Nothing else is trained, and its scores and alerts stay as they are. There is then no TABLE and no --out.",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _supply_output(cls, values: Any) -> Any:
@@ -325,6 +343,11 @@ class TrainSettings(WindowedTableSettings):
             raise ValueError("--adapt-below needs --per: add --per, or remove --adapt-below")
         if self.adapt_below and self.irregular:
             raise ValueError("--adapt-below cannot be combined with --irregular, because such models are not adapted")
+        if self.per is not None and self.faults not in (None, "off"):
+            raise ValueError(
+                "--per cannot be combined with --faults, because each model learns the faults of its own rows: "
+                "leave --faults out, or add the names later with --model"
+            )
         if self.per is not None and self.folds is not None:
             # The fleet model has seen all records but the calibration records of one split.
             raise ValueError("--per cannot be combined with --folds: remove one of the two options")
@@ -351,6 +374,7 @@ class TrainSettings(WindowedTableSettings):
             "--contamination": bool(self.contamination),
             "--init-from": self.init_from is not None,
             "--layout wide": self.layout == "wide" and self.window is None,
+            "--faults": self.faults not in (None, "off"),
         }
         for option, is_set in is_set_by_option.items():
             if is_set:

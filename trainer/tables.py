@@ -752,6 +752,38 @@ def iterate_record_values(tables: InputTables, column: str) -> Iterator[tuple[ND
         yield numbers, rows.batch.column(column), rows.table
 
 
+def read_record_labels(tables: InputTables, column: str) -> tuple[NDArray[np.int64], list[str], NDArray[np.bool_]]:
+    """Return the label of each of the N records of tables, which `index_records` has numbered.
+
+    Args:
+        tables: The tables.
+        column: The column with the labels.
+
+    Returns:
+        (label_indexes, labels, has_several): (N,) the index of each record's label in `labels`, −1 if it has none; the
+        distinct labels; (N,) whether rows of the record have different labels, or some have none.
+
+    Raises:
+        InputError: A table cannot be read.
+    """
+    index_by_label: dict[str, int] = {}
+    # The smallest and the largest index of the labels of each record's rows.
+    smallest = np.full(tables.num_records, np.iinfo(np.int64).max)
+    largest = np.full(tables.num_records, -1)
+    first_row = 0
+    for rows in _iterate_batches(tables, [column]):
+        codes, labels = encode_labels(rows.batch.column(0))
+        codes = np.array([*(index_by_label.setdefault(label, len(index_by_label)) for label in labels), -1])[codes]
+        last_row = first_row + len(codes)
+        records = (
+            np.arange(first_row, last_row) if tables.row_by_event is None else tables.row_by_event[first_row:last_row]
+        )
+        first_row = last_row
+        np.minimum.at(smallest, records[records >= 0], codes[records >= 0])
+        np.maximum.at(largest, records[records >= 0], codes[records >= 0])
+    return largest, list(index_by_label), smallest != largest
+
+
 def _is_present(values: pa.Array) -> NDArray[np.bool_]:
     """Return for each of N values whether it is neither null nor NaN."""
     is_present: NDArray[np.bool_] = values.is_valid().to_numpy(zero_copy_only=False)

@@ -71,6 +71,9 @@ RECORDS_SCHEMA = pa.schema(
 )
 """The columns of `replay --records`: one row per closed record."""
 
+FAULT_COLUMNS = (("fault", pa.string()), ("fault_probability", pa.float64()))
+"""Further columns of `replay --records`, if the model has a classifier of faults; null for records without an alert."""
+
 EXPLANATIONS_SCHEMA = pa.schema(
     [
         ("record", pa.string()),
@@ -295,11 +298,18 @@ def _find_unseen_labels(batch: EventBatch, event_indexes: NDArray[np.int64]) -> 
 class RecordsParquet(ParquetSink):
     """A Parquet file with one row per closed record (one that accepts no more readings), in the order of closing.
 
-    The columns are those of `RECORDS_SCHEMA`.
+    The columns are those of `RECORDS_SCHEMA` and perhaps `FAULT_COLUMNS`.
+
+    Args:
+        path: The file to write.
+        has_faults: Whether there are columns for the names of faults.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        super().__init__(path, RECORDS_SCHEMA)
+    def __init__(self, path: str | Path, has_faults: bool = False) -> None:
+        self._has_faults = has_faults
+        columns = [*RECORDS_SCHEMA, *(pa.field(*column) for column in FAULT_COLUMNS)]
+        self._schema = pa.schema(columns) if has_faults else RECORDS_SCHEMA
+        super().__init__(path, self._schema)
 
     def write(self, effects: Effects, data: Payload | None) -> None:
         """Append the records that were closed while one batch was handled.
@@ -323,7 +333,11 @@ class RecordsParquet(ParquetSink):
             pa.array(closed.alert_seq, pa.int32(), mask=~has_alerted),
             _make_nullable(closed.alert_alpha, ~has_alerted),
         ]
-        self._add(pa.RecordBatch.from_arrays(columns, schema=RECORDS_SCHEMA))
+        if self._has_faults:
+            faults = closed.faults or (None,) * len(closed)
+            columns.append(pa.array([None if fault is None else fault.name for fault in faults], pa.string()))
+            columns.append(pa.array([None if fault is None else fault.probability for fault in faults], pa.float64()))
+        self._add(pa.RecordBatch.from_arrays(columns, schema=self._schema))
 
 
 class ExplanationsParquet(ParquetSink):

@@ -245,6 +245,7 @@ def make_engine(
             settings.ties,
             max_suggested,
             suspicious,
+            loaded.fault_classifier,
         )
     except (RuntimeError, MemoryError):  # PyTorch and NumPy raise these if an allocation fails
         raise ConfigError(

@@ -44,7 +44,9 @@ if TYPE_CHECKING:
     )
 
 
-def open_replay_sinks(settings: ReplaySettings, schema: Schema, cleanup: ExitStack) -> list[Sink]:
+def open_replay_sinks(
+    settings: ReplaySettings, schema: Schema, cleanup: ExitStack, has_faults: bool = False
+) -> list[Sink]:
     """Return a sink for each output file of `replay`.
 
     Args:
@@ -52,6 +54,7 @@ def open_replay_sinks(settings: ReplaySettings, schema: Schema, cleanup: ExitSta
         schema: Schema (features) of the model.
         cleanup: An exit stack, to which the method `discard` of each sink is added. After an error, it deletes an
             incomplete Parquet file, or closes a file of JSON lines. If the sink was closed before, it does nothing.
+        has_faults: Whether the model has a classifier of faults, whose names become columns of `--records`.
     """
     from connectors.files import (
         AlertLines,
@@ -72,7 +75,7 @@ def open_replay_sinks(settings: ReplaySettings, schema: Schema, cleanup: ExitSta
     if settings.output:
         sinks.append(discard_on_error(ScoresParquet(settings.output, schema)))
     if settings.records:
-        sinks.append(discard_on_error(RecordsParquet(settings.records)))
+        sinks.append(discard_on_error(RecordsParquet(settings.records, has_faults)))
     if settings.alerts:
         sinks.append(discard_on_error(AlertLines(settings.alerts)))
     if settings.explain:

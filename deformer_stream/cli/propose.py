@@ -364,7 +364,13 @@ def _write_candidate(
         seen_records = model_store.read_seen_records(loaded.directory, loaded.manifest)
         training = loaded.manifest["training"] | {"recalibrated": note}
         fingerprint = model_store.write(
-            directory, loaded.scoring_model, proposal.calibration, training, training_report, seen_records
+            directory,
+            loaded.scoring_model,
+            proposal.calibration,
+            training,
+            training_report,
+            seen_records,
+            loaded.fault_classifier,
         )
         write_incident_calibration(directory, _replace_incidents(before, fingerprint, proposal))
     with map_write_errors(out):

@@ -63,7 +63,9 @@ def write_recalibrated_model(
     # "Calibration report" is the title of a new page, if there is no training report to append to.
     report = pages.append_blocks(training_report, "Calibration report", *section)
     training = loaded.manifest["training"] | {"recalibrated": note}
-    return model_store.write(directory, loaded.scoring_model, new, training, report, seen_records)
+    return model_store.write(
+        directory, loaded.scoring_model, new, training, report, seen_records, loaded.fault_classifier
+    )
 
 
 def _render_section(

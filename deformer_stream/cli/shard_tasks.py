@@ -168,7 +168,7 @@ def _score_shard(
         report(num_scored)
 
     with ExitStack() as cleanup:
-        sinks = file_runs.open_replay_sinks(settings, loaded.schema, cleanup)
+        sinks = file_runs.open_replay_sinks(settings, loaded.schema, cleanup, loaded.fault_classifier is not None)
         codec = factory.make_row_codec(loaded, settings)
         engine = factory.make_alerting_engine(
             loaded, settings, states_suspicious=settings.suspicious_records is not None

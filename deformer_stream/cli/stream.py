@@ -342,7 +342,7 @@ def build_replay() -> click.Command:
         loaded, engine = factory.load_engine(settings, drift_odds, settings.suspicious_records is not None)
         codec, source = factory.open_inputs(inputs, loaded, settings)
         with ExitStack() as cleanup:
-            sinks = file_runs.open_replay_sinks(settings, loaded.schema, cleanup)
+            sinks = file_runs.open_replay_sinks(settings, loaded.schema, cleanup, loaded.fault_classifier is not None)
             incident_sink = incident_files.open_incident_sink(settings, cleanup) if settings.incidents else None
             if incident_sink is not None:
                 sinks.append(incident_sink)

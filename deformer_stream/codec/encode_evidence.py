@@ -15,6 +15,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from deformer_stream.calibration.fault_classifier import FaultName
 from deformer_stream.codec.json_types import Micros
 from deformer_stream.engine.events import NO_TIME, SuggestedReading
 from deformer_stream.errors import InputError
@@ -70,6 +71,7 @@ class _AlertObject(msgspec.Struct):
     silenced_by: list[str] | None = None
     score: float | None = None
     next_reading: SuggestedReading | None = None
+    fault: FaultName | None = None
 
 
 class _EvidenceMessage(msgspec.Struct):
@@ -183,6 +185,7 @@ def _alert_to_json(alert: AlertRow) -> dict[str, object]:
         "silenced_by": alert.silenced_by,
         **({} if alert.score is None else {"score": alert.score}),
         **({} if alert.next_reading is None else {"next_reading": alert.next_reading}),
+        **({} if alert.fault is None else {"fault": alert.fault}),
     }
 
 
@@ -251,4 +254,5 @@ def _alert_from_json(alert: _AlertObject) -> AlertRow:
         None if alert.silenced_by is None else tuple(alert.silenced_by),
         alert.score,
         alert.next_reading,
+        alert.fault,
     )

@@ -58,6 +58,7 @@ def encode_alert(alert: Alert, data: Payload | None) -> bytes:
         "silenced_by": alert.silenced_by,
         **({} if alert.evidence is None else {"evidence": _evidence_to_json(alert.evidence)}),
         **({} if alert.next_reading is None else {"next_reading": alert.next_reading}),
+        **({} if alert.fault is None else {"fault": alert.fault}),
         "contributions": [_contribution_to_json(contribution) for contribution in alert.contributions],
     }
     encoded = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)

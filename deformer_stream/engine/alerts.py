@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.cusum import EVIDENCE_KINDS, NO_KIND, Codes
+from deformer_stream.calibration.fault_classifier import FaultName
 from deformer_stream.engine.events import (
     NO_TIME,
     Alert,
@@ -151,6 +152,7 @@ class AlertBuilder:
             num_seen = num_readings
             num_expected = self._count_expected_features(batch, readings, arrivals, alerting)
         is_incomplete = num_seen < num_expected
+        faults = self._name_faults(record_index, num_readings, is_thorough)
         suggestions = {}
         if self.max_suggested and not self.records.is_irregular:
             suggestions = self._suggest(batch, readings, arrivals, alerting, is_incomplete, scored)
@@ -180,9 +182,28 @@ class AlertBuilder:
                 silenced_by=explanation.silenced_by,
                 evidence=evidence[i],
                 next_reading=suggestions.get(i),
+                fault=faults.get(i),
             )
             alerts.append(alert)
         return alerts
+
+    def _name_faults(self, record_index: Ints, num_readings: Ints, is_thorough: Bools) -> dict[int, FaultName | None]:
+        """Return which known fault each alerting record looks like, by the index of the record.
+
+        Args:
+            record_index: (A,) row of each record in the record table.
+            num_readings: (A,) number of readings of each record when the alert was raised. Later readings are ignored.
+            is_thorough: (A,) whether the fault is named. The other alerts are not sent.
+        """
+        if self.effort == "off":
+            return {}
+        faults: dict[int, FaultName | None] = {}
+        chosen = np.flatnonzero(is_thorough)
+        for version, members in self.group_by_version(record_index[chosen]):
+            rows = chosen[members]
+            names = version.name_faults(self.records, record_index[rows], num_readings[rows])
+            faults |= zip(rows.tolist(), names, strict=True)
+        return faults
 
     def _suggest(
         self,

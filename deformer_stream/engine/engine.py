@@ -19,6 +19,7 @@ from deformer_stream.calibration.conformal import Calibration, TiePolicy
 from deformer_stream.calibration.cusum import NO_KIND, Codes
 from deformer_stream.calibration.drift import DriftMonitor, RecordReadings
 from deformer_stream.calibration.drift_state import DriftNotice, DriftState
+from deformer_stream.calibration.fault_classifier import FaultClassifier, FaultName
 from deformer_stream.engine.alerts import AlertBuilder, compute_alert_id, do_nothing
 from deformer_stream.engine.events import (
     NO_ALERT,
@@ -178,6 +179,7 @@ class Engine:
         ties: TiePolicy | None = None,
         max_suggested: int = 0,
         suspicious: float | None = None,
+        fault_classifier: FaultClassifier | None = None,
     ) -> None:
         """Create an engine without open records.
 
@@ -203,6 +205,7 @@ class Engine:
                 alert. Each of them delays the alerts of the call by ten milliseconds or more.
             suspicious: Largest p-value of a record without an alert for which the reading to take next is stated
                 (`Effects.suspicious_records`), the smallest p-value first. None for no such records.
+            fault_classifier: Names the known fault that alerting records look like; None for no names.
 
         Raises:
             ConfigError: Readings are irregular, and `ties` is "hold", or the contexts of the model are not bounded.
@@ -222,7 +225,7 @@ class Engine:
         # Partitions whose records are not all scored by the current model yet, in the order in which they are scored.
         self._rescorings: dict[int, Rescoring] = {}
         self._newest_version = 0
-        self._models_by_version = {0: ModelVersion(model, calibration, fingerprint)}
+        self._models_by_version = {0: ModelVersion(model, calibration, fingerprint, fault_classifier)}
         self._set_context_limits()
         self._cache_by_shape: dict[CacheShape, Cache] = {}
         # Times (microseconds since 1970) before which no record and no tie group can time out. 0: check at once.
@@ -516,6 +519,7 @@ class Engine:
         fingerprint: str,
         open_records: OpenRecordPolicy,
         at_once: bool = True,
+        fault_classifier: FaultClassifier | None = None,
     ) -> OpenRecordPolicy:
         """Replace the model by another one, which scores all records that are opened from now on.
 
@@ -534,6 +538,7 @@ class Engine:
             open_records: "finish" if records that are open now should be scored to their end by the model that was
                 current when they were opened; "rescore" if the new model should score all their readings again.
             at_once: Whether to score them now. Otherwise `rescore` must be called.
+            fault_classifier: The classifier of faults of the new model; None if it has none.
 
         Returns:
             What happens to the open records. It is "rescore" in spite of `open_records="finish"` if the features,
@@ -554,7 +559,7 @@ class Engine:
         partitions = [*self.records.partitions, *(p for p in self._rescorings if p not in self.records.partitions)]
         snapshots = {} if can_finish else {p: self.snapshot(p, now=0) for p in partitions}
         self._newest_version += 1
-        self._models_by_version[self._newest_version] = ModelVersion(model, calibration, fingerprint)
+        self._models_by_version[self._newest_version] = ModelVersion(model, calibration, fingerprint, fault_classifier)
         self._set_context_limits()
         if self._drift_monitor is not None:
             # Evidence about the old calibration says nothing about the new one.
@@ -573,6 +578,10 @@ class Engine:
         if at_once:
             self._rescore_all()
         return "finish" if can_finish else "rescore"
+
+    def replace_fault_classifier(self, fault_classifier: FaultClassifier | None) -> None:
+        """Replace the classifier of faults of the current model, which changes no score and no alert."""
+        self.current_version.fault_classifier = fault_classifier
 
     def rescore(self, max_readings: int | None = None) -> None:
         """Score a part of the records that wait for it, without alerts, after a change of the model or a restore.
@@ -1244,17 +1253,29 @@ class Engine:
         record_index = np.array(ending, np.int64)
         # The score for ranking complete records depends on the model, so it is not computed by the table of records.
         anomaly_score, record_p_value = closed.anomaly_score.copy(), closed.record_p_value.copy()
+        faults: dict[int, FaultName | None] = {}
         for version, members in self._group_by_version(record_index):
             anomaly_score[members] = version.rank_records(self.records, record_index[members])
             record_ids = [closed.record_ids[index] for index in members.tolist()]
             p_values = version.calibration.compute_record_p_values(anomaly_score[members], record_ids)
             if p_values is not None:
                 record_p_value[members] = p_values
+            if version.fault_classifier is not None and self.effort != "off":
+                alerted = members[closed.alert_seq[members] >= 0]
+                names = version.name_faults(
+                    self.records, record_index[alerted], closed.num_readings[alerted].astype(np.int64)
+                )
+                faults |= zip(alerted.tolist(), names, strict=True)
         if self._drift_monitor is not None:
             self._observe_drift(self._drift_monitor, closed, record_index)
         # Only now, because ranking and drift detection read the readings of the closed records.
         self._release(ending)
-        return replace(closed, anomaly_score=anomaly_score, record_p_value=record_p_value)
+        return replace(
+            closed,
+            anomaly_score=anomaly_score,
+            record_p_value=record_p_value,
+            faults=tuple(map(faults.get, range(len(closed)))) if faults else (),
+        )
 
     def _observe_drift(self, monitor: DriftMonitor, closed: ClosedRecords, record_index: Ints) -> None:
         """Pass closed records to the drift monitor, which tests whether they still resemble the calibration records.

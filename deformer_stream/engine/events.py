@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.drift_state import DriftNotice, DriftState
+from deformer_stream.calibration.fault_classifier import FaultName
 
 NO_TIME = int(np.iinfo(np.int64).min)
 """The event time that stands for "no time". Other event times are microseconds since 1970, UTC."""
@@ -398,6 +399,8 @@ class Alert:
             score has not risen with this reading. The latter is possible after a change of the model or of the alphas.
         next_reading: The reading to take next. None unless suggestions were requested, and if the record lacks no
             feature, or exceeds the number of records of a batch that get one.
+        fault: Which known fault the record looks like, by its readings until the alert. None if the model has no
+            classifier of faults, or if alerts are not explained.
     """
 
     id: str
@@ -419,6 +422,7 @@ class Alert:
     silenced_by: tuple[str, ...] | None = None
     evidence: AlertCause | None = None
     next_reading: SuggestedReading | None = None
+    fault: FaultName | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -506,6 +510,8 @@ class ClosedRecords:
             of them has a time.
         record_p_value: (R,) p-value of the closed record as a whole, by its `anomaly_score`; NaN if the calibration has
             no scores of complete records.
+        faults: Which known fault each of the R records looks like, by all of its readings; None for records that have
+            not alerted, and if their model has no classifier of faults. Empty if no record has a name.
     """
 
     record_ids: list[str]
@@ -521,6 +527,7 @@ class ClosedRecords:
     score: NDArray[np.float64]
     latest_time: NDArray[np.int64]
     record_p_value: NDArray[np.float64]
+    faults: tuple[FaultName | None, ...] = ()
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -553,6 +560,9 @@ class ClosedRecords:
             np.concatenate([part.score for part in parts]),
             np.concatenate([part.latest_time for part in parts]),
             np.concatenate([part.record_p_value for part in parts]),
+            tuple(fault for part in parts for fault in part.faults or (None,) * len(part))
+            if any(part.faults for part in parts)
+            else (),
         )
 
 

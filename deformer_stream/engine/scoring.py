@@ -49,9 +49,11 @@ from deformer_stream.calibration.cusum import (
     find_previous_values,
 )
 from deformer_stream.calibration.drift import RecordReadings
+from deformer_stream.calibration.fault_classifier import FaultClassifier, FaultName
 from deformer_stream.calibration.marginals import find_log_p
 from deformer_stream.calibration.steps import find_step_log_p
 from deformer_stream.engine.events import AlertState
+from deformer_stream.engine.fault_inputs import name_faults
 from deformer_stream.engine.passes import MAX_READINGS_PER_PASS, PassReadings, group_by_length
 from deformer_stream.engine.record_contexts import ContextWalk, find_places
 from deformer_stream.engine.record_scores import average_neg_log_p_by_feature
@@ -136,6 +138,8 @@ class ModelVersion:
         kernels: The compiled CPU kernels, None if PyTorch runs the model.
         cache_shape: The properties of the network that determine the layout of its KV cache (keys and values of the
             readings of open records). Model versions with equal properties can use the same cache.
+        fault_classifier: Names the known fault that a record looks like; None if the model has no such classifier. It
+            changes no score, and may be replaced at any time.
         context_limit: How many earlier readings a reading is conditional on at most; None if readings are not
             irregular.
 
@@ -143,8 +147,15 @@ class ModelVersion:
         ConfigError: The model is for irregular readings, but its contexts are not bounded.
     """
 
-    def __init__(self, model: Model, calibration: Calibration, fingerprint: str) -> None:
+    def __init__(
+        self,
+        model: Model,
+        calibration: Calibration,
+        fingerprint: str,
+        fault_classifier: FaultClassifier | None = None,
+    ) -> None:
         self.model, self.calibration, self.fingerprint = model, calibration, fingerprint
+        self.fault_classifier = fault_classifier
         self.schema = model.schema
         self._log_resolutions = compute_log_resolutions(model.schema)
         marginals = None if calibration.cusum_scale is None else calibration.cusum_scale.marginals
@@ -284,6 +295,24 @@ class ModelVersion:
         # Padding has the code −1, for which there are no units; `score` ignores its values.
         normalised_values = self.schema.normalise(np.maximum(codes, 0), values)
         return exemplars.score(codes, normalised_values, centered_nll)
+
+    def name_faults(self, records: RecordTable, record_index: Ints, num_readings: Ints) -> list[FaultName | None]:
+        """Return which known fault each of R records looks like; None without a classifier.
+
+        Args:
+            records: The table of records, in which the readings of these records are available.
+            record_index: (R,) row of each record in the table.
+            num_readings: (R,) how many readings of each record are used, from the first.
+        """
+        if self.fault_classifier is None or not len(record_index):
+            return [None] * len(record_index)
+        codes, values = records.log.gather_padded(record_index, num_readings)
+        is_reading = codes >= 0
+        known = np.maximum(codes, 0)
+        rows = np.nonzero(is_reading)[0]
+        by_feature = np.full((len(record_index), len(self.schema)), np.nan)
+        by_feature[rows, codes[is_reading]] = self.schema.normalise(known, values)[is_reading]
+        return name_faults(self.model, self.kernels, self.fault_classifier, by_feature)
 
     def average_neg_log_p_by_feature(self, readings: Collection[RecordReadings]) -> dict[str, float]:
         """Return the mean of −ln p over the readings of each feature, in nats, by the feature's name."""

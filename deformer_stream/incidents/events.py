@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.calibration.fault_classifier import FaultName
 from deformer_stream.engine.events import SuggestedReading
 
 IncidentState = Literal["open", "updated", "resolved"]
@@ -61,6 +62,7 @@ class AlertRow:
         silenced_by: The smallest known set of features whose expected values would prevent the alert, or None.
         score: Anomaly score of the record at the alert, None if it is unknown.
         next_reading: The reading of the record to take next, None if none is suggested.
+        fault: Which known fault the record looks like, None if the model has no classifier of faults.
     """
 
     id: str
@@ -72,6 +74,7 @@ class AlertRow:
     silenced_by: tuple[str, ...] | None = None
     score: float | None = None
     next_reading: SuggestedReading | None = None
+    fault: FaultName | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +242,8 @@ class Incident:
         timeline: The evidence over time.
         readings: The readings of the suspects in the alerts, by feature.
         next_reading: The reading to take next, of the last open record that has suggested one; None if there is none.
-        fault: Names of known faults with their probabilities; empty, because no model recognises faults so far.
+        fault: The known faults that the record of the latest alert looks like, with their probabilities; empty if the
+            model has no classifier of faults, or if the record looks like none of them.
     """
 
     id: str

@@ -132,6 +132,7 @@ def _make_alert_row(alert: Alert) -> AlertRow:
         silenced_by,
         float(round_significant(np.array([alert.score]), SCORE_DIGITS)[0]) if math.isfinite(alert.score) else None,
         alert.next_reading,
+        alert.fault,
     )
 
 

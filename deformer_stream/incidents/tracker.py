@@ -173,6 +173,7 @@ class TrackedIncident:
         early_records: Ids of open records that are counted already, because they have alerted.
         next_reading: The reading to take next, of an open record; None if none is known.
         sent_feature: Feature of `next_reading` in the last message, None if it had none.
+        fault: The known faults that the record of the latest alert looks like, with their probabilities.
     """
 
     id: str
@@ -207,6 +208,7 @@ class TrackedIncident:
     early_records: list[str] = field(default_factory=list)
     next_reading: OpenRecordReading | None = None
     sent_feature: str | None = None
+    fault: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(slots=True)
@@ -883,6 +885,7 @@ class IncidentTracker:
                 timeline=incident.timeline.to_timeline(),
                 readings=incident.totals.make_readings(),
                 next_reading=incident.next_reading,
+                fault=incident.fault,
             )
         )
         incident.revision += 1
@@ -899,7 +902,12 @@ def _get_shares(alert: AlertRow | None) -> dict[str, float] | None:
 
 
 def _add_example(incident: TrackedIncident, alert: AlertRow) -> None:
-    """Add the ids of an alert and of its record to the examples: the first half stays, the latest ones follow."""
+    """Add the ids of an alert and of its record to the examples: the first half stays, the latest ones follow.
+
+    The known faults that the record looks like replace those of earlier alerts.
+    """
+    if alert.fault is not None:
+        incident.fault = tuple((one.name, one.probability) for one in alert.fault.candidates if one.in_set)
     for ids, id_ in ((incident.record_ids, alert.record), (incident.alert_ids, alert.id)):
         if len(ids) >= MAX_EXAMPLES:
             del ids[MAX_EXAMPLES // 2]

@@ -19,13 +19,15 @@ from numpy.typing import NDArray
 
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import TiePolicy
+from deformer_stream.calibration.fault_classifier import PROBABILITY_DECIMALS, FaultClassifier, FaultName
 from deformer_stream.codec import Order
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Contribution, EventBatch
 from deformer_stream.engine.explain import ExplanationEffort, explain_records
+from deformer_stream.engine.fault_inputs import compute_fault_inputs, name_faults
 from deformer_stream.engine.record_scores import compute_record_scores
 from deformer_stream.engine.single_readings import check_single_readings
-from deformer_stream.errors import AlphaOutOfReachWarning, ArtifactError
+from deformer_stream.errors import AlphaOutOfReachWarning, ArtifactError, ConfigError, InputError
 from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.library.frames import (
     ArrayRecords,
@@ -265,7 +267,16 @@ class Detector:
         if not len(alphas) or not ((alphas > 0) & (alphas < 1)).all():
             raise ValueError(f"alpha is {alpha}, but it must be one or more false-alarm rates between 0 and 1")
         model, calibration = self.artifact.scoring_model, self.artifact.calibration
-        return Engine(model, calibration, self.fingerprint, alpha, limits, effort=effort, ties=ties)
+        return Engine(
+            model,
+            calibration,
+            self.fingerprint,
+            alpha,
+            limits,
+            effort=effort,
+            ties=ties,
+            fault_classifier=self.artifact.fault_classifier,
+        )
 
     @overload
     def score(
@@ -411,6 +422,107 @@ class Detector:
         if isinstance(table, ArrayRecords):
             return explanations
         return tabulate_explanations(table, explanations)
+
+    @overload
+    def classify(self, records: Record) -> FaultName: ...
+
+    @overload
+    def classify(
+        self, records: Sequence[Record] | NDArray[Any], *, columns: Sequence[str] | None = None
+    ) -> list[FaultName | None]: ...
+
+    @overload
+    def classify(self, records: FrameT) -> FrameT: ...
+
+    def classify(self, records: Any, *, columns: Sequence[str] | None = None) -> Any:
+        """Return which known fault complete or partial records look like.
+
+        It answers which of the faults of the labelled records a record resembles most, and does not say whether the
+        record is anomalous: `score` and alerts do. `FaultName.name` is "unknown" if the record resembles none.
+
+        Args:
+            records: One record as a dict or as a row of a pandas data frame, or several records as in `score`. A
+                feature that is missing, None or NaN is treated as not observed. The order of the readings has no
+                effect.
+            columns: The names of the columns of a NumPy array; by default the features in the order of the schema.
+
+        Returns:
+            For one record its `FaultName`. For a list of dicts or a NumPy array, a list with one for each record, None
+            for records without readings. For a data frame or an Arrow table, a table of the same kind with a row for
+            each record: `fault`, `fault_probability` (null if the fault is unknown), and for each known fault its
+            probability, in a column with the name of the fault behind `probability__`.
+
+        Raises:
+            InputError: If a value cannot be accepted, or if the one record has no reading.
+            ConfigError: If the model has no classifier of faults. `deformer-train --faults TABLE --model DIR` adds it.
+        """
+        classifier = self.artifact.fault_classifier
+        if classifier is None:
+            raise ConfigError(
+                "the model does not know any faults: add their names with deformer-train --faults TABLE --model DIR"
+            )
+        table = read_tabular(records, self.schema, columns)
+        if table is None:
+            dicts = read_dicts(records, self.schema)
+            values = self._collect_normalised(make_batch(dicts, self.codec), len(dicts))
+            names = self._name_faults(classifier, values)
+            if read_single_record(records) is None:
+                return names
+            if names[0] is None:
+                raise InputError("the record has no reading of a feature of the model, so its fault cannot be named")
+            return names[0]
+        parts = [self._collect_normalised(batch, num_rows) for _, num_rows, batch in decode_table(table, self.schema)]
+        values = np.concatenate([np.empty((0, len(self.schema))), *parts])
+        names = self._name_faults(classifier, values)
+        if isinstance(table, ArrayRecords):
+            return names
+        return table.make_table(self._tabulate_faults(classifier, values, names))
+
+    def _name_faults(self, classifier: FaultClassifier, values: NDArray[np.float64]) -> list[FaultName | None]:
+        """Return which known fault each of N records looks like, None for records without readings.
+
+        Args:
+            classifier: The classifier of faults.
+            values: (N, F) values in normalised units or label codes, NaN for features without a reading.
+        """
+        return name_faults(self.artifact.scoring_model, self._cpu_kernels, classifier, values)
+
+    def _collect_normalised(self, batch: EventBatch, num_records: int) -> NDArray[np.float64]:
+        """Return the values of N records in normalised units or label codes, (N, F), NaN for missing readings.
+
+        Args:
+            batch: The readings of all records, one record after the other; message index i belongs to record i.
+                Readings with the value NaN are left out.
+            num_records: The number N of records.
+        """
+        codes, raw_values, _ = pad_readings(batch, num_records)  # (N, L), −1 as padding
+        rows, positions = np.nonzero(codes >= 0)
+        values = np.full((num_records, len(self.schema)), np.nan)
+        codes = codes[rows, positions]
+        values[rows, codes] = self.schema.normalise(codes, raw_values[rows, positions])
+        return values
+
+    def _tabulate_faults(
+        self, classifier: FaultClassifier, values: NDArray[np.float64], names: Sequence[FaultName | None]
+    ) -> dict[str, pa.Array]:
+        """Return the columns of the result of `classify` for a table.
+
+        Args:
+            classifier: The classifier of faults.
+            values: (N, F) the values of the records, as for `_name_faults`.
+            names: The N results.
+        """
+        inputs = compute_fault_inputs(self.artifact.scoring_model, self._cpu_kernels, values)
+        probabilities = classifier.compute_probabilities(inputs).round(PROBABILITY_DECIMALS)
+        probabilities[[name is None for name in names]] = np.nan
+        return {
+            "fault": pa.array([None if name is None else name.name for name in names], pa.string()),
+            "fault_probability": pa.array([None if name is None else name.probability for name in names], pa.float64()),
+            **{
+                f"probability__{fault}": to_nullable(probabilities[:, index])
+                for index, fault in enumerate(classifier.names)
+            },
+        }
 
     def _explain_batch(self, batch: EventBatch, num_records: int, alpha: float) -> list[tuple[Contribution, ...]]:
         """Return the contributions of the readings of each of N complete records.

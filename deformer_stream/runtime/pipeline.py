@@ -424,6 +424,10 @@ class Pipeline:
         artifact = self.take_new_model() if self.take_new_model is not None else None
         if artifact is None or self.make_codec is None:  # `make_codec` is given if `take_new_model` is
             return
+        if artifact.fingerprint == self.engine.fingerprint:  # only the names of faults have changed
+            self.engine.replace_fault_classifier(artifact.fault_classifier)
+            log.get_logger("model").info("fault_classifier_changed", model=artifact.fingerprint)
+            return
         try:
             codec = self.make_codec(artifact)
         except ConfigError as error:
@@ -437,7 +441,12 @@ class Pipeline:
         # The policy in use may differ from the option. It is always "rescore" if the new model has other features or
         # labels, or handles equal event times differently.
         policy = self.engine.change_model(
-            artifact.scoring_model, artifact.calibration, artifact.fingerprint, self.open_records, at_once=False
+            artifact.scoring_model,
+            artifact.calibration,
+            artifact.fingerprint,
+            self.open_records,
+            at_once=False,
+            fault_classifier=artifact.fault_classifier,
         )
         if self._group_source is None:
             self.recovery.advance(self.codec, self._now())  # no partition can wait

@@ -47,7 +47,7 @@ class ModelReloader:
     ) -> None:
         self._directory, self._device, self._compiled = artifact.directory, device, compiled
         self._reload_requested, self._now = reload_requested, now
-        self._fingerprint = artifact.fingerprint
+        self._identity = _identify(artifact)
         # The inode, modification time and size of the manifest of the model in use, to detect that it was replaced.
         self._loaded_state = _get_directory_state(artifact.directory)
         self._last_check = now()
@@ -58,6 +58,8 @@ class ModelReloader:
 
     def take_new_model(self) -> Artifact | None:
         """Return a new model if one has been read completely, else None. Never blocks.
+
+        A model with the same fingerprint and another classifier of faults is also new.
 
         Each new model is returned once. If the directory has changed, the call starts to read it in the background, and
         a later call returns the model.
@@ -79,9 +81,9 @@ class ModelReloader:
         """Return the model that the background thread has read, or None if it failed or read the model in use."""
         self._reader = None  # so that the next check can start a new thread
         artifact, self._new_artifact = self._new_artifact, None
-        if artifact is None or artifact.fingerprint == self._fingerprint:
+        if artifact is None or _identify(artifact) == self._identity:
             return None
-        self._fingerprint = artifact.fingerprint
+        self._identity = _identify(artifact)
         return artifact
 
     def _read(self, state: DirectoryState) -> None:
@@ -105,6 +107,11 @@ class ModelReloader:
                 )
         else:
             self._loaded_state, self._logged_failure = state, None
+
+
+def _identify(artifact: Artifact) -> tuple[str, object]:
+    """Return what identifies a model with its classifier of faults: the fingerprint, and the entry of the manifest."""
+    return artifact.fingerprint, artifact.manifest.get("faults")
 
 
 def _get_directory_state(directory: Path) -> DirectoryState:

@@ -1,0 +1,236 @@
+"""Naming of faults: probabilities and prediction sets of known faults for one partial record.
+
+The classifier is a linear softmax model of inputs that the density model gives for any set of readings
+(`engine.fault_inputs`). K such models are trained, each without the labelled records of one fold. So every labelled
+record has a nonconformity score from a model that has not seen it. A new record is scored by all K models, and the
+scores of each are compared with those of its own fold. This is cross-conformal prediction (Vovk, "Cross-conformal
+predictors", 2015; CV+ of Barber, Candès, Ramdas and Tibshirani, 2021), separately for each fault (Mondrian) and number
+of readings.
+
+The nonconformity score of a record for a fault is −ln of the probability of the fault, plus a term for the reading that
+fits the fault least. The probabilities of the known faults add up to 1 also for a record that resembles none of them.
+The second term is large for such a record, so that its prediction set can be empty.
+
+A fault is in the prediction set if its p-value exceeds 1 − level. For a record that is exchangeable with the labelled
+records of its fault, and for a number of readings that does not depend on their values, the set contains the fault with
+a probability of at least 1 − 2 (1 − level), less a term that vanishes with the number of records, and of about `level`
+in practice. At the time of an alert the number of readings depends on the values, so the coverage is measured, not
+guaranteed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Singles = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+UNKNOWN = "unknown"
+"""The name of a fault that resembles none of the known ones. No known fault may have it."""
+
+MISFIT_WEIGHT = 0.3
+"""Weight of the largest squared standardised deviation of a residual in the nonconformity score."""
+
+NUM_LISTED = 3
+"""Number of most probable faults that are listed in any case; those of the prediction set are listed, too."""
+
+PROBABILITY_DECIMALS = 4
+"""Decimals of the probabilities and p-values, so that rounding errors do not change them."""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultCandidate:
+    """A known fault that a record may have.
+
+    Attributes:
+        name: Name of the fault.
+        probability: Calibrated probability that the record has this fault, if it has a known one and all known faults
+            are equally frequent.
+        in_set: Whether the prediction set contains the fault.
+    """
+
+    name: str
+    probability: float
+    in_set: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FaultName:
+    """Which known fault a record looks like.
+
+    Attributes:
+        name: The most probable fault of the prediction set, `UNKNOWN` if the set is empty.
+        level: The level of the prediction set: the share of records of each known fault whose set contains it.
+        candidates: The faults of the prediction set and the `NUM_LISTED` most probable ones, most probable first.
+    """
+
+    name: str
+    level: float
+    candidates: tuple[FaultCandidate, ...]
+
+    @property
+    def probability(self) -> float | None:
+        """The probability of the named fault, None if it is unknown."""
+        return next((candidate.probability for candidate in self.candidates if candidate.name == self.name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class FaultClassifier:
+    """A classifier of partial records of the C known faults, with L labelled records for its calibration.
+
+    Attributes:
+        names: The names of the C faults.
+        level: The level of the prediction sets, between 0 and 1.
+        weights: (K, D, C) the weights of the K linear models, for D inputs. They include the temperature.
+        biases: (K, C) the biases.
+        means: (K, C, 2 F) the means of the residuals of the F features, and of their absolute values, which are the
+            first 2 F inputs, over the records of each fault that have a reading of the feature.
+        precisions: (K, C, 2 F) the inverse variances.
+        lengths: (G,) the numbers of readings at which the labelled records were scored, ascending.
+        scores: (L, G, P) nonconformity scores of the labelled records, for P random prefixes of each length. A record
+            with fewer readings is complete in its longer prefixes.
+        fault_indexes: (L,) the index of each labelled record's fault.
+        folds: (L,) the index of the model that was trained without the record.
+    """
+
+    names: tuple[str, ...]
+    level: float
+    weights: Singles
+    biases: Singles
+    means: Singles
+    precisions: Singles
+    lengths: Ints
+    scores: Singles
+    fault_indexes: Ints
+    folds: Ints
+
+    def __post_init__(self) -> None:
+        """Check that the attributes fit each other.
+
+        Raises:
+            ValueError: They do not.
+        """
+        num_models, num_inputs, num_faults = self.weights.shape
+        num_records, num_lengths, num_prefixes = self.scores.shape
+        if not (
+            len(self.names) == num_faults >= 1
+            and len(set(self.names)) == num_faults
+            and UNKNOWN not in self.names
+            and all(isinstance(name, str) and name for name in self.names)
+            and 0 < self.level < 1
+            and num_models >= 1
+            and num_prefixes >= 1
+            and self.biases.shape == (num_models, num_faults)
+            and self.means.shape == self.precisions.shape == (num_models, num_faults, 2 * self.num_features)
+            and 4 * self.num_features <= num_inputs
+            and bool((self.precisions > 0).all())
+            and self.lengths.shape == (num_lengths,)
+            and num_lengths >= 1
+            and bool((np.diff(self.lengths) > 0).all())
+            and self.fault_indexes.shape == self.folds.shape == (num_records,)
+            and bool(((self.fault_indexes >= 0) & (self.fault_indexes < num_faults)).all())
+            and bool(((self.folds >= 0) & (self.folds < num_models)).all())
+            and all(
+                bool(np.isfinite(array).all())
+                for array in (self.weights, self.biases, self.means, self.precisions, self.scores)
+            )
+        ):
+            raise ValueError("the arrays of the classifier of faults do not fit each other")
+
+    @property
+    def num_features(self) -> int:
+        """The number F of features of the density model."""
+        return int(self.means.shape[-1]) // 2
+
+    @property
+    def num_records_by_fault(self) -> dict[str, int]:
+        """The number of labelled records of each fault."""
+        counts = np.bincount(self.fault_indexes, minlength=len(self.names))
+        return dict(zip(self.names, counts.tolist(), strict=True))
+
+    @property
+    def min_records(self) -> int:
+        """The number of labelled records from which on a fault can be excluded from the prediction set.
+
+        The smallest p-value with n records is 1 / (n + 1). With fewer records, the set always contains the fault.
+        """
+        return int(np.ceil(1 / (1 - self.level) - 1e-9)) - 1
+
+    def compute_log_probabilities(self, inputs: Floats) -> Floats:
+        """Return ln of the probability of each fault under each of the K models, (K, N, C).
+
+        Args:
+            inputs: (N, D) the inputs of N records.
+        """
+        logits = inputs.astype(np.float64) @ self.weights.astype(np.float64) + self.biases[:, None]
+        logits -= logits.max(-1, keepdims=True)
+        return np.asarray(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
+
+    def compute_probabilities(self, inputs: Floats) -> Floats:
+        """Return the probability of each fault, the mean over the K models, (N, C)."""
+        return np.asarray(np.exp(self.compute_log_probabilities(inputs)).mean(0))
+
+    def compute_scores(self, inputs: Floats) -> Floats:
+        """Return the nonconformity score of each record for each fault under each of the K models, (K, N, C).
+
+        Args:
+            inputs: (N, D) the inputs of N records.
+        """
+        num_features = self.num_features
+        residuals, has_reading = inputs[:, : 2 * num_features], inputs[:, 3 * num_features : 4 * num_features]
+        is_used = np.tile(has_reading, 2)
+        scores = -self.compute_log_probabilities(inputs)
+        for model, (means, precisions) in enumerate(zip(self.means, self.precisions, strict=True)):
+            for fault in range(len(self.names)):
+                misfit = (residuals - means[fault]) ** 2 * precisions[fault] * is_used
+                scores[model, :, fault] += MISFIT_WEIGHT * misfit.max(-1)
+        return scores
+
+    def compute_p_values(self, inputs: Floats, num_readings: Ints) -> Floats:
+        """Return the p-value of each fault, (N, C).
+
+        Args:
+            inputs: (N, D) the inputs of N records.
+            num_readings: (N,) the number of readings of each record.
+        """
+        scores = self.compute_scores(inputs)
+        length_index = np.abs(self.lengths - num_readings[:, None]).argmin(1)
+        p_values = np.empty(scores.shape[1:])
+        for fault in range(len(self.names)):
+            is_fault = self.fault_indexes == fault
+            num_as_large = np.zeros(len(inputs))
+            for fold in range(len(self.weights)):
+                labelled = self.scores[is_fault & (self.folds == fold)].astype(np.float64)  # (l, G, P)
+                is_as_large = labelled[:, length_index] >= scores[fold, :, fault, None] - 1e-6
+                num_as_large += is_as_large.mean(-1).sum(0)
+            p_values[:, fault] = (1 + num_as_large) / (1 + is_fault.sum())
+        return p_values
+
+    def name_faults(self, inputs: Floats, num_readings: Ints) -> list[FaultName]:
+        """Return which known fault each of N records looks like.
+
+        Args:
+            inputs: (N, D) the inputs of the records.
+            num_readings: (N,) the number of readings of each record.
+        """
+        probabilities = self.compute_probabilities(inputs).round(PROBABILITY_DECIMALS)
+        p_values = self.compute_p_values(inputs, num_readings).round(PROBABILITY_DECIMALS)
+        in_sets = p_values > round(1 - self.level, PROBABILITY_DECIMALS)
+        return [
+            self._make_name(probability, in_set) for probability, in_set in zip(probabilities, in_sets, strict=True)
+        ]
+
+    def _make_name(self, probabilities: Floats, in_set: NDArray[np.bool_]) -> FaultName:
+        """Return the name of one record's fault from the probabilities of the C faults and the prediction set, (C,)."""
+        ranked = np.argsort(-probabilities, kind="stable").tolist()
+        candidates = tuple(
+            FaultCandidate(self.names[index], float(probabilities[index]), bool(in_set[index]))
+            for rank, index in enumerate(ranked)
+            if rank < NUM_LISTED or in_set[index]
+        )
+        name = next((candidate.name for candidate in candidates if candidate.in_set), UNKNOWN)
+        return FaultName(name, self.level, candidates)

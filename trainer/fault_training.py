@@ -1,0 +1,268 @@
+"""Train and calibrate the classifier of faults on labelled records; the density model is not changed.
+
+Each labelled record is seen many times, with random subsets of its readings, so that few labels serve partial records
+of every length. The classifier consists of linear softmax models, one without each fold of the records
+(`calibration.fault_classifier` says why).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deformer_stream.calibration.fault_classifier import FaultClassifier
+from deformer_stream.engine.fault_inputs import compute_fault_inputs
+from deformer_stream.engine.order_trees import build_order_tree
+from deformer_stream.kernels.cpu import CpuKernels
+from deformer_stream.model.parameters import Model
+
+Floats = NDArray[np.float64]
+Singles = NDArray[np.float32]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+NUM_FOLDS = 5
+"""Number of linear models, each trained without one fold of the labelled records."""
+
+NUM_SUBSETS = 24_000
+"""Largest number of subsets of readings that are drawn for training, over all records."""
+
+NUM_NODES = 4_000_000
+"""About how many readings go through the network for these subsets, which limits their number for long records."""
+
+SUBSETS_PER_RECORD = (8, 64)
+"""The smallest and the largest number of subsets of one record."""
+
+MAX_LENGTHS = 16
+"""Largest number of lengths at which the labelled records are scored for the calibration."""
+
+NUM_PREFIXES = 4
+"""Number of random prefixes of each length for the calibration."""
+
+PENALTY = 1e-3
+"""Weight of the squared weights in the training loss."""
+
+MAX_ITERATIONS = 150
+"""Largest number of iterations of L-BFGS."""
+
+PRIOR_RECORDS = 5
+"""Number of records as which the mean variance of all faults counts in the variance of a fault's residuals."""
+
+MIN_VARIANCE = 0.05
+"""A variance that is added to that of the residuals, because few records can be alike by chance."""
+
+TEMPERATURES = np.exp(np.linspace(-1.5, 1.5, 61))
+"""The temperatures, of which the one with the best held-out likelihood divides the logits."""
+
+
+def choose_lengths(num_features: int) -> Ints:
+    """Return the numbers of readings at which labelled records are scored: all, or `MAX_LENGTHS` that spread evenly."""
+    return np.unique(np.linspace(1, num_features, min(num_features, MAX_LENGTHS)).round().astype(np.int64))
+
+
+def assign_folds(fault_indexes: Ints, seed: int) -> Ints:
+    """Return a fold for each labelled record, (L,); the records of a fault are spread evenly over the folds."""
+    rng = np.random.default_rng([seed, 0xF41D])
+    folds = np.zeros(len(fault_indexes), np.int64)
+    first = 0
+    for fault in np.unique(fault_indexes).tolist():
+        rows = rng.permutation(np.flatnonzero(fault_indexes == fault))
+        folds[rows] = (first + np.arange(len(rows))) % NUM_FOLDS
+        first += len(rows)  # so that faults with few records do not all lack a record in the last folds
+    return folds
+
+
+def draw_orders(values: Floats, num_draws: int, ranks: Ints | None, rng: np.random.Generator) -> Ints:
+    """Return the position of each reading in `num_draws` orders of each record, (L, num_draws, F).
+
+    Args:
+        values: (L, F) the records, NaN for features without a reading, which come last.
+        num_draws: Number of orders of a record.
+        ranks: (L, F) positions of the readings in the order of their arrival; None for random orders.
+        rng: Draws the random orders.
+    """
+    shape = len(values), num_draws, values.shape[1]
+    keys = rng.random(shape) if ranks is None else np.broadcast_to(ranks[:, None].astype(np.float64), shape)
+    keys = np.where(np.isnan(values)[:, None], np.inf, keys)
+    return np.asarray(keys.argsort(-1, kind="stable").argsort(-1, kind="stable"))
+
+
+def train_classifier(
+    model: Model,
+    kernels: CpuKernels | None,
+    values: Floats,
+    fault_indexes: Ints,
+    names: tuple[str, ...],
+    level: float,
+    seed: int,
+    ranks: Ints | None = None,
+) -> FaultClassifier:
+    """Return a classifier that was trained and calibrated on L labelled records.
+
+    Args:
+        model: The density model.
+        kernels: Its compiled kernels, or None to compute with PyTorch.
+        values: (L, F) the records in normalised units or label codes, NaN for features without a reading.
+        fault_indexes: (L,) index of each record's fault. Each fault has at least two records.
+        names: The names of the faults.
+        level: The level of the prediction sets.
+        seed: Seed of the folds and of the subsets.
+        ranks: (L, F) positions of the readings in their order of arrival, in which the classifier is calibrated. None
+            to calibrate it in random orders.
+    """
+    rng = np.random.default_rng([seed, 0xFA17])
+    num_records, num_features = values.shape
+    folds = assign_folds(fault_indexes, seed)
+    # Training: subsets of random size, in random order.
+    nodes_per_subset = len(build_order_tree(0, -(-num_features // 2)).reading_index)
+    most = min(NUM_SUBSETS, NUM_NODES // nodes_per_subset)
+    num_subsets = int(np.clip(most // num_records, *SUBSETS_PER_RECORD))
+    positions = draw_orders(values, num_subsets, None, rng)
+    num_observed = (~np.isnan(values)).sum(1)
+    sizes = rng.integers(1, np.maximum(num_observed, 1)[:, None], (num_records, num_subsets), endpoint=True)
+    inputs = _compute_inputs(model, kernels, values, positions < sizes[..., None])
+    weights, biases = _fit(
+        inputs.reshape(num_records * num_subsets, -1),
+        np.repeat(fault_indexes, num_subsets),
+        np.repeat(folds, num_subsets),
+        len(names),
+    )
+    means, precisions = _estimate_residuals(inputs, fault_indexes, folds, num_features, len(names))
+    # Calibration: prefixes of certain lengths, scored by the model that has not seen the record.
+    lengths = choose_lengths(num_features)
+    positions = draw_orders(values, NUM_PREFIXES, ranks, rng)
+    prefixes = positions[:, None] < lengths[:, None, None]  # (L, G, P, F)
+    held_out = _compute_inputs(model, kernels, values, prefixes.reshape(num_records, -1, num_features))
+    logits = np.einsum("lsd,ldc->lsc", held_out, weights[folds]) + biases[folds][:, None]
+    temperature = _choose_temperature(logits, fault_indexes)
+    weights, biases = weights / temperature, biases / temperature
+    uncalibrated = FaultClassifier(
+        names,
+        level,
+        weights.astype(np.float32),
+        biases.astype(np.float32),
+        means.astype(np.float32),
+        precisions.astype(np.float32),
+        lengths,
+        np.zeros((num_records, len(lengths), NUM_PREFIXES), np.float32),
+        fault_indexes,
+        folds,
+    )
+    scores = [
+        uncalibrated.compute_scores(held_out[record].astype(np.float64))[folds[record], :, fault_indexes[record]]
+        for record in range(num_records)
+    ]
+    return replace(uncalibrated, scores=np.reshape(scores, uncalibrated.scores.shape).astype(np.float32))
+
+
+def _compute_inputs(model: Model, kernels: CpuKernels | None, values: Floats, is_kept: Bools) -> Singles:
+    """Return the inputs of S subsets of the readings of each of L records, (L, S, D).
+
+    Args:
+        model: The density model.
+        kernels: Its compiled kernels.
+        values: (L, F) the records.
+        is_kept: (L, S, F) which readings belong to the subsets.
+    """
+    num_records, num_subsets, num_features = is_kept.shape
+    subsets = np.where(is_kept, values[:, None], np.nan).reshape(-1, num_features)
+    return compute_fault_inputs(model, kernels, subsets).astype(np.float32).reshape(num_records, num_subsets, -1)
+
+
+def _fit(inputs: Singles, fault_indexes: Ints, folds: Ints, num_faults: int) -> tuple[Floats, Floats]:
+    """Return the weights (K, D, C) and biases (K, C) of the linear models, each fitted without one fold.
+
+    All faults have the same weight in the loss, however many records they have.
+
+    Args:
+        inputs: (N, D) the inputs of N subsets of readings.
+        fault_indexes: (N,) the fault of each.
+        folds: (N,) the fold of each.
+        num_faults: The number C of faults.
+    """
+    mean, scale = inputs.mean(0, dtype=np.float64), inputs.std(0, dtype=np.float64) + 1e-3
+    x = torch.from_numpy(((inputs - mean) / scale).astype(np.float32))
+    is_member = folds != np.arange(NUM_FOLDS)[:, None]  # (K, N)
+    one_hot = fault_indexes[:, None] == np.arange(num_faults)
+    counts = is_member.astype(np.float64) @ one_hot  # (K, C)
+    member_weights = is_member / (np.maximum(counts, 1)[:, fault_indexes] * (counts > 0).sum(1)[:, None])
+    w = torch.from_numpy(member_weights.astype(np.float32))
+    targets = torch.from_numpy(fault_indexes)
+    num_inputs, shape = inputs.shape[1], (inputs.shape[1], NUM_FOLDS * num_faults)
+    weights, biases = torch.zeros(shape, requires_grad=True), torch.zeros(shape[1], requires_grad=True)
+    optimizer = torch.optim.LBFGS(
+        [weights, biases], max_iter=MAX_ITERATIONS, history_size=10, line_search_fn="strong_wolfe"
+    )
+
+    def compute_loss() -> Any:
+        optimizer.zero_grad()
+        logits = torch.addmm(biases, x, weights).view(-1, NUM_FOLDS, num_faults)
+        nll = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.repeat_interleave(NUM_FOLDS), reduction="none"
+        ).view(-1, NUM_FOLDS)
+        loss = (nll * w.T).sum() + 0.5 * PENALTY * (weights**2).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    optimizer.step(compute_loss)  # type: ignore[no-untyped-call]
+    fitted = weights.detach().double().numpy().reshape(num_inputs, NUM_FOLDS, num_faults).transpose(1, 0, 2)
+    fitted = fitted / scale[:, None]
+    fitted_biases = biases.detach().double().numpy().reshape(NUM_FOLDS, num_faults) - mean @ fitted
+    return fitted, fitted_biases
+
+
+def _estimate_residuals(
+    inputs: Singles, fault_indexes: Ints, folds: Ints, num_features: int, num_faults: int
+) -> tuple[Floats, Floats]:
+    """Return the means and inverse variances of the residuals of each fault without one fold, (K, C, 2 F) each.
+
+    The variance of a fault is shrunk to the mean variance of all faults, because a fault has few records.
+
+    Args:
+        inputs: (L, S, D) the inputs of S subsets of each of L records.
+        fault_indexes: (L,) the fault of each record.
+        folds: (L,) the fold of each record.
+        num_features: The number F of features.
+        num_faults: The number C of faults.
+    """
+    residuals = inputs[..., : 2 * num_features].astype(np.float64)
+    has_reading = np.tile(inputs[..., 3 * num_features : 4 * num_features], 2).astype(np.float64)
+    # (L, 2 F): sums over the subsets of each record.
+    counts, sums = has_reading.sum(1), residuals.sum(1)  # residuals of missing readings are 0
+    squares = (residuals**2).sum(1)
+    means, variances = np.zeros((2, NUM_FOLDS, num_faults, 2 * num_features))
+    for fold in range(NUM_FOLDS):
+        one_hot = ((fault_indexes == np.arange(num_faults)[:, None]) & (folds != fold)).astype(np.float64)  # (C, L)
+        count = one_hot @ counts
+        means[fold] = one_hot @ sums / np.maximum(count, 1)
+        deviations = np.maximum(one_hot @ squares - count * means[fold] ** 2, 0)
+        pooled = deviations.sum(0) / np.maximum(count.sum(0), 1)
+        num_records = one_hot.sum(1)[:, None]
+        own = deviations / np.maximum(count, 1)
+        variances[fold] = (num_records * own + PRIOR_RECORDS * pooled) / (num_records + PRIOR_RECORDS)
+    return means, 1 / (variances + MIN_VARIANCE)
+
+
+def _choose_temperature(logits: Floats, fault_indexes: Ints) -> float:
+    """Return the number by which the logits are divided for the largest held-out likelihood, with equal faults.
+
+    Args:
+        logits: (L, S, C) logits of S subsets of each of L records, from the models that have not seen the record.
+        fault_indexes: (L,) the fault of each record.
+    """
+    weights = 1 / np.bincount(fault_indexes)[fault_indexes]
+    losses = [
+        -(np.take_along_axis(_log_softmax(logits / t), fault_indexes[:, None, None], 2).mean((1, 2)) * weights).sum()
+        for t in TEMPERATURES
+    ]
+    return float(TEMPERATURES[int(np.argmin(losses))])
+
+
+def _log_softmax(logits: Floats) -> Floats:
+    """Return ln of the probabilities of the last dimension."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
