@@ -14,13 +14,26 @@ if TYPE_CHECKING:
     from deformer_stream.adapters.pyod import PyODDetector
     from deformer_stream.adapters.river import RiverDetector
     from deformer_stream.adapters.scikit_learn import DeformerDetector
-    from deformer_stream.api import Detector, Imputation, NextReading, RecordScores, Scorer, Update, load, train
+    from deformer_stream.api import (
+        Detector,
+        FaultCandidate,
+        FaultName,
+        Imputation,
+        NextReading,
+        RecordScores,
+        Scorer,
+        Update,
+        load,
+        train,
+    )
 
     __version__: str
 
 __all__ = [
     "DeformerDetector",
     "Detector",
+    "FaultCandidate",
+    "FaultName",
     "Imputation",
     "NextReading",
     "PyODDetector",

@@ -11,6 +11,7 @@ import math
 from datetime import UTC, date, datetime, tzinfo
 
 from deformer_stream.calibration.drift_state import DriftNotice
+from deformer_stream.calibration.fault_classifier import FaultName
 from deformer_stream.engine.events import NO_TIME, Alert, AlertCause, Contribution, StormNotice
 from deformer_stream.incidents.device import WINDOW_SEPARATOR, extract_device
 from deformer_stream.report.pages import format_number
@@ -69,12 +70,21 @@ def format_alert_line(alert: Alert, zone: tzinfo | None = None, today: date | No
     cause = "; ".join(map(format_contribution, named)) or "the readings are improbable together"
     if alert.evidence is not None:
         cause += f"; evidence: {_format_evidence(alert.evidence)}"
+    if alert.fault is not None:
+        cause += f"; {_format_fault(alert.fault)}"
     progress = f"{alert.features_seen} of {alert.features_expected} readings"
     if alert.raised_at != alert.features_seen:  # readings are irregular: a sensor reports any number of times
         progress = f"{alert.raised_at} readings of {alert.features_seen} of {alert.features_expected} sensors"
     figures = f"p = {_format_p_value(alert.p_value)}, {progress}"
     severity = f", severity {alert.severity}" if alert.severity > 1 else ""
     return f"{_format_time(alert.time, zone, today)}{_name_record(alert.record)}: {cause} ({figures}{severity})"
+
+
+def _format_fault(fault: FaultName) -> str:
+    """Return which known fault a record looks like, such as "looks like cavitation (71%)"."""
+    if fault.probability is None:
+        return "looks like no known fault"
+    return f"looks like {make_printable(fault.name)} ({fault.probability:.0%})"
 
 
 def _format_evidence(evidence: AlertCause) -> str:
