@@ -54,6 +54,9 @@ def print_model(loaded: Artifact, console: Console | None = None) -> None:
         )
     console.print(f"Calibration: {len(calibration.scores)} normal records, {_escape(calibration.arrival_order)} order")
     console.print(_make_alpha_table(loaded))
+    if (classifier := loaded.fault_classifier) is not None:
+        counts = ", ".join(f"{_escape(name)} ({count})" for name, count in classifier.num_records_by_fault.items())
+        console.print(f"Names of faults, at the level {classifier.level:g}, from labelled records: {counts}")
     table = Table("training", "", title_justify="left")
     for key, value in loaded.manifest["training"].items():
         if isinstance(value, str | int | float):  # lists and nested tables are too long for a cell
