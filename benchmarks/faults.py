@@ -382,7 +382,8 @@ def format_case(name: str, lines: list[dict[str, Any]]) -> str:
     titles += [f"{figure} at {share:.0%}" for share in SHARES for figure in ("accuracy", "macro F1")]
     text += format_markdown_header([*titles, "seconds to learn"])
     methods = list(dict.fromkeys(line["method"] for line in lines))
-    for num_labels in NUM_LABELS:
+    labels = sorted({line["labels"] for line in lines})
+    for num_labels in labels:
         for method in methods:
             own = [line for line in lines if line["method"] == method and line["labels"] == num_labels]
             cells = [
@@ -397,7 +398,7 @@ def format_case(name: str, lines: list[dict[str, Any]]) -> str:
     header = ["labels per fault", "records", "1% bound"]
     header += [f"{figure} at {share:.0%}" for share in SHARES for figure in ("coverage", "size", "unknown")]
     text += format_markdown_header(header)
-    for num_labels in NUM_LABELS:
+    for num_labels in labels:
         own = [line for line in lines if line["method"] == "ours" and line["labels"] == num_labels]
         num_records = sum(line["1"]["records"] for line in own)
         cells = [str(num_labels), str(num_records), f"{bound_coverage(num_records):.3f}"]
@@ -420,13 +421,14 @@ def format_case(name: str, lines: list[dict[str, Any]]) -> str:
             f"{accuracy:.3f}, coverage {covered:.3f}, set size {np.mean([alert['size'] for alert in alerts]):.2f}.",
         ]
     held_out = [line["held_out"] for line in lines if "held_out" in line]
-    text += [
-        "",
-        f'Complete records named "unknown" ({max(NUM_LABELS)} labels per fault): '
-        f"{np.mean([one['unknown_left_out'] for one in held_out]):.1%} of a fault that is left out of the labels, "
-        f"{np.mean([one['unknown_known'] for one in held_out]):.1%} of the other faults.",
-        "",
-    ]
+    if held_out:
+        text += [
+            "",
+            f'Complete records named "unknown" ({max(NUM_LABELS)} labels per fault): '
+            f"{np.mean([one['unknown_left_out'] for one in held_out]):.1%} of a fault that is left out of the labels, "
+            f"{np.mean([one['unknown_known'] for one in held_out]):.1%} of the other faults.",
+        ]
+    text.append("")
     return "\n".join(text)
 
 
