@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from deformer_stream.durable_file import replace_file
 from deformer_stream.errors import ArtifactError, ConfigError
@@ -118,6 +118,34 @@ def read_model_set(directory: Path) -> ModelSet | None:
         f"{path} has the format {version!r:.20}, but this release reads {FORMAT_VERSION}: install the release that "
         "wrote it"
     )
+
+
+def find_models(directory: Path) -> tuple[str | None, dict[str, Path]]:
+    """Return the models of a folder: those of its file models.json, or else each model directory in it.
+
+    Returns:
+        The field whose value determines the model, None without models.json; and the model directory by value. Without
+        models.json, the value is the name of the folder, in which percent signs stand as in `make_folder_name`. Folders
+        whose names begin with "_" or "." are no models of a value.
+
+    Raises:
+        ArtifactError: There is no model, or models.json cannot be read or is damaged.
+    """
+    directory = Path(directory)
+    models = read_model_set(directory)
+    if models is not None:
+        field, path_by_value = models.field, {v: directory / e.folder for v, e in models.entry_by_value.items()}
+    else:
+        try:
+            paths = [path.parent for path in sorted(directory.glob("*/manifest.json"))]
+        except OSError as error:
+            raise ArtifactError(f"{directory} cannot be read ({error.strerror}): check --models") from None
+        field, path_by_value = None, {unquote(path.name): path for path in paths if path.name[0] not in "_."}
+    if not path_by_value:
+        raise ArtifactError(
+            f"{directory} has no model directories: give the folder that deformer-train --per wrote with --out"
+        )
+    return field, path_by_value
 
 
 def _parse_entry(entry: Mapping[str, Any]) -> ModelEntry:

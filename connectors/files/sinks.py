@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +28,7 @@ from deformer_stream.codec.encode_evidence import encode_evidence_parts
 from deformer_stream.codec.encode_incidents import encode_incident
 from deformer_stream.codec.encode_next_readings import encode_suspicious_record, encode_withdrawn_record
 from deformer_stream.codec.payloads import Payload
-from deformer_stream.engine.events import NO_TIME, Alert, ClosedRecords, Effects, EventBatch
+from deformer_stream.engine.events import NO_TIME, ONLY_MODEL, Alert, ClosedRecords, Effects, EventBatch
 from deformer_stream.errors import ConfigError, InputError, map_write_errors
 from deformer_stream.incidents.events import Incident
 from deformer_stream.incidents.make_evidence import make_evidence
@@ -198,17 +198,13 @@ class ScoresParquet(ParquetSink):
 
     Args:
         path: The file to write.
-        schema: The features of the model.
+        schema: The features of the model, or those of each of several models by the name of the model.
     """
 
-    def __init__(self, path: str | Path, schema: Schema) -> None:
+    def __init__(self, path: str | Path, schema: Schema | Mapping[str, Schema]) -> None:
         super().__init__(path, SCORES_SCHEMA)
-        self._is_discrete = schema.is_discrete
-        self._feature_names = pa.array(schema.names, pa.string())
-        self._labels = [label for feature in schema.features for label in feature.labels]
-        # For each feature, the index in `_labels` of its first label.
-        self._first_label = np.concatenate([[0], np.cumsum(schema.label_counts)[:-1]])
-        self._label_counts = schema.label_counts
+        schema_by_model = {ONLY_MODEL: schema} if isinstance(schema, Schema) else schema
+        self._features_by_model = {name: _FeatureColumns(schema) for name, schema in schema_by_model.items()}
 
     def write(self, effects: Effects, data: Payload | None) -> None:
         """Append the scores of one batch of events.
@@ -222,13 +218,14 @@ class ScoresParquet(ParquetSink):
             return
         events = scored.event_indices
         codes, values, times = batch.features[events], batch.values[events], batch.times[events]
-        is_discrete = self._is_discrete[codes]
+        features = self._features_by_model[effects.model_name]
+        is_discrete = features.is_discrete[codes]
         columns = [
             _get_record_ids(batch, events),
             pa.array(scored.seq, pa.int32()),
-            self._feature_names.take(pa.array(codes)),
+            features.names.take(pa.array(codes)),
             _make_nullable(values, is_discrete | np.isnan(values)),
-            self._make_label_column(codes, values, is_discrete, _find_unseen_labels(batch, events)),
+            features.make_label_column(codes, values, is_discrete, _find_unseen_labels(batch, events)),
             pa.array(times, pa.timestamp("us", "UTC"), mask=times == NO_TIME),
             _make_nullable(scored.log_likelihood, np.isnan(scored.log_likelihood)),
             pa.array(scored.running_log_likelihood),
@@ -238,7 +235,24 @@ class ScoresParquet(ParquetSink):
         ]
         self._add(pa.RecordBatch.from_arrays(columns, schema=SCORES_SCHEMA))
 
-    def _make_label_column(
+
+class _FeatureColumns:
+    """The names and the labels of the features of a model, from which columns of scores are made.
+
+    Attributes:
+        is_discrete: (F,) whether each of the F features is discrete.
+        names: Their names as an Arrow array.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self.is_discrete = schema.is_discrete
+        self.names = pa.array(schema.names, pa.string())
+        self._labels = [label for feature in schema.features for label in feature.labels]
+        # For each feature, the index in `_labels` of its first label.
+        self._first_label = np.concatenate([[0], np.cumsum(schema.label_counts)[:-1]])
+        self._label_counts = schema.label_counts
+
+    def make_label_column(
         self,
         codes: NDArray[np.int32],
         values: NDArray[np.float64],

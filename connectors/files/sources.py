@@ -11,7 +11,7 @@ import selectors
 import sys
 import time as clock
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePath
@@ -57,7 +57,7 @@ DEFAULT_DEVICE_COLUMN = "device"
 
 def open_source(
     inputs: Sequence[str | Path],
-    schema: Schema,
+    schema: Schema | Sequence[Schema],
     *,
     layout: Layout | None = None,
     order: Order = "arrival",
@@ -70,6 +70,7 @@ def open_source(
     batch_events: int = 8192,
     max_message_bytes: int = 1_048_576,
     window_assigner: WindowAssigner | None = None,
+    model_column: str | None = None,
 ) -> FileSource | StandardInput:
     """Return a source of the events in Parquet, CSV and JSON lines files, or on standard input.
 
@@ -79,7 +80,7 @@ def open_source(
 
     Args:
         inputs: Paths of files and folders, patterns, or "-" alone for JSON lines on standard input.
-        schema: The features of the model.
+        schema: The features of the model, or of each of several models.
         layout: The layout of all tables, "wide" or "long". None chooses it for each table by its column names.
         order: The order of the readings within a record: "arrival" for that of the input, "schema" for that of the
             features in the model, or "random". The codec (decoder of events) must get the same value, because it orders
@@ -97,6 +98,7 @@ def open_source(
         max_message_bytes: Maximum length of a line; the codec rejects a longer one as too large.
         window_assigner: If records are time windows of a device's readings, it assigns readings to windows. It needs
             the order "arrival" for long tables and JSON lines. None if records are not time windows.
+        model_column: If there are several models, the column of tables that determines the model of a row.
 
     Raises:
         InputError: A file is missing or unreadable, or its columns do not fit the model or the options.
@@ -127,6 +129,7 @@ def open_source(
         batch_events=batch_events,
         max_message_bytes=max_message_bytes,
         window_assigner=window_assigner,
+        model_column=model_column,
     )
     payloads = files.iterate() if order == "arrival" else files.iterate_reordered()
     return FileSource(payloads, files.num_rows, files.ignored_columns)
@@ -134,7 +137,7 @@ def open_source(
 
 def open_input_files(
     inputs: Sequence[str | Path],
-    schema: Schema,
+    schema: Schema | Sequence[Schema],
     *,
     layout: Layout | None = None,
     order: Order = "arrival",
@@ -147,6 +150,7 @@ def open_input_files(
     batch_events: int = 8192,
     max_message_bytes: int = 1_048_576,
     window_assigner: WindowAssigner | None = None,
+    model_column: str | None = None,
 ) -> InputFiles:
     """Return the input files of a command, opened and checked. The arguments are those of `open_source`.
 
@@ -154,8 +158,10 @@ def open_input_files(
         InputError: A file is missing or unreadable, or its columns do not fit the model or the options.
         ConfigError: The options contradict each other.
     """
+    schemas = (schema,) if isinstance(schema, Schema) else tuple(schema)
     options = _ReadOptions(
-        schema,
+        schemas,
+        _Features.from_schemas(schemas),
         order,
         seed,
         field_names or FieldNames(),
@@ -165,6 +171,7 @@ def open_input_files(
         batch_events,
         max_message_bytes,
         window_assigner,
+        model_column,
     )
     files = find_data_files(inputs)
     prefix_by_file = make_record_prefixes(files)
@@ -183,6 +190,11 @@ def open_input_files(
         else:
             contents.append(_WideTable.check(table, prefix_by_file[path], options))
     opened = InputFiles(tuple(files), tuple(contents), options)
+    if order != "arrival" and len(schemas) > 1 and opened.needs_reordering:
+        raise ConfigError(
+            f"--order {order} puts the readings of one model in another order, but there are several models: use "
+            "--order arrival"
+        )
     if order != "arrival" and window_assigner is not None and opened.needs_reordering:
         raise ConfigError(
             f"--order {order} cannot be used if records are time windows, because readings are assigned to "
@@ -421,10 +433,45 @@ class StandardInput:
 
 
 @dataclass(frozen=True, slots=True)
-class _ReadOptions:
-    """The options for reading files. Each attribute is the argument of `open_source` with the same name."""
+class _Features:
+    """The features of one or several models, by which columns of tables are recognised.
 
-    schema: Schema
+    Attributes:
+        by_name: The features by name. If models differ in the kind of a feature, it is the discrete one, whose cells
+            are read as text.
+        by_sensor: The first feature of each sensor, likewise.
+        is_irregular: Whether a model is for irregular readings.
+    """
+
+    by_name: dict[str, Feature]
+    by_sensor: dict[str, Feature]
+    is_irregular: bool
+
+    @staticmethod
+    def from_schemas(schemas: Sequence[Schema]) -> _Features:
+        """Return the features of the models with these schemas."""
+        by_name: dict[str, Feature] = {}
+        by_sensor: dict[str, Feature] = {}
+        for schema in schemas:
+            sensors = {name: schema.features[code] for name, (code, _) in schema.slot_layout_by_sensor.items()}
+            for known, found in ((by_name, {f.name: f for f in schema.features}), (by_sensor, sensors)):
+                for name, feature in found.items():
+                    if name not in known or feature.kind == "discrete":
+                        known[name] = feature
+        return _Features(by_name, by_sensor, any(schema.reading_times is not None for schema in schemas))
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadOptions:
+    """The options for reading files. Each attribute is the argument of `open_source` with the same name.
+
+    Attributes:
+        schemas: The schema of each model.
+        features: The features of all models.
+    """
+
+    schemas: tuple[Schema, ...]
+    features: _Features
     order: Order
     seed: int
     field_names: FieldNames
@@ -434,12 +481,15 @@ class _ReadOptions:
     batch_events: int
     max_message_bytes: int
     window_assigner: WindowAssigner | None
+    model_column: str | None = None
 
     def list_chosen_columns(self) -> frozenset[str]:
         """Return the columns that the model or an option names."""
         names = self.field_names
         chosen = {names.record, names.device, names.feature, names.value, names.label, names.time}
-        chosen |= {self.record_column, self.device_column, *self.schema.names, *self.schema.sensor_names}
+        chosen |= {self.record_column, self.device_column, *self.features.by_name, *self.features.by_sensor}
+        if self.model_column is not None:
+            chosen.add(self.model_column)
         return frozenset(chosen if self.time_column is None else {*chosen, self.time_column})
 
     def choose_window_time(self, table: Table) -> str | None:
@@ -453,7 +503,7 @@ class _ReadOptions:
         """
         if self.window_assigner is None or self.record_column in table.schema.names:
             return None
-        return self.time_column or table.choose_time_column(self.schema.sensor_names, has_windows=True)
+        return self.time_column or table.choose_time_column(tuple(self.features.by_sensor), has_windows=True)
 
     def list_required_columns(self, table: Table) -> tuple[str, ...]:
         """Return the columns that a table must have to be a long table (a row is one reading).
@@ -469,7 +519,28 @@ class _ReadOptions:
 
     def get_sensor(self, name: str) -> Feature:
         """Return the first feature of a sensor; all of its features have the same kind and labels."""
-        return self.schema.features[self.schema.slot_layout_by_sensor[name][0]]
+        return self.features.by_sensor[name]
+
+    def find_model_column(self, table: Table, others: Collection[str | None]) -> list[str]:
+        """Return the column that determines the model, as a list of names that are read in addition.
+
+        The list is empty if there is one model, or if the column is read anyway.
+
+        Args:
+            table: The table.
+            others: The columns that are read anyway, and names that are made for each row, such as the record id.
+
+        Raises:
+            InputError: The table does not have the column.
+        """
+        if self.model_column is None or self.model_column in others:
+            return []
+        if self.model_column not in table.schema.names:
+            raise InputError(
+                f"{table.name}: there is no column {self.model_column!r}, which determines the model of a row; choose "
+                f"one of the columns {table.format_column_names()} with --model-by"
+            )
+        return [self.model_column]
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,6 +554,7 @@ class _WideTable:
         feature_columns: Names of the columns that are features of the model, in the order of the file.
         record_column: Name of the column of record ids, or None if there is none.
         time_column: Name of the column of times, or None if there is none.
+        model_columns: Name of the column that determines the model, if it is none of these columns; else empty.
         ignored_columns: Names of all other columns.
         options: How to read the table.
         bad_rows: The rows of the file that are malformed.
@@ -493,6 +565,7 @@ class _WideTable:
     feature_columns: list[str]
     record_column: str | None
     time_column: str | None
+    model_columns: list[str]
     ignored_columns: list[str]
     options: _ReadOptions
     bad_rows: _BadRows
@@ -511,28 +584,35 @@ class _WideTable:
             InputError: No column is a feature of the model, a column that the user chose does not exist, or the
                 readings of the model are irregular and the table has no record ids or no times.
         """
-        columns, code_by_name = table.schema.names, options.schema.code_by_name
-        feature_columns = [column for column in columns if column in code_by_name]
+        columns, feature_by_name = table.schema.names, options.features.by_name
+        feature_columns = [column for column in columns if column in feature_by_name]
         if not feature_columns:
-            raise _make_no_feature_error(table, options.schema.names)
+            raise _make_no_feature_error(table, tuple(feature_by_name))
         table.check_columns(options.time_column, options.record_column)
-        table.check_number_columns(
-            [name for name in feature_columns if not options.schema.features[code_by_name[name]].labels]
-        )
+        table.check_number_columns([name for name in feature_columns if not feature_by_name[name].labels])
         time_column = options.time_column or table.choose_time_column(feature_columns)
         # The default record column is optional; a column that the user chose was checked above.
-        has_record_column = options.record_column in columns and options.record_column not in code_by_name
+        has_record_column = options.record_column in columns and options.record_column not in feature_by_name
         record_column = options.record_column if has_record_column else None
-        if options.schema.reading_times is not None and (record_column is None or time_column is None):
+        if options.features.is_irregular and (record_column is None or time_column is None):
             raise InputError(
                 f"{table.name}: the model is for irregular readings, so the rows of a record need its id and their "
                 "times; name the columns (--record-column, --time-column), or give a long table (columns record, "
                 "feature, value and time)"
             )
         used_columns = (*feature_columns, record_column, time_column)
-        ignored_columns = [column for column in columns if column not in used_columns]
+        model_columns = options.find_model_column(table, (*used_columns, options.field_names.record))
+        ignored_columns = [column for column in columns if column not in (*used_columns, *model_columns)]
         return _WideTable(
-            table, id_prefix, feature_columns, record_column, time_column, ignored_columns, options, _BadRows(table)
+            table,
+            id_prefix,
+            feature_columns,
+            record_column,
+            time_column,
+            model_columns,
+            ignored_columns,
+            options,
+            _BadRows(table),
         )
 
     @property
@@ -542,16 +622,18 @@ class _WideTable:
 
     def iterate_rows(self) -> Iterator[WideRows]:
         """Yield the rows of the table in batches of about `options.batch_events` events; each cell is one event."""
-        schema = self.options.schema
-        forms = {name: _choose_form(schema.features[schema.code_by_name[name]]) for name in self.feature_columns}
-        columns = [*self.feature_columns]
+        feature_by_name = self.options.features.by_name
+        forms = {name: _choose_form(feature_by_name[name]) for name in self.feature_columns}
+        columns = [*self.feature_columns, *self.model_columns]
+        forms |= dict.fromkeys(self.model_columns, "text")
         if self.record_column is not None:
             columns.append(self.record_column)
             forms[self.record_column] = "text"
         if self.time_column is not None:
             columns.append(self.time_column)
             forms[self.time_column] = "time"
-        batch_size = max(1, self.options.batch_events // len(schema))  # rows; each has an event per feature
+        num_features = max(len(schema) for schema in self.options.schemas)
+        batch_size = max(1, self.options.batch_events // num_features)  # rows; each has an event per feature
         for batch, rows in self.table.iterate_numbered(columns, batch_size, forms, self.bad_rows.add):
             record_ids = self._make_record_ids(batch, rows)
             yield WideRows(self.table.name, batch, record_ids, int(rows[0]) if len(rows) else 0, self.time_column, rows)
@@ -622,6 +704,7 @@ class _LongTable:
         id_columns = (names.record,) if options.window_assigner is None else (names.record, names.device)
         known_columns = (*id_columns, names.feature, names.value, names.label, names.time)
         used_columns = [name for name in known_columns if name in columns]
+        used_columns += options.find_model_column(table, used_columns)
         ignored_columns = [name for name in columns if name not in used_columns]
         return _LongTable(table, used_columns, ignored_columns, options, _BadRows(table))
 
@@ -638,6 +721,8 @@ class _LongTable:
             (names.record, names.device, names.feature, names.value, names.label), "text"
         )
         forms |= {names.value: "mixed", names.time: "time"}
+        if self.options.model_column is not None:
+            forms.setdefault(self.options.model_column, "text")
         forms = {name: form for name, form in forms.items() if name in self.columns}
         batches = self.table.iterate_numbered(self.columns, self.options.batch_events, forms, self.bad_rows.add)
         for batch, rows in batches:
@@ -653,6 +738,7 @@ class _WindowedTable:
         feature_columns: Names of the columns that are sensors of the model, in the order of the file.
         time_column: Name of the column of times.
         device_column: Name of the column of devices. None if the name of the file is the device.
+        model_columns: Name of the column that determines the model; empty if there is none, or if it is the device.
         ignored_columns: Names of all other columns.
         options: How to read the table.
         bad_rows: The rows of the file that are malformed.
@@ -662,6 +748,7 @@ class _WindowedTable:
     feature_columns: list[str]
     time_column: str
     device_column: str | None
+    model_columns: list[str]
     ignored_columns: list[str]
     options: _ReadOptions
     bad_rows: _BadRows
@@ -678,19 +765,29 @@ class _WindowedTable:
         Raises:
             InputError: No column is a sensor of the model, or a column that the user chose does not exist.
         """
-        columns, sensors = table.schema.names, options.schema.slot_layout_by_sensor
+        columns, sensors = table.schema.names, options.features.by_sensor
         feature_columns = [column for column in columns if column in sensors]
         if not feature_columns:
-            raise _make_no_feature_error(table, options.schema.sensor_names)
+            raise _make_no_feature_error(table, tuple(sensors))
         is_default = options.device_column == DEFAULT_DEVICE_COLUMN
         table.check_columns(time_column, device=None if is_default else options.device_column)
         table.check_time_zone(time_column)
         table.check_number_columns([name for name in feature_columns if not options.get_sensor(name).labels])
         device_column = options.device_column if options.device_column in columns else None
         used_columns = (*feature_columns, time_column, device_column)
-        ignored_columns = [column for column in columns if column not in used_columns]
-        bad_rows = _BadRows(table)
-        return _WindowedTable(table, feature_columns, time_column, device_column, ignored_columns, options, bad_rows)
+        # The readings have columns of their own. Of these, only the device can determine the model.
+        model_columns = options.find_model_column(table, (options.field_names.device,))
+        ignored_columns = [column for column in columns if column not in (*used_columns, *model_columns)]
+        return _WindowedTable(
+            table,
+            feature_columns,
+            time_column,
+            device_column,
+            model_columns,
+            ignored_columns,
+            options,
+            _BadRows(table),
+        )
 
     @property
     def num_rows(self) -> None:
@@ -705,6 +802,10 @@ class _WindowedTable:
         if self.device_column is not None and self.device_column not in columns:
             columns.append(self.device_column)
             forms[self.device_column] = "text"
+        for name in self.model_columns:
+            if name not in columns:
+                columns.append(name)
+                forms[name] = "text"
         label_columns = {name for name in self.feature_columns if self.options.get_sensor(name).labels}
         long_names = [names.device, names.feature, names.value, names.label, names.time, ROW_NUMBER_COLUMN]
         batch_size = max(1, self.options.batch_events // len(self.feature_columns))  # rows of the wide table
@@ -715,7 +816,11 @@ class _WindowedTable:
                 description = f"{self.table.name}: column {self.device_column!r}"
                 devices = convert_ids(batch.column(self.device_column), description)
             readings = unpivot_rows(batch, self.feature_columns, label_columns, self.time_column, devices, rows)
-            yield LongRows(self.table.name, readings.rename_columns(long_names), 0)
+            readings = readings.rename_columns(long_names)
+            for name in self.model_columns:
+                row_of_reading = np.searchsorted(rows, readings.column(ROW_NUMBER_COLUMN).to_numpy())
+                readings = readings.append_column(name, batch.column(name).take(pa.array(row_of_reading)))
+            yield LongRows(self.table.name, readings, 0)
 
 
 _OpenedTable = _WideTable | _LongTable | _WindowedTable
@@ -824,7 +929,8 @@ def _reorder_payloads(
         line_files: JSON lines files.
         options: How to read the files.
     """
-    schema, names, order, seed = options.schema, options.field_names, options.order, options.seed
+    # Several models have no files that must be reordered.
+    schema, names, order, seed = options.schemas[0], options.field_names, options.order, options.seed
     payload_iterators: list[Iterator[Payload]] = [
         _insert_bad_rows(table.iterate_rows(), [table.bad_rows]) for table in wide_tables
     ]

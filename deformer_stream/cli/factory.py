@@ -7,18 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import threading
+
     from connectors.files import FileSource, InputFiles, StandardInput
     from deformer_stream.calibration.conformal import Calibration
     from deformer_stream.codec import Codec, FieldNames, Order, SchemaTranslator, WindowAssigner
+    from deformer_stream.codec.model_choice import ModelChoice, ModelCodecs
     from deformer_stream.engine.engine import Engine
+    from deformer_stream.engine.engine_set import EngineSet
     from deformer_stream.engine.explain import ExplanationEffort
     from deformer_stream.model.schema import Schema
     from deformer_stream.model_store import Artifact
+    from deformer_stream.runtime.reload import ModelReloader, ModelSetReloader
     from deformer_stream.settings import ConsumeSettings, InputSettings, ReplaySettings, ScoringSettings
+    from deformer_stream.settings.commands import ModelSetSettings
     from deformer_stream.settings.registry import RegistrySettings
 
 MAX_LISTED_GROUPS = 8
@@ -27,12 +34,18 @@ MAX_LISTED_GROUPS = 8
 DEFAULT_DRIFT_ODDS = 1000.0
 """Odds at which drift is reported if the option `--drift` is not set."""
 
+DEFAULT_BATCH_EVENTS, MAX_BATCH_FACTOR = 8192, 8
+"""Number of events of a poll of files with one model; and the largest factor by which it grows with several models."""
+
 MIN_READINGS_LIMIT = 4096
 """Smallest limit of the readings in a message. The limit is larger if the model has more features than this."""
 
 
 def check_paths(
-    inputs: Sequence[str | Path], model: Path | None, outputs: Mapping[str, str | Path | None] | None = None
+    inputs: Sequence[str | Path],
+    model: Path | None,
+    outputs: Mapping[str, str | Path | None] | None = None,
+    models: Path | None = None,
 ) -> None:
     """Check that the input files and the model directory exist, before heavy packages are imported.
 
@@ -42,10 +55,11 @@ def check_paths(
         inputs: Files, folders and patterns; `-` is standard input.
         model: The model directory, None if the command needs none.
         outputs: The path of each output file by its flag, such as `--records`. It must not be an input.
+        models: The folder of several models, None if the command has none.
 
     Raises:
         InputError: An input does not exist.
-        ArtifactError: The model directory does not exist or is not one.
+        ArtifactError: The model directory does not exist or is not one, or the folder has no models.
         ConfigError: An output file is also an input or another output.
     """
     from deformer_stream.errors import ArtifactError
@@ -56,12 +70,69 @@ def check_paths(
         raise ArtifactError(
             f"{model / 'manifest.json'} is missing: give the directory that deformer-train wrote with --out"
         )
+    if models is not None:
+        from deformer_stream.model_set import find_models
+
+        find_models(models)
 
 
-def load_engine(
+@dataclass(slots=True)
+class ServedModels:
+    """The models of a command, and what creates their parts of the pipeline.
+
+    Attributes:
+        artifact_by_name: The models when the command began; the name of the only model is `ONLY_MODEL`.
+        engine: The engine of the only model, or the engines of several ones.
+        choice: Decides to which of several models a message belongs. None if there is one model.
+        make_engine: Returns the engine of a further model.
+    """
+
+    artifact_by_name: dict[str, Artifact]
+    engine: Engine | EngineSet
+    choice: ModelChoice | None
+    make_engine: Callable[[Artifact], Engine]
+
+    @property
+    def schema_by_name(self) -> dict[str, Schema]:
+        """The schema of each model."""
+        return {name: artifact.schema for name, artifact in self.artifact_by_name.items()}
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the only model, or of the set of models."""
+        from deformer_stream.codec.model_choice import compute_set_fingerprint
+
+        fingerprint_by_name = {name: artifact.fingerprint for name, artifact in self.artifact_by_name.items()}
+        if self.choice is None:
+            return next(iter(fingerprint_by_name.values()))
+        return compute_set_fingerprint(self.choice, fingerprint_by_name)
+
+    def combine_codecs(
+        self, make_codec: Callable[[Artifact], Codec], settings: ScoringSettings, translator: SchemaTranslator | None
+    ) -> Codec | ModelCodecs:
+        """Return the codec of the only model, or the codecs of several ones.
+
+        Args:
+            make_codec: Returns the codec of a model.
+            settings: Options of the command.
+            translator: Converts messages in a format of a schema registry to JSON, for several models; None if they are
+                JSON. `make_codec` considers it for the only model.
+        """
+        from deformer_stream.codec.model_choice import ModelCodecs
+
+        codec_by_name = {name: make_codec(artifact) for name, artifact in self.artifact_by_name.items()}
+        if self.choice is None:
+            return next(iter(codec_by_name.values()))
+        names = get_field_names(settings)
+        return ModelCodecs(self.choice, codec_by_name, names, settings.max_message_bytes, translator)
+
+
+def load_models(
     settings: ConsumeSettings | ReplaySettings, drift_odds: float | None = None, states_suspicious: bool = False
-) -> tuple[Artifact, Engine]:
-    """Load the model of a command as `load_model` does, and create an engine that scores with it.
+) -> ServedModels:
+    """Load the model of a command, or its several models, and create their engines.
+
+    The memory of the KV caches is divided equally among the models.
 
     Args:
         settings: Options of the command.
@@ -70,14 +141,85 @@ def load_engine(
         states_suspicious: Whether the reading to take next is also stated of suspicious records without an alert, if
             the options request it.
 
-    Returns:
-        The model with its calibration, and the engine.
+    Raises:
+        ArtifactError: A model cannot be read, or the folder has no models.
+        ConfigError: The options do not fit a model, or no field determines the model of a message.
     """
-    loaded = load_model(settings)
-    return loaded, make_alerting_engine(loaded, settings, drift_odds, states_suspicious)
+    from deformer_stream.engine.engine import Limits
+    from deformer_stream.engine.engine_set import EngineSet
+    from deformer_stream.engine.events import ONLY_MODEL
+
+    choice: ModelChoice | None = None
+    path_by_name: Mapping[str, Path | None] = {ONLY_MODEL: settings.model}
+    if settings.models is not None:
+        choice, path_by_name = _find_models(settings, settings.models)
+    artifact_by_name = {name: load_model(settings, path, name=name or None) for name, path in path_by_name.items()}
+    shared = settings.model_copy(update={"cache_memory": settings.cache_memory // len(artifact_by_name)})
+
+    def make_named_engine(artifact: Artifact) -> Engine:
+        """Return the engine of a model with its share of the memory."""
+        return make_alerting_engine(artifact, shared, drift_odds, states_suspicious)
+
+    engine_by_name = {name: make_named_engine(artifact) for name, artifact in artifact_by_name.items()}
+    if choice is None:
+        return ServedModels(artifact_by_name, engine_by_name[ONLY_MODEL], None, make_named_engine)
+    limits = Limits(max_open_records=settings.max_open_records, max_record_bytes=settings.record_memory)
+    return ServedModels(artifact_by_name, EngineSet(engine_by_name, limits), choice, make_named_engine)
 
 
-def load_model(settings: ConsumeSettings | ReplaySettings, *, warns: bool = True) -> Artifact:
+def _find_models(settings: ModelSetSettings, folder: Path) -> tuple[ModelChoice, dict[str, Path]]:
+    """Return what chooses one of the models of a folder, and the directories of the models by name.
+
+    Raises:
+        ArtifactError: The folder has no models.
+        ConfigError: No field determines the model of a message.
+    """
+    from deformer_stream.codec.model_choice import ModelChoice
+    from deformer_stream.errors import ConfigError
+    from deformer_stream.model_set import find_models
+
+    field, path_by_name = find_models(folder)
+    if settings.model_by is not None:
+        field = settings.model_by
+    elif settings.model_pattern is not None:
+        field = settings.device_field
+    if field is None:
+        raise ConfigError(
+            f"{folder} has no file models.json that names the field with the model of a message: give it with "
+            "--model-by, or find the model in the device with --model-pattern"
+        )
+    return ModelChoice(field, settings.model_pattern), path_by_name
+
+
+def make_reloader(
+    models: ServedModels, settings: ConsumeSettings, reload_requested: threading.Event
+) -> ModelReloader | ModelSetReloader:
+    """Return the object that watches the directory of the only model, or those of several ones.
+
+    Args:
+        models: The models in use.
+        settings: Options of the command.
+        reload_requested: Set from outside (by SIGHUP) to read the directories at once.
+    """
+    from deformer_stream.model_set import find_models
+    from deformer_stream.runtime.reload import ModelReloader, ModelSetReloader
+
+    is_compiled, folder = settings.compiled == "auto", settings.models
+    if folder is None:
+        (loaded,) = models.artifact_by_name.values()
+        return ModelReloader(loaded, settings.device, reload_requested, is_compiled)
+    return ModelSetReloader(
+        lambda: find_models(folder)[1], models.artifact_by_name, settings.device, reload_requested, is_compiled
+    )
+
+
+def load_model(
+    settings: ConsumeSettings | ReplaySettings,
+    directory: Path | None = None,
+    *,
+    warns: bool = True,
+    name: str | None = None,
+) -> Artifact:
     """Load the model of a command.
 
     A warning is logged if an option voids the model's false-alarm guarantee, or if an alpha (false-alarm rate) is too
@@ -85,19 +227,26 @@ def load_model(settings: ConsumeSettings | ReplaySettings, *, warns: bool = True
 
     Args:
         settings: Options of the command.
+        directory: The directory of the model; None for that of the option `--model`.
         warns: Whether these warnings are logged.
+        name: The name of the model among several ones, for these warnings.
 
     Returns:
         The model with its calibration.
     """
     from deformer_stream import model_store
+    from deformer_stream.errors import InvariantViolated
 
     use_compiled_kernels = settings.compiled == "auto"
-    loaded = model_store.read(settings.model, settings.device, use_compiled_kernels)
+    directory = settings.model if directory is None else directory
+    if directory is None:
+        raise InvariantViolated("neither the options nor the caller name the model directory: report this bug")
+    loaded = model_store.read(directory, settings.device, use_compiled_kernels)
     replace_units(loaded, settings)
     if warns:
-        _warn_about_alphas(loaded.calibration, settings.alpha)
-        _warn_about_ties(loaded.calibration, settings.ties)
+        named = {} if name is None else {"name": name}
+        _warn_about_alphas(loaded.calibration, settings.alpha, named)
+        _warn_about_ties(loaded.calibration, settings.ties, named)
     return loaded
 
 
@@ -107,7 +256,7 @@ def make_alerting_engine(
     drift_odds: float | None = None,
     states_suspicious: bool = False,
 ) -> Engine:
-    """Return a new engine that raises alerts as the options of a command say; see `load_engine`."""
+    """Return a new engine that raises alerts as the options of a command say; see `load_models`."""
     timeout, effort = settings.record_timeout, settings.explanations
     suspicious = settings.suspicious if states_suspicious else None
     return make_engine(loaded, settings, settings.alpha, timeout, drift_odds, effort, settings.next_reading, suspicious)
@@ -125,7 +274,7 @@ def replace_units(loaded: Artifact, settings: ConsumeSettings | ReplaySettings) 
     loaded.replace_schema(loaded.schema.with_units(settings.units))
 
 
-def _warn_about_alphas(calibration: Calibration, alphas: Sequence[float]) -> None:
+def _warn_about_alphas(calibration: Calibration, alphas: Sequence[float], named: Mapping[str, str]) -> None:
     """Log a warning for each alpha (false-alarm rate) at which the calibration has too few records for any alert.
 
     Calibration groups (records with a calibration of their own) are checked separately.
@@ -133,6 +282,7 @@ def _warn_about_alphas(calibration: Calibration, alphas: Sequence[float]) -> Non
     Args:
         calibration: The calibration of the model.
         alphas: The alphas of the option `--alpha`.
+        named: The name of the model, as further keys of the log line.
     """
     from deformer_stream import log
 
@@ -146,6 +296,7 @@ def _warn_about_alphas(calibration: Calibration, alphas: Sequence[float]) -> Non
             message=f"alpha {alpha:g} is out of reach (it raises no alert), because the smallest possible p-value with "
             f"{len(calibration.scores)} calibration records is {calibration.min_p_value:.2g}: calibrate on at least "
             f"{num_required} records or use a larger --alpha",
+            **named,
         )
     groups = calibration.calibration_by_group
     for alpha in alphas:
@@ -159,10 +310,11 @@ def _warn_about_alphas(calibration: Calibration, alphas: Sequence[float]) -> Non
                 message=f"alpha {alpha:g} is out of reach in {len(names)} of {len(groups)} calibration groups, because "
                 f"these have too few records for any alert ({listed}): calibrate on more records or use a larger "
                 "--alpha",
+                **named,
             )
 
 
-def _warn_about_ties(calibration: Calibration, ties: str | None) -> None:
+def _warn_about_ties(calibration: Calibration, ties: str | None, named: Mapping[str, str]) -> None:
     """Log a warning if the option `--ties` differs from the tie policy with which the model was calibrated.
 
     The tie policy says how readings of one record with the same event time are scored.
@@ -170,6 +322,7 @@ def _warn_about_ties(calibration: Calibration, ties: str | None) -> None:
     Args:
         calibration: The calibration of the model.
         ties: Value of the option, None if it is not set.
+        named: The name of the model, as further keys of the log line.
     """
     from deformer_stream import log
 
@@ -180,6 +333,7 @@ def _warn_about_ties(calibration: Calibration, ties: str | None) -> None:
             calibrated_ties=calibration.tie_policy,
             message=f"--ties {ties} voids the guarantee of the false-alarm rate, because the model was calibrated with "
             f"{calibration.tie_policy}; leave the option out, or run deformer-stream calibrate --ties {ties}",
+            **named,
         )
 
 
@@ -367,6 +521,46 @@ def open_translator(
     return translator
 
 
+def open_model_inputs(
+    inputs: Sequence[str], models: ServedModels, settings: ReplaySettings
+) -> tuple[Codec | ModelCodecs, FileSource | StandardInput]:
+    """Open the input files of `replay` as `open_inputs` does, for one or for several models.
+
+    Raises:
+        ConfigError: As `open_inputs`; or only some of several models have windows, or irregular readings, so that the
+            rows of a table are records of some models and readings of others.
+    """
+    from connectors.files import open_source
+    from deformer_stream.errors import ConfigError
+
+    artifacts = list(models.artifact_by_name.values())
+    if models.choice is None:
+        return open_inputs(inputs, artifacts[0], settings)
+    forms = {
+        (make_window_assigner(loaded.schema, settings) is None, loaded.schema.reading_times is None)
+        for loaded in artifacts
+    }
+    if len(forms) > 1:
+        raise ConfigError(
+            "only some of the models have time windows or irregular readings, so files cannot be read in one way for "
+            "all of them: replay them with one folder of models for each kind"
+        )
+    codec = models.combine_codecs(
+        lambda loaded: make_row_codec(loaded, settings, models.choice), settings, translator=None
+    )
+    options = _make_read_options(artifacts[0], settings)
+    # Each model handles a part of a poll. Larger polls keep these parts large enough for efficient matrix products.
+    batch_events = DEFAULT_BATCH_EVENTS * min(len(artifacts), MAX_BATCH_FACTOR)
+    source = open_source(
+        list(inputs),
+        list(models.schema_by_name.values()),
+        **options,
+        batch_events=batch_events,
+        model_column=models.choice.field,
+    )
+    return codec, source
+
+
 def open_inputs(
     inputs: Sequence[str], loaded: Artifact, settings: InputSettings
 ) -> tuple[Codec, FileSource | StandardInput]:
@@ -400,9 +594,18 @@ def open_input_files(inputs: Sequence[str], loaded: Artifact, settings: InputSet
     return open_input_files(list(inputs), loaded.schema, **_make_read_options(loaded, settings))
 
 
-def make_row_codec(loaded: Artifact, settings: InputSettings) -> Codec:
-    """Return the codec of a command that scores files. It orders the readings of a row of a wide table."""
-    return make_codec(loaded, settings, order=choose_order_of_rows(loaded, settings), seed=settings.seed)
+def make_row_codec(loaded: Artifact, settings: InputSettings, choice: ModelChoice | None = None) -> Codec:
+    """Return the codec of a command that scores files. It orders the readings of a row of a wide table.
+
+    Args:
+        loaded: The model.
+        settings: Options of the command.
+        choice: What chooses the model, if it is one of several.
+    """
+    order = choose_order_of_rows(loaded, settings)
+    return make_codec(
+        loaded, settings, order=order, seed=settings.seed, model_field=None if choice is None else choice.field
+    )
 
 
 def _make_read_options(loaded: Artifact, settings: InputSettings) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Heavy packages are imported inside the functions, so that `--help` is printed wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
         SuspiciousRecordLines,
     )
     from deformer_stream.codec import Codec
+    from deformer_stream.codec.model_choice import ModelCodecs
     from deformer_stream.engine.engine import Engine
+    from deformer_stream.engine.engine_set import EngineSet
     from deformer_stream.model.schema import Schema
     from deformer_stream.runtime.pipeline import Totals
     from deformer_stream.runtime.ports import Clock, EventSource, Sink
@@ -45,13 +47,16 @@ if TYPE_CHECKING:
 
 
 def open_replay_sinks(
-    settings: ReplaySettings, schema: Schema, cleanup: ExitStack, has_faults: bool = False
+    settings: ReplaySettings,
+    schema: Schema | Mapping[str, Schema],
+    cleanup: ExitStack,
+    has_faults: bool = False,
 ) -> list[Sink]:
     """Return a sink for each output file of `replay`.
 
     Args:
         settings: Options of `replay`, which name the output files.
-        schema: Schema (features) of the model.
+        schema: Schema (features) of the model, or of each of several models by name.
         cleanup: An exit stack, to which the method `discard` of each sink is added. After an error, it deletes an
             incomplete Parquet file, or closes a file of JSON lines. If the sink was closed before, it does nothing.
         has_faults: Whether the model has a classifier of faults, whose names become columns of `--records`.
@@ -92,8 +97,8 @@ def open_replay_sinks(
 def run_on_files(
     title: str,
     source: FileSource | StandardInput,
-    codec: Codec,
-    engine: Engine,
+    codec: Codec | ModelCodecs,
+    engine: Engine | EngineSet,
     sinks: Sequence[Sink],
     stop: threading.Event,
     send_drift_notices: bool = False,
@@ -120,8 +125,8 @@ def run_on_files(
 
 def run_pipeline(
     source: EventSource,
-    codec: Codec,
-    engine: Engine,
+    codec: Codec | ModelCodecs,
+    engine: Engine | EngineSet,
     sinks: Sequence[Sink],
     clock: Clock,
     stop: threading.Event,

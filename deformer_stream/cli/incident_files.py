@@ -59,6 +59,8 @@ def open_incident_sink(settings: ReplaySettings, cleanup: ExitStack) -> Incident
 
     if settings.incidents is None:
         raise ConfigError("the input is evidence, of which incidents are made: name their file with --incidents")
+    if settings.model is None:
+        raise ConfigError("--incidents follows the incident budget of a model: name it with --model")
     detection = load_detection_plan(settings.model, settings)
     click.echo(describe_plan(detection.plan), err=True)
     lines = IncidentLines(settings.incidents)

@@ -32,7 +32,9 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.runtime import process
 
 if TYPE_CHECKING:
+    from deformer_stream.cli.factory import ServedModels
     from deformer_stream.codec import Codec
+    from deformer_stream.codec.model_choice import ModelCodecs
     from deformer_stream.model_store import Artifact
     from deformer_stream.runtime.ports import EventSource, Sink
     from deformer_stream.settings import ConsumeSettings
@@ -63,22 +65,23 @@ def build_consume() -> click.Command:
         is_file = _find_kafka_topic(settings)[1] is None
         if is_file and settings.format != "json":
             raise ConfigError(f"--format {settings.format} is for a Kafka topic, but --source is a file: leave it out")
-        factory.check_paths([str(settings.source)] if is_file else [], settings.model)
+        factory.check_paths([str(settings.source)] if is_file else [], settings.model, models=settings.models)
         # These imports take seconds.
         from deformer_stream import log
         from deformer_stream.runtime.http_server import start_http_server
         from deformer_stream.runtime.metrics import Metrics
         from deformer_stream.runtime.pipeline import Pipeline
-        from deformer_stream.runtime.reload import ModelReloader
+        from deformer_stream.runtime.reload import ModelSetReloader
         from deformer_stream.runtime.timing import WallClock
 
         log.configure(is_debugging())
         logger = log.get_logger("consume")
         # With --drift off, drift is tracked for its metric, but not reported.
         drift_odds = math.inf if settings.drift == "off" else settings.drift or factory.DEFAULT_DRIFT_ODDS
-        loaded, engine = factory.load_engine(settings, drift_odds, states_suspicious=not is_file)
+        models = factory.load_models(settings, drift_odds, states_suspicious=not is_file)
+        engine, choice = models.engine, models.choice
         metrics = Metrics()
-        reloader = ModelReloader(loaded, settings.device, reload_requested, settings.compiled == "auto")
+        reloader = factory.make_reloader(models, settings, reload_requested)
         with ExitStack() as cleanup:
             translator = factory.open_translator(
                 settings, settings.patience, settings.max_message_bytes, metrics.record_progress, cleanup
@@ -87,15 +90,18 @@ def build_consume() -> click.Command:
             def make_codec(model: Artifact) -> Codec:
                 """Return the codec for a model, whose units of features are replaced first."""
                 factory.replace_units(model, settings)
+                if choice is not None:  # the codecs of several models share the translator
+                    return factory.make_codec(model, settings, order="arrival", model_field=choice.field)
                 return factory.make_codec(model, settings, order="arrival", translator=translator)
 
-            codec = make_codec(loaded)
-            source, sinks, is_finite = _connect(settings, codec, loaded.fingerprint, cleanup)
+            codec = models.combine_codecs(make_codec, settings, translator)
+            source, sinks, is_finite = _connect(settings, models, codec, cleanup)
             if settings.http:
                 cleanup.callback(start_http_server(settings.http, metrics))
             logger.info(
                 "ready",
-                model=loaded.fingerprint,
+                model=models.fingerprint,
+                **({} if choice is None else {"models": len(models.artifact_by_name), "model_by": choice.field}),
                 alpha=factory.format_alphas(settings.alpha),
                 source=settings.topic or settings.source,
             )
@@ -114,8 +120,10 @@ def build_consume() -> click.Command:
                 settings.commit_interval,
                 settings.snapshot_interval,
                 settings.open_records,
-                reloader.take_new_model,
+                None if isinstance(reloader, ModelSetReloader) else reloader.take_new_model,
                 make_codec,
+                take_named_model=reloader.take_named_model if isinstance(reloader, ModelSetReloader) else None,
+                make_engine=models.make_engine,
                 # The terminal shows each alert once: as a line of `TerminalAlerts`.
                 log_alerts=not (_is_terminal(settings.alerts) and sys.stderr.isatty()),
                 send_drift_notices=settings.drift is not None,
@@ -125,13 +133,13 @@ def build_consume() -> click.Command:
             # Garbage collection of the loaded modules and the model would only delay alerts.
             with process.frozen_gc():
                 totals = pipeline.run(stop)
-        logger.info("stopped", **totals.to_log_fields(), open=len(engine.records))
+        logger.info("stopped", **totals.to_log_fields(), open=pipeline.num_open_records)
 
     return consume
 
 
 def _connect(
-    settings: ConsumeSettings, codec: Codec, model: str, cleanup: ExitStack
+    settings: ConsumeSettings, models: ServedModels, codec: Codec | ModelCodecs, cleanup: ExitStack
 ) -> tuple[EventSource, list[Sink], bool]:
     """Open the source of events and the sinks of `consume`.
 
@@ -140,8 +148,8 @@ def _connect(
 
     Args:
         settings: Options of `consume`.
-        codec: Decodes events and encodes alerts.
-        model: Fingerprint (hash) of the model.
+        models: The models.
+        codec: Encodes alerts.
         cleanup: An exit stack, to which the functions that close the source and the sinks are added.
 
     Returns:
@@ -166,15 +174,16 @@ def _connect(
         check_no_overwrite([str(settings.source)], {"--alerts": settings.alerts})
         source = open_source(
             [str(settings.source)],
-            codec.schema,
+            list(models.schema_by_name.values()),
             field_names=factory.get_field_names(settings),
             batch_events=settings.max_poll_records,
             max_message_bytes=settings.max_message_bytes,
-            window_assigner=factory.make_window_assigner(codec.schema, settings),
+            window_assigner=factory.make_window_assigner(next(iter(models.schema_by_name.values())), settings),
+            model_column=None if models.choice is None else models.choice.field,
         )
         cleanup.callback(source.close)
     else:
-        source, sinks = _connect_to_kafka(settings, servers, topic, codec, model, cleanup)
+        source, sinks = _connect_to_kafka(settings, servers, topic, codec, models.fingerprint, cleanup)
     if settings.alerts:
         # A file keeps the alerts of earlier runs.
         alerts = TerminalAlerts() if _is_terminal(settings.alerts) else AlertLines(settings.alerts, append=True)
@@ -218,7 +227,12 @@ def _find_kafka_topic(settings: ConsumeSettings) -> tuple[str, str | None]:
 
 
 def _connect_to_kafka(
-    settings: ConsumeSettings, servers: str, topic: str, codec: Codec, model: str, cleanup: ExitStack
+    settings: ConsumeSettings,
+    servers: str,
+    topic: str,
+    codec: Codec | ModelCodecs,
+    model: str,
+    cleanup: ExitStack,
 ) -> tuple[EventSource, list[Sink]]:
     """Return a source that reads events from a topic, and sinks that write alerts and the like to other topics.
 
@@ -231,7 +245,7 @@ def _connect_to_kafka(
         servers: Kafka brokers as host:port, comma-separated.
         topic: The topic with the events.
         codec: Encodes alerts.
-        model: Fingerprint (hash) of the model.
+        model: Fingerprint (hash) of the model, or of the set of models.
         cleanup: An exit stack, to which the functions that close the source and the sinks are added.
 
     Raises:
@@ -327,7 +341,7 @@ def build_replay() -> click.Command:
         """
         settings = load_settings(ReplaySettings, flags, config, "replay")
         outputs = settings.get_output_by_flag() if settings.output_dir is None else {}
-        factory.check_paths(inputs, settings.model, outputs)
+        factory.check_paths(inputs, settings.model, outputs, settings.models)
         stop = stop_on_signals()  # before the imports below, because these take seconds
         from deformer_stream import log
 
@@ -339,16 +353,19 @@ def build_replay() -> click.Command:
 
             return replay_in_shards(inputs, settings, settings.output_dir, stop)
         drift_odds = None if settings.drift == "off" else settings.drift or factory.DEFAULT_DRIFT_ODDS
-        loaded, engine = factory.load_engine(settings, drift_odds, settings.suspicious_records is not None)
-        codec, source = factory.open_inputs(inputs, loaded, settings)
+        models = factory.load_models(settings, drift_odds, settings.suspicious_records is not None)
+        codec, source = factory.open_model_inputs(inputs, models, settings)
         with ExitStack() as cleanup:
-            sinks = file_runs.open_replay_sinks(settings, loaded.schema, cleanup, loaded.fault_classifier is not None)
+            has_faults = any(loaded.fault_classifier is not None for loaded in models.artifact_by_name.values())
+            sinks = file_runs.open_replay_sinks(settings, models.schema_by_name, cleanup, has_faults)
             incident_sink = incident_files.open_incident_sink(settings, cleanup) if settings.incidents else None
             if incident_sink is not None:
                 sinks.append(incident_sink)
             if source.ignored_columns:  # columns of the tables that are not features of the model
                 log.get_logger("replay").info("columns_ignored", columns=list(source.ignored_columns))
-            totals = file_runs.run_on_files("replay", source, codec, engine, sinks, stop, settings.drift is not None)
+            totals = file_runs.run_on_files(
+                "replay", source, codec, models.engine, sinks, stop, settings.drift is not None
+            )
             # Closing a sink completes its output file. After an error, `cleanup` calls `discard` of each sink instead.
             for connector in (*sinks, source):
                 connector.close()

@@ -18,6 +18,7 @@ If a JSON object has a key twice, the last value counts. The modules are:
     schema_formats, protobuf_schemas  messages in the formats of a schema registry, converted to JSON
     columns, tables  conversion of Arrow columns; decoders for rows of Parquet and CSV tables
     encode_outputs   alerts, drift notices and dead letters as JSON
+    model_choice     which of several models a message belongs to; their decoders as one
     encode_events    readings as messages, for `deformer-stream produce`
     encode_evidence  what closed records and alerts tell about their devices
     encode_incidents, incident_text, feedback_messages  incidents and labels of operators
@@ -104,6 +105,8 @@ class Codec:
         max_ahead_micros: How many microseconds an event's own time may lie after the broker's timestamp of its message,
             or after the wall clock if there is no such timestamp. None accepts all times.
         translator: Converts messages in a format of a schema registry to JSON. None if they are JSON or Arrow streams.
+        model_field: The field that determines the model, if there are several (`ModelCodecs`). A column of this name in
+            Arrow streams is then no unknown feature.
 
     Raises:
         ConfigError: If the order is unknown.
@@ -121,6 +124,7 @@ class Codec:
         window_assigner: WindowAssigner | None = None,
         max_ahead_micros: int | None = None,
         translator: SchemaTranslator | None = None,
+        model_field: str | None = None,
     ) -> None:
         if order not in ("arrival", "schema", "random"):
             raise ConfigError(f"the order of readings {order!r} is unknown; use arrival, schema or random")
@@ -129,7 +133,7 @@ class Codec:
         self.field_names = field_names
         self._translator = translator
         time_limit = None if max_ahead_micros is None else FutureTimeLimit(max_ahead_micros)
-        arrow_decoder = ArrowDecoder(schema, field_names, max_message_bytes, window_assigner, time_limit)
+        arrow_decoder = ArrowDecoder(schema, field_names, max_message_bytes, window_assigner, time_limit, model_field)
         self._message_decoder = MessageDecoder(
             schema,
             field_names,

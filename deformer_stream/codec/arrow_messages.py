@@ -12,7 +12,7 @@ value is used.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from deformer_stream.codec.columns import (
     convert_ids,
     convert_times_of_day,
+    encode_distinct,
     is_scalar,
     is_time_of_day,
     parse_labels,
@@ -61,6 +62,8 @@ class ArrowDecoder:
         window_assigner: Assigns each row that names a device but no record to a time window of the device. The window
             is then the record. None if each row must name its record.
         future_time_limit: Rejects times that lie too far in the future; None accepts all times.
+        model_field: A column that determines the model and is no feature, unless a feature has its name. None if there
+            is no such column.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class ArrowDecoder:
         max_bytes: int,
         window_assigner: WindowAssigner | None,
         future_time_limit: FutureTimeLimit | None,
+        model_field: str | None = None,
     ) -> None:
         has_windows = window_assigner is not None
         self._schema, self._field_names, self._max_bytes = schema, field_names, max_bytes
@@ -77,6 +81,8 @@ class ArrowDecoder:
         # The column whose missing cells the message key replaces: producers key messages by record or by device.
         self._id_column = field_names.device if has_windows else field_names.record
         self._event_columns = {field_names.record, field_names.time, self._id_column}
+        if model_field is not None:
+            self._event_columns.add(model_field)
         # A stream with both of these columns has the long layout. Any other stream has the wide layout, with one column
         # per feature, or per sensor if a sensor has one feature for each time slot (part of a window).
         self._long_columns = {field_names.feature, field_names.value}
@@ -339,6 +345,84 @@ class ArrowDecoder:
             values, errors = parse_numbers(column, feature)
             return values, dict(errors)
         return parse_labels(column, self._schema.code_by_label[code], feature.sensor_name)
+
+
+def split_stream(
+    payload: bytes, column_name: str, max_bytes: int, choose: Callable[[object], str]
+) -> dict[str, bytes | None]:
+    """Divide the rows of an Arrow IPC stream by a column that determines the model of each row.
+
+    Args:
+        payload: The bytes of the stream.
+        column_name: Name of the column.
+        max_bytes: Maximum size of a message in bytes.
+        choose: Returns the name of the model that a cell determines, None if the cell is null or there is no column.
+
+    Returns:
+        By name of the model, a stream with its rows; None if it is the whole stream.
+
+    Raises:
+        RejectionError: The stream cannot be read, is too large, or has no rows, or `choose` raises it for a row.
+    """
+    try:
+        return _split_stream(payload, column_name, max_bytes, choose)
+    except _READ_ERRORS as error:
+        problem = str(error) or type(error).__name__
+        raise RejectionError(RejectionReason.NOT_JSON, _explain_unreadable(problem)) from None
+
+
+def _split_stream(
+    payload: bytes, column_name: str, max_bytes: int, choose: Callable[[object], str]
+) -> dict[str, bytes | None]:
+    """Do the work of `split_stream`; errors of Arrow are not converted."""
+    if len(payload) > max_bytes:
+        raise RejectionError(
+            RejectionReason.TOO_LARGE,
+            f"the message has {len(payload)} bytes; at most {max_bytes} are accepted; send smaller messages",
+        )
+    data = pa.py_buffer(payload)
+    _reject_compressed(pa.ipc.MessageReader.open_stream(data))
+    schema = pa.ipc.open_stream(data).schema
+    index_by_name = {name: i for i, name in enumerate(schema.names)}  # a later column replaces an earlier one
+    if column_name not in index_by_name:
+        return {choose(None): None}
+    column_type = schema.types[index_by_name[column_name]]
+    if not is_scalar(column_type):
+        raise RejectionError(
+            RejectionReason.WRONG_TYPE,
+            f"column {quote(column_name)} has the type {quote(str(column_type))}; send text or whole numbers",
+        )
+    num_rows = 0
+    batches_by_model: dict[str, list[pa.RecordBatch]] = {}
+    for batch in pa.ipc.open_stream(data, options=pa.ipc.IpcReadOptions(use_threads=False)):
+        num_rows += batch.num_rows
+        if num_rows > MAX_READINGS:
+            raise RejectionError(
+                RejectionReason.TOO_LARGE,
+                f"the message has more than {MAX_READINGS} rows, the maximum that is accepted; split the message",
+            )
+        batch.validate(full=True)  # the bytes are untrusted: offsets and lengths may point outside of them
+        value_index, values = encode_distinct(batch.column(index_by_name[column_name]))
+        values.append(None)  # null cells have the index after the last distinct value
+        name_by_index = {i: choose(values[i]) for i in np.unique(value_index).tolist()}
+        for name in dict.fromkeys(name_by_index.values()):
+            chosen = np.isin(value_index, [i for i, other in name_by_index.items() if other == name])
+            batches_by_model.setdefault(name, []).append(batch.filter(pa.array(chosen)))
+    if not num_rows:
+        raise RejectionError(RejectionReason.MISSING_FIELD, "the Arrow stream has no rows; send at least one")
+    if len(batches_by_model) == 1:
+        return dict.fromkeys(batches_by_model)
+    return {name: _write_stream(batches) for name, batches in batches_by_model.items()}
+
+
+def _write_stream(batches: list[pa.RecordBatch]) -> bytes:
+    """Return record batches with the same columns as the bytes of an Arrow IPC stream."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    stream: bytes = sink.getvalue().to_pybytes()
+    return stream
 
 
 def _reject_compressed(messages: Iterable[Any]) -> None:

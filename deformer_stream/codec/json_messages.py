@@ -448,40 +448,42 @@ class MessageDecoder:
         if isinstance(payload, UnreadablePayload):
             return [Rejection(message_index, payload.reason, payload.detail, payload.num_messages)]
         try:
-            document = self._parse_document(payload)
+            document = parse_document(payload, self._max_bytes)
         except RejectionError as error:
             return [Rejection(message_index, error.reason, error.detail)]
         readings, rejections = self._documents.read(message_index, document, key, broker_time)
         events.add_readings(message_index, readings)
         return rejections
 
-    def _parse_document(self, payload: bytes | None) -> dict[str, object]:
-        """Parse the value of a message as a JSON object.
 
-        Args:
-            payload: The value; None for a tombstone (a Kafka message without a value).
+def parse_document(payload: bytes | None, max_bytes: int) -> dict[str, object]:
+    """Parse the value of a message as a JSON object.
 
-        Raises:
-            RejectionError: If the value is missing, too large, or not a JSON object.
-        """
-        if payload is None:
-            raise RejectionError(
-                RejectionReason.NOT_JSON, "the message has no value (a tombstone); a JSON object is expected"
-            )
-        if len(payload) > self._max_bytes:
-            raise RejectionError(
-                RejectionReason.TOO_LARGE,
-                f"the message has {len(payload)} bytes; at most {self._max_bytes} are accepted; send smaller messages",
-            )
-        try:
-            document = orjson.loads(payload)
-        except orjson.JSONDecodeError as error:
-            document = _parse_lenient(payload, str(error))
-        if not isinstance(document, dict):
-            raise RejectionError(
-                RejectionReason.NOT_JSON, f"the message is {_name_json_type(document)}; a JSON object is expected"
-            )
-        return document
+    Args:
+        payload: The value; None for a tombstone (a Kafka message without a value).
+        max_bytes: Maximum size of a message in bytes.
+
+    Raises:
+        RejectionError: If the value is missing, too large, or not a JSON object.
+    """
+    if payload is None:
+        raise RejectionError(
+            RejectionReason.NOT_JSON, "the message has no value (a tombstone); a JSON object is expected"
+        )
+    if len(payload) > max_bytes:
+        raise RejectionError(
+            RejectionReason.TOO_LARGE,
+            f"the message has {len(payload)} bytes; at most {max_bytes} are accepted; send smaller messages",
+        )
+    try:
+        document = orjson.loads(payload)
+    except orjson.JSONDecodeError as error:
+        document = _parse_lenient(payload, str(error))
+    if not isinstance(document, dict):
+        raise RejectionError(
+            RejectionReason.NOT_JSON, f"the message is {_name_json_type(document)}; a JSON object is expected"
+        )
+    return document
 
 
 def _make_event_parser(field_names: FieldNames) -> Callable[[Any], Any]:

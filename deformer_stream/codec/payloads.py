@@ -123,6 +123,11 @@ class LongRows:
         """Return the number within the file of the row at an index from 0 to N − 1."""
         return self.first_row + index if self.row_numbers is None else int(self.row_numbers[index])
 
+    def take(self, indices: NDArray[np.int64]) -> LongRows:
+        """Return the rows at these indices, (K,) integers from 0 to N − 1, in the order of the indices."""
+        numbers = self.first_row + indices if self.row_numbers is None else self.row_numbers[indices]
+        return LongRows(self.origin, self.table.take(indices), self.first_row, numbers)
+
 
 @dataclass(frozen=True, slots=True)
 class WideRows:
@@ -152,6 +157,12 @@ class WideRows:
     def get_row_number(self, index: int) -> int:
         """Return the number within the file of the row at an index from 0 to N − 1."""
         return self.first_row + index if self.row_numbers is None else int(self.row_numbers[index])
+
+    def take(self, indices: NDArray[np.int64]) -> WideRows:
+        """Return the rows at these indices, (K,) integers from 0 to N − 1, in the order of the indices."""
+        numbers = self.first_row + indices if self.row_numbers is None else self.row_numbers[indices]
+        record_ids = [self.record_ids[index] for index in indices.tolist()]
+        return WideRows(self.origin, self.table.take(indices), record_ids, self.first_row, self.time_column, numbers)
 
 
 Payload = Messages | LongRows | WideRows

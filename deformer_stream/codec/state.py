@@ -11,6 +11,8 @@ decoded value is returned.
 
 Format versions: the lowest version that holds the state is written, because earlier releases can read it.
 
+- Version 11 is written if there are several models. The body is then a JSON text, which states the name and the number
+  of bytes of the state of each model, a line feed, and these states. Each is in the format of one model.
 - Version 10 is written if sums "step" of irregular readings have begun to rise (`calibration.cusum`).
 - Version 9 is written if sums "level" of irregular readings have begun to rise (`calibration.cusum`).
 - Version 8 is written if the latest event time of each record is saved, which `consume --evidence on` needs.
@@ -30,6 +32,7 @@ Format versions: the lowest version that holds the state is written, because ear
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeAlias, get_args
@@ -42,7 +45,7 @@ from deformer_stream.calibration.cusum import create_states, state_width
 from deformer_stream.calibration.drift import BET_EXPONENTS, MAX_WEALTH
 from deformer_stream.calibration.drift_state import DriftState
 from deformer_stream.codec.state_header import HEADER, MAGIC
-from deformer_stream.engine.events import NO_ALERT, NO_TIME, SUPPRESS_ALL, AlertState, Decisions
+from deformer_stream.engine.events import NO_ALERT, NO_TIME, ONLY_MODEL, SUPPRESS_ALL, AlertState, Decisions
 from deformer_stream.engine.id_set import StringColumn
 from deformer_stream.engine.reading_log import MAX_EXTENT_SIZE
 from deformer_stream.engine.snapshot import (
@@ -58,7 +61,9 @@ from deformer_stream.errors import StateError
 from deformer_stream.model.windows import PerSlot
 from deformer_stream.ragged import ragged_indices
 
-FORMAT_VERSION = 10
+FORMAT_VERSION = 11
+SET_VERSION = 11
+"""The format version of the state of several models."""
 SNAPSHOT, DECISIONS = b"S", b"D"
 """The byte `kind` of the header, for the two kinds of saved state."""
 MIN_COMPRESSED_BYTES = 16_384
@@ -305,6 +310,95 @@ def decode_decisions(data: bytes, description: str = "the saved decisions") -> D
         raise StateError(f"{description}: the state cannot be decoded: {error}; {REMEDY}") from error
 
 
+def encode_snapshots(snapshot_by_model: Mapping[str, Snapshot]) -> bytes:
+    """Return the snapshots of a partition as bytes: that of the only model, or one for each of several models."""
+    return _encode_set(SNAPSHOT, {name: encode_snapshot(snapshot) for name, snapshot in snapshot_by_model.items()})
+
+
+def decode_snapshots(data: bytes, description: str = "the saved snapshot") -> dict[str, Snapshot]:
+    """Return the snapshots of a partition by the name of the model, which is `ONLY_MODEL` for the only one.
+
+    Args:
+        data: The result of `encode_snapshots` or `encode_snapshot`.
+        description: What the error message calls the data.
+
+    Raises:
+        StateError: As `decode_snapshot`.
+    """
+    try:
+        return {name: _decode_snapshot(part) for name, part in _decode_set(SNAPSHOT, data).items()}
+    except _InvalidStateError as error:
+        raise StateError(f"{description}: the state cannot be decoded: {error}; {REMEDY}") from error
+
+
+def encode_decisions_by_model(decisions_by_model: Mapping[str, Decisions]) -> bytes:
+    """Return decisions as bytes: those of the only model, or those of each of several models."""
+    return _encode_set(DECISIONS, {name: encode_decisions(part) for name, part in decisions_by_model.items()})
+
+
+def decode_decisions_by_model(data: bytes, description: str = "the saved decisions") -> dict[str, Decisions]:
+    """Return decisions by the name of the model, which is `ONLY_MODEL` for the only one.
+
+    Args:
+        data: The result of `encode_decisions_by_model` or `encode_decisions`.
+        description: What the error message calls the data.
+
+    Raises:
+        StateError: As `decode_decisions`.
+    """
+    try:
+        return {name: _decode_decisions(part) for name, part in _decode_set(DECISIONS, data).items()}
+    except _InvalidStateError as error:
+        raise StateError(f"{description}: the state cannot be decoded: {error}; {REMEDY}") from error
+
+
+def _encode_set(kind: bytes, part_by_model: Mapping[str, bytes]) -> bytes:
+    """Return the state of several models as bytes; that of the only model is returned unchanged.
+
+    Args:
+        kind: `SNAPSHOT` or `DECISIONS`.
+        part_by_model: The encoded state of each model.
+    """
+    if part_by_model.keys() == {ONLY_MODEL}:
+        return part_by_model[ONLY_MODEL]
+    index = json.dumps([[name, len(part)] for name, part in part_by_model.items()]).encode()
+    body = b"".join([index, b"\n", *part_by_model.values()])
+    return HEADER.pack(MAGIC, kind, SET_VERSION, hashlib.sha256(body).digest()) + body
+
+
+def _decode_set(kind: bytes, data: bytes) -> dict[str, bytes]:
+    """Return the encoded state of each model, by the name of the model.
+
+    Args:
+        kind: `SNAPSHOT` or `DECISIONS`.
+        data: The result of `_encode_set`.
+
+    Raises:
+        _InvalidStateError: If the data has several models and is not valid.
+    """
+    if len(data) < HEADER.size or data[: len(MAGIC)] != MAGIC:
+        return {ONLY_MODEL: data}  # it is refused when it is decoded
+    _, data_kind, version, digest = HEADER.unpack_from(data)
+    if version != SET_VERSION:
+        return {ONLY_MODEL: data}
+    _require(data_kind == kind, f"the data is of another kind; expected: {_KIND_NAMES[kind]}")
+    body = data[HEADER.size :]
+    _require(hashlib.sha256(body).digest() == digest, "checksum mismatch: the data is cut short or altered")
+    index, _, parts = body.partition(b"\n")
+    part_by_model: dict[str, bytes] = {}
+    start = 0
+    try:
+        for name, length in json.loads(index):
+            _require(type(name) is str and bool(name) and name not in part_by_model, "a model has no name of its own")
+            _require(type(length) is int and 0 <= length <= len(parts) - start, "a model has no valid length")
+            part_by_model[name] = parts[start : start + length]
+            start += length
+    except (ValueError, TypeError, RecursionError):
+        raise _InvalidStateError("the list of its models cannot be read") from None
+    _require(start == len(parts), "it has more bytes than its models have")
+    return part_by_model
+
+
 def check_state(snapshot: bytes, decisions: Iterable[bytes]) -> None:
     """Check that the saved state of a partition can be decoded.
 
@@ -317,7 +411,8 @@ def check_state(snapshot: bytes, decisions: Iterable[bytes]) -> None:
             its values do, because this depends on where the state is stored.
     """
     try:
-        _decode_snapshot(snapshot)
+        for part in _decode_set(SNAPSHOT, snapshot).values():
+            _decode_snapshot(part)
     except _InvalidStateError as error:
         # The caller states the values of --lost-state and what they do.
         raise StateError(
@@ -326,7 +421,8 @@ def check_state(snapshot: bytes, decisions: Iterable[bytes]) -> None:
         ) from error
     try:
         for data in decisions:
-            _decode_decisions(data)
+            for part in _decode_set(DECISIONS, data).values():
+                _decode_decisions(part)
     except _InvalidStateError as error:
         # The caller states the values of --lost-state and what they do.
         raise StateError(
@@ -648,6 +744,7 @@ def _decode(kind: bytes, data: bytes, types: Mapping[str, pa.DataType]) -> dict[
     # The public functions of this module add to these messages which state is affected and what to do.
     magic, data_kind, version, digest = HEADER.unpack_from(data)
     _require(magic == MAGIC, "the data was written by another program")
+    _require(version != SET_VERSION, "it is the state of several models, where that of one model is expected")
     if not 1 <= version <= FORMAT_VERSION:
         raise _InvalidStateError(
             f"the saved state has format version {version}, but this release of deformer-stream reads versions 1 to "

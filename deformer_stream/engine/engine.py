@@ -362,6 +362,31 @@ class Engine:
             withdrawn_records=withdrawn_records,
         )
 
+    def has_work(self, now: int) -> bool:
+        """Return whether `handle` may decide anything if it is called without events.
+
+        Args:
+            now: The current time in microseconds since 1970.
+        """
+        has_open_records = len(self.records) > 0
+        return (
+            bool(self._translated_partitions)
+            or self._suspicious is not None
+            or len(self.records) > self.limits.max_open_records
+            or self.records.num_bytes > self.limits.max_record_bytes
+            or (has_open_records and self.limits.record_timeout is not None and now >= self._next_record_timeout)
+            or (
+                has_open_records
+                and self.records.holds_ties
+                and self.limits.tie_wait is not None
+                and now >= self._next_tie_timeout
+            )
+        )
+
+    def has_partition(self, partition: int) -> bool:
+        """Return whether there is any state of a partition."""
+        return partition in self.records.partitions or partition in self._rescorings
+
     def replay(self, batch: EventBatch, now: int) -> None:
         """Reproduce the state of the previous run from events that it has handled, without raising alerts again.
 

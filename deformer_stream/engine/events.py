@@ -30,6 +30,10 @@ SUPPRESS_ALL = 0.0
 smaller, so the record does not alert again."""
 
 
+ONLY_MODEL = ""
+"""The name of the model of a process that has one model. No model of several has this name."""
+
+
 class RejectionReason(StrEnum):
     """Why readings or a whole message were rejected.
 
@@ -64,6 +68,8 @@ class RejectionReason(StrEnum):
     """The message, or a part of it, exceeds a limit."""
     FUTURE = "future"
     """The event time is too far ahead of the clock."""
+    UNKNOWN_MODEL = "unknown_model"
+    """The process has several models, and none for the value of the field that determines the model."""
 
 
 class CloseReason(StrEnum):
@@ -588,6 +594,7 @@ class Effects:
         num_combined: Number of readings of the batch that were combined with an earlier reading of the same time slot
             (a part of a window). The slot is scored as one reading when it is over.
         model: Fingerprint of the model that scores new records, a hash that identifies it with its calibration.
+        model_name: Name of the model among several ones of a process, empty if it is the only one.
         held_back_alerts: The alerts that were raised and are not sent, because there are too many. The engine leaves
             this list empty; the runtime decides. Their explanation is "fast" at most (`Engine.handle`).
         storm_notices: Notices that alerts were held back.
@@ -607,10 +614,24 @@ class Effects:
     tie_timeouts: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     num_combined: int = 0
     model: str = ""
+    model_name: str = ONLY_MODEL
     held_back_alerts: list[Alert] = field(default_factory=list)
     storm_notices: list[StormNotice] = field(default_factory=list)
     suspicious_records: list[SuspiciousRecord] = field(default_factory=list)
     withdrawn_records: list[tuple[int, str]] = field(default_factory=list)
+
+    @staticmethod
+    def empty(model: str = "", model_name: str = ONLY_MODEL) -> Effects:
+        """Return effects of nothing, of a model with this fingerprint and name."""
+        return Effects(
+            EventBatch.empty(),
+            ScoredReadings.empty(),
+            [],
+            [],
+            ClosedRecords.empty(),
+            model=model,
+            model_name=model_name,
+        )
 
     @property
     def raised_alerts(self) -> list[Alert]:

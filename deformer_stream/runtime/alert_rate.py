@@ -93,28 +93,45 @@ class AlertLimiter:
     ) -> Effects:
         """Return the effects of one batch with the alerts that may not be sent in `held_back_alerts`.
 
-        The most severe alerts of the batch are sent, and among equally severe ones the first (`select_most_severe`). A
+        See `limit_all`.
+        """
+        return self.limit_all([effects], clock_time, is_final, num_permitted)[0]
+
+    def limit_all(
+        self, all_effects: Sequence[Effects], clock_time: int, is_final: bool = False, num_permitted: int | None = None
+    ) -> list[Effects]:
+        """Return the effects of one poll with the alerts that may not be sent in `held_back_alerts`.
+
+        The most severe alerts of the poll are sent, and among equally severe ones the first (`select_most_severe`). A
         notice is added if alerts were held back since the last one, at most once in `NOTICE_SECONDS`.
 
         Args:
-            effects: The effects, as the engine has returned them.
+            all_effects: The effects of each model, as the engines have returned them; at least one.
             clock_time: The time of the pipeline's clock, microseconds since 1970.
             is_final: Whether the run ends, so that a notice must not wait.
             num_permitted: What `count_permitted` has returned before the batch was handled. None to call it now.
         """
-        now, alerts = self._now(), effects.alerts
+        now, alerts = self._now(), [alert for effects in all_effects for alert in effects.alerts]
+        limited = list(all_effects)
         num_permitted = self.count_permitted() if num_permitted is None else num_permitted
         num_requested = min(len(alerts), num_permitted)
         self._bucket, num_sent = take_tokens(self._bucket, num_requested, now, self._max_rate, self._capacity)
         if num_sent < len(alerts):
-            sent, held_back = _divide(alerts, num_sent)
-            self._count(held_back)
-            effects = replace(effects, alerts=sent, held_back_alerts=held_back)
+            selected = select_most_severe([alert.alpha for alert in alerts], num_sent)
+            self._count([alert for i, alert in enumerate(alerts) if i not in selected])
+            start = 0
+            for place, effects in enumerate(all_effects):
+                numbered = list(enumerate(effects.alerts, start))
+                start += len(numbered)
+                sent = [alert for i, alert in numbered if i in selected]
+                held_back = [alert for i, alert in numbered if i not in selected]
+                limited[place] = replace(effects, alerts=sent, held_back_alerts=held_back)
         is_due = is_final or now - self._last_notice >= NOTICE_SECONDS
         if self._num_by_partition and is_due:
             self._last_notice = now
-            effects = replace(effects, storm_notices=[self._make_notice(clock_time, effects.model)])
-        return effects
+            # The last effects state the notice, because it summarises the alerts of all models.
+            limited[-1] = replace(limited[-1], storm_notices=[self._make_notice(clock_time, limited[-1].model)])
+        return limited
 
     def _count(self, held_back: Sequence[Alert]) -> None:
         """Count alerts that are held back, for the next notice."""
@@ -140,15 +157,3 @@ class AlertLimiter:
         )
         self._num_by_partition, self._records = Counter(), []
         return notice
-
-
-def _divide(alerts: Sequence[Alert], num_sent: int) -> tuple[list[Alert], list[Alert]]:
-    """Return the alerts that are sent and those that are held back, both in the order of `alerts`.
-
-    Args:
-        alerts: The alerts.
-        num_sent: How many are sent.
-    """
-    selected = select_most_severe([alert.alpha for alert in alerts], num_sent)
-    sent = [alert for i, alert in enumerate(alerts) if i in selected]
-    return sent, [alert for i, alert in enumerate(alerts) if i not in selected]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 
-from deformer_stream.engine.events import NO_TIME, CloseReason, Effects, RejectionReason
+from deformer_stream.engine.events import NO_TIME, ONLY_MODEL, CloseReason, Effects, RejectionReason
 
 _PREFIX = "deformer_"
 _BATCH_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
@@ -99,6 +99,15 @@ class Metrics:
             _SECONDS_BUCKETS,
         )
         self.model = self._gauge("model_info", "Always 1; the label identifies the model in use.", ["fingerprint"])
+        self.model_events = self._counter(
+            "model_events_total", "Number of events accepted, by model; only with --models.", ["model"]
+        )
+        self.model_alerts = self._counter(
+            "model_alerts_total", "Number of alerts raised, by model; only with --models.", ["model"]
+        )
+        self.model_open = self._gauge(
+            "model_records_open", "Number of records that are open now, by model; only with --models.", ["model"]
+        )
         # The second name is that of earlier releases, which dashboards and alert rules may use.
         self.drift, self.drift_by_old_name = (
             self._gauge(
@@ -161,17 +170,19 @@ class Metrics:
             self.poll_gap.observe(now - self._last_poll)
         self._last_poll = now
 
-    def observe_batch(self, effects: Effects, scoring_seconds: float) -> None:
-        """Count the effects of one batch, and record that the pipeline made progress.
+    def observe_scoring(self, num_events: int, seconds: float) -> None:
+        """Record how long it took to score the events of a poll, of all models, if it had some."""
+        if num_events:
+            self.batch.observe(num_events)
+            self.scoring.observe(seconds)
+
+    def observe_batch(self, effects: Effects) -> None:
+        """Count the effects of one batch of one model, and record that the pipeline made progress.
 
         Args:
             effects: What the engine returned for the batch: scored readings, rejections, closed records and alerts.
-            scoring_seconds: How long it took to score the batch.
         """
         self.record_progress()
-        if len(effects.batch):
-            self.batch.observe(len(effects.batch))
-            self.scoring.observe(scoring_seconds)
         self.events.inc(len(effects.scored))
         self.combined.inc(effects.num_combined)
         for rejection in effects.rejections:
@@ -180,6 +191,9 @@ class Metrics:
             self.closed.labels(reason.value).inc(count)
         self.alerts.inc(len(effects.raised_alerts))
         self.held_back.inc(len(effects.held_back_alerts))
+        if effects.model_name != ONLY_MODEL:
+            self.model_events.labels(effects.model_name).inc(len(effects.scored))
+            self.model_alerts.labels(effects.model_name).inc(len(effects.raised_alerts))
 
     def observe_alert_delays(self, effects: Effects) -> None:
         """Record the delay of each alert of a batch, from the time of its event until now.
@@ -239,10 +253,23 @@ class Metrics:
         self.misrouted.inc(num_records - self.num_misrouted)
         self.num_misrouted = num_records
 
-    def set_model(self, fingerprint: str) -> None:
-        """Set the fingerprint of the model in use, and remove the series of the previous model."""
+    def set_models(self, fingerprint_by_name: Mapping[str, str]) -> None:
+        """Set the fingerprints of the models in use, and remove the series of previous models.
+
+        Args:
+            fingerprint_by_name: The fingerprint of each model; the name of the only model is `ONLY_MODEL`.
+        """
         self.model.clear()
-        self.model.labels(fingerprint).set(1)
+        for fingerprint in fingerprint_by_name.values():
+            self.model.labels(fingerprint).set(1)
+        for name in fingerprint_by_name.keys() - {ONLY_MODEL}:  # so that the first alert is visible as an increase
+            self.model_events.labels(name)
+            self.model_alerts.labels(name)
+
+    def set_open_by_model(self, num_records_by_name: Mapping[str, int]) -> None:
+        """Set the number of open records of each of several models."""
+        for name, num_records in num_records_by_name.items():
+            self.model_open.labels(name).set(num_records)
 
     def set_snapshot(self, partition: int, num_bytes: int) -> None:
         """Record that a snapshot (saved state) of a partition has just been committed.

@@ -24,7 +24,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,9 +33,11 @@ import numpy as np
 from deformer_stream import log
 from deformer_stream.codec import Codec
 from deformer_stream.codec.alert_text import summarize_cause
+from deformer_stream.codec.model_choice import ModelCodecs, compute_set_fingerprint, decode_by_model
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.engine import Engine, OpenRecordPolicy
-from deformer_stream.engine.events import ClosedRecords, Effects, EventBatch, Rejection, ScoredReadings
+from deformer_stream.engine.engine_set import EngineSet
+from deformer_stream.engine.events import ONLY_MODEL, Effects, EventBatch, Rejection
 from deformer_stream.errors import ConfigError
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.alert_rate import AlertLimiter
@@ -113,10 +115,14 @@ class Totals:
 class Pipeline:
     """The pipeline from a source through codec and engine to the sinks; `run` is its loop.
 
+    It may have several models (`ModelCodecs`, `EngineSet`). Each message then belongs to one of them, and the sinks
+    receive the effects of each model on its own.
+
     Attributes:
         source: The connector that returns messages or table rows.
-        codec: Decodes these messages or rows into events.
-        engine: Scores the events and returns effects (scores, alerts, closed records).
+        codec: Decodes these messages or rows into events; the codecs of several models as one.
+        engine: Scores the events and returns effects (scores, alerts, closed records); or the engines of several
+            models, with the names that the codecs have.
         sinks: The connectors that write effects.
         clock: Returns the time at which a batch is handled, for time-outs.
         metrics: Receives counts and timings.
@@ -127,7 +133,10 @@ class Pipeline:
         open_records: How open records are scored when the model has changed: "finish" by the model under which they
             were opened, "rescore" by the new one.
         take_new_model: Returns a new model to use from now on, or None. Without this function the model never changes.
+        take_named_model: As `take_new_model` if there are several models: it also returns the name of the model, which
+            may be new.
         make_codec: Returns the codec for a new model.
+        make_engine: Returns the engine for a model with a new name.
         report_progress: Called after each poll that returned data, with the number of messages.
         log_alerts: Whether each alert of a live stream is logged. A command that prints alerts on the terminal of the
             log need not log them, too.
@@ -143,8 +152,8 @@ class Pipeline:
     """
 
     source: EventSource
-    codec: Codec
-    engine: Engine
+    codec: Codec | ModelCodecs
+    engine: Engine | EngineSet
     sinks: Sequence[Sink]
     clock: Clock
     metrics: Metrics
@@ -161,6 +170,8 @@ class Pipeline:
     send_drift_notices: bool = True
     max_alert_rate: float | None = None
     saves_event_times: bool = False
+    take_named_model: Callable[[], tuple[str, Artifact] | None] | None = None
+    make_engine: Callable[[Artifact], Engine] | None = None
     totals: Totals = field(default_factory=Totals)
     recovery: Recovery = field(init=False)
     _partitioned_source: PartitionedSource | None = field(init=False)
@@ -169,20 +180,23 @@ class Pipeline:
     _commit_schedule: CommitSchedule = field(init=False)
     _last_summary: float = field(init=False)
     _alert_limiter: AlertLimiter | None = field(init=False)
-    _alert_share: AlertShareMonitor = field(init=False)
+    _engines: EngineSet = field(init=False)
+    _alert_shares: dict[str, AlertShareMonitor] = field(init=False)  # by the name of the model
     _last_alert_share_log: float | None = field(init=False, default=None)
-    _repeated_readings: RepeatedReadingsMonitor = field(init=False)
-    _has_logged_repeated_readings: bool = field(init=False, default=False)
+    _repeated_readings: dict[str, RepeatedReadingsMonitor] = field(init=False)
+    _logged_repeated_readings: set[str] = field(init=False, default_factory=set)  # names of models
     _next_ranking: float = field(init=False, default=0.0)  # as `time.perf_counter` counts
 
     def __post_init__(self) -> None:
+        self._engines = self.engine if isinstance(self.engine, EngineSet) else EngineSet({ONLY_MODEL: self.engine})
         self.recovery = Recovery(
-            self.engine, self.metrics, self.snapshot_interval, saves_event_times=self.saves_event_times
+            self._engines, self.metrics, self.snapshot_interval, saves_event_times=self.saves_event_times
         )
         self._commit_schedule = CommitSchedule(self.commit_interval)
         self._alert_limiter = None if self.max_alert_rate is None else AlertLimiter(self.max_alert_rate)
-        self._alert_share = self._make_alert_share_monitor()
-        self._repeated_readings = RepeatedReadingsMonitor(self.engine.schema)
+        engine_by_name = self._engines.engine_by_name
+        self._alert_shares = {name: _make_alert_share_monitor(engine) for name, engine in engine_by_name.items()}
+        self._repeated_readings = {name: RepeatedReadingsMonitor(e.schema) for name, e in engine_by_name.items()}
         self._partitioned_source = self.source if isinstance(self.source, PartitionedSource) else None
         self._group_source = self.source if isinstance(self.source, GroupSource) else None
         self._async_source = self.source if isinstance(self.source, AsyncCommitSource) else None
@@ -192,6 +206,11 @@ class Pipeline:
         if isinstance(self.source, WaitingSource):
             self.source.on_wait = self.metrics.record_progress
 
+    @property
+    def num_open_records(self) -> int:
+        """The number of open records, of all models."""
+        return self._engines.num_open_records
+
     def run(self, stop: threading.Event) -> Totals:
         """Process events until `stop` is set or the source is exhausted, then commit and return the totals.
 
@@ -199,27 +218,31 @@ class Pipeline:
             stop: Set from outside to end the run after the current turn of the loop, for example by a signal handler.
         """
         self._last_summary = time.monotonic()
-        self.metrics.set_model(self.engine.fingerprint)
+        self.metrics.set_models(self._engines.fingerprint_by_name)
         while not stop.is_set() and (self.recovery.waiting_partitions or not self.source.is_exhausted):
             self._replace_model()
             polled = self._poll()
             data = self._update_partitions(polled)
-            batch, rejections = self._decode(data)
+            batch_by_model, rejections = self._decode(data)
             num_alerts = None if self._alert_limiter is None else self._alert_limiter.count_permitted()
-            effects, scoring_seconds = self._handle(batch, rejections, num_alerts)
+            effects, scoring_seconds = self._handle(batch_by_model, rejections, num_alerts)
             effects = self._limit_alerts(effects, num_alerts)
             self._write(effects, data)
             self._commit_if_due(effects)
             self._report(effects, scoring_seconds)
             self._report_poll(polled)
         if self.is_finite and self.source.is_exhausted:
-            effects = self.engine.finish()  # closes all open records
+            effects = self._engines.finish()  # closes all open records
+            for part in effects:
+                self._repeated_readings[part.model_name].add(part)
             self._write(effects, data=None)
             self._report(effects, scoring_seconds=0.0)
             self._summarize_alert_share()
         self._write_last_storm_notice()
-        self.totals.repeated_readings = self._repeated_readings.summarize()
-        self._log_repeated_readings(self.totals.repeated_readings)
+        for name, monitor in self._repeated_readings.items():
+            report = monitor.summarize()
+            self.totals.repeated_readings = self.totals.repeated_readings or report
+            self._log_repeated_readings(name, report)
         self._commit(is_final=True)
         return self.totals
 
@@ -233,43 +256,60 @@ class Pipeline:
         self.metrics.observe_poll()
         return self.source.poll(0.0 if self.recovery.waiting_partitions else self.max_wait)
 
-    def _decode(self, data: Payload | None) -> tuple[EventBatch, list[Rejection]]:
-        """Stage 2: return the events and rejections of the messages of a poll; none if the poll had no data (None)."""
-        return (EventBatch.empty(), []) if data is None else self.codec.decode(data)
+    def _decode(self, data: Payload | None) -> tuple[Mapping[str, EventBatch], list[Rejection]]:
+        """Stage 2: return the events of each model, and the rejections, of the messages of a poll.
 
-    def _handle(self, batch: EventBatch, rejections: list[Rejection], num_alerts: int | None) -> tuple[Effects, float]:
+        There are none if the poll had no data (None).
+        """
+        return ({}, []) if data is None else decode_by_model(self.codec, data)
+
+    def _handle(
+        self, batch_by_model: Mapping[str, EventBatch], rejections: list[Rejection], num_alerts: int | None
+    ) -> tuple[list[Effects], float]:
         """Stage 3: score the events, and close records that have timed out.
 
         Records are not closed in partitions that are being restored, because their earlier events are still being read.
 
         Args:
-            batch: The events.
-            rejections: The rejections of the decoder, which are added to those of the engine.
+            batch_by_model: The events by the name of their model.
+            rejections: The rejections of the decoder, which are added to those of the engines.
             num_alerts: How many alerts may be sent, None for any number. Others get a cheap explanation at most.
 
         Returns:
-            The effects (scores, alerts, closed records, rejections), and the seconds that scoring took.
+            The effects (scores, alerts, closed records, rejections) of each model that had events or other work, at
+            least of one; and the seconds that scoring took. The last effects have the rejections of all models.
         """
         start = time.perf_counter()
-        effects = self.engine.handle(
-            batch,
-            self.clock.at(batch.times),
+        times = [batch.times for batch in batch_by_model.values()]
+        effects = self._engines.handle(
+            batch_by_model,
+            self.clock.at(np.concatenate(times) if times else np.empty(0, np.int64)),
             self.recovery.restoring_partitions,
             num_alerts,
             self.metrics.record_progress,
             ranks_suspicious=self.is_finite or start >= self._next_ranking,
         )
         seconds = time.perf_counter() - start
-        if effects.suspicious_records:
+        if any(part.suspicious_records for part in effects):
             self._next_ranking = start + (1 + RANKING_PAUSE) * seconds
-        merged = Rejection.merge_by_message([*rejections, *effects.rejections])
-        return replace(effects, rejections=merged), seconds
+        for part in effects:
+            self._repeated_readings[part.model_name].add(part)
+            rejections = [*rejections, *part.rejections]
+        effects = effects or [Effects.empty(self._get_fingerprint())]
+        # A message may have readings of several models. It is written to the dead-letter topic once per reason.
+        merged = Rejection.merge_by_message(rejections)
+        return [
+            *(replace(part, rejections=[]) for part in effects[:-1]),
+            replace(effects[-1], rejections=merged),
+        ], seconds
 
-    def _limit_alerts(self, effects: Effects, num_alerts: int | None = None, is_final: bool = False) -> Effects:
+    def _limit_alerts(
+        self, effects: list[Effects], num_alerts: int | None = None, is_final: bool = False
+    ) -> list[Effects]:
         """Hold alerts back if more are raised than may be sent.
 
         Args:
-            effects: The effects of one batch of events.
+            effects: The effects of one poll, by model.
             num_alerts: How many alerts may be sent, None for any number.
             is_final: Whether no further effects follow.
 
@@ -278,43 +318,43 @@ class Pipeline:
         """
         if self._alert_limiter is None:
             return effects
-        return self._alert_limiter.limit(effects, self._now(), is_final, num_alerts)
+        return self._alert_limiter.limit_all(effects, self._now(), is_final, num_alerts)
 
     def _write_last_storm_notice(self) -> None:
         """Write a notice about alerts that were held back since the last notice, because the run ends."""
-        nothing = Effects(
-            EventBatch.empty(), ScoredReadings.empty(), [], [], ClosedRecords.empty(), model=self.engine.fingerprint
-        )
-        effects = self._limit_alerts(nothing, is_final=True)
-        if effects.storm_notices:
+        effects = self._limit_alerts([Effects.empty(self._get_fingerprint())], is_final=True)
+        if effects[0].storm_notices:
             self._write(effects, data=None)
-            self._log_effects(effects)
+            self._log_effects(effects[0])
 
-    def _write(self, effects: Effects, data: Payload | None) -> None:
+    def _write(self, all_effects: Iterable[Effects], data: Payload | None) -> None:
         """Stage 4: pass the effects to the sinks, and keep their decisions until the next commit saves them.
 
         Decisions are effects that cannot be derived from the messages again, such as time-outs.
 
         Args:
-            effects: The results of one call of the engine (scores, alerts, closed records).
+            all_effects: The results of each model (scores, alerts, closed records).
             data: The messages or table rows that the effects refer to, or None if there are none.
         """
-        sent = effects if self.send_drift_notices else replace(effects, drift_notices=[])
-        for sink in self.sinks:
-            sink.write(sent, data)
-        self.recovery.record_effects(effects)
+        for effects in all_effects:
+            sent = effects if self.send_drift_notices else replace(effects, drift_notices=[])
+            for sink in self.sinks:
+                sink.write(sent, data)
+            self.recovery.record_effects(effects)
 
-    def _commit_if_due(self, effects: Effects) -> None:
+    def _commit_if_due(self, all_effects: Iterable[Effects]) -> None:
         """Stage 5: commit if a commit is due.
 
         Args:
-            effects: The effects of this turn of the loop. If they contain an alert or a notice, a commit is due at
+            all_effects: The effects of this turn of the loop. If they contain an alert or a notice, a commit is due at
                 once, because consumers of a Kafka topic see a message only when its transaction is committed.
         """
         # Without partitions, such as for a file, an alert is visible before the commit.
-        has_notices = effects.storm_notices or (effects.drift_notices and self.send_drift_notices)
-        has_messages = effects.alerts or has_notices
-        is_urgent = self._partitioned_source is not None and bool(has_messages)
+        has_messages = any(
+            effects.alerts or effects.storm_notices or (effects.drift_notices and self.send_drift_notices)
+            for effects in all_effects
+        )
+        is_urgent = self._partitioned_source is not None and has_messages
         if self._commit_schedule.is_due(is_urgent, self._is_behind):
             self._commit()
 
@@ -375,7 +415,7 @@ class Pipeline:
         """
         now = self._now()
         if polled.revoked_partitions:
-            effects = self.engine.revoke(polled.revoked_partitions)  # closes the records of these partitions
+            effects = self._engines.revoke(polled.revoked_partitions)  # closes the records of these partitions
             self._write(effects, data=None)
             self._report(effects, scoring_seconds=0.0)
             self.recovery.drop_partitions(polled.revoked_partitions)
@@ -421,49 +461,88 @@ class Pipeline:
 
         If the model does not fit the options of the run, the model in use stays and a warning is logged.
         """
-        artifact = self.take_new_model() if self.take_new_model is not None else None
-        if artifact is None or self.make_codec is None:  # `make_codec` is given if `take_new_model` is
+        taken = self._take_named_model()
+        if taken is None or self.make_codec is None:  # `make_codec` is given if a function returns new models
             return
-        if artifact.fingerprint == self.engine.fingerprint:  # only the names of faults have changed
-            self.engine.replace_fault_classifier(artifact.fault_classifier)
-            log.get_logger("model").info("fault_classifier_changed", model=artifact.fingerprint)
+        name, artifact = taken
+        is_new = name not in self._engines.engine_by_name
+        logger, named = log.get_logger("model"), {} if name == ONLY_MODEL else {"name": name}
+        if not is_new and artifact.fingerprint == self._engines.engine_by_name[name].fingerprint:
+            # Only the names of faults have changed.
+            self._engines.engine_by_name[name].replace_fault_classifier(artifact.fault_classifier)
+            logger.info("fault_classifier_changed", model=artifact.fingerprint, **named)
             return
         try:
             codec = self.make_codec(artifact)
+            engine = self._engines.engine_by_name[name] if not is_new else self._add_engine(name, artifact)
         except ConfigError as error:
-            log.get_logger("model").warning("model_rejected", model=artifact.fingerprint, error=str(error))
+            logger.warning("model_rejected", model=artifact.fingerprint, error=str(error), **named)
             return
-        previous_fingerprint = self.engine.fingerprint
+        previous_fingerprint = None if is_new else engine.fingerprint
         if self._group_source is not None:
             # Until the records of a partition are scored again, nothing can be committed for it. So everything that was
             # processed is committed before, together with its alerts.
             self._commit()
         # The policy in use may differ from the option. It is always "rescore" if the new model has other features or
         # labels, or handles equal event times differently.
-        policy = self.engine.change_model(
-            artifact.scoring_model,
-            artifact.calibration,
-            artifact.fingerprint,
-            self.open_records,
-            at_once=False,
-            fault_classifier=artifact.fault_classifier,
-        )
+        policy = self.open_records
+        if not is_new:
+            policy = engine.change_model(
+                artifact.scoring_model,
+                artifact.calibration,
+                artifact.fingerprint,
+                policy,
+                at_once=False,
+                fault_classifier=artifact.fault_classifier,
+            )
         if self._group_source is None:
             self.recovery.advance(self.codec, self._now())  # no partition can wait
         self._set_waiting_partitions()
-        self.codec = codec
-        self._alert_share = self._make_alert_share_monitor()  # the share was that of the old calibration
+        if isinstance(self.codec, ModelCodecs):
+            self.codec.codec_by_model[name] = codec
+        else:
+            self.codec = codec
+        self._alert_shares[name] = _make_alert_share_monitor(engine)  # the share was that of the old calibration
         # The new model may have other time slots.
-        self._repeated_readings = RepeatedReadingsMonitor(self.engine.schema)
-        self._has_logged_repeated_readings = False
+        self._repeated_readings[name] = RepeatedReadingsMonitor(engine.schema)
+        self._logged_repeated_readings.discard(name)
         # With new snapshots, a restart does not process messages again that the old model has scored.
         self.recovery.request_snapshots()
-        self.metrics.set_model(artifact.fingerprint)
+        self.metrics.set_models(self._engines.fingerprint_by_name)
         if self._partitioned_source is not None:
-            self._partitioned_source.model_fingerprint = artifact.fingerprint
-        log.get_logger("model").info(
-            "model_changed", before=previous_fingerprint, model=artifact.fingerprint, open_records=policy
-        )
+            self._partitioned_source.model_fingerprint = self._get_fingerprint()
+        if is_new:
+            logger.info("model_added", model=artifact.fingerprint, **named)
+        else:
+            logger.info(
+                "model_changed", before=previous_fingerprint, model=artifact.fingerprint, open_records=policy, **named
+            )
+
+    def _take_named_model(self) -> tuple[str, Artifact] | None:
+        """Return a new model with its name, if there is one."""
+        if self.take_named_model is not None:
+            return self.take_named_model()
+        artifact = self.take_new_model() if self.take_new_model is not None else None
+        return None if artifact is None else (ONLY_MODEL, artifact)
+
+    def _add_engine(self, name: str, artifact: Artifact) -> Engine:
+        """Return the engine of a model with a new name, which is added to the others.
+
+        Raises:
+            ConfigError: The options do not fit the model.
+        """
+        if self.make_engine is None:
+            raise ConfigError(f"the model {name!r} is new, but this process adds no models")
+        engine = self.make_engine(artifact)
+        self._engines.add(name, engine)
+        return engine
+
+    def _get_fingerprint(self) -> str:
+        """Return the fingerprint of the only model, or of the set of models."""
+        fingerprint_by_name = self._engines.fingerprint_by_name
+        if isinstance(self.codec, ModelCodecs):
+            return compute_set_fingerprint(self.codec.choice, fingerprint_by_name)
+        return fingerprint_by_name[ONLY_MODEL]
 
     def _is_behind(self) -> bool:
         """Return whether more than `BEHIND_MESSAGES` messages (about as many as one poll returns) are unread."""
@@ -476,28 +555,32 @@ class Pipeline:
 
     # Logs and metrics
 
-    def _report(self, effects: Effects, scoring_seconds: float) -> None:
+    def _report(self, all_effects: Iterable[Effects], scoring_seconds: float) -> None:
         """Log and count the effects of one batch of events.
 
         This is called after the effects were written, so that it does not delay alerts.
 
         Args:
-            effects: The effects (scores, alerts, closed records, rejections).
+            all_effects: The effects (scores, alerts, closed records, rejections) of each model.
             scoring_seconds: How long it took to score the batch.
         """
-        self._log_effects(effects)
-        self.totals.add(effects)
-        metrics, engine = self.metrics, self.engine
-        metrics.observe_batch(effects, scoring_seconds)
-        metrics.observe_alert_delays(effects)
-        metrics.open.set(len(engine.records))
-        metrics.cache.set(engine.cache_bytes)
+        metrics, engines = self.metrics, self._engines
+        all_effects = list(all_effects)
+        metrics.observe_scoring(sum(len(effects.batch) for effects in all_effects), scoring_seconds)
+        for effects in all_effects:
+            self._log_effects(effects)
+            self.totals.add(effects)
+            metrics.observe_batch(effects)
+            metrics.observe_alert_delays(effects)
+            self._report_alert_share(effects)
+        metrics.open.set(engines.num_open_records)
+        if not engines.has_one_model:
+            metrics.set_open_by_model({name: len(e.records) for name, e in engines.engine_by_name.items()})
+        metrics.cache.set(engines.cache_bytes)
         # The methods `pop_…` return a count since their last call, by which the counter is increased.
-        metrics.rebuilds.inc(engine.pop_cache_rebuilds())
-        metrics.late_ties.inc(engine.pop_late_tie_groups())
-        metrics.set_drift(engine.measure_drift())
-        self._report_alert_share(effects)
-        self._repeated_readings.add(effects)
+        metrics.rebuilds.inc(engines.pop_cache_rebuilds())
+        metrics.late_ties.inc(engines.pop_late_tie_groups())
+        metrics.set_drift(engines.measure_drift())
         self._report_unscorable()
         self._report_misrouted()
         metrics.is_ready = self._is_ready()
@@ -553,24 +636,28 @@ class Pipeline:
                 max_alert_rate=storm.max_rate,
             )
 
-    def _make_alert_share_monitor(self) -> AlertShareMonitor:
-        """Return a new monitor of the share of records that alert, for the model in use."""
-        engine = self.engine
-        return AlertShareMonitor(engine.alphas.tolist(), engine.current_version.calibration, engine.schema)
-
     def _report_alert_share(self, effects: Effects) -> None:
         """Count the closed records that have alerted, and log if they are more than the false-alarm rate explains.
 
         Args:
             effects: The effects of one batch of events.
         """
-        for report in self._alert_share.add(effects):
+        monitor = self._alert_shares.get(effects.model_name)
+        if monitor is None:  # the effects of messages that belong to none of several models
+            return
+        for report in monitor.add(effects):
             self._log_alert_share(report)
-        self.metrics.set_alert_shares(self._alert_share.get_shares())
+        shares: dict[float, tuple[float, float]] = {}  # of the model with the largest excess over chance
+        for monitor in self._alert_shares.values():
+            for alpha, (share, bound) in monitor.get_shares().items():
+                if alpha not in shares or share - bound > shares[alpha][0] - shares[alpha][1]:
+                    shares[alpha] = share, bound
+        self.metrics.set_alert_shares(shares)
 
     def _summarize_alert_share(self) -> None:
         """Compare the share of all records of finite input that have alerted with the false-alarm rate."""
-        self.totals.alert_share = self._alert_share.summarize()
+        reports = [report for monitor in self._alert_shares.values() if (report := monitor.summarize()) is not None]
+        self.totals.alert_share = max(reports, key=lambda report: report.share, default=None)
         if self.totals.alert_share is not None and self._last_alert_share_log is None:
             self._log_alert_share(self.totals.alert_share)
 
@@ -581,25 +668,31 @@ class Pipeline:
             self._last_alert_share_log = now
             log.get_logger("runtime").warning("alert_share_exceeded", **report.to_log_fields())
 
-    def _log_repeated_readings(self, report: RepeatedReadingsReport | None) -> None:
-        """Log that many readings repeat an earlier one of their time slot, at most once for each model."""
-        if report is not None and self.log_alert_share and not self._has_logged_repeated_readings:
-            self._has_logged_repeated_readings = True
+    def _log_repeated_readings(self, name: str, report: RepeatedReadingsReport | None) -> None:
+        """Log that many readings repeat an earlier one of their time slot, at most once for each model.
+
+        Args:
+            name: Name of the model.
+            report: What is logged; None for nothing.
+        """
+        if report is not None and self.log_alert_share and name not in self._logged_repeated_readings:
+            self._logged_repeated_readings.add(name)
             log.get_logger("runtime").warning("readings_repeated", **report.to_log_fields())
 
     def _report_unscorable(self) -> None:
         """Log and count readings whose score was not finite: the model is damaged or its precision is too low."""
-        unscorable = self.engine.pop_unscorable()
-        if unscorable is None:
-            return
-        self.metrics.scores_not_finite.inc(unscorable.num_readings)
-        log.get_logger("runtime").error(
-            "score_not_finite",
-            readings=unscorable.num_readings,
-            model=unscorable.model,
-            record=unscorable.record,
-            feature=unscorable.feature,
-        )
+        for engine in self._engines.engine_by_name.values():
+            unscorable = engine.pop_unscorable()
+            if unscorable is None:
+                continue
+            self.metrics.scores_not_finite.inc(unscorable.num_readings)
+            log.get_logger("runtime").error(
+                "score_not_finite",
+                readings=unscorable.num_readings,
+                model=unscorable.model,
+                record=unscorable.record,
+                feature=unscorable.feature,
+            )
 
     def _report_misrouted(self) -> None:
         """Count record ids that are open in two partitions at the same time, and log the first one.
@@ -607,8 +700,9 @@ class Pipeline:
         The readings of such an id are scored as two records. The cause is a producer that does not use the record id as
         the message key.
         """
-        records = self.engine.records
-        if not records.num_misrouted or records.misrouted_example is None:
+        tables = [engine.records for engine in self._engines.engine_by_name.values() if engine.records.num_misrouted]
+        records = tables[0] if tables else None
+        if records is None or records.misrouted_example is None:
             return
         if not self.metrics.num_misrouted:  # none was logged before
             record_id, partition, other_partition = records.misrouted_example
@@ -618,7 +712,7 @@ class Pipeline:
                 partitions=[other_partition, partition],
                 remedy="key messages by record id",
             )
-        self.metrics.set_misrouted(records.num_misrouted)
+        self.metrics.set_misrouted(sum(table.num_misrouted for table in tables))
 
     def _report_poll(self, polled: PollResult) -> None:
         """Pass the number of polled messages to `report_progress`, and log the totals of the run once a minute.
@@ -627,8 +721,16 @@ class Pipeline:
             polled: The result of the poll.
         """
         if time.monotonic() - self._last_summary >= SUMMARY_SECONDS:
-            log.get_logger("runtime").info("summary", **self.totals.to_log_fields(), open=len(self.engine.records))
+            log.get_logger("runtime").info(
+                "summary", **self.totals.to_log_fields(), open=self._engines.num_open_records
+            )
             self._last_summary = time.monotonic()
-            self._log_repeated_readings(self._repeated_readings.check_last_minute())
+            for name, monitor in self._repeated_readings.items():
+                self._log_repeated_readings(name, monitor.check_last_minute())
         if self.report_progress is not None and polled.data is not None:
             self.report_progress(len(polled.data))
+
+
+def _make_alert_share_monitor(engine: Engine) -> AlertShareMonitor:
+    """Return a new monitor of the share of records that alert, for the current model of an engine."""
+    return AlertShareMonitor(engine.alphas.tolist(), engine.current_version.calibration, engine.schema)

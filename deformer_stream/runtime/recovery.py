@@ -25,10 +25,18 @@ import numpy as np
 
 from deformer_stream import log
 from deformer_stream.codec import Codec
+from deformer_stream.codec.model_choice import ModelCodecs, decode_by_model
 from deformer_stream.codec.payloads import Messages, Payload
-from deformer_stream.codec.state import decode_decisions, decode_snapshot, encode_decisions, encode_snapshot
+from deformer_stream.codec.state import (
+    decode_decisions_by_model,
+    decode_snapshots,
+    encode_decisions_by_model,
+    encode_snapshots,
+)
 from deformer_stream.engine.engine import Engine
-from deformer_stream.engine.events import Decisions, Effects
+from deformer_stream.engine.engine_set import EngineSet
+from deformer_stream.engine.events import ONLY_MODEL, Decisions, Effects
+from deformer_stream.errors import StateError
 from deformer_stream.runtime import process
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.ports import PartitionState, RestoredPartition
@@ -54,7 +62,7 @@ class Recovery:
     dictionary.
 
     Args:
-        engine: The engine with the state of the partitions.
+        engine: The engine with the state of the partitions, or the engines of several models.
         metrics: Receives the size and age of snapshots.
         interval: Seconds between two snapshots of a partition.
         now: Returns monotonic seconds.
@@ -64,14 +72,15 @@ class Recovery:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | EngineSet,
         metrics: Metrics,
         interval: float = 5.0,
         now: Callable[[], float] = time.monotonic,
         saves_event_times: bool = False,
     ) -> None:
         self._saves_event_times = saves_event_times
-        self._engine, self._metrics = engine, metrics
+        self._engines = engine if isinstance(engine, EngineSet) else EngineSet({ONLY_MODEL: engine})
+        self._metrics = metrics
         self._interval, self._now = interval, now
         # Partitions whose history (messages that a previous run has processed) is still being read, by number.
         self._restoring: dict[int, RestoredPartition] = {}
@@ -80,8 +89,9 @@ class Recovery:
         # Polled messages of these partitions that are not processed yet, and those of them that follow the history.
         self._queue: deque[Messages] = deque()
         self._later_messages: list[Messages] = []
-        # All partitions that are assigned and not being restored, with their decisions since the last commit.
-        self._unsaved_decisions: dict[int, Decisions] = {}
+        # All partitions that are assigned and not being restored, with their decisions since the last commit
+        # by the name of the model.
+        self._unsaved_decisions: dict[int, dict[str, Decisions]] = {}
         self._next_snapshot: dict[int, float] = {}  # when the next snapshot of such a partition is due, by `now`
         self._changed: set[int] = set()  # partitions that changed since their last snapshot
         self._has_snapshot: set[int] = set()  # partitions with a saved snapshot, to which decisions can be added
@@ -108,7 +118,7 @@ class Recovery:
     @property
     def _unready_partitions(self) -> frozenset[int]:
         """The partitions whose snapshot is not loaded, or whose records are not all scored by the current model."""
-        return frozenset(self._unloaded) | self._engine.partitions_to_rescore
+        return frozenset(self._unloaded) | self._engines.partitions_to_rescore
 
     def start_restore(self, restored: RestoredPartition) -> None:
         """Begin to restore a partition; `advance` does the work.
@@ -140,7 +150,7 @@ class Recovery:
         """Record that the source has returned all messages of a partition's history."""
         self._caught_up.append(partition)
 
-    def advance(self, codec: Codec, now: int, seconds: float = math.inf) -> list[Messages]:
+    def advance(self, codec: Codec | ModelCodecs, now: int, seconds: float = math.inf) -> list[Messages]:
         """Restore partitions and score open records again, as far as the given time permits, but at least one step.
 
         Args:
@@ -170,7 +180,7 @@ class Recovery:
         later_messages, self._later_messages = self._later_messages, []
         return later_messages
 
-    def _take_step(self, codec: Codec, now: int) -> bool:
+    def _take_step(self, codec: Codec | ModelCodecs, now: int) -> bool:
         """Do a part of the work of `advance`.
 
         Returns:
@@ -182,7 +192,7 @@ class Recovery:
         elif self._unloaded:
             self._load(self._restoring[self._unloaded.popleft()], now)
         elif unready:
-            self._engine.rescore(RESCORED_READINGS)
+            self._engines.rescore(RESCORED_READINGS)
         else:
             return False
         return True
@@ -198,14 +208,41 @@ class Recovery:
             StateError: If the saved state cannot be decoded.
         """
         if restored.snapshot is not None:
-            snapshot = decode_snapshot(restored.snapshot, _describe("snapshot", restored))
-            self._engine.restore(restored.partition, snapshot, now, at_once=False)
+            description = _describe("snapshot", restored)
+            snapshot_by_model = decode_snapshots(restored.snapshot, description)
+            self._check_names(snapshot_by_model, description)
+            for name in snapshot_by_model.keys() - self._engines.engine_by_name.keys():
+                log.get_logger("recovery").warning(
+                    "model_missing",
+                    model=name,
+                    partition=restored.partition,
+                    dropped_records=len(snapshot_by_model[name]),
+                )
+            self._engines.restore(restored.partition, snapshot_by_model, now)
         # Some decisions must be loaded before the history is processed, because they determine which of its readings
         # are scored together. `_finish_restore` applies the others.
         for decisions in self._decode_decisions(restored):
-            self._engine.preload_decisions(restored.partition, decisions)
+            self._engines.preload_decisions(restored.partition, decisions)
 
-    def _replay_part(self, codec: Codec, now: int) -> None:
+    def _check_names(self, state_by_model: Mapping[str, object], description: str) -> None:
+        """Check that saved state is that of one model if the process has one, and that of several if it has several.
+
+        Args:
+            state_by_model: The saved state by the name of the model.
+            description: What the error message calls the state.
+
+        Raises:
+            StateError: It is the other kind.
+        """
+        has_one = ONLY_MODEL in state_by_model
+        if state_by_model and has_one != self._engines.has_one_model:
+            options = ("--model", "--models") if has_one else ("--models", "--model")
+            raise StateError(
+                f"{description} was saved by a process with {options[0]}, which {options[1]} cannot continue: choose "
+                "another --group, or start without the open records (--lost-state forget)"
+            )
+
+    def _replay_part(self, codec: Codec | ModelCodecs, now: int) -> None:
         """Process the history among the next messages of the queue, and keep those after the history for later.
 
         The history of a partition is the messages below its committed offset, which a previous run has processed. They
@@ -222,8 +259,8 @@ class Recovery:
         committed_offsets = np.array([self._restoring[p].committed_offset for p in messages.partitions.tolist()])
         is_history = messages.offsets < committed_offsets
         if is_history.any():
-            events, _ = codec.decode(messages.take(np.flatnonzero(is_history)))
-            self._engine.replay(events, now)
+            batch_by_model, _ = decode_by_model(codec, messages.take(np.flatnonzero(is_history)))
+            self._engines.replay(batch_by_model, now)
         if not is_history.all():
             self._later_messages.append(messages.take(np.flatnonzero(~is_history)))
 
@@ -237,8 +274,8 @@ class Recovery:
         """
         restored = self._restoring.pop(partition)
         for decisions in self._decode_decisions(restored):
-            self._engine.apply_decisions(partition, decisions)
-        self._unsaved_decisions[partition] = Decisions()
+            self._engines.apply_decisions(partition, decisions)
+        self._unsaved_decisions[partition] = {}
         if restored.snapshot is None:  # the first commit must save a snapshot, since decisions alone are not enough
             self._next_snapshot[partition] = self._now()
             self._changed.add(partition)
@@ -251,17 +288,19 @@ class Recovery:
         log.get_logger("recovery").info(
             "partition_restored",
             partition=partition,
-            open_records=len(self._engine.records.partition(partition).record_index_by_id),
+            open_records=self._engines.count_open_records(partition),
             committed_offset=restored.committed_offset,
         )
 
-    def _decode_decisions(self, restored: RestoredPartition) -> list[Decisions]:
+    def _decode_decisions(self, restored: RestoredPartition) -> list[dict[str, Decisions]]:
         """Return the saved decisions of a partition (such as records closed by a time-out), one element per commit.
+
+        Each element has the decisions by the name of the model.
 
         Raises:
             StateError: If they cannot be decoded.
         """
-        return [decode_decisions(data, _describe("decisions", restored)) for data in restored.decisions]
+        return [decode_decisions_by_model(data, _describe("decisions", restored)) for data in restored.decisions]
 
     def drop_partitions(self, partitions: Iterable[int]) -> None:
         """Remove the messages, the unsaved decisions and the metrics of revoked partitions."""
@@ -290,7 +329,8 @@ class Recovery:
             return
         for partition, decisions in effects.decisions().items():
             if partition in self._unsaved_decisions:
-                self._unsaved_decisions[partition] += decisions
+                unsaved = self._unsaved_decisions[partition]
+                unsaved[effects.model_name] = unsaved.get(effects.model_name, Decisions()) + decisions
                 self._changed.add(partition)
         if len(effects.batch):
             self._changed.update(np.unique(effects.batch.partitions).tolist())
@@ -310,7 +350,7 @@ class Recovery:
         final = set(final_partitions)
         states: dict[int, PartitionState] = {}
         for partition, decisions in self._unsaved_decisions.items():
-            if partition in self._engine.partitions_to_rescore:
+            if partition in self._engines.partitions_to_rescore:
                 continue
             is_snapshot_due = (
                 partition in final
@@ -320,7 +360,7 @@ class Recovery:
             if is_snapshot_due and partition in self._changed:
                 states[partition] = PartitionState(snapshot=self._take_snapshot(partition, now))
             elif decisions:
-                states[partition] = PartitionState(decisions=encode_decisions(decisions))
+                states[partition] = PartitionState(decisions=encode_decisions_by_model(decisions))
         return states
 
     def request_snapshots(self) -> None:
@@ -337,8 +377,10 @@ class Recovery:
             now: The time of the pipeline's clock, microseconds since 1970.
         """
         start = self._now()
-        state = self._engine.snapshot(partition, now)
-        snapshot = encode_snapshot(state if self._saves_event_times else replace(state, latest_event_time=None))
+        states = self._engines.snapshot(partition, now)
+        if not self._saves_event_times:
+            states = {name: replace(state, latest_event_time=None) for name, state in states.items()}
+        snapshot = encode_snapshots(states)
         process.release_free_memory()  # encoding uses several times the size of the snapshot
         self._metrics.record_progress()  # there may be many partitions
         duration = self._now() - start
@@ -361,7 +403,7 @@ class Recovery:
         for partition, state in states.items():
             if partition not in self._unsaved_decisions:  # it may have been revoked in the meantime
                 continue
-            self._unsaved_decisions[partition] = Decisions()
+            self._unsaved_decisions[partition] = {}
             if state.snapshot is not None:
                 self._has_snapshot.add(partition)
                 self._changed.discard(partition)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from deformer_stream import log, model_store
+from deformer_stream.errors import DeformerError
 from deformer_stream.model_store import Artifact
 
 CHECK_SECONDS = 5.0
@@ -29,32 +31,40 @@ class ModelReloader:
     each check until it can be read. The same failure is logged only once, unless the directory changes.
 
     Args:
-        artifact: The model in use; its directory is watched.
+        artifact: The model in use, whose directory is watched; or the directory of a model that is not read yet.
         device: The device (such as "cpu") for the new model, as in `model_store.read`.
         reload_requested: Set from outside (by SIGHUP), so that the next call reads the directory without waiting for a
             change.
         compiled: Whether to use compiled kernels, as in `model_store.read`.
         now: Returns monotonic seconds.
+        check_seconds: How often the directory is checked for a change, in seconds.
     """
 
     def __init__(
         self,
-        artifact: Artifact,
+        artifact: Artifact | Path,
         device: str,
         reload_requested: threading.Event,
         compiled: bool = True,
         now: Callable[[], float] = time.monotonic,
+        check_seconds: float = CHECK_SECONDS,
     ) -> None:
-        self._directory, self._device, self._compiled = artifact.directory, device, compiled
-        self._reload_requested, self._now = reload_requested, now
-        self._identity = _identify(artifact)
+        self._directory = artifact if isinstance(artifact, Path) else artifact.directory
+        self._device, self._compiled = device, compiled
+        self._reload_requested, self._now, self._check_seconds = reload_requested, now, check_seconds
+        self._identity = None if isinstance(artifact, Path) else _identify(artifact)
         # The inode, modification time and size of the manifest of the model in use, to detect that it was replaced.
-        self._loaded_state = _get_directory_state(artifact.directory)
+        self._loaded_state = None if isinstance(artifact, Path) else _get_directory_state(artifact.directory)
         self._last_check = now()
         self._reader: threading.Thread | None = None  # reads the directory in the background; None if none runs
         self._new_artifact: Artifact | None = None  # the result of this thread
         # The last logged failure, as state of the directory and error text, so that it is not logged again.
         self._logged_failure: tuple[DirectoryState, str] | None = None
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a background thread reads the directory, or its result was not taken yet."""
+        return self._reader is not None
 
     def take_new_model(self) -> Artifact | None:
         """Return a new model if one has been read completely, else None. Never blocks.
@@ -67,7 +77,7 @@ class ModelReloader:
         if self._reader is not None:  # a background thread reads the directory, or has just finished
             return None if self._reader.is_alive() else self._finish_reading()
         is_requested = self._reload_requested.is_set()
-        if is_requested or self._now() - self._last_check >= CHECK_SECONDS:
+        if is_requested or self._now() - self._last_check >= self._check_seconds:
             self._last_check = self._now()
             # The inode, modification time and size of the manifest, which change if the model is replaced.
             state = _get_directory_state(self._directory)
@@ -112,6 +122,83 @@ class ModelReloader:
 def _identify(artifact: Artifact) -> tuple[str, object]:
     """Return what identifies a model with its classifier of faults: the fingerprint, and the entry of the manifest."""
     return artifact.fingerprint, artifact.manifest.get("faults")
+
+
+class ModelSetReloader:
+    """Watches the folder of several models, and returns one new model after the other.
+
+    The models are read in turn, so that a change of all of them takes no more memory than that of one. A model that is
+    added to the folder is new as well. A model that is removed from it stays in use.
+
+    Args:
+        models: Returns the directories of the models by name, as the folder has them now.
+        artifact_by_name: The models in use.
+        device: The device for new models, as in `model_store.read`.
+        reload_requested: Set from outside (by SIGHUP), so that all directories are read without waiting for a change.
+        compiled: Whether to use compiled kernels, as in `model_store.read`.
+        now: Returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        models: Callable[[], Mapping[str, Path]],
+        artifact_by_name: Mapping[str, Artifact],
+        device: str,
+        reload_requested: threading.Event,
+        compiled: bool = True,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._list_models, self._device, self._compiled, self._now = models, device, compiled, now
+        self._reload_requested = reload_requested
+        self._requests: dict[str, threading.Event] = {}
+        self._reloader_by_name: dict[str, ModelReloader] = {}
+        for name, artifact in artifact_by_name.items():
+            self._watch(name, artifact)
+        self._last_check = now()
+        self._waiting: deque[str] = deque()  # names of the models that are still to be checked in this round
+        self._problem = ""  # why the folder could not be read, so that it is logged once
+
+    def _watch(self, name: str, artifact: Artifact | Path) -> None:
+        """Begin to watch the directory of a model, which is checked in each round."""
+        request = self._requests[name] = threading.Event()
+        self._reloader_by_name[name] = ModelReloader(
+            artifact, self._device, request, self._compiled, self._now, check_seconds=0.0
+        )
+
+    def take_named_model(self) -> tuple[str, Artifact] | None:
+        """Return a new model and its name if one has been read completely, else None. Never blocks."""
+        is_requested = self._reload_requested.is_set()
+        if is_requested:
+            self._reload_requested.clear()
+            for request in self._requests.values():
+                request.set()
+        if is_requested or (not self._waiting and self._now() - self._last_check >= CHECK_SECONDS):
+            self._last_check = self._now()
+            self._add_new_models()
+            self._waiting = deque(self._reloader_by_name)
+        while self._waiting:
+            name = self._waiting[0]
+            reloader = self._reloader_by_name[name]
+            artifact = reloader.take_new_model()
+            if reloader.is_reading:
+                return None
+            self._waiting.popleft()
+            if artifact is not None:
+                return name, artifact
+        return None
+
+    def _add_new_models(self) -> None:
+        """Begin to watch the directories of models that were added to the folder."""
+        try:
+            directory_by_name = self._list_models()
+        except DeformerError as error:
+            if str(error) != self._problem:
+                log.get_logger("model").warning("models_not_readable", error=str(error))
+            self._problem = str(error)
+            return
+        self._problem = ""
+        for name in sorted(directory_by_name.keys() - self._reloader_by_name.keys()):
+            self._watch(name, directory_by_name[name])
 
 
 def _get_directory_state(directory: Path) -> DirectoryState:

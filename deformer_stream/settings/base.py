@@ -203,6 +203,23 @@ def split_at_commas(value: Any) -> Any:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
+def parse_pattern(value: Any) -> Any:
+    """Return the regular expression that a text spells. Other values are returned unchanged.
+
+    Raises:
+        ValueError: The text is no regular expression.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return re.compile(value)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"it is not a regular expression ({error})") from None
+
+
+Pattern = Annotated[re.Pattern[str], BeforeValidator(parse_pattern)]
+"""A regular expression."""
+
 TextList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_at_commas)]
 """Texts, written with commas between them."""
 
@@ -212,6 +229,7 @@ METAVAR_BY_PARSER: dict[Any, str] = {
     parse_share: "SHARE",
     parse_shares: "SHARE[,…]",
     parse_units: "NAME=UNIT[,…]",
+    parse_pattern: "PATTERN",
 }
 """By parser, the placeholder that the help shows for a value that the parser converts, such as TIME in `--grace TIME`.
 """
@@ -259,6 +277,9 @@ class Settings(BaseSettings):
 
     If a flag or the environment sets one of them, all of them in the configuration file have no effect.
     """
+
+    further_alternatives: ClassVar[tuple[str, ...]] = ()
+    """As `alternatives`, a second group of options."""
 
     model_config = SettingsConfigDict(
         env_prefix=VARIABLE_PREFIX,

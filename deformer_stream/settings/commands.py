@@ -14,6 +14,7 @@ from deformer_stream.settings.base import (
     Layout,
     MinorityShare,
     Odds,
+    Pattern,
     Rate,
     Settings,
     SettingsType,
@@ -138,7 +139,42 @@ class _AlertSettings(ScoringSettings):
     )
 
 
-class ConsumeSettings(_AlertSettings, KafkaSettings, RegistrySettings):
+class ModelSetSettings(_AlertSettings):
+    """The options of every command that can score with several models."""
+
+    further_alternatives: ClassVar[tuple[str, ...]] = ("model", "models")
+
+    model: Path | None = Field(  # type: ignore[assignment]  # other commands require it
+        None, description="Model directory that deformer-train wrote."
+    )
+    models: Path | None = Field(
+        None,
+        description="Folder with a model directory for each type, in place of --model, such as deformer-train --per "
+        "writes it. Each message belongs to the model that --model-by names. The options hold for all models.",
+    )
+    model_by: str | None = Field(
+        None,
+        min_length=1,
+        description="With --models: field of a message, or column of a table, whose value is the name of its model. "
+        "Default: the field of models.json, or the device with --model-pattern.",
+    )
+    model_pattern: Pattern | None = Field(
+        None,
+        description="With --models: regular expression that finds the name of the model in the value of the field, "
+        "such as ^([a-z]+)- for devices pump-1 and fan-7. Its first group is the name, or the whole match.",
+    )
+
+    @model_validator(mode="after")
+    def _check_models(self) -> Self:
+        """Raise `ValueError` unless either one model or a folder of models is set."""
+        _require_exactly_one(self, *self.further_alternatives)
+        for name in ("model_by", "model_pattern"):
+            if self.models is None and getattr(self, name) is not None:
+                raise ValueError(f"{to_flag(name)} chooses one of several models: add --models, or leave it out")
+        return self
+
+
+class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings):
     """The options of `deformer-stream consume`."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("topic", "source")
@@ -298,7 +334,7 @@ class InputSettings(WindowedTableSettings, ScoringSettings):
     )
 
 
-class ReplaySettings(InputSettings, _AlertSettings, IncidentRuleSettings):
+class ReplaySettings(ModelSetSettings, InputSettings, IncidentRuleSettings):
     """The options of `deformer-stream replay`."""
 
     output: Path | None = Field(None, description="Parquet file for scores, one row per accepted event.")
@@ -380,10 +416,22 @@ class ReplaySettings(InputSettings, _AlertSettings, IncidentRuleSettings):
         names = [str(path) for path in self.get_output_by_flag().values() if path]
         if len(set(names)) < len(names):
             raise ValueError("two outputs have the same name; give each file a name of its own")
+        if self.models is not None:
+            raise ValueError("--output-dir scores with one model: use --model, or run replay without --output-dir")
         if self.drift not in (None, "off"):
             raise ValueError(
                 "--drift needs all records in one process, because drift is evidence that adds up from record to "
                 "record; leave it out, or run replay without --output-dir"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_incidents_of_models(self) -> Self:
+        """Raise `ValueError` if incidents are to be made of the records of several models."""
+        if self.models is not None and self.incidents is not None:
+            raise ValueError(
+                "--incidents follows the incident budget of one model: write --evidence, and make incidents from it "
+                "for each model"
             )
         return self
 

@@ -144,7 +144,11 @@ class CommandTableSource(TomlConfigSettingsSource):
         self._path, self._table = path, table
         self._alternatives: tuple[tuple[str, ...], ...] = ()
         if issubclass(settings_cls, Settings):
-            self._alternatives = (settings_cls.alternatives, settings_cls.contradictory)
+            self._alternatives = (
+                settings_cls.alternatives,
+                settings_cls.further_alternatives,
+                settings_cls.contradictory,
+            )
         try:
             with path.open("rb"):  # reports a missing file as an error; pydantic-settings would ignore it
                 pass

@@ -36,7 +36,7 @@ _INCIDENT_RULE = (
 
 SCORING_GROUPS: OptionGroups = {
     "Input": ("topic", "source", "from_", *_TABLES),
-    "Model": ("model", "device", "compiled"),
+    "Model": ("model", "models", "model_by", "model_pattern", "device", "compiled"),
     "Alerts": (
         *("alpha", "alerts", "alerts_topic", "explanations", "units", "drift", "max_alert_rate"),
         *("next_reading", "suspicious", "suspicious_records", "next_readings_topic"),

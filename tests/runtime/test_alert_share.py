@@ -17,7 +17,15 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.false_alarms import bound_false_alarms
 from deformer_stream.codec import Codec
 from deformer_stream.engine.engine import Engine
-from deformer_stream.engine.events import Alert, ClosedRecords, CloseReason, Contribution, Effects, ExpectedRange
+from deformer_stream.engine.events import (
+    ONLY_MODEL,
+    Alert,
+    ClosedRecords,
+    CloseReason,
+    Contribution,
+    Effects,
+    ExpectedRange,
+)
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime import alert_share
@@ -260,11 +268,11 @@ def test_short_input_is_compared_as_a_whole(loaded: Artifact) -> None:
 
 def test_model_change_starts_the_count_anew(loaded: Artifact) -> None:
     pipeline, _ = make_pipeline(loaded, 200, is_finite=True)
-    before = pipeline._alert_share
+    before = pipeline._alert_shares[ONLY_MODEL]
     new = [replace(loaded, fingerprint="another")]
     pipeline.take_new_model = lambda: new.pop() if new else None
     pipeline.make_codec = lambda artifact: Codec(artifact.schema)
     pipeline.run(threading.Event())
-    assert pipeline._alert_share is not before
+    assert pipeline._alert_shares[ONLY_MODEL] is not before
     assert before.summarize() is None
     assert alert_share.FIRST_BLOCK == 64

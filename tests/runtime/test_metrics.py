@@ -60,6 +60,9 @@ NAMES = {
     "partitions_restoring": "gauge",
     "poll_gap_seconds": "histogram",
     "model_info": "gauge",
+    "model_events_total": "counter",
+    "model_alerts_total": "counter",
+    "model_records_open": "gauge",
     "drift_martingale": "gauge",
     "drift_log10_martingale": "gauge",
     "alert_share": "gauge",
@@ -72,6 +75,9 @@ LABELS = {
     "snapshot_bytes": {"partition"},
     "snapshot_age_seconds": {"partition"},
     "model_info": {"fingerprint"},
+    "model_events_total": {"model"},
+    "model_alerts_total": {"model"},
+    "model_records_open": {"model"},
     "drift_martingale": {"partition"},
     "drift_log10_martingale": {"partition"},
     "alert_share": {"alpha"},
@@ -133,7 +139,8 @@ def test_metric_names_and_labels_are_those_of_the_contract(port: int) -> None:
     measures = metrics.Metrics()
     measures.set_lag({("t", 0): 1})
     measures.set_snapshot(0, 100)
-    measures.model.labels("abc").set(1)
+    measures.set_models({"pump": "abc"})
+    measures.set_open_by_model({"pump": 3})
     measures.set_drift({0: -0.5})
     measures.set_alert_shares({0.01: (0.77, 0.02)})
     with serve(port, measures):
@@ -173,7 +180,8 @@ def test_observed_effects_are_counted() -> None:
     measures = metrics.Metrics()
     assert {get_value(measures, "events_rejected_total", reason=r.value) for r in RejectionReason} == {0.0}
     assert {get_value(measures, "records_closed_total", reason=c.value) for c in CloseReason} == {0.0}
-    measures.observe_batch(make_effects(), 0.25)
+    measures.observe_scoring(len(make_effects().batch), 0.25)
+    measures.observe_batch(make_effects())
     measures.observe_alert_delays(make_effects())
     assert get_value(measures, "events_total") == 1
     assert get_value(measures, "events_rejected_total", reason="late") == 2
@@ -188,7 +196,8 @@ def test_observed_effects_are_counted() -> None:
 def test_empty_batch_is_not_counted() -> None:
     measures = metrics.Metrics()
     nothing = Effects(EventBatch.empty(), ScoredReadings.empty(), [], [], ClosedRecords.concatenate([]))
-    measures.observe_batch(nothing, 0.1)
+    measures.observe_scoring(len(nothing.batch), 0.1)
+    measures.observe_batch(nothing)
     assert get_value(measures, "batch_events_count") == get_value(measures, "scoring_seconds_count") == 0
 
 
@@ -233,7 +242,7 @@ def test_ready_after_first_turn_and_unhealthy_after_stall(model_dir: Path, port:
         clock[0] = metrics.STALL_SECONDS
         assert request(port, "/healthz") == (503, "not yet\n")
         assert request(port, "/readyz")[0] == 503
-        measures.observe_batch(make_effects(), 0.0)
+        measures.observe_batch(make_effects())
         assert request(port, "/healthz")[0] == 200
         assert request(port, "/readyz")[0] == 200
 

@@ -291,7 +291,7 @@ def test_64_partitions_are_restored_within_the_poll_interval(
     source = ScriptedSource([poll_slowly, poll_slowly])
     pipeline, sink = make_pipeline(model, source, measures)
     pipeline.recovery._now = clock
-    decode, decode_messages, rescore = recovery_module.decode_snapshot, pipeline.codec.decode, pipeline.engine.rescore
+    decode, decode_messages, rescore = recovery_module.decode_snapshots, pipeline.codec.decode, pipeline.engine.rescore
 
     def take_time(function: Callable[..., object]) -> Callable[..., object]:
         def slow(*arguments: object) -> object:
@@ -300,7 +300,7 @@ def test_64_partitions_are_restored_within_the_poll_interval(
 
         return slow
 
-    monkeypatch.setattr(recovery_module, "decode_snapshot", take_time(decode))
+    monkeypatch.setattr(recovery_module, "decode_snapshots", take_time(decode))
     monkeypatch.setattr(pipeline.engine, "rescore", take_time(rescore))
     monkeypatch.setattr(pipeline.codec, "decode", take_time(decode_messages))
     pipeline.run(threading.Event())

@@ -1,0 +1,316 @@
+"""Messages and rows of several models: which model each belongs to, and a decoder that divides a poll among them.
+
+Each message or row names its model: the value of a field is the name, or a pattern finds the name in the value. The
+choice depends on the message alone. So it is the same after a restart, and however the messages are cut into polls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from deformer_stream.codec.arrow_messages import split_stream
+from deformer_stream.codec.columns import convert_ids, encode_distinct
+from deformer_stream.codec.encode_outputs import encode_alert
+from deformer_stream.codec.json_messages import ARROW_PREFIX, parse_document
+from deformer_stream.codec.payloads import LongRows, Messages, Payload, UnreadablePayload, WideRows
+from deformer_stream.codec.validation import MAX_TEXT_CHARS, FieldNames, RejectionError, is_unicode, quote
+from deformer_stream.engine.events import ONLY_MODEL, Alert, EventBatch, Rejection, RejectionReason
+
+if TYPE_CHECKING:
+    from deformer_stream.codec import Codec
+    from deformer_stream.codec.schema_formats import SchemaTranslator
+
+Ints = NDArray[np.int64]
+
+MAX_CACHED_VALUES = 65_536
+"""Largest number of values of the field whose model is stored, so that the pattern is not applied to each message."""
+
+
+class ModelChoice:
+    """Decides to which model a message or a row belongs, by the value of a field.
+
+    Args:
+        field: The field of a message, or the column of a table.
+        pattern: Finds the name of the model in the value of the field: the name is the first group of the first match,
+            or the whole match of a pattern without groups. None if the value is the name.
+    """
+
+    def __init__(self, field: str, pattern: re.Pattern[str] | None = None) -> None:
+        self.field, self._pattern = field, pattern
+        self._name_by_value: dict[str, str] = {}
+
+    @property
+    def has_pattern(self) -> bool:
+        """Whether a pattern finds the name of the model in the value of the field."""
+        return self._pattern is not None
+
+    def describe(self) -> str:
+        """Return a text that is equal for equal choices only, for the fingerprint of a set of models."""
+        return f"{self.field}\0{self._pattern.pattern if self._pattern is not None else ''}"
+
+    def choose(self, value: object) -> str:
+        """Return the name of the model that a value of the field determines.
+
+        Args:
+            value: The value: a text or a whole number. None if the field is missing.
+
+        Raises:
+            RejectionError: The value is missing, is neither text nor a whole number, or the pattern does not match it.
+        """
+        if self._pattern is None and type(value) is str and 0 < len(value) <= MAX_TEXT_CHARS:
+            return value
+        if value is None or value == "":
+            problem = "missing" if value is None else "empty"
+            raise RejectionError(
+                RejectionReason.MISSING_FIELD,
+                f"the field {self.field!r}, which determines the model, is {problem}; send it in each message",
+            )
+        if type(value) is int:  # `isinstance` would also accept booleans
+            value = str(value)
+        if not isinstance(value, str) or not is_unicode(value):
+            raise RejectionError(
+                RejectionReason.WRONG_TYPE,
+                f"the field {self.field!r}, which determines the model, is neither text nor a whole number",
+            )
+        if len(value) > MAX_TEXT_CHARS:
+            raise RejectionError(
+                RejectionReason.TOO_LARGE,
+                f"the field {self.field!r} has {len(value)} characters; at most {MAX_TEXT_CHARS} are accepted",
+            )
+        if self._pattern is None:
+            return value
+        name = self._name_by_value.get(value)
+        if name is None:
+            match = self._pattern.search(value)
+            name = None if match is None else match.group(1 if self._pattern.groups else 0)
+            if not name:
+                raise RejectionError(
+                    RejectionReason.UNKNOWN_MODEL,
+                    f"the pattern of --model-pattern finds no model in the field {self.field!r}, which is "
+                    f"{quote(value)}",
+                )
+            if len(self._name_by_value) >= MAX_CACHED_VALUES:
+                self._name_by_value.clear()
+            self._name_by_value[value] = name
+        return name
+
+
+class ModelCodecs:
+    """Decoder for messages and rows of several models, each with a codec of its own.
+
+    Messages and rows of a model that is not among the codecs are rejected with the reason `UNKNOWN_MODEL`.
+
+    Args:
+        choice: Decides to which model a message or a row belongs.
+        codec_by_model: The codec of each model, by the name of the model. The caller may replace and add codecs.
+        field_names: The names of the fields of an event.
+        max_message_bytes: Maximum size of a message in bytes; a larger one is rejected.
+        translator: Converts messages in a format of a schema registry to JSON. None if they are JSON or Arrow streams.
+            The codecs must not translate them again.
+    """
+
+    def __init__(
+        self,
+        choice: ModelChoice,
+        codec_by_model: dict[str, Codec],
+        field_names: FieldNames,
+        max_message_bytes: int = 1_048_576,
+        translator: SchemaTranslator | None = None,
+    ) -> None:
+        self.choice, self.codec_by_model = choice, codec_by_model
+        self._max_bytes, self._translator = max_message_bytes, translator
+        # The message key replaces these fields if they are missing, because producers key messages by them.
+        self._is_key = choice.field in (field_names.record, field_names.device)
+        self._record_field = field_names.record
+        event_type = msgspec.defstruct("Event", [("value", str | None, None)], rename={"value": choice.field}, gc=False)
+        self._parse_value: Callable[[Any], Any] = msgspec.json.Decoder(event_type).decode
+
+    def decode(self, data: Payload) -> tuple[dict[str, EventBatch], list[Rejection]]:
+        """Decode what a poll of a connector returned.
+
+        Args:
+            data: Messages or table rows.
+
+        Returns:
+            The events of each model that has some, by the name of the model, in alphabetical order. The message indices
+            of events and rejections refer to `data`.
+
+        Raises:
+            InputError: As `Codec.decode`; or a table has no column with the field that determines the model.
+        """
+        parts: Mapping[str, tuple[Payload, Ints]]
+        if isinstance(data, Messages):
+            parts, rejections = self._divide_messages(
+                data if self._translator is None else self._translator.translate(data)
+            )
+        else:
+            parts, rejections = self._divide_rows(data)
+        batches: dict[str, EventBatch] = {}
+        for name in sorted(parts):
+            part, indices = parts[name]
+            batch, part_rejections = self.codec_by_model[name].decode(part)
+            if len(batch):
+                message_indices = indices[batch.message_indices].astype(np.int32)
+                batches[name] = replace(batch, message_indices=message_indices)
+            rejections += [replace(r, message_index=int(indices[r.message_index])) for r in part_rejections]
+        return batches, Rejection.merge_by_message(rejections)
+
+    def encode_alert(self, alert: Alert, data: Payload | None) -> bytes:
+        """Return an alert of any of the models as JSON, as `Codec.encode_alert` does."""
+        return encode_alert(alert, data)
+
+    def _choose(self, value: object, key: bytes | None = None) -> str:
+        """Return the name of an existing model that a value of the field determines.
+
+        Args:
+            value: The value, None if the field is missing.
+            key: The message key, which replaces a missing record id or device.
+
+        Raises:
+            RejectionError: There is no such model, or as `ModelChoice.choose`.
+        """
+        if value is None and self._is_key and key:
+            try:
+                value = key.decode()
+            except UnicodeDecodeError:
+                value = None
+        name = self.choice.choose(value)
+        if name not in self.codec_by_model:
+            raise RejectionError(
+                RejectionReason.UNKNOWN_MODEL,
+                f"there is no model {quote(name)}, which the field {self.choice.field!r} determines; train it, or "
+                "replay the message when it exists",
+            )
+        return name
+
+    def _divide_messages(self, data: Messages) -> tuple[dict[str, tuple[Messages, Ints]], list[Rejection]]:
+        """Divide messages among the models.
+
+        A message that is an Arrow stream with rows of several models becomes a message for each of them.
+
+        Args:
+            data: The messages, which are JSON or Arrow streams.
+
+        Returns:
+            The messages of each model with their indices in `data`; and the messages that belong to no model.
+        """
+        indices_by_model: dict[str, list[int]] = {}
+        # By model, the streams that replace messages: place in the list of indices, and content.
+        streams_by_model: dict[str, list[tuple[int, bytes]]] = {}
+        rejections: list[Rejection] = []
+        parse_value, known = self._parse_value, self.codec_by_model
+        is_name = self.choice.choose if self.choice.has_pattern else None
+        for i, payload in enumerate(data.payloads):
+            try:
+                if len(payload) <= self._max_bytes:  # type: ignore[arg-type]  # a tombstone raises TypeError
+                    value = parse_value(payload).value
+                    name = value if is_name is None else is_name(value)
+                    if name in known:
+                        indices_by_model.setdefault(name, []).append(i)
+                        continue
+            except (ValueError, TypeError, RecursionError, RejectionError):
+                pass  # not a common message
+            try:
+                for name, stream in self._choose_for_message(payload, data.keys[i]):
+                    indices = indices_by_model.setdefault(name, [])
+                    if stream is not None:
+                        streams_by_model.setdefault(name, []).append((len(indices), stream))
+                    indices.append(i)
+            except RejectionError as error:
+                num_messages = payload.num_messages if isinstance(payload, UnreadablePayload) else 1
+                rejections.append(Rejection(i, error.reason, error.detail, num_messages))
+        parts: dict[str, tuple[Messages, Ints]] = {}
+        for name, chosen in indices_by_model.items():
+            places = np.array(chosen, np.int64)
+            part = data.take(places)
+            for place, stream in streams_by_model.get(name, ()):
+                part.payloads[place] = stream
+            parts[name] = part, places
+        return parts, rejections
+
+    def _choose_for_message(self, payload: bytes | None, key: bytes | None) -> list[tuple[str, bytes | None]]:
+        """Return the models of a message that is no common one, each with the stream of its rows if it is divided.
+
+        Raises:
+            RejectionError: The message cannot be read, or it or one of its rows belongs to no model.
+        """
+        if isinstance(payload, UnreadablePayload):
+            raise RejectionError(payload.reason, payload.detail)
+        if payload is None or payload[:4] != ARROW_PREFIX:
+            return [(self._choose(parse_document(payload, self._max_bytes).get(self.choice.field), key), None)]
+        streams = split_stream(payload, self.choice.field, self._max_bytes, lambda value: self._choose(value, key))
+        return list(streams.items())
+
+    def _divide_rows(
+        self, data: LongRows | WideRows
+    ) -> tuple[dict[str, tuple[LongRows | WideRows, Ints]], list[Rejection]]:
+        """Divide rows of a table among the models.
+
+        Args:
+            data: The rows.
+
+        Returns:
+            The rows of each model with their indices in `data`; and the rows that belong to no model.
+
+        Raises:
+            InputError: The column is missing, or has a type that no value of the field can have.
+        """
+        field = self.choice.field
+        if field in data.table.schema.names:
+            column = convert_ids(data.table.column(field), f"{data.origin}: column {field!r}")
+        elif isinstance(data, WideRows) and field == self._record_field:
+            column = pa.array(data.record_ids, pa.string())
+        else:
+            column = pa.nulls(len(data), pa.string())  # `open_source` has checked the columns that tables must have
+        value_index, values = encode_distinct(column)
+        names: list[str | RejectionError] = []
+        for value in [*values, None]:  # null cells have the index after the last distinct value
+            try:
+                names.append(self._choose(value))
+            except RejectionError as error:
+                names.append(error)
+        rejections: list[Rejection] = []
+        rows_by_model: dict[str, list[Ints]] = {}
+        for index in np.unique(value_index).tolist():
+            rows, name = np.flatnonzero(value_index == index), names[index]
+            if isinstance(name, RejectionError):
+                rejections += [Rejection(row, name.reason, name.detail) for row in rows.tolist()]
+            else:
+                rows_by_model.setdefault(name, []).append(rows)
+        parts: dict[str, tuple[LongRows | WideRows, Ints]] = {}
+        for name, groups in rows_by_model.items():
+            rows = np.sort(np.concatenate(groups))
+            parts[name] = data.take(rows), rows
+        return parts, rejections
+
+
+def decode_by_model(codec: Codec | ModelCodecs, data: Payload) -> tuple[Mapping[str, EventBatch], list[Rejection]]:
+    """Decode what a poll returned, by the codec of the only model or by the codecs of several.
+
+    Returns:
+        The events by the name of the model, which is `ONLY_MODEL` for the only one; and the rejections.
+    """
+    if isinstance(codec, ModelCodecs):
+        return codec.decode(data)
+    batch, rejections = codec.decode(data)
+    return {ONLY_MODEL: batch}, rejections
+
+
+def compute_set_fingerprint(choice: ModelChoice, fingerprint_by_model: Mapping[str, str]) -> str:
+    """Return the fingerprint of a set of models: a hash of the choice, and of the names and fingerprints of all models.
+
+    Args:
+        choice: Decides to which model a message belongs.
+        fingerprint_by_model: The fingerprint of each model.
+    """
+    lines = [choice.describe(), *(f"{name}\0{value}" for name, value in sorted(fingerprint_by_model.items()))]
+    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:16]

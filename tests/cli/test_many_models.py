@@ -1,0 +1,197 @@
+"""Tests of `replay --models`: one process with several models gives what a process for each model gives."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from deformer_stream.codec.encode_evidence import decode_evidence
+from deformer_stream.model_set import MODELS_FILE, read_model_set
+from tests.commands import RunCommand, assert_command_failed, read_json_lines
+from tests.model_folders import draw_messages, encode, name_type, write_folder, write_type
+
+NUM_MODELS = 5
+OUTPUTS = ("scores.parquet", "records.parquet", "alerts.jsonl", "explain.parquet", "rejected.jsonl", "evidence.jsonl")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("sets") / "models", NUM_MODELS)
+
+
+def replay(cli: RunCommand, inputs: Path, out: Path, *options: object) -> dict[str, Any]:
+    """Return the contents of the outputs of `replay`, by name."""
+    out.mkdir()
+    flags = ("--output", "--records", "--alerts", "--explain", "--rejected", "--evidence")
+    named = [word for flag, name in zip(flags, OUTPUTS, strict=True) for word in (flag, out / name)]
+    result = cli("replay", inputs, "--alpha", "0.3,0.05", *named, *options)
+    assert result.code == 0, result.err
+    contents = {
+        name: pq.read_table(out / name).to_pylist() if name.endswith("parquet") else read_json_lines(out / name)
+        for name in OUTPUTS
+    }
+    contents["evidence.jsonl"] = list_evidence(out / "evidence.jsonl")
+    return contents
+
+
+def list_evidence(path: Path) -> list[dict[str, Any]]:
+    """Return the evidence of each closed record and of each alert, which does not depend on the size of the polls."""
+    rows = []
+    for batch in map(decode_evidence, path.read_bytes().splitlines()):
+        closed = batch.closed
+        for i, record in enumerate(closed.record_ids):
+            numbers = [float(column[i]) for column in (closed.times, closed.p_values, closed.scores)]
+            rows.append({"model": batch.model, "record": record, "numbers": numbers})
+        rows += [{"model": batch.model, "alert": str(alert)} for alert in batch.alerts]
+    return rows
+
+
+def write_lines(path: Path, documents: list[dict[str, Any]]) -> Path:
+    path.write_bytes(b"\n".join(encode(document) for document in documents))
+    return path
+
+
+def sort(rows: list[dict[str, Any]], drops: str = "") -> list[str]:
+    """Return rows as texts in an order of their own, without a key."""
+    return sorted(json.dumps({k: v for k, v in row.items() if k != drops}, default=str, sort_keys=True) for row in rows)
+
+
+def assert_equals_single_runs(
+    cli: RunCommand, folder: Path, together: dict[str, Any], inputs: dict[str, Path], tmp_path: Path, *options: object
+) -> None:
+    """Compare the outputs of one process with those of a process for each model, which read its own input only."""
+    models = read_model_set(folder)
+    assert models is not None
+    alone: dict[str, Any] = {name: [] for name in OUTPUTS}
+    for number, (value, path) in enumerate(inputs.items()):
+        model = folder / models.entry_by_value[value].folder
+        outputs = replay(cli, path, tmp_path / f"alone-{number}", "--model", model, *options)
+        for name in OUTPUTS:
+            alone[name] += outputs[name]
+    assert len(together["alerts.jsonl"]) > 20
+    for name in OUTPUTS:
+        drops = "source" if name == "alerts.jsonl" else ""  # the position differs with the file
+        assert sort(together[name], drops) == sort(alone[name], drops), name
+
+
+def test_replay_of_lines_equals_a_run_for_each_model(cli: RunCommand, folder: Path, tmp_path: Path) -> None:
+    documents = draw_messages(NUM_MODELS, 60)
+    together = replay(cli, write_lines(tmp_path / "all.jsonl", documents), tmp_path / "together", "--models", folder)
+    assert len(together["scores.parquet"]) == len(documents)
+    inputs = {
+        name_type(n): write_lines(tmp_path / f"{n}.jsonl", [d for d in documents if d["type"] == name_type(n)])
+        for n in range(NUM_MODELS)
+    }
+    assert_equals_single_runs(cli, folder, together, inputs, tmp_path)
+
+
+def test_scores_of_each_model_are_in_order_of_arrival(cli: RunCommand, folder: Path, tmp_path: Path) -> None:
+    documents = draw_messages(NUM_MODELS, 20)
+    together = replay(cli, write_lines(tmp_path / "all.jsonl", documents), tmp_path / "together", "--models", folder)
+    places = {(d["record"], d["type"], d["feature"]): i for i, d in enumerate(documents)}
+    times = [row["time"].timestamp() - 1.7e9 for row in together["scores.parquet"]]
+    for number in range(NUM_MODELS):
+        own = [place for (_, name, _), place in places.items() if name == name_type(number)]
+        assert [t for t in times if int(t) in own] == sorted(own)
+
+
+@pytest.mark.parametrize("layout", ["long", "wide"])
+def test_replay_of_tables_equals_a_run_for_each_model(
+    cli: RunCommand, folder: Path, tmp_path: Path, layout: str
+) -> None:
+    documents = draw_messages(NUM_MODELS, 60)
+    rows: list[dict[str, Any]] = [{**d, "value": str(d["value"])} for d in documents]
+    if layout == "wide":
+        records: dict[tuple[str, str], dict[str, Any]] = {}
+        for d in documents:
+            row = records.setdefault((d["type"], d["record"]), {"type": d["type"], "record": d["record"]})
+            row.setdefault("time", datetime.fromtimestamp(d["time"], UTC))
+            row[d["feature"]] = d["value"]
+        names = dict.fromkeys(name for row in records.values() for name in row)
+        rows = [{name: row.get(name) for name in names} for row in records.values()]
+
+    def write(name: str, chosen: list[dict[str, Any]]) -> Path:
+        path = tmp_path / name
+        pq.write_table(pa.Table.from_pylist(chosen), path)
+        return path
+
+    options = ("--order", "arrival")
+    together = replay(cli, write("all.parquet", rows), tmp_path / "together", "--models", folder, *options)
+    inputs = {
+        name_type(n): write(f"{n}.parquet", [row for row in rows if row["type"] == name_type(n)])
+        for n in range(NUM_MODELS)
+    }
+    assert_equals_single_runs(cli, folder, together, inputs, tmp_path, *options)
+
+
+def test_messages_without_a_model_are_refused(cli: RunCommand, folder: Path, tmp_path: Path) -> None:
+    good = {"record": "r", "feature": "pressure", "value": 1.0, "time": 1.7e9}
+    documents = [
+        {**good, "type": "type-0"},
+        {**good, "type": "no such type"},
+        good,
+        {**good, "type": ""},
+        {**good, "type": 3.5},
+        {**good, "type": "x" * 2000},
+        {**good, "type": "type-1"},
+    ]
+    together = replay(cli, write_lines(tmp_path / "all.jsonl", documents), tmp_path / "together", "--models", folder)
+    reasons = [(row["source"]["offset"], row["reason"]) for row in together["rejected.jsonl"]]
+    assert reasons == [
+        (1, "unknown_model"),
+        (2, "missing_field"),
+        (3, "missing_field"),
+        (4, "wrong_type"),
+        (5, "too_large"),
+    ]
+    assert len(together["scores.parquet"]) == 2
+
+
+def test_pattern_finds_the_model_in_the_device(cli: RunCommand, tmp_path: Path) -> None:
+    folder = tmp_path / "models"  # without models.json: the names of the folders are those of the models
+    for number, name in enumerate(("pump", "fan%2Fsmall", "_fleet-0", ".hidden")):
+        write_type(folder / name, number)
+    assert not (folder / MODELS_FILE).exists()
+    documents = [
+        {"record": "a", "device": "pump-7", "feature": "pressure", "value": 1.0, "time": 1.7e9},
+        {"record": "a", "device": "fan/small-7", "feature": "pressure", "value": 1.0, "time": 1.7e9},
+        {"record": "a", "device": "valve-7", "feature": "pressure", "value": 1.0, "time": 1.7e9},
+        {"record": "a", "device": "7", "feature": "pressure", "value": 1.0, "time": 1.7e9},
+    ]
+    lines = write_lines(tmp_path / "all.jsonl", documents)
+    options = ("--models", folder, "--model-pattern", "^([a-z/]+)-")
+    together = replay(cli, lines, tmp_path / "together", *options)
+    assert [row["reason"] for row in together["rejected.jsonl"]] == ["unknown_model"] * 2
+    assert len({row["score"] for row in together["scores.parquet"]}) == 2
+    result = cli("replay", lines, "--models", folder)
+    assert_command_failed(result, 2, "models.json", "--model-by", "--model-pattern")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), ("--model", "--models")),
+        (("--model", "x", "--models", "y"), ("--model", "--models")),
+        (("--model", "x", "--model-by", "type"), ("--model-by", "--models")),
+        (("--models", "x", "--model-pattern", "("), ("--model-pattern", "regular expression")),
+        (("--models", "x", "--output-dir", "out"), ("--output-dir", "--model")),
+        (("--models", "x", "--incidents", "out.jsonl"), ("--incidents", "--evidence")),
+    ],
+)
+def test_contradictory_options_are_refused(
+    cli: RunCommand, tmp_path: Path, options: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    lines = write_lines(tmp_path / "all.jsonl", [])
+    assert_command_failed(cli("replay", lines, *options), 2, *words)
+
+
+def test_folder_without_models_is_refused(cli: RunCommand, tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "all.jsonl", [])
+    (tmp_path / "empty").mkdir()
+    assert_command_failed(cli("replay", lines, "--models", tmp_path / "empty"), 3, "empty", "--per")

@@ -1,0 +1,75 @@
+"""Folders of several small models for tests, and readings of records of all of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from deformer_stream import model_store
+from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.torch_scoring import compute_max_statistics
+from deformer_stream.model.schema import Feature, Schema
+from deformer_stream.model_set import ModelEntry, ModelSet, write_model_set
+from tests.engine.random_models import draw_records, make_model, normalise_values
+from tests.models import CONFIG, SCHEMA, TRAINING_SUMMARY, draw_rows
+
+
+def make_schema(number: int) -> Schema:
+    """Return the schema of a type of machine. Types share most features, in different orders and scales."""
+    features = [replace(f, scale=f.scale * (1 + 0.1 * number)) for f in SCHEMA.features]
+    features = features[number % 6 :] + features[: number % 6]
+    if number % 3 == 1:
+        features.append(Feature(f"extra-{number}", "continuous", location=3.0, low=-1.0, high=7.0))
+    return Schema(tuple(features))
+
+
+def write_type(directory: Path, number: int, seed: int = 0) -> Path:
+    """Write the model directory of a type of machine, with random weights, and return its path."""
+    schema = make_schema(number)
+    model = make_model(schema, CONFIG, 1000 * seed + number, torch.float32)
+    codes, values = draw_records(schema, 99, 7, missing_share=0.1)
+    statistics = compute_max_statistics(model, codes, normalise_values(schema, codes, values))
+    calibration = Calibration.from_statistics(statistics, "random")
+    model_store.write(directory, model, calibration, TRAINING_SUMMARY, "<!doctype html><p>report</p>")
+    return directory
+
+
+def name_type(number: int) -> str:
+    """Return the name of a type of machine; some are no names of folders."""
+    return f"type {number}/a" if number % 7 == 3 else f"type-{number}"
+
+
+def write_folder(folder: Path, num_models: int, field: str = "type") -> Path:
+    """Write a folder of models as `deformer-train --per` does, and return its path."""
+    entries = {}
+    for number in range(num_models):
+        directory = write_type(folder / f"model-{number}", number)
+        fingerprint = model_store.read_manifest(directory)["fingerprint"]
+        entries[name_type(number)] = ModelEntry(directory.name, fingerprint, 99, False, "0")
+    write_model_set(folder, ModelSet(field, entries))
+    return folder
+
+
+def draw_messages(num_models: int, records_per_model: int, seed: int = 1) -> list[dict[str, Any]]:
+    """Return the readings of interleaved records of all types as documents. Types have records with the same ids."""
+    rng = np.random.default_rng(seed)
+    readings = []
+    for number in range(num_models):
+        rows = draw_rows(make_schema(number), records_per_model, seed)
+        for i, row in enumerate(rows):
+            start = rng.uniform(0, 100)
+            for place, (feature, value) in enumerate(row.items()):
+                document = {"record": f"r{i}", "type": name_type(number), "feature": feature, "value": value}
+                readings.append((start + place + rng.random(), document))
+    documents = [document for _, document in sorted(readings, key=lambda reading: reading[0])]
+    return [{**document, "time": 1.7e9 + i} for i, document in enumerate(documents)]
+
+
+def encode(document: dict[str, Any]) -> bytes:
+    """Return a document as a JSON message."""
+    return json.dumps(document).encode()
