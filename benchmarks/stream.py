@@ -12,6 +12,7 @@ irregular    Irregular readings of --stays long records that are open at once ar
              trained on such stays with `deformer-train --irregular`; otherwise its weights are random.
 latency      Time from produce to alert, at several rates (--rates). An alert is visible when it is committed.
 evidence     Throughput, and latency at --evidence-rate, with and without evidence for incidents, in turn, for --rounds.
+models       Throughput and memory with 1, 10 and 50 models in one consumer, in turn, for --rounds.
 start        Time from the start of the process until it is ready.
 memory       Memory of a million open records with 20 readings each, in one process.
 replay       Events per second from a Parquet file to scores, as a share of what the layers' matrix products alone would
@@ -46,6 +47,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], Rows]] = {
     "sustained": stream_kafka.sustained,
     "irregular": stream_kafka.irregular,
     "latency": stream_kafka.latency,
+    "models": stream_kafka.models,
     "evidence": stream_kafka.evidence,
     "start": stream_kafka.start,
     "memory": stream_local.memory,
@@ -56,7 +58,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], Rows]] = {
 PARTS_BY_CLIENT = ("throughput", "sustained", "latency", "start")
 """Parts that are measured for each client library."""
 
-PARTS_WITH_KAFKA = (*PARTS_BY_CLIENT, "irregular", "evidence")
+PARTS_WITH_KAFKA = (*PARTS_BY_CLIENT, "irregular", "evidence", "models")
 
 
 def measure(part: str, options: argparse.Namespace, folder: Path) -> Rows:
@@ -155,7 +157,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument(
         "--evidence-rate", type=int, default=10_000, help="Events per second of the latency of evidence."
     )
-    parser.add_argument("--rounds", type=int, default=4, help="Rounds of evidence.")
+    parser.add_argument("--rounds", type=int, default=4, help="Rounds of evidence and models.")
     parser.add_argument("--records", type=int, default=1_000_000, help="Open records of memory.")
     parser.add_argument(
         "--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="Threads of the consumer."

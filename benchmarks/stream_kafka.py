@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -49,10 +49,12 @@ from tests.conftest import load_broker_script
 from tests.integration.programs import Cluster, RunningConsumer
 
 Rows = Iterator[dict[str, Any]]
+ChangeMessage = Callable[[tuple[bytes | None, bytes]], tuple[bytes | None, bytes]]
 
 PARTITIONS = 4
 OPEN_RECORDS = 1024
 """Records that are open at once in each partition."""
+NUMBERS_OF_MODELS = (1, 10, 50)
 STALL_SECONDS = 120.0
 """Seconds without progress of the consumer after which a benchmark fails."""
 LINGER_SECONDS = 0.005
@@ -80,9 +82,18 @@ def _run_model(
     options: argparse.Namespace, folder: Path, model: Path, bootstrap: str, topic: str, *words: str
 ) -> Iterator[RunningConsumer]:
     """Run `deformer-stream consume` on a topic within a `with` block, with the model of a directory."""
+    with _run_options(options, folder, bootstrap, topic, "--model", str(model), *words) as consumer:
+        yield consumer
+
+
+@contextmanager
+def _run_options(
+    options: argparse.Namespace, folder: Path, bootstrap: str, topic: str, *words: str
+) -> Iterator[RunningConsumer]:
+    """Run `deformer-stream consume` on a topic within a `with` block, with options that name its models."""
     settings = [word for setting in options.set for word in ("--" + setting).split("=", 1)]
     kafka = ["--topic", topic, "--group", topic, "--bootstrap-servers", bootstrap, "--client", options.client]
-    arguments = [*kafka, "--model", model, "--alerts", ""]
+    arguments = [*kafka, "--alerts", ""]
     log = folder / f"{topic}.log"
     with RunningConsumer(
         log, *arguments, *settings, *words, variables={"OMP_NUM_THREADS": str(options.threads)}
@@ -120,13 +131,17 @@ def _make_messages(
     return [feed.json_messages() for feed in feeds]
 
 
-def _fill_topic(options: argparse.Namespace, bootstrap: str, topic: str, payload: str) -> int:
-    """Produce at least `--events` readings and return their number."""
+def _fill_topic(
+    options: argparse.Namespace, bootstrap: str, topic: str, payload: str, change: ChangeMessage | None = None
+) -> int:
+    """Produce at least `--events` readings and return their number; `change` is applied to each message."""
     connection, feeds = ProduceConnection(bootstrap, topic), _make_messages(options, payload)
     batch_size = max(1, BATCH_MESSAGES // READINGS_PER_MESSAGE[payload])
     sent = 0
     for partition in itertools.cycle(range(PARTITIONS)):
         messages = list(itertools.islice(feeds[partition], batch_size))
+        if change is not None:
+            messages = [change(message) for message in messages]
         connection.send([(partition, encode_records(messages), batch_size)])
         connection.wait_for_acknowledgements(at_most=8)
         sent += batch_size * READINGS_PER_MESSAGE[payload]
@@ -147,9 +162,7 @@ def throughput(options: argparse.Namespace, folder: Path) -> Rows:
                 progress = _wait_for_events(consumer, sent)
                 cpu_seconds = _read_cpu_seconds(consumer.process.pid)
                 consumer.stop()
-            measured = [(at, n) for at, n in progress if 0.1 * sent <= n <= sent]
-            began, first = measured[0]
-            ended, last = next(point for point in measured if point[1] == measured[-1][1])
+            ended = next(at for at, n in progress if n == progress[-1][1])
             yield {
                 "preset": options.preset,
                 "features": options.features,
@@ -158,9 +171,71 @@ def throughput(options: argparse.Namespace, folder: Path) -> Rows:
                 "payload": payload,
                 "readings_a_message": READINGS_PER_MESSAGE[payload],
                 "events": sent,
-                "events_/s": round((last - first) / (ended - began)),
+                "events_/s": round(_measure_rate(progress, sent)),
                 "cores_used": round(cpu_seconds / (ended - progress[0][0]), 2),
             }
+
+
+def models(options: argparse.Namespace, folder: Path) -> Rows:
+    """Measure accepted events per second and memory with 1, 10 and 50 models, in turn, on the same messages.
+
+    The share is that of the throughput with one model in the same round. The memory is that of the process after the
+    last event; that of a further model is the difference from the process with one model, divided among the others.
+    """
+    for number in range(max(NUMBERS_OF_MODELS)):
+        model = make_model(options.preset, options.features, options.gaussians)
+        model_store.write(folder / "models" / str(number), model, make_quiet_calibration(), {}, "")
+    for num_models in NUMBERS_OF_MODELS[1:]:
+        subset = folder / f"models-{num_models}"
+        subset.mkdir()
+        for number in range(num_models):
+            (subset / str(number)).symlink_to(folder / "models" / str(number))
+    rates: dict[int, list[float]] = {num_models: [] for num_models in NUMBERS_OF_MODELS}
+    resident: dict[int, list[int]] = {num_models: [] for num_models in NUMBERS_OF_MODELS}
+    with load_broker_script().start() as broker:
+        for _, num_models in itertools.product(range(options.rounds), NUMBERS_OF_MODELS):
+            # A topic for each run: the brokers have it in memory, as that of the run before.
+            topic = _create_topic(broker.bootstrap)
+            sent = _fill_topic(options, broker.bootstrap, topic, "json", _name_types)
+            words = ["--model", str(folder / "models" / "0")]
+            if num_models > 1:
+                words = ["--models", str(folder / f"models-{num_models}"), "--model-by", f"one_of_{num_models}"]
+            with _run_options(options, folder, broker.bootstrap, topic, *words) as consumer:
+                rates[num_models].append(_measure_rate(_wait_for_events(consumer, sent), sent))
+                resident[num_models].append(_read_resident_bytes(consumer.process.pid))
+                consumer.stop()
+    for num_models in NUMBERS_OF_MODELS:
+        shares = [rate / alone for rate, alone in zip(rates[num_models], rates[1], strict=True)]
+        further = [more - alone for more, alone in zip(resident[num_models], resident[1], strict=True)]
+        yield {
+            "preset": options.preset,
+            "features": options.features,
+            "threads": options.threads,
+            "models": num_models,
+            "rounds": options.rounds,
+            "events": options.events,
+            "events_/s": round(median(rates[num_models])),
+            "share_of_one_model": round(median(shares), 3),
+            "smallest_share": round(min(shares), 3),
+            "resident_MiB": round(median(resident[num_models]) / 2**20, 1),
+            "MiB_a_further_model": round(median(further) / 2**20 / max(1, num_models - 1), 2),
+        }
+
+
+def _name_types(message: tuple[bytes | None, bytes]) -> tuple[bytes | None, bytes]:
+    """Return a message with fields that divide the records among models, one for each number of models."""
+    key, value = message
+    number = int((key or b"").rpartition(b"/")[2])
+    fields = "".join(f'"one_of_{n}":"{number % n}",' for n in NUMBERS_OF_MODELS[1:])
+    return key, b"{" + fields.encode() + value[1:]
+
+
+def _measure_rate(progress: list[tuple[float, int]], sent: int) -> float:
+    """Return events per second of a progress of times and numbers of events, without the first tenth of the events."""
+    measured = [(at, n) for at, n in progress if 0.1 * sent <= n <= sent]
+    began, first = measured[0]
+    ended, last = next(point for point in measured if point[1] == measured[-1][1])
+    return (last - first) / (ended - began)
 
 
 def _wait_for_events(consumer: RunningConsumer, events: int) -> list[tuple[float, int]]:
