@@ -179,7 +179,8 @@ def throughput(options: argparse.Namespace, folder: Path) -> Rows:
 def models(options: argparse.Namespace, folder: Path) -> Rows:
     """Measure accepted events per second and memory with 1, 10 and 50 models, in turn, on the same messages.
 
-    The share is that of the throughput with one model in the same round. The memory is that of the process after the
+    The shares are those of the throughput with one model in the same round, by the clock and by the processor time of the
+    consumer, which other processes of the machine hardly change. The memory is that of the process after the
     last event; that of a further model is the difference from the process with one model, divided among the others.
     """
     for number in range(max(NUMBERS_OF_MODELS)):
@@ -191,6 +192,7 @@ def models(options: argparse.Namespace, folder: Path) -> Rows:
         for number in range(num_models):
             (subset / str(number)).symlink_to(folder / "models" / str(number))
     rates: dict[int, list[float]] = {num_models: [] for num_models in NUMBERS_OF_MODELS}
+    cpu_rates: dict[int, list[float]] = {num_models: [] for num_models in NUMBERS_OF_MODELS}
     resident: dict[int, list[int]] = {num_models: [] for num_models in NUMBERS_OF_MODELS}
     with load_broker_script().start() as broker:
         for _, num_models in itertools.product(range(options.rounds), NUMBERS_OF_MODELS):
@@ -201,11 +203,16 @@ def models(options: argparse.Namespace, folder: Path) -> Rows:
             if num_models > 1:
                 words = ["--models", str(folder / f"models-{num_models}"), "--model-by", f"one_of_{num_models}"]
             with _run_options(options, folder, broker.bootstrap, topic, *words) as consumer:
-                rates[num_models].append(_measure_rate(_wait_for_events(consumer, sent), sent))
+                cpu_progress: list[tuple[float, int]] = []
+                rates[num_models].append(_measure_rate(_wait_for_events(consumer, sent, cpu_progress), sent))
+                cpu_rates[num_models].append(_measure_rate(cpu_progress, sent))
                 resident[num_models].append(_read_resident_bytes(consumer.process.pid))
                 consumer.stop()
     for num_models in NUMBERS_OF_MODELS:
-        shares = [rate / alone for rate, alone in zip(rates[num_models], rates[1], strict=True)]
+        shares, cpu_shares = (
+            [rate / alone for rate, alone in zip(measured[num_models], measured[1], strict=True)]
+            for measured in (rates, cpu_rates)
+        )
         further = [more - alone for more, alone in zip(resident[num_models], resident[1], strict=True)]
         yield {
             "preset": options.preset,
@@ -216,7 +223,9 @@ def models(options: argparse.Namespace, folder: Path) -> Rows:
             "events": options.events,
             "events_/s": round(median(rates[num_models])),
             "share_of_one_model": round(median(shares), 3),
-            "smallest_share": round(min(shares), 3),
+            "events_/cpu_s": round(median(cpu_rates[num_models])),
+            "share_by_cpu": round(median(cpu_shares), 3),
+            "smallest_share_by_cpu": round(min(cpu_shares), 3),
             "resident_MiB": round(median(resident[num_models]) / 2**20, 1),
             "MiB_a_further_model": round(median(further) / 2**20 / max(1, num_models - 1), 2),
         }
@@ -238,8 +247,16 @@ def _measure_rate(progress: list[tuple[float, int]], sent: int) -> float:
     return (last - first) / (ended - began)
 
 
-def _wait_for_events(consumer: RunningConsumer, events: int) -> list[tuple[float, int]]:
-    """Wait until the consumer has accepted this many events; return the progress, times and numbers of events."""
+def _wait_for_events(
+    consumer: RunningConsumer, events: int, cpu_progress: list[tuple[float, int]] | None = None
+) -> list[tuple[float, int]]:
+    """Wait until the consumer has accepted this many events; return the progress, times and numbers of events.
+
+    Args:
+        consumer: The consumer.
+        events: The number of events.
+        cpu_progress: The same progress is appended with the consumer's seconds of processor time in place of times.
+    """
     progress: list[tuple[float, int]] = []
     while not progress or progress[-1][1] < events:
         assert consumer.process.poll() is None, consumer.read_log()
@@ -248,6 +265,8 @@ def _wait_for_events(consumer: RunningConsumer, events: int) -> list[tuple[float
         except (urllib.error.URLError, OSError):
             accepted = 0
         progress.append((time.monotonic(), accepted))
+        if cpu_progress is not None:
+            cpu_progress.append((_read_cpu_seconds(consumer.process.pid), accepted))
         last_progress = next(at for at, n in progress if n == accepted)
         assert time.monotonic() - last_progress < STALL_SECONDS, (
             f"the consumer stopped at {accepted} of {events} events: {consumer.read_log()}"

@@ -14,6 +14,7 @@ from deformer_stream.model_set import (
     MODELS_FILE,
     ModelEntry,
     ModelSet,
+    find_models,
     make_folder_name,
     read_model_set,
     write_model_set,
@@ -82,3 +83,27 @@ def test_later_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / MODELS_FILE).write_text('{"format": 2}')
     with pytest.raises(ArtifactError, match="install the release that wrote it"):
         read_model_set(tmp_path)
+
+
+def make_directories(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).mkdir()
+        (folder / name / "manifest.json").write_text("{}")
+
+
+def test_models_are_those_that_the_file_lists(tmp_path: Path) -> None:
+    make_directories(tmp_path, "pump", "other")
+    write_model_set(tmp_path, ModelSet("type", {"Pump": ENTRY}))
+    assert find_models(tmp_path) == ("type", {"Pump": tmp_path / "pump"})
+
+
+def test_without_the_file_each_model_directory_is_a_model(tmp_path: Path) -> None:
+    make_directories(tmp_path, "pump", make_folder_name("fan/small"), "_fleet-1", ".hidden")
+    (tmp_path / "empty").mkdir()
+    assert find_models(tmp_path) == (None, {"pump": tmp_path / "pump", "fan/small": tmp_path / "fan%2Fsmall"})
+
+
+def test_folder_without_models_is_an_error(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(ArtifactError, match="has no model directories"):
+            find_models(folder)

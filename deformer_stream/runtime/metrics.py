@@ -98,7 +98,14 @@ class Metrics:
             "Seconds from one poll of the source to the next one. The group takes partitions away if it is too long.",
             _SECONDS_BUCKETS,
         )
-        self.model = self._gauge("model_info", "Always 1; the label identifies the model in use.", ["fingerprint"])
+        self.model = self._gauge(
+            "model_info", "Always 1; the label identifies the model in use, or the set of models.", ["fingerprint"]
+        )
+        self.models = self._gauge(
+            "models_info",
+            "Always 1; the labels identify each of several models in use; only with --models.",
+            ["model", "fingerprint"],
+        )
         self.model_events = self._counter(
             "model_events_total", "Number of events accepted, by model; only with --models.", ["model"]
         )
@@ -253,16 +260,19 @@ class Metrics:
         self.misrouted.inc(num_records - self.num_misrouted)
         self.num_misrouted = num_records
 
-    def set_models(self, fingerprint_by_name: Mapping[str, str]) -> None:
+    def set_model(self, fingerprint: str, fingerprint_by_name: Mapping[str, str]) -> None:
         """Set the fingerprints of the models in use, and remove the series of previous models.
 
         Args:
-            fingerprint_by_name: The fingerprint of each model; the name of the only model is `ONLY_MODEL`.
+            fingerprint: The fingerprint of the only model, or of the set of models.
+            fingerprint_by_name: The fingerprint of each of several models; empty if there is one.
         """
         self.model.clear()
-        for fingerprint in fingerprint_by_name.values():
-            self.model.labels(fingerprint).set(1)
-        for name in fingerprint_by_name.keys() - {ONLY_MODEL}:  # so that the first alert is visible as an increase
+        self.model.labels(fingerprint).set(1)
+        self.models.clear()
+        for name, own_fingerprint in fingerprint_by_name.items():
+            self.models.labels(name, own_fingerprint).set(1)
+            # Create the series with the value 0, so that the first alert is visible as an increase.
             self.model_events.labels(name)
             self.model_alerts.labels(name)
 

@@ -218,7 +218,7 @@ class Pipeline:
             stop: Set from outside to end the run after the current turn of the loop, for example by a signal handler.
         """
         self._last_summary = time.monotonic()
-        self.metrics.set_models(self._engines.fingerprint_by_name)
+        self._show_models()
         while not stop.is_set() and (self.recovery.waiting_partitions or not self.source.is_exhausted):
             self._replace_model()
             polled = self._poll()
@@ -508,7 +508,7 @@ class Pipeline:
         self._logged_repeated_readings.discard(name)
         # With new snapshots, a restart does not process messages again that the old model has scored.
         self.recovery.request_snapshots()
-        self.metrics.set_models(self._engines.fingerprint_by_name)
+        self._show_models()
         if self._partitioned_source is not None:
             self._partitioned_source.model_fingerprint = self._get_fingerprint()
         if is_new:
@@ -517,6 +517,11 @@ class Pipeline:
             logger.info(
                 "model_changed", before=previous_fingerprint, model=artifact.fingerprint, open_records=policy, **named
             )
+
+    def _show_models(self) -> None:
+        """Show the models in use as metrics."""
+        engines = self._engines
+        self.metrics.set_model(self._get_fingerprint(), {} if engines.has_one_model else engines.fingerprint_by_name)
 
     def _take_named_model(self) -> tuple[str, Artifact] | None:
         """Return a new model with its name, if there is one."""

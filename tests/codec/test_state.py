@@ -22,12 +22,17 @@ from deformer_stream.codec.state import (
     HEADER,
     MAGIC,
     SNAPSHOT,
+    check_state,
     decode_decisions,
+    decode_decisions_by_model,
     decode_snapshot,
+    decode_snapshots,
     encode_decisions,
+    encode_decisions_by_model,
     encode_snapshot,
+    encode_snapshots,
 )
-from deformer_stream.engine.events import AlertState, Decisions
+from deformer_stream.engine.events import ONLY_MODEL, AlertState, Decisions
 from deformer_stream.engine.id_set import StringColumn
 from deformer_stream.engine.snapshot import (
     CircularSums,
@@ -532,3 +537,66 @@ def test_inconsistent_decisions_are_rejected() -> None:
     assert_rejected(
         decode_decisions, encode_decisions(Decisions((), {"a": AlertState(1, 1.0)})), "is not between 0 and 1"
     )
+
+
+SEVERAL = {"fan/1": EXAMPLE, "pump ü": TIED}
+
+
+def test_state_of_several_models_is_read_as_it_was_written() -> None:
+    data = encode_snapshots(SEVERAL)
+    assert data[8:11] == b"S\x00\x0b"
+    found = decode_snapshots(data)
+    assert list(found) == list(SEVERAL)
+    for name, snapshot in SEVERAL.items():
+        assert_same_snapshot(found[name], snapshot)
+    decisions = {"a": DECIDED, "b": WAITED}
+    assert decode_decisions_by_model(encode_decisions_by_model(decisions)) == decisions
+    check_state(data, [encode_decisions_by_model(decisions)])
+    assert decode_snapshots(encode_snapshots({})) == {}
+
+
+def test_state_of_the_only_model_has_the_format_of_earlier_releases() -> None:
+    assert encode_snapshots({ONLY_MODEL: EXAMPLE}) == encode_snapshot(EXAMPLE)
+    assert encode_decisions_by_model({ONLY_MODEL: DECIDED}) == encode_decisions(DECIDED)
+    assert_same_snapshot(decode_snapshots(encode_snapshot(EXAMPLE))[ONLY_MODEL], EXAMPLE)
+
+
+def seal(body: bytes, kind: bytes = b"S") -> bytes:
+    """Return the state of several models with a valid header."""
+    return HEADER.pack(b"deformer", kind, FORMAT_VERSION, hashlib.sha256(body).digest()) + body
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "the list of its models cannot be read"),
+        (b"[[1, 2]]\n", "no name of its own"),
+        (b'[["", 0]]\n', "no name of its own"),
+        (b'[["a", 0], ["a", 0]]\n', "no name of its own"),
+        (b'[["a", 1]]\n', "no valid length"),
+        (b'[["a", -1]]\nx', "no valid length"),
+        (b'[["a", true]]\nx', "no valid length"),
+        (b"[]\nx", "more bytes"),
+        (b"{}\nx", "more bytes"),
+        (b'["a"]\n', "the list of its models cannot be read"),
+        (b'[["a", 1]]\nx', "cut short"),
+        (b"[" * 100_000, "the list of its models cannot be read"),
+    ],
+)
+def test_damaged_list_of_models_raises_state_error(body: bytes, said: str) -> None:
+    for decode in (decode_snapshots, lambda data: check_state(data, [])):
+        with pytest.raises(StateError, match=said):
+            decode(seal(body))
+
+
+def test_state_of_several_models_has_a_checksum_and_a_kind() -> None:
+    data = encode_snapshots(SEVERAL)
+    with pytest.raises(StateError, match="checksum mismatch"):
+        decode_snapshots(data[:-1])
+    with pytest.raises(StateError, match="another kind"):
+        decode_decisions_by_model(data)
+    with pytest.raises(StateError, match="several models, where that of one model is expected"):
+        decode_snapshot(data)
+    nested = f'[["a", {len(data)}]]\n'.encode() + data
+    with pytest.raises(StateError, match="several models, where that of one model is expected"):
+        decode_snapshots(seal(nested))

@@ -23,8 +23,14 @@ from deformer_stream.codec import (
     format_rfc3339,
     get_position,
 )
+from deformer_stream.codec.model_choice import ModelCodecs
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, WideRows
-from deformer_stream.codec.state import decode_decisions, decode_snapshot, encode_decisions, encode_snapshot
+from deformer_stream.codec.state import (
+    decode_decisions_by_model,
+    decode_snapshots,
+    encode_decisions_by_model,
+    encode_snapshots,
+)
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import NO_TIME, EventBatch, Rejection, RejectionReason
 from deformer_stream.errors import ArtifactError, InputError, StateError
@@ -172,6 +178,39 @@ def _assert_value_in_document(document: dict[str, object], name: str, value: flo
     assert (said is None and np.isnan(value)) or float(said) == value  # type: ignore[arg-type]
 
 
+def assert_models_decode(codecs: ModelCodecs, data: Payload) -> None:
+    """Assert the invariants of decoding a poll of several models, unless a table is rejected as a whole with one line.
+
+    Each message is decoded independently of the others, and is accounted for. A message has one rejection per reason.
+    """
+    try:
+        batches, rejections = codecs.decode(data)
+    except InputError as error:
+        assert_one_line(str(error), 2000)
+        return
+    indices = {index for batch in batches.values() for index in batch.message_indices.tolist()}
+    assert indices | {rejection.message_index for rejection in rejections} == set(range(len(data)))
+    assert len({(rejection.message_index, rejection.reason) for rejection in rejections}) == len(rejections)
+    for rejection in rejections:
+        assert_one_line(rejection.detail, 300)
+        json.loads(encode_rejected(rejection, data), parse_constant=_reject_constant)
+    for name, batch in batches.items():
+        assert batch.message_indices.tolist() == sorted(batch.message_indices.tolist())
+        _assert_valid_events(batch, codecs.codec_by_model[name].schema)
+        _assert_valid_windows(batch)
+    if not isinstance(data, Messages):
+        return
+    together = [(rejection.message_index, rejection.reason, rejection.num_readings) for rejection in rejections]
+    alone = []
+    num_events = 0
+    for i in range(len(data)):
+        own_batches, own_rejections = codecs.decode(data.take(np.array([i])))
+        num_events += sum(map(len, own_batches.values()))
+        alone += [(i, rejection.reason, rejection.num_readings) for rejection in own_rejections]
+    assert together == alone
+    assert num_events == sum(map(len, batches.values()))
+
+
 def assert_table_decodes(codec: Codec, data: LongRows | WideRows) -> None:
     """Assert the invariants of decoding a table, unless it is rejected as a whole with one line."""
     try:
@@ -241,7 +280,10 @@ def check_saved_state(data: bytes) -> bool:
     line.
     """
     read = 0
-    for decode, encode in ((decode_snapshot, encode_snapshot), (decode_decisions, encode_decisions)):
+    for decode, encode in (
+        (decode_snapshots, encode_snapshots),
+        (decode_decisions_by_model, encode_decisions_by_model),
+    ):
         try:
             kept = decode(data)
         except StateError as error:

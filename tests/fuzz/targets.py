@@ -6,6 +6,7 @@ import atexit
 import gzip
 import hashlib
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from deformer_stream import model_store
 from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern, PatternAdjuster
 from deformer_stream.calibration.incident_budget import parse_budget, plan_budget
 from deformer_stream.calibration.incident_segments import SegmentCalibration
-from deformer_stream.codec import Codec, state
+from deformer_stream.codec import Codec, FieldNames, state
 from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
 from deformer_stream.codec.incident_state import (
@@ -29,6 +30,7 @@ from deformer_stream.codec.incident_state import (
     decode_incident_state,
     encode_incident_state,
 )
+from deformer_stream.codec.model_choice import ModelChoice, ModelCodecs
 from deformer_stream.codec.payloads import LongRows, Messages, WideRows
 from deformer_stream.codec.schema_formats import RegisteredSchema, SchemaFormat, SchemaTranslator, frame
 from deformer_stream.codec.state_header import HEADER, MAGIC
@@ -137,6 +139,39 @@ def arrow_messages(data: bytes) -> None:
 
 
 @cache
+def _list_model_codecs() -> list[ModelCodecs]:
+    """Return decoders of several models, which is determined by a feature, by the device or by the record."""
+    codecs = dict(zip(("a", "p", "v"), invariants.CODECS, strict=True))
+    names = FieldNames()
+    return [
+        ModelCodecs(ModelChoice(names.feature, re.compile("^[apv]")), dict(codecs), names, 16_384),
+        ModelCodecs(ModelChoice(names.device, re.compile(".")), dict(codecs), names, 16_384),
+        ModelCodecs(ModelChoice(names.record, re.compile("^(.)")), dict(codecs), names, 16_384),
+        ModelCodecs(ModelChoice("value"), {**codecs, "idle": invariants.PLAIN}, names, 16_384),
+    ]
+
+
+def model_choices(data: bytes) -> None:
+    """Use the bytes as random numbers that choose messages, Arrow streams and tables of several models."""
+    r = hostile.FedRandom(data)
+    codecs = r.choice(_list_model_codecs())
+    act = r.randrange(4)
+    if act < 2:
+        draw = hostile.draw_payload if act else hostile.draw_arrow_stream
+        invariants.assert_models_decode(codecs, hostile.draw_messages(r, 1 + r.randrange(4), draw))
+        return
+    names = (
+        ["record", "device", "feature", "value", "time", "label"] if act == 2 else [*SCHEMA.names, "device", "value"]
+    )
+    table = hostile.draw_table(r, r.randrange(5), names)
+    if act == 2:
+        invariants.assert_models_decode(codecs, LongRows("fuzz.parquet", table, 3))
+        return
+    ids = [r.choice(["a", "b", "", "é", "x" * 1025, "\udcff"]) for _ in range(table.num_rows)]
+    invariants.assert_models_decode(codecs, WideRows("fuzz.parquet", table, ids, 3, None))
+
+
+@cache
 def _load_valid_model() -> tuple[Path, forgery.Manifest, bytes]:
     """Return a folder to work in, and the manifest and weights of a valid model."""
     folder = Path(tempfile.mkdtemp(prefix="deformer-fuzz-"))
@@ -157,7 +192,16 @@ def saved_states(data: bytes) -> None:
     """Use the bytes as the random numbers that choose a damaged saved state."""
     r = hostile.FedRandom(data)
     good = r.choice([state.encode_snapshot(EXAMPLE), state.encode_decisions(DECIDED)])
-    invariants.check_saved_state(forgery.damage_state(r, good))
+    damaged = forgery.damage_state(r, good)
+    invariants.check_saved_state(damaged)
+    # The state of several models: one of them is damaged, or the list of the models.
+    kind = good[8:9]
+    both = state._encode_set(kind, {"a": good, "b": damaged})
+    body = both[HEADER.size :]
+    if r.random() < 0.5:
+        body = hostile.mutate(r, body[:80]) + body[80:]
+    header = HEADER.pack(MAGIC, kind, state.SET_VERSION, hashlib.sha256(body).digest())
+    invariants.check_saved_state(header + body)
 
 
 @cache
@@ -332,6 +376,7 @@ TARGETS: dict[str, Target] = {
             wide_tables,
             model_directories,
             saved_states,
+            model_choices,
         ),
         *(evidence, incident_states, incident_calibrations),
         *(input_urls, conditions, condition_grammar, model_sets, compressed_files),

@@ -118,6 +118,10 @@ def test_list_contains_every_reason() -> None:
 
     # Repeated readings of a time slot are counted, and are no dead letters (tests/integration/test_slots.py). Only
     # tables have malformed rows (tests/connectors/test_table_events.py), and only messages of a schema registry an
-    # unknown schema (tests/integration/test_registry_formats.py).
-    others = {RejectionReason.REPEATED, RejectionReason.MALFORMED_ROW, RejectionReason.UNKNOWN_SCHEMA}
+    # unknown schema (tests/integration/test_registry_formats.py). Only a process with several models has an unknown
+    # model (tests/integration/test_many_models.py).
+    others = {
+        *(RejectionReason.REPEATED, RejectionReason.MALFORMED_ROW),
+        *(RejectionReason.UNKNOWN_SCHEMA, RejectionReason.UNKNOWN_MODEL),
+    }
     assert {reason for reason, *_ in REFUSED.values()} == {str(reason) for reason in set(RejectionReason) - others}

@@ -60,6 +60,7 @@ NAMES = {
     "partitions_restoring": "gauge",
     "poll_gap_seconds": "histogram",
     "model_info": "gauge",
+    "models_info": "gauge",
     "model_events_total": "counter",
     "model_alerts_total": "counter",
     "model_records_open": "gauge",
@@ -75,6 +76,7 @@ LABELS = {
     "snapshot_bytes": {"partition"},
     "snapshot_age_seconds": {"partition"},
     "model_info": {"fingerprint"},
+    "models_info": {"model", "fingerprint"},
     "model_events_total": {"model"},
     "model_alerts_total": {"model"},
     "model_records_open": {"model"},
@@ -139,7 +141,7 @@ def test_metric_names_and_labels_are_those_of_the_contract(port: int) -> None:
     measures = metrics.Metrics()
     measures.set_lag({("t", 0): 1})
     measures.set_snapshot(0, 100)
-    measures.set_models({"pump": "abc"})
+    measures.set_model("abc", {"pump": "def"})
     measures.set_open_by_model({"pump": 3})
     measures.set_drift({0: -0.5})
     measures.set_alert_shares({0.01: (0.77, 0.02)})

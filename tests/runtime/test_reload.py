@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
 from structlog.testing import capture_logs
 
 from deformer_stream import model_store
+from deformer_stream.model_set import MODELS_FILE, find_models
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime import reload
-from deformer_stream.runtime.reload import ModelReloader
+from deformer_stream.runtime.reload import ModelReloader, ModelSetReloader
 from tests.models import write_model
 
 
@@ -103,3 +106,91 @@ def test_damaged_model_is_not_returned(directory: Path) -> None:
     with capture_logs() as lines:
         assert check(reloader) is None
     assert [(line["event"], line["error_type"]) for line in lines] == [("model_not_readable", "ArtifactError")]
+
+
+def take_all(reloader: ModelSetReloader, rounds: int = 6) -> list[tuple[str, str]]:
+    """Return name and fingerprint of the models that a reloader returns within some rounds of checks."""
+    found = []
+    for _ in range(rounds):
+        for _ in range(20):
+            named = reloader.take_named_model()
+            if named is not None:
+                found.append((named[0], named[1].fingerprint))
+            readers = [r._reader for r in reloader._reloader_by_name.values() if r._reader is not None]
+            assert len(readers) <= 1, "models are read one after the other"
+            for reader in readers:
+                reader.join(60)
+    return found
+
+
+class SteppingClock:
+    """Monotonic seconds that advance by a twentieth of the check interval with each call."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += reload.CHECK_SECONDS / 20
+        return self.now
+
+
+def make_set_reloader(folder: Path, requested: threading.Event | None = None) -> ModelSetReloader:
+    artifacts = {name: model_store.read(path) for name, path in find_models(folder)[1].items()}
+    requested = requested or threading.Event()
+    return ModelSetReloader(lambda: find_models(folder)[1], artifacts, "cpu", requested, now=SteppingClock())
+
+
+def test_changed_and_added_models_of_a_folder_are_returned_once(tmp_path: Path) -> None:
+    for number, name in enumerate("abc"):
+        write_model(tmp_path / name, seed=number)
+    reloader = make_set_reloader(tmp_path)
+    assert take_all(reloader) == []
+    write_model(tmp_path / "b", seed=7)
+    write_model(tmp_path / "d", seed=8)
+    changed = {name: model_store.read(tmp_path / name).fingerprint for name in "bd"}
+    assert sorted(take_all(reloader)) == sorted(changed.items())
+    assert take_all(reloader) == []
+
+
+def test_model_that_cannot_be_read_does_not_stop_the_others(tmp_path: Path) -> None:
+    for number, name in enumerate("ab"):
+        write_model(tmp_path / name, seed=number)
+    reloader = make_set_reloader(tmp_path)
+    (tmp_path / "a" / model_store.WEIGHTS).write_bytes(b"damaged")
+    (tmp_path / "a" / model_store.MANIFEST).touch()
+    write_model(tmp_path / "b", seed=7)
+    with capture_logs() as logs:
+        assert take_all(reloader) == [("b", model_store.read(tmp_path / "b").fingerprint)]
+    assert [line["event"] for line in logs] == ["model_not_readable"]
+    write_model(tmp_path / "a", seed=9)
+    assert take_all(reloader) == [("a", model_store.read(tmp_path / "a").fingerprint)]
+
+
+def test_removed_models_stay_in_use_and_a_damaged_list_is_logged_once(tmp_path: Path) -> None:
+    for number, name in enumerate("ab"):
+        write_model(tmp_path / name, seed=number)
+    reloader = make_set_reloader(tmp_path)
+    shutil.rmtree(tmp_path / "a")
+    assert take_all(reloader) == []
+    (tmp_path / MODELS_FILE).write_bytes(b"{")
+    with capture_logs() as logs:
+        assert take_all(reloader) == []
+    assert [line["event"] for line in logs] == ["models_not_readable"]
+
+
+def test_request_reads_all_models_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, name in enumerate("ab"):
+        write_model(tmp_path / name, seed=number)
+    requested = threading.Event()
+    reloader = make_set_reloader(tmp_path, requested)
+    names: list[str] = []
+    read = model_store.read
+
+    def record_and_read(directory: Path, *arguments: Any) -> Artifact:
+        names.append(directory.name)
+        return read(directory, *arguments)
+
+    monkeypatch.setattr(model_store, "read", record_and_read)
+    requested.set()
+    assert take_all(reloader, rounds=1) == []  # unchanged
+    assert (names, requested.is_set()) == (["a", "b"], False)

@@ -1,0 +1,206 @@
+"""Tests of the choice of a model by a field of each message or row."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from deformer_stream.codec import Codec, FieldNames
+from deformer_stream.codec.model_choice import ModelChoice, ModelCodecs, compute_set_fingerprint
+from deformer_stream.codec.payloads import LongRows, Messages, Payload, UnreadablePayload, WideRows
+from deformer_stream.engine.events import NO_TIME, EventBatch, Rejection, RejectionReason
+from deformer_stream.errors import InputError
+from deformer_stream.model.schema import Feature, Schema
+from tests.codec.test_arrow_messages import make_stream
+
+PUMP = Schema((Feature("flow", "continuous"), Feature("power", "continuous")))
+FAN = Schema((Feature("power", "continuous"), Feature("speed", "continuous")))
+
+
+def make_codecs(field: str = "type", pattern: str | None = None, **options: Any) -> ModelCodecs:
+    codec_by_model = {name: Codec(schema, model_field=field) for name, schema in (("fan", FAN), ("pump", PUMP))}
+    choice = ModelChoice(field, None if pattern is None else re.compile(pattern))
+    return ModelCodecs(choice, codec_by_model, FieldNames(), **options)
+
+
+def make_messages(*payloads: bytes | None, keys: list[bytes | None] | None = None) -> Messages:
+    n = len(payloads)
+    numbers = np.arange(n)
+    keys = [None] * n if keys is None else keys
+    return Messages("t", keys, list(payloads), np.full(n, NO_TIME), np.zeros(n, np.int32), numbers)
+
+
+def list_events(batches: dict[str, EventBatch]) -> list[tuple[int, str, str, int, float]]:
+    """Return message index, model, record, feature code and value of each event, by message."""
+    return sorted(
+        (int(index), name, record, int(code), float(value))
+        for name, batch in batches.items()
+        for index, record, code, value in zip(
+            batch.message_indices, batch.record_ids, batch.features, batch.values, strict=True
+        )
+    )
+
+
+def decode(codecs: ModelCodecs, data: Payload) -> tuple[list[tuple[int, str, str, int, float]], list[Rejection]]:
+    batches, rejections = codecs.decode(data)
+    assert list(batches) == sorted(batches)
+    assert all(batches.values())
+    return list_events(batches), rejections
+
+
+def test_each_message_is_decoded_with_the_schema_of_its_model() -> None:
+    data = make_messages(
+        b'{"type": "pump", "record": "a", "feature": "power", "value": 1}',
+        b'{"type": "fan", "record": "a", "feature": "power", "value": 2}',
+        b'{"record": "b", "values": {"power": 3, "speed": 4}, "type": "fan"}',
+        b'{"type": "fan", "record": "c", "feature": "flow", "value": 5}',
+        b'{"type": "pump", "record": "c", "feature": "flow", "value": null}',
+    )
+    events, rejections = decode(make_codecs(), data)
+    assert events[:4] == [
+        (0, "pump", "a", 1, 1.0),
+        (1, "fan", "a", 0, 2.0),
+        (2, "fan", "b", 0, 3.0),
+        (2, "fan", "b", 1, 4.0),
+    ]
+    assert events[4][:4] == (4, "pump", "c", 0)
+    assert [(r.message_index, r.reason) for r in rejections] == [(3, RejectionReason.UNKNOWN_FEATURE)]
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason", "said"),
+    [
+        (b'{"type": "valve", "record": "a", "feature": "power", "value": 1}', "unknown_model", "no model 'valve'"),
+        (b'{"record": "a", "feature": "power", "value": 1}', "missing_field", "'type'"),
+        (b'{"type": null, "record": "a"}', "missing_field", "'type'"),
+        (b'{"type": "", "record": "a"}', "missing_field", "empty"),
+        (b'{"type": ["pump"], "record": "a"}', "wrong_type", "'type'"),
+        (b'{"type": true, "record": "a"}', "wrong_type", "'type'"),
+        (b'{"type": 7, "record": "a"}', "unknown_model", "no model '7'"),
+        (b'{"type": "' + b"x" * 2000 + b'"}', "too_large", "2000 characters"),
+        (b'{"type": "pump"', "not_json", ""),
+        (b"[1]", "not_json", "a list"),
+        (b"\xff\xfe", "not_json", ""),
+        (None, "not_json", "tombstone"),
+        (b'{"type": "pump", "x": "' + b"x" * 5000 + b'"}', "too_large", "bytes"),
+        (UnreadablePayload(RejectionReason.MALFORMED_ROW, "line 3", 2), "malformed_row", "line 3"),
+        (b"\xff\xff\xff\xff\x10\0\0\0", "not_json", "Arrow"),
+    ],
+)
+def test_messages_without_a_model_are_rejected_alone(payload: bytes | None, reason: str, said: str) -> None:
+    good = b'{"type": "pump", "record": "a", "feature": "power", "value": 1}'
+    events, (rejection,) = decode(make_codecs(max_message_bytes=4096), make_messages(payload, good))
+    assert [index for index, *_ in events] == [1]
+    assert (rejection.message_index, str(rejection.reason)) == (0, reason)
+    assert said in rejection.detail
+    assert rejection.num_readings == (2 if reason == "malformed_row" else 1)
+
+
+def test_pattern_finds_the_model_and_the_key_replaces_the_device() -> None:
+    codecs = make_codecs("device", "^(pump|fan|valve)-")
+    event = b'"record": "a", "feature": "power", "value": 1}'
+    data = make_messages(
+        *(b'{"device": "pump-7", ' + event, b"{" + event, b"{" + event, b'{"device": "x", ' + event),
+        *(b'{"device": "valve-1", ' + event, b'{"device": "fan-1", ' + event),
+        keys=[None, b"fan-3", b"\xff", b"fan-3", None, None],
+    )
+    events, rejections = decode(codecs, data)
+    assert [event[:2] for event in events] == [(0, "pump"), (1, "fan"), (5, "fan")]
+    reasons = [(r.message_index, str(r.reason)) for r in rejections]
+    assert reasons == [(2, "missing_field"), (3, "unknown_model"), (4, "unknown_model")]
+    assert "--model-pattern" in rejections[1].detail
+
+
+def test_whole_match_is_the_name_of_a_pattern_without_groups() -> None:
+    assert ModelChoice("device", re.compile("[a-z]+")).choose("7 pump 8 fan") == "pump"
+
+
+def test_arrow_stream_is_divided_by_rows() -> None:
+    columns: dict[str, Any] = {
+        "type": ["pump", "fan", "pump"],
+        "record": ["a", "b", "c"],
+        "feature": ["power", "power", "flow"],
+        "value": [1.0, 2.0, 3.0],
+    }
+    wide = {"type": pa.array(["fan", "fan"]).dictionary_encode(), "record": ["a", "b"], "power": [1.0, 2.0]}
+    data = make_messages(
+        make_stream(columns), make_stream(wide), make_stream({**columns, "type": ["pump", None, "fan"]})
+    )
+    events, rejections = decode(make_codecs(), data)
+    assert [(index, name, record) for index, name, record, *_ in events] == [
+        *((0, "fan", "b"), (0, "pump", "a"), (0, "pump", "c")),
+        *((1, "fan", "a"), (1, "fan", "b")),
+    ]
+    assert [(r.message_index, str(r.reason)) for r in rejections] == [(2, "missing_field")]
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"record": ["a"], "feature": ["power"], "value": [1.0]}, "missing_field"),
+        ({"type": ["valve"], "record": ["a"], "feature": ["power"], "value": [1.0]}, "unknown_model"),
+        ({"type": [[1]], "record": ["a"], "feature": ["power"], "value": [1.0]}, "wrong_type"),
+        ({"type": [1.5], "record": ["a"], "feature": ["power"], "value": [1.0]}, "wrong_type"),
+        ({"type": pa.array([], pa.string()), "record": pa.array([], pa.string())}, "missing_field"),
+        ({"type": ["pump"] * 70_000, "record": ["a"] * 70_000, "power": [1.0] * 70_000}, "too_large"),
+    ],
+)
+def test_arrow_streams_without_a_model_are_rejected(columns: dict[str, Any], reason: str) -> None:
+    events, (rejection,) = decode(make_codecs(max_message_bytes=2**24), make_messages(make_stream(columns)))
+    assert (events, str(rejection.reason)) == ([], reason)
+
+
+def test_message_with_bad_readings_of_two_models_has_one_rejection() -> None:
+    columns = {"type": ["pump", "fan"], "record": ["a", "b"], "feature": ["x", "y"], "value": [1.0, 2.0]}
+    events, (rejection,) = decode(make_codecs(), make_messages(make_stream(columns)))
+    assert (events, rejection.reason, rejection.num_readings) == ([], RejectionReason.UNKNOWN_FEATURE, 2)
+
+
+def test_rows_of_tables_are_divided() -> None:
+    long = pa.RecordBatch.from_pydict(
+        {
+            "type": ["pump", "fan", None, "valve"],
+            "record": ["a", "b", "c", "d"],
+            "feature": ["power"] * 4,
+            "value": ["1", "2", "3", "4"],
+        }
+    )
+    events, rejections = decode(make_codecs(), LongRows("t.csv", long, 10))
+    assert [event[:4] for event in events] == [(0, "pump", "a", 1), (1, "fan", "b", 0)]
+    assert [(r.message_index, str(r.reason)) for r in rejections] == [(2, "missing_field"), (3, "unknown_model")]
+    wide = pa.RecordBatch.from_pydict({"type": ["fan", "pump"], "power": [1.0, 2.0], "flow": [None, 3.0]})
+    events, rejections = decode(make_codecs(), WideRows("t.csv", wide, ["a", "b"], 0))
+    values = [(index, name, record, code) for index, name, record, code, value in events if not np.isnan(value)]
+    assert (values, rejections) == ([(0, "fan", "a", 0), (1, "pump", "b", 0), (1, "pump", "b", 1)], [])
+
+
+def test_record_id_of_a_wide_table_can_determine_the_model() -> None:
+    wide = pa.RecordBatch.from_pydict({"power": [1.0, 2.0]})
+    batches, rejections = make_codecs("record", "^[a-z]+").decode(WideRows("t.csv", wide, ["pump1", "fan1"], 0))
+    assert ({name: set(batch.record_ids) for name, batch in batches.items()}, rejections) == (
+        {"fan": {"fan1"}, "pump": {"pump1"}},
+        [],
+    )
+
+
+def test_column_of_numbers_that_are_not_whole_is_refused() -> None:
+    table = pa.RecordBatch.from_pydict({"type": [1.5], "record": ["a"], "feature": ["power"], "value": ["1"]})
+    with pytest.raises(InputError, match="column 'type' has the type double"):
+        make_codecs().decode(LongRows("t.csv", table, 0))
+
+
+def test_fingerprint_of_a_set_depends_on_the_choice_and_on_all_models() -> None:
+    models = {"pump": "1", "fan": "2"}
+    fingerprint = compute_set_fingerprint(ModelChoice("type"), models)
+    assert compute_set_fingerprint(ModelChoice("type"), dict(reversed(models.items()))) == fingerprint
+    others = [
+        compute_set_fingerprint(ModelChoice("kind"), models),
+        compute_set_fingerprint(ModelChoice("type", re.compile("a")), models),
+        compute_set_fingerprint(ModelChoice("type"), {**models, "fan": "3"}),
+        compute_set_fingerprint(ModelChoice("type"), {"pump": "1"}),
+    ]
+    assert len({fingerprint, *others}) == 5
