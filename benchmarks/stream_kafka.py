@@ -179,9 +179,9 @@ def throughput(options: argparse.Namespace, folder: Path) -> Rows:
 def models(options: argparse.Namespace, folder: Path) -> Rows:
     """Measure accepted events per second and memory with 1, 10 and 50 models, in turn, on the same messages.
 
-    The shares are those of the throughput with one model in the same round, by the clock and by the processor time of the
-    consumer, which other processes of the machine hardly change. The memory is that of the process after the
-    last event; that of a further model is the difference from the process with one model, divided among the others.
+    The shares are those of the throughput with one model in the same round, by the clock and by the processor time of
+    the consumer, which other processes of the machine hardly change. The memory is that of the process after the last
+    event; that of a further model is the difference from the process with one model, divided among the others.
     """
     for number in range(max(NUMBERS_OF_MODELS)):
         model = make_model(options.preset, options.features, options.gaussians)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from deformer_stream.codec.arrow_messages import split_stream
@@ -266,12 +265,15 @@ class ModelCodecs:
         """
         field = self.choice.field
         if field in data.table.schema.names:
-            column = convert_ids(data.table.column(field), f"{data.origin}: column {field!r}")
+            value_index, values = encode_distinct(
+                convert_ids(data.table.column(field), f"{data.origin}: column {field!r}")
+            )
         elif isinstance(data, WideRows) and field == self._record_field:
-            column = pa.array(data.record_ids, pa.string())
+            values = list(dict.fromkeys(data.record_ids))
+            index_by_value = {value: index for index, value in enumerate(values)}
+            value_index = np.array([index_by_value[value] for value in data.record_ids], np.int64)
         else:
-            column = pa.nulls(len(data), pa.string())  # `open_source` has checked the columns that tables must have
-        value_index, values = encode_distinct(column)
+            value_index, values = np.zeros(len(data), np.int64), []  # `open_source` has checked that tables have it
         names: list[str | RejectionError] = []
         for value in [*values, None]:  # null cells have the index after the last distinct value
             try:

@@ -16,7 +16,7 @@ from pathlib import Path
 SEEDS = Path(__file__).parent / "corpus"
 TARGETS = (
     *("one_message", "messages", "arrow_messages", "registry_messages", "long_tables", "wide_tables"),
-    *("model_directories", "saved_states", "evidence", "incident_states", "incident_calibrations"),
+    *("model_directories", "saved_states", "model_choices", "evidence", "incident_states", "incident_calibrations"),
     *("input_urls", "conditions", "condition_grammar", "model_sets", "compressed_files"),
 )
 MEMORY_MIB, SLOW_SECONDS = 3000, 120
