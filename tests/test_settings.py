@@ -57,7 +57,7 @@ OAUTH = {
     "sasl_oauth_client_secret_file": "secret",
 }
 LOGIN_FIELDS = tuple(name for name in ConsumeSettings.model_fields if name.startswith("sasl_"))
-FIELDS_WITH_CONDITIONS = ("source", "output", "topic", *LOGIN, *LOGIN_FIELDS, *REGISTRY_LOGIN)
+FIELDS_WITH_CONDITIONS = ("source", "output", "topic", "model", "models", *LOGIN, *LOGIN_FIELDS, *REGISTRY_LOGIN)
 FIELDS_WITH_CONDITIONS += ("schema_registry_password_file",)
 SECRETS = ("sasl_password", "schema_registry_password")
 ALL_OPTIONS = [(command, field) for command, cls in SETTINGS_BY_COMMAND.items() for field in cls.model_fields]
@@ -135,6 +135,15 @@ def test_a_flag_replaces_its_alternative_in_the_file(clean_environment: pytest.M
         load_settings(ConsumeSettings, {"source": "-", "topic": "sensors"}, config, "consume")
 
 
+def test_models_replace_the_model_of_the_file(clean_environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('topic = "sensors"\nmodel = "m"\n')
+    settings = load_settings(ConsumeSettings, {"models": "folder"}, config, "consume")
+    assert (settings.model, settings.models) == (None, Path("folder"))
+    with pytest.raises(ConfigError, match="exactly one option, --model or --models"):
+        load_settings(ConsumeSettings, {"models": "folder", "model": "m"}, config, "consume")
+
+
 @pytest.mark.parametrize("cls", [CalibrateSettings, ConsumeSettings, ReplaySettings])
 def test_streams_and_calibrations_choose_readings_at_the_same_p_value(cls: type[Settings]) -> None:
     assert cls.model_fields["suspicious"].default == DEFAULT_SUSPICIOUS
@@ -151,6 +160,9 @@ def test_flag_precedes_environment_precedes_file_precedes_default(
     others |= {"ssl_certfile": "c"} if field.startswith("ssl") else {}
     others |= {"next_reading": 8} if field == "suspicious_records" else {}
     others |= {"output_dir": "d"} if field in ("workers", "engine", "shard_by", "shards") else {}
+    if field in ("models", "model_by", "model_pattern"):
+        others.pop("model")
+        others["models"] = "d"
     others.pop(field, None)
     if field in ("source", "output") and command in ("consume", "produce"):
         others.pop("topic")
