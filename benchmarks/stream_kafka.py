@@ -199,9 +199,15 @@ def models(options: argparse.Namespace, folder: Path) -> Rows:
             # A topic for each run: the brokers have it in memory, as that of the run before.
             topic = _create_topic(broker.bootstrap)
             sent = _fill_topic(options, broker.bootstrap, topic, "json", _name_types)
-            words = ["--model", str(folder / "models" / "0")]
+            words = ["--model", str(folder / "models" / "0"), "--record-timeout", "1d"]
             if num_models > 1:
-                words = ["--models", str(folder / f"models-{num_models}"), "--model-by", f"one_of_{num_models}"]
+                words = [
+                    "--models",
+                    str(folder / f"models-{num_models}"),
+                    "--model-by",
+                    f"one_of_{num_models}",
+                    *words[2:],
+                ]
             with _run_options(options, folder, broker.bootstrap, topic, *words) as consumer:
                 cpu_progress: list[tuple[float, int]] = []
                 rates[num_models].append(_measure_rate(_wait_for_events(consumer, sent, cpu_progress), sent))

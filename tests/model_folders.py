@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from deformer_stream import model_store
-from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.conformal import Calibration, TiePolicy
 from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model_set import ModelEntry, ModelSet, write_model_set
@@ -30,11 +30,15 @@ def make_schema(number: int) -> Schema:
 
 def write_type(directory: Path, number: int, seed: int = 0) -> Path:
     """Write the model directory of a type of machine, with random weights, and return its path."""
-    schema = make_schema(number)
-    model = make_model(schema, CONFIG, 1000 * seed + number, torch.float32)
+    return write_schema(directory, make_schema(number), 1000 * seed + number)
+
+
+def write_schema(directory: Path, schema: Schema, seed: int, ties: TiePolicy = "arrival") -> Path:
+    """Write a model directory with this schema, with random weights, and return its path."""
+    model = make_model(schema, CONFIG, seed, torch.float32)
     codes, values = draw_records(schema, 99, 7, missing_share=0.1)
     statistics = compute_max_statistics(model, codes, normalise_values(schema, codes, values))
-    calibration = Calibration.from_statistics(statistics, "random")
+    calibration = replace(Calibration.from_statistics(statistics, "random"), tie_policy=ties)
     model_store.write(directory, model, calibration, TRAINING_SUMMARY, "<!doctype html><p>report</p>")
     return directory
 

@@ -107,6 +107,26 @@ class ServedModels:
             return next(iter(fingerprint_by_name.values()))
         return compute_set_fingerprint(self.choice, fingerprint_by_name)
 
+    def check_same_form(self, settings: ScoringSettings) -> None:
+        """Check that files can be read in one way for all models.
+
+        Args:
+            settings: Options of the command.
+
+        Raises:
+            ConfigError: Only some of the models have windows or irregular readings, so that the rows of a table are
+                records of some models and readings of others.
+        """
+        from deformer_stream.errors import ConfigError
+
+        schemas = self.schema_by_name.values()
+        forms = {(make_window_assigner(s, settings) is None, s.reading_times is None) for s in schemas}
+        if len(forms) > 1:
+            raise ConfigError(
+                "only some of the models have time windows or irregular readings, so files cannot be read in one way "
+                "for all of them: use a folder of models for each kind"
+            )
+
     def combine_codecs(
         self, make_codec: Callable[[Artifact], Codec], settings: ScoringSettings, translator: SchemaTranslator | None
     ) -> Codec | ModelCodecs:
@@ -527,24 +547,14 @@ def open_model_inputs(
     """Open the input files of `replay` as `open_inputs` does, for one or for several models.
 
     Raises:
-        ConfigError: As `open_inputs`; or only some of several models have windows, or irregular readings, so that the
-            rows of a table are records of some models and readings of others.
+        ConfigError: As `open_inputs` and `ServedModels.check_same_form`.
     """
     from connectors.files import open_source
-    from deformer_stream.errors import ConfigError
 
     artifacts = list(models.artifact_by_name.values())
     if models.choice is None:
         return open_inputs(inputs, artifacts[0], settings)
-    forms = {
-        (make_window_assigner(loaded.schema, settings) is None, loaded.schema.reading_times is None)
-        for loaded in artifacts
-    }
-    if len(forms) > 1:
-        raise ConfigError(
-            "only some of the models have time windows or irregular readings, so files cannot be read in one way for "
-            "all of them: replay them with one folder of models for each kind"
-        )
+    models.check_same_form(settings)
     codec = models.combine_codecs(
         lambda loaded: make_row_codec(loaded, settings, models.choice), settings, translator=None
     )

@@ -172,6 +172,7 @@ def _connect(
                 "FILE"
             )
         check_no_overwrite([str(settings.source)], {"--alerts": settings.alerts})
+        models.check_same_form(settings)
         source = open_source(
             [str(settings.source)],
             list(models.schema_by_name.values()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from deformer_stream.codec.encode_evidence import decode_evidence
-from deformer_stream.model_set import MODELS_FILE, read_model_set
+from deformer_stream.model.windows import Window
+from deformer_stream.model_set import MODELS_FILE, ModelEntry, ModelSet, read_model_set, write_model_set
 from tests.commands import RunCommand, assert_command_failed, read_json_lines
-from tests.model_folders import draw_messages, encode, name_type, write_folder, write_type
+from tests.model_folders import (
+    draw_messages,
+    encode,
+    make_schema,
+    name_type,
+    write_folder,
+    write_schema,
+    write_type,
+)
 
 NUM_MODELS = 5
 OUTPUTS = ("scores.parquet", "records.parquet", "alerts.jsonl", "explain.parquet", "rejected.jsonl", "evidence.jsonl")
@@ -128,6 +138,67 @@ def test_replay_of_tables_equals_a_run_for_each_model(
         for n in range(NUM_MODELS)
     }
     assert_equals_single_runs(cli, folder, together, inputs, tmp_path, *options)
+
+
+@pytest.mark.slow
+def test_fifty_models_equal_fifty_runs(cli: RunCommand, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "models", 50)
+    documents = draw_messages(50, 8)
+    together = replay(cli, write_lines(tmp_path / "all.jsonl", documents), tmp_path / "together", "--models", folder)
+    inputs = {
+        name_type(n): write_lines(tmp_path / f"{n}.jsonl", [d for d in documents if d["type"] == name_type(n)])
+        for n in range(50)
+    }
+    assert_equals_single_runs(cli, folder, together, inputs, tmp_path)
+
+
+def test_models_have_windows_and_tie_groups_of_their_own(cli: RunCommand, tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    entries = {}
+    for number, (width, ties) in enumerate(((10, "arrival"), (60, "hold"))):
+        schema = replace(make_schema(number), window=Window(width * 1_000_000))
+        write_schema(folder / str(number), schema, number, ties)
+        entries[name_type(number)] = ModelEntry(str(number), "", 99, False, "0")
+    write_model_set(folder, ModelSet("type", entries))
+    documents = [
+        {
+            **{name: value for name, value in d.items() if name != "record"},
+            "device": d["record"],
+            "time": 1.7e9 + i // 3,
+        }
+        for i, d in enumerate(draw_messages(2, 60))
+    ]
+    together = replay(cli, write_lines(tmp_path / "all.jsonl", documents), tmp_path / "together", "--models", folder)
+    inputs = {
+        name_type(n): write_lines(tmp_path / f"{n}.jsonl", [d for d in documents if d["type"] == name_type(n)])
+        for n in range(2)
+    }
+    assert_equals_single_runs(cli, folder, together, inputs, tmp_path)
+    records = {row["record"] for row in together["records.parquet"]}
+    assert any(record.endswith(":10Z") for record in records)
+
+
+def test_files_of_models_with_and_without_windows_are_refused(cli: RunCommand, folder: Path, tmp_path: Path) -> None:
+    mixed = tmp_path / "models"
+    write_type(mixed / "plain", 0)
+    write_schema(mixed / "windowed", replace(make_schema(1), window=Window(10_000_000)), 1)
+    lines = write_lines(tmp_path / "all.jsonl", draw_messages(1, 2))
+    for words in (("replay", lines), ("consume", "--source", lines, "--alerts", "")):
+        result = cli(*words, "--models", mixed, "--model-by", "type")
+        assert result.code == 2
+        assert "only some of the models have time windows" in result.lines[-1]
+
+
+def test_consume_reads_a_file_for_several_models(cli: RunCommand, folder: Path, tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "all.jsonl", draw_messages(NUM_MODELS, 30))
+    alerts = {}
+    for command, words in (("replay", (lines,)), ("consume", ("--source", lines, "--record-timeout", "1d"))):
+        path = tmp_path / f"{command}.jsonl"
+        result = cli(command, *words, "--models", folder, "--alerts", path, "--alpha", "0.3,0.05")
+        assert result.code == 0, result.err
+        alerts[command] = sort(read_json_lines(path))
+    assert len(alerts["replay"]) > 10
+    assert alerts["consume"] == alerts["replay"]
 
 
 def test_messages_without_a_model_are_refused(cli: RunCommand, folder: Path, tmp_path: Path) -> None:
