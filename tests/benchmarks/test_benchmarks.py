@@ -159,7 +159,9 @@ def test_training_keeps_its_table_and_a_line_of_each_measurement(
 ) -> None:
     monkeypatch.setattr(command, "RESULTS", tmp_path)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    monkeypatch.setattr(training, "measure", lambda *asked: training.Row(*asked[:3], 10.0, 30.0, 40.0, 1e-6))
+    monkeypatch.setattr(
+        training, "measure", lambda *asked: training.Row(*asked[:3], 10.0, None, 30.0, 40.0, 1e-6, "cpu")
+    )
     monkeypatch.setattr(sys, "argv", ["training", "--presets", "small", "--features", "8,21"])
     training.main()
     kept = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()]

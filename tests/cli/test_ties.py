@@ -293,7 +293,11 @@ def test_tie_wait_of_a_model_of_irregular_readings_is_reported(options: dict[str
     settings = load_settings(ConsumeSettings, {"topic": "t", "model": "m", **options}, None, "consume")
     model = make_exact_model()
     loaded = SimpleNamespace(
-        scoring_model=model, schema=model.schema, calibration=Calibration(np.arange(99.0), "arrival"), fingerprint="f"
+        scoring_model=model,
+        schema=model.schema,
+        calibration=Calibration(np.arange(99.0), "arrival"),
+        fingerprint="f",
+        fault_classifier=None,
     )
     with capture_logs() as lines:
         make_engine(cast(Artifact, loaded), settings, [0.05], 60.0)
