@@ -112,7 +112,7 @@ def read_model_set(directory: Path) -> ModelSet | None:
             entries = {str(value): _parse_entry(entry) for value, entry in document["models"].items()}
             fleets = {str(name): str(digest) for name, digest in document.get("fleets", {}).items()}
             return ModelSet(str(document["field"]), entries, fleets)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ArtifactError(f"{path} is damaged ({' '.join(str(error).split())[:200]}): {_REMEDY}") from None
     raise ArtifactError(
         f"{path} has the format {version!r:.20}, but this release reads {FORMAT_VERSION}: install the release that "
@@ -156,7 +156,7 @@ def _parse_entry(entry: Mapping[str, Any]) -> ModelEntry:
         ValueError: The folder is not the name of a folder in the folder of models.
     """
     folder = str(entry["folder"])
-    if folder in ("", ".", "..") or "/" in folder or "\\" in folder:
+    if folder in ("", ".", "..") or not {"/", "\\", "\0"}.isdisjoint(folder):
         raise ValueError(f"{folder!r:.40} is not the name of a model directory")
     return ModelEntry(
         folder, str(entry["fingerprint"]), int(entry["records"]), bool(entry["adapted"]), str(entry["input"])

@@ -355,8 +355,9 @@ def write_faults(directory: Path, classifier: FaultClassifier | None) -> None:
     contents.pop(FAULTS, None)
     if classifier is not None:
         manifest["faults"], contents[FAULTS] = _encode_faults(classifier)
-        num_inputs = count_inputs(Schema.from_json(manifest["features"], manifest.get("window")))
-        _parse_faults(manifest, contents[FAULTS], directory, num_inputs)
+        _parse_faults(
+            manifest, contents[FAULTS], directory, Schema.from_json(manifest["features"], manifest.get("window"))
+        )
     manifest["sha256"] = compute_digest(manifest)
     contents[MANIFEST] = render_manifest(manifest)
     write_files(directory, contents)
@@ -374,17 +375,17 @@ def _read_faults(directory: Path, manifest: dict[str, Any], schema: Schema) -> F
         size = int(manifest["faults"]["file"]["size"])
     except _INCONSISTENCY_ERRORS as error:
         raise ArtifactError(f"{directory / MANIFEST} is damaged ({_to_printable_line(error)}): {REMEDY}") from None
-    return _parse_faults(manifest, read_at_most(directory / FAULTS, size), directory, count_inputs(schema))
+    return _parse_faults(manifest, read_at_most(directory / FAULTS, size), directory, schema)
 
 
-def _parse_faults(manifest: dict[str, Any], content: bytes, directory: Path, num_inputs: int) -> FaultClassifier:
+def _parse_faults(manifest: dict[str, Any], content: bytes, directory: Path, schema: Schema) -> FaultClassifier:
     """Return the classifier of faults from the contents of its file.
 
     Args:
         manifest: The contents of manifest.json.
         content: The contents of faults.safetensors.
         directory: The model directory, for error messages.
-        num_inputs: The number of inputs that the features of the model have.
+        schema: The features of the model.
 
     Raises:
         ArtifactError: The contents were altered or do not fit the model.
@@ -401,8 +402,13 @@ def _parse_faults(manifest: dict[str, Any], content: bytes, directory: Path, num
         for name in names:
             name.encode()  # raises a ValueError if the text is not valid Unicode, because it has a lone surrogate
         classifier = FaultClassifier(names, float(entry["level"]), **{name: arrays[name] for name in _FAULT_ARRAYS})
-        if classifier.weights.shape[1] != num_inputs:
-            raise ValueError(f"it has {classifier.weights.shape[1]} inputs instead of {num_inputs}")
+        if (classifier.weights.shape[1], classifier.num_features) != (count_inputs(schema), len(schema)):
+            raise ValueError(
+                f"it has {classifier.weights.shape[1]} inputs of {classifier.num_features} features instead of "
+                f"{count_inputs(schema)} of {len(schema)}"
+            )
+        if schema.reading_times is not None:
+            raise ValueError("the readings of the model are irregular")
         return classifier
     except _INCONSISTENCY_ERRORS as error:
         raise ArtifactError(f"{path} is damaged ({_to_printable_line(error)}): {REMEDY}") from None

@@ -96,6 +96,8 @@ def test_numpy_and_single_records_give_the_same_names(taught: Path) -> None:
     records = make_records(OFFSET, 5, 43)
     single = [detector.classify(record) for record in records]
     assert detector.classify(records) == single
+    array = np.array([[record[name] for name in detector.schema.names] for record in records], object)
+    assert detector.classify(array, columns=detector.schema.names) == single
     numbers = rows.astype(object)
     numbers[:, 2] = [record["sign"] for record in records]
     assert detector.classify(pd.DataFrame(numbers, columns=["x", "y", "sign"]))["fault"].tolist() == [
@@ -119,6 +121,7 @@ def test_a_record_of_an_unlabelled_fault_is_unknown(plain: Path, tmp_path: Path)
 def test_the_coverage_of_prediction_sets_is_within_its_bounds(taught: Path) -> None:
     detector = deformer_stream.load(taught)
     rng = np.random.default_rng(46)
+    sizes = []
     for name in NAMES:
         records = make_records(name, 300, 47)
         for num_readings in (1, 2, 3):
@@ -131,6 +134,8 @@ def test_the_coverage_of_prediction_sets_is_within_its_bounds(taught: Path) -> N
             )
             # With 20 calibration scores, the set has the fault if its rank is at least 2: Beta(19, 2) of the coverage.
             assert covered >= betabinom.ppf(1e-4, 300, 19, 2)
+            sizes += [sum(c.in_set for c in one.candidates) for one in found if one is not None and num_readings == 3]
+    assert np.mean(sizes) < len(NAMES) - 0.5, "the sets of complete records exclude faults"
 
 
 def test_five_labels_and_imbalance_are_served(plain: Path, tmp_path: Path) -> None:
@@ -226,7 +231,7 @@ def test_a_record_without_a_known_reading_is_refused(taught: Path) -> None:
         deformer_stream.load(taught).classify({"other": 1.0})
 
 
-@pytest.mark.parametrize("damage", ["cut", "altered", "missing", "inputs"])
+@pytest.mark.parametrize("damage", ["cut", "altered", "missing", "inputs", "features", "folds"])
 def test_a_damaged_classifier_is_refused_by_name(taught: Path, tmp_path: Path, damage: str) -> None:
     directory = Path(shutil.copytree(taught, tmp_path / "model"))
     path = directory / model_store.FAULTS
@@ -240,17 +245,23 @@ def test_a_damaged_classifier_is_refused_by_name(taught: Path, tmp_path: Path, d
     else:
         classifier = model_store.read(directory).fault_classifier
         assert classifier is not None
+        damaged = SimpleNamespace(**_damage_arrays(classifier, damage))
         with pytest.raises(ArtifactError, match=r"faults\.safetensors"):
-            model_store.write_faults(directory, SimpleNamespace(**_arrays(classifier)))  # type: ignore[arg-type]
+            model_store.write_faults(directory, damaged)  # type: ignore[arg-type]
         return
     with pytest.raises(ArtifactError, match=r"faults\.safetensors"):
         model_store.read(directory)
 
 
-def _arrays(classifier: FaultClassifier) -> dict[str, object]:
-    """Return the attributes of a classifier, with the weights of one input less than the model has."""
+def _damage_arrays(classifier: FaultClassifier, damage: str) -> dict[str, object]:
+    """Return the attributes of a classifier that has an input or a feature less, or folds that are no whole numbers."""
     attributes = {field.name: getattr(classifier, field.name) for field in fields(classifier)}
-    return attributes | {"weights": classifier.weights[:, :-1], "num_records_by_fault": dict.fromkeys(NAMES, 1)}
+    changes: dict[str, dict[str, object]] = {
+        "inputs": {"weights": classifier.weights[:, :-1]},
+        "features": {name: getattr(classifier, name)[..., :-2] for name in ("means", "precisions")},
+        "folds": {"folds": classifier.folds.astype(np.float64)},
+    }
+    return attributes | changes[damage] | {"num_records_by_fault": dict.fromkeys(NAMES, 1)}
 
 
 def test_a_new_classifier_is_reloaded_without_a_new_model(taught: Path, tmp_path: Path) -> None:

@@ -71,6 +71,10 @@ def test_value_that_is_no_name_is_refused(value: str) -> None:
                 "models": {"x": {"folder": "../x", "fingerprint": "", "records": 1, "adapted": False, "input": ""}},
             }
         ),
+        '{"format": 1, "field": "type", "models": {"x": '
+        '{"folder": "a\\u0000b", "fingerprint": "", "records": 1, "adapted": false, "input": ""}}}',
+        '{"format": 1, "field": "type", "models": {"x": '
+        '{"folder": "x", "fingerprint": "", "records": Infinity, "adapted": false, "input": ""}}}',
     ],
 )
 def test_damaged_file_is_refused(tmp_path: Path, content: str) -> None:

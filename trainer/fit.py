@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import math
 import shutil
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ class Recipe:
         optimizer: "adamw"; "muon" for the matrices of the Transformer layers, with AdamW for other weights; or "adam"
             with a constant learning rate, as in the paper.
         compile: Whether to compile the Transformer layers if a GPU trains. "auto" compiles them if training is long
-            enough to be faster with the time that this takes, and if a C compiler is there, which is needed.
+            enough to be faster with the time that this takes, and if a C compiler and Python's headers are installed.
     """
 
     batch: int
@@ -431,11 +432,14 @@ class TrainingRun:
         return self.budget.elapsed - started
 
     def _should_compile(self) -> bool:
-        """Return whether to compile the layers for a GPU, which takes up to a minute before the first step."""
+        """Return whether to compile the layers for a GPU, which takes 10 to 30 seconds before the first step."""
         if self.recipe.compile != "auto":
             return self.recipe.compile == "always"
         has_time = self.budget.limit is None or self.budget.limit - self.budget.elapsed >= MIN_SECONDS_TO_COMPILE
-        return has_time and self.steps >= MIN_STEPS_TO_COMPILE and has_triton() and shutil.which("cc") is not None
+        # Triton compiles C code that includes Python's headers.
+        has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+        can_compile = has_triton() and shutil.which("cc") is not None and has_headers
+        return has_time and self.steps >= MIN_STEPS_TO_COMPILE and can_compile
 
     def _draw_batch(self, step: int) -> Any:
         """Return the batch of a step, in which all processes train together."""

@@ -119,6 +119,11 @@ class FaultClassifier:
         if not (
             len(self.names) == num_faults >= 1
             and len(set(self.names)) == num_faults
+            and all(np.issubdtype(array.dtype, np.integer) for array in (self.lengths, self.fault_indexes, self.folds))
+            and all(
+                np.issubdtype(array.dtype, np.floating)
+                for array in (self.weights, self.biases, self.means, self.precisions, self.scores)
+            )
             and UNKNOWN not in self.names
             and all(isinstance(name, str) and name for name in self.names)
             and 0 < self.level < 1

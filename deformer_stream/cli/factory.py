@@ -174,6 +174,7 @@ def load_models(
     if settings.models is not None:
         choice, path_by_name = _find_models(settings, settings.models)
     artifact_by_name = {name: load_model(settings, path, name=name or None) for name, path in path_by_name.items()}
+    _check_models_differ(artifact_by_name)
     shared = settings.model_copy(update={"cache_memory": settings.cache_memory // len(artifact_by_name)})
 
     def make_named_engine(artifact: Artifact) -> Engine:
@@ -185,6 +186,24 @@ def load_models(
         return ServedModels(artifact_by_name, engine_by_name[ONLY_MODEL], None, make_named_engine)
     limits = Limits(max_open_records=settings.max_open_records, max_record_bytes=settings.record_memory)
     return ServedModels(artifact_by_name, EngineSet(engine_by_name, limits), choice, make_named_engine)
+
+
+def _check_models_differ(artifact_by_name: Mapping[str, Artifact]) -> None:
+    """Check that no two models of a folder are the same, because then the ids of their alerts could be equal.
+
+    Raises:
+        ConfigError: Two models have the same fingerprint.
+    """
+    from deformer_stream.errors import ConfigError
+
+    name_by_fingerprint: dict[str, str] = {}
+    for name, artifact in artifact_by_name.items():
+        other = name_by_fingerprint.setdefault(artifact.fingerprint, name)
+        if other != name:
+            raise ConfigError(
+                f"--models: {other!r:.80} and {name!r:.80} are the same model, so the ids of their alerts could be "
+                "equal: train a model for each, or let --model-pattern give both the same name"
+            )
 
 
 def _find_models(settings: ModelSetSettings, folder: Path) -> tuple[ModelChoice, dict[str, Path]]:
@@ -387,6 +406,7 @@ def make_engine(
     from deformer_stream import log
     from deformer_stream.engine.engine import Engine, Limits
     from deformer_stream.errors import ConfigError
+    from deformer_stream.settings import ReplaySettings
 
     # The longest time that readings wait for further readings of the same event time. `calibrate` lacks this option.
     tie_wait = getattr(settings, "tie_wait", None)
@@ -420,6 +440,7 @@ def make_engine(
             max_suggested,
             suspicious,
             loaded.fault_classifier,
+            names_closed=isinstance(settings, ReplaySettings),  # only its --records has them
         )
     except (RuntimeError, MemoryError):  # PyTorch and NumPy raise these if an allocation fails
         raise ConfigError(

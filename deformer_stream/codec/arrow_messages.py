@@ -42,6 +42,10 @@ MAX_READINGS = 65_536
 """Maximum number of readings of one message. In long layout each row is a reading. In wide layout (one record per row,
 one column per feature) each cell is a reading."""
 
+MAX_SPLIT_BYTES = 64 * 2**20
+"""Largest size of the rows of a message after they were divided by their models. Each model gets the whole dictionary
+of a column, once for each record batch, so that a small message could become large."""
+
 _DICTIONARY_BATCH, _RECORD_BATCH = 2, 3
 """The two kinds of Arrow messages that contain columns, as numbers of the union `MessageHeader` in Arrow's
 Message.fbs."""
@@ -392,7 +396,7 @@ def _split_stream(
             RejectionReason.WRONG_TYPE,
             f"column {quote(column_name)} has the type {quote(str(column_type))}; send text or whole numbers",
         )
-    num_rows = 0
+    num_rows = num_bytes = 0
     batches_by_model: dict[str, list[pa.RecordBatch]] = {}
     for batch in pa.ipc.open_stream(data, options=pa.ipc.IpcReadOptions(use_threads=False)):
         num_rows += batch.num_rows
@@ -405,14 +409,47 @@ def _split_stream(
         value_index, values = encode_distinct(batch.column(index_by_name[column_name]))
         values.append(None)  # null cells have the index after the last distinct value
         name_by_index = {i: choose(values[i]) for i in np.unique(value_index).tolist()}
-        for name in dict.fromkeys(name_by_index.values()):
+        names = dict.fromkeys(name_by_index.values())
+        divisible = batch if len(names) == 1 else _make_divisible(batch)
+        for name in names:
             chosen = np.isin(value_index, [i for i, other in name_by_index.items() if other == name])
-            batches_by_model.setdefault(name, []).append(batch.filter(pa.array(chosen)))
+            part = batch if len(names) == 1 else divisible.filter(pa.array(chosen))
+            num_bytes += part.get_total_buffer_size()  # with the whole dictionary of each column that has one
+            batches_by_model.setdefault(name, []).append(part)
+        if num_bytes > MAX_SPLIT_BYTES and len(batches_by_model) > 1:
+            raise RejectionError(
+                RejectionReason.TOO_LARGE,
+                f"the message has more than {MAX_SPLIT_BYTES} bytes after its rows were divided by their models; send "
+                "smaller dictionaries, or a message for each model",
+            )
     if not num_rows:
         raise RejectionError(RejectionReason.MISSING_FIELD, "the Arrow stream has no rows; send at least one")
     if len(batches_by_model) == 1:
         return dict.fromkeys(batches_by_model)
     return {name: _write_stream(batches) for name, batches in batches_by_model.items()}
+
+
+def _make_divisible(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a record batch whose rows can be selected.
+
+    Arrow cannot select rows of views and of run-end encoded columns. They become dictionaries, which take no more
+    memory, however often a value occurs.
+    """
+    return pa.RecordBatch.from_arrays([_encode_if_indivisible(column) for column in batch.columns], batch.schema.names)
+
+
+def _encode_if_indivisible(column: pa.Array) -> pa.Array:
+    """Return a column of views or runs as a dictionary, and any other column unchanged."""
+    types = pa.types
+    if types.is_run_end_encoded(column.type):
+        rows = np.arange(column.offset, column.offset + len(column))
+        run_index = np.searchsorted(column.run_ends.to_numpy(), rows, side="right")
+        return pa.DictionaryArray.from_arrays(pa.array(run_index, pa.int32()), column.values)
+    if not types.is_string_view(column.type) and not types.is_binary_view(column.type):
+        return column
+    value_index, values = encode_distinct(column)  # null cells have the index after the last distinct value
+    indices = pa.array(value_index, pa.int32(), mask=value_index >= len(values))
+    return pa.DictionaryArray.from_arrays(indices, pa.array(values or [""]))
 
 
 def _write_stream(batches: list[pa.RecordBatch]) -> bytes:

@@ -180,6 +180,7 @@ class Engine:
         max_suggested: int = 0,
         suspicious: float | None = None,
         fault_classifier: FaultClassifier | None = None,
+        names_closed: bool = True,
     ) -> None:
         """Create an engine without open records.
 
@@ -206,13 +207,14 @@ class Engine:
             suspicious: Largest p-value of a record without an alert for which the reading to take next is stated
                 (`Effects.suspicious_records`), the smallest p-value first. None for no such records.
             fault_classifier: Names the known fault that alerting records look like; None for no names.
+            names_closed: Whether the faults of alerted records are also named at their end, by all of their readings.
 
         Raises:
             ConfigError: Readings are irregular, and `ties` is "hold", or the contexts of the model are not bounded.
         """
         self.alphas = np.unique(np.atleast_1d(np.asarray(alpha, np.float64)))[::-1]
         self.limits, self.effort, self._tie_policy = limits or Limits(), effort, ties
-        self._max_suggested = max_suggested
+        self._max_suggested, self.names_closed = max_suggested, names_closed
         if max_suggested:
             require_torch("stating the reading to take next")
         states_suspicious = suspicious is not None and max_suggested > 0
@@ -1285,7 +1287,7 @@ class Engine:
             p_values = version.calibration.compute_record_p_values(anomaly_score[members], record_ids)
             if p_values is not None:
                 record_p_value[members] = p_values
-            if version.fault_classifier is not None and self.effort != "off":
+            if self.names_closed and version.fault_classifier is not None and self.effort != "off":
                 alerted = members[closed.alert_seq[members] >= 0]
                 names = version.name_faults(
                     self.records, record_index[alerted], closed.num_readings[alerted].astype(np.int64)

@@ -21,6 +21,9 @@ from deformer_stream.model.schema import Schema
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+RECORDS_AT_ONCE = 1024
+"""Number of records whose faults are named together, which bounds the memory."""
+
 LIMIT = 8.0
 """Residuals and normalised values are limited to this absolute value, so that no single reading decides alone."""
 
@@ -106,6 +109,10 @@ def name_faults(
         classifier: The classifier that was trained for this model.
         values: (N, F) values in normalised units or label codes, NaN for features without a reading.
     """
-    num_readings = (~np.isnan(values)).sum(1)
-    names = classifier.name_faults(compute_fault_inputs(model, kernels, values), num_readings)
-    return [name if count else None for name, count in zip(names, num_readings.tolist(), strict=True)]
+    names: list[FaultName | None] = []
+    for start in range(0, len(values), RECORDS_AT_ONCE):
+        part = values[start : start + RECORDS_AT_ONCE]
+        num_readings = (~np.isnan(part)).sum(1)
+        found = classifier.name_faults(compute_fault_inputs(model, kernels, part), num_readings)
+        names += [name if count else None for name, count in zip(found, num_readings.tolist(), strict=True)]
+    return names

@@ -152,6 +152,7 @@ class ModelSetReloader:
         self._reload_requested = reload_requested
         self._requests: dict[str, threading.Event] = {}
         self._reloader_by_name: dict[str, ModelReloader] = {}
+        self._fingerprint_by_name = {name: artifact.fingerprint for name, artifact in artifact_by_name.items()}
         for name, artifact in artifact_by_name.items():
             self._watch(name, artifact)
         self._last_check = now()
@@ -183,8 +184,19 @@ class ModelSetReloader:
             if reloader.is_reading:
                 return None
             self._waiting.popleft()
-            if artifact is not None:
-                return name, artifact
+            if artifact is None:
+                continue
+            same = [
+                other for other, fingerprint in self._fingerprint_by_name.items() if fingerprint == artifact.fingerprint
+            ]
+            if same and same != [name]:
+                # The ids of their alerts could be equal.
+                log.get_logger("model").warning(
+                    "model_repeated", name=name, same_as=same[0], path=str(artifact.directory)
+                )
+                continue
+            self._fingerprint_by_name[name] = artifact.fingerprint
+            return name, artifact
         return None
 
     def _add_new_models(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -260,6 +261,16 @@ def test_contradictory_options_are_refused(
 ) -> None:
     lines = write_lines(tmp_path / "all.jsonl", [])
     assert_command_failed(cli("replay", lines, *options), 2, *words)
+
+
+def test_equal_models_are_refused(cli: RunCommand, folder: Path, tmp_path: Path) -> None:
+    """The ids of their alerts would be equal for records of the same id."""
+    lines = write_lines(tmp_path / "all.jsonl", [])
+    models = tmp_path / "models"
+    for name in ("fan", "pump"):
+        shutil.copytree(folder / "model-0", models / name)
+    done = cli("replay", lines, "--models", models, "--model-by", "type")
+    assert_command_failed(done, 2, "'fan' and 'pump' are the same model")
 
 
 def test_folder_without_models_is_refused(cli: RunCommand, tmp_path: Path) -> None:

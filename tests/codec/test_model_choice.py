@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
-from deformer_stream.codec import Codec, FieldNames
+from deformer_stream.codec import Codec, FieldNames, arrow_messages
 from deformer_stream.codec.model_choice import ModelChoice, ModelCodecs, compute_set_fingerprint
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, UnreadablePayload, WideRows
 from deformer_stream.engine.events import NO_TIME, EventBatch, Rejection, RejectionReason
@@ -136,6 +137,44 @@ def test_arrow_stream_is_divided_by_rows() -> None:
         *((1, "fan", "a"), (1, "fan", "b")),
     ]
     assert [(r.message_index, str(r.reason)) for r in rejections] == [(2, "missing_field")]
+
+
+def test_arrow_columns_that_cannot_be_filtered_are_divided() -> None:
+    """Views of texts, as some data frames write them, and a run-end encoded column that is not read."""
+    names = {
+        "type": ["pump", "pump", "fan", "fan"],
+        "record": list("aabb"),
+        "feature": ["power", "flow", "power", "speed"],
+    }
+    plain = {**names, "value": [1.0, 2.0, 3.0, None]}
+    special = {name: pa.array(cells, pa.string_view()) for name, cells in names.items()} | {
+        "value": pa.array(plain["value"]),
+        "site": pc.run_end_encode(pa.array(["x", "x", None, "y"])),
+    }
+    found, expected = (decode(make_codecs(), make_messages(make_stream(columns))) for columns in (special, plain))
+    np.testing.assert_equal(found[0], expected[0])
+    assert len(found[0]) == 4
+    assert not found[1]
+
+
+def test_dictionaries_that_make_a_small_arrow_stream_large_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each model would get the whole dictionary with each batch."""
+    monkeypatch.setattr(arrow_messages, "MAX_SPLIT_BYTES", 2**20)
+    features = pa.array(["power", "x" * 100_000])
+
+    def make_batch() -> dict[str, Any]:
+        return {
+            "type": ["pump", "fan"],
+            "record": ["a", "b"],
+            "feature": pa.DictionaryArray.from_arrays(pa.array([0, 0]), features),
+            "value": [1.0, 2.0],
+        }
+
+    few, many = (make_stream(*(make_batch() for _ in range(n))) for n in (2, 20))
+    assert len(many) < 2**18
+    events, rejections = decode(make_codecs(), make_messages(few, many))
+    assert {index for index, *_ in events} == {0}
+    assert [(r.message_index, str(r.reason)) for r in rejections if "divided" in r.detail] == [(1, "too_large")]
 
 
 @pytest.mark.parametrize(
