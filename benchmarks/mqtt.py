@@ -7,8 +7,8 @@ of eight values, or Sparkplug B data of eight metrics with aliases. There are tw
 
 - backlog: the messages wait in Mosquitto, and the bridge begins. The rate is from its first connection until Kafka has
   acknowledged everything, so the sender takes no part of the machine.
-- live: a sender publishes --rate readings a second. The table has the rate at which Kafka has acknowledged them, how long
-  after the last one was sent everything was acknowledged, and the share of a core that the bridge has used.
+- live: a sender publishes --rate readings a second. The table has the rate at which Kafka has acknowledged them, the
+  time from sending the last one to the acknowledgement of all, and the cores that the bridge has used.
 
 The exit status is 1 if a reading is missing from the topic.
 """
@@ -82,16 +82,17 @@ class Sender:
         """Wait until the broker has acknowledged everything, and disconnect."""
         with self._changed:
             assert self._changed.wait_for(lambda: self._sent == self._acknowledged, 300.0), "no acknowledgements"
-        self._socket.close()
+        self._socket.shutdown(socket.SHUT_RDWR)  # ends the thread
 
     def _read(self) -> None:
         """Count acknowledgements, which have four bytes each."""
         num_bytes = 0
-        while data := self._socket.recv(65_536):
-            num_bytes += len(data)
-            with self._changed:
-                self._acknowledged = num_bytes // 4
-                self._changed.notify_all()
+        with self._socket:
+            while data := self._socket.recv(65_536):
+                num_bytes += len(data)
+                with self._changed:
+                    self._acknowledged = num_bytes // 4
+                    self._changed.notify_all()
 
 
 def _encode_length(length: int) -> bytes:
@@ -269,8 +270,8 @@ def format_report(rows: Sequence[dict[str, Any]], rate: float) -> str:
     head = format_markdown_header(list(rows[0]))
     lines = [format_markdown_row([str(value) for value in row.values()]) for row in rows]
     return (
-        f"# Readings a second from Mosquitto to Kafka\n\n{format_today()}, {describe_machine()}. Live: {rate:g} readings "
-        f"a second were sent.\n\n" + "\n".join([*head, *lines]) + "\n"
+        f"# Readings a second from Mosquitto to Kafka\n\n{format_today()}, {describe_machine()}. Live: {rate:g} "
+        f"readings a second were sent.\n\n" + "\n".join([*head, *lines]) + "\n"
     )
 
 

@@ -114,7 +114,8 @@ class MqttSource:
         try:
             self._connect()
             deadline = time.monotonic() + CONNECT_SECONDS
-            while not self._is_subscribed:
+            # A session that is resumed may deliver many messages before the confirmation of the subscription.
+            while not (self._is_subscribed or self._messages):
                 if time.monotonic() > deadline or self._client.socket() is None:
                     reason = self._lost_reason or "it has not confirmed the subscription in time"
                     raise Unavailable(

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import KafkaOfTests
+from tests.codec.sparkplug_messages import SimulatedNode
+from tests.conftest import KafkaOfTests, start_broker
 from tests.integration.programs import Cluster, RunningConsumer, wait_until
 from tests.mosquitto import Mosquitto, open_publisher, publish, run_mosquitto
 
@@ -174,3 +175,102 @@ def test_nothing_is_lost_when_bridge_and_broker_are_killed(
     counts = Counter(event["value"] for event in read_events(cluster, name))
     assert set(counts) == set(numbers)
     print(f"{sum(counts.values()) - len(counts)} duplicates, {repeated:g} repeated messages in the last run")
+
+
+def test_consume_counts_each_reading_once_if_messages_come_twice(
+    kafka: KafkaOfTests,
+    cluster: Cluster,
+    mosquitto: Mosquitto,
+    topic: Callable[..., str],
+    model_dir: Path,
+    tmp_path: Path,
+) -> None:
+    name = topic(2)
+    source = f"mqtt://127.0.0.1:{mosquitto.port}/plant/#"
+    messages = [
+        (f"plant/pump-{i % 5}/temperature", json.dumps({"value": 20 + i % 3, "time": 1_600_000_000 + 10 * i}))
+        for i in range(200)
+    ]
+    with Bridge(tmp_path / "bridge", kafka, source, name, "--pattern", "plant/{device}/{feature}") as bridge:
+        bridge.wait_until_ready()
+        publish(mosquitto.port, [message for message in messages for _ in range(2)])
+        wait_for_readings(bridge, 400)
+        bridge.stop()
+    options = ("--topic", name, "--model", model_dir, "--window", "10s", "--group", name)
+    words = (*options, "--bootstrap-servers", kafka.bootstrap, "--alerts", "")
+    with RunningConsumer(tmp_path / "consume", *words) as consumer:
+        consumer.wait_until_ready()
+        consumer.wait_for(cluster.is_consumed(name, name), "all events")
+        metrics = consumer.read_metrics()
+        consumer.stop()
+    assert metrics["deformer_events_total"] == 200
+    rejected = {key: count for key, count in metrics.items() if "events_rejected_total" in key and count}
+    assert rejected == {'deformer_events_rejected_total{reason="duplicate"}': 200}
+
+
+def test_a_sparkplug_node_dies_and_is_reborn_while_the_bridge_is_killed(
+    kafka: KafkaOfTests, cluster: Cluster, mosquitto: Mosquitto, topic: Callable[..., str], tmp_path: Path
+) -> None:
+    name = topic()
+    source = f"mqtt://127.0.0.1:{mosquitto.port}/spBv1.0/#"
+    node = SimulatedNode()
+    requests: list[tuple[str, bytes]] = []
+    with ExitStack() as cleanup:
+        listener = cleanup.enter_context(open_publisher(mosquitto.port))
+        listener.on_message = lambda _client, _userdata, message: requests.append((message.topic, message.payload))
+        listener.subscribe("spBv1.0/plant/NCMD/#")
+        bridge = cleanup.enter_context(Bridge(tmp_path / "1", kafka, source, name))
+        bridge.wait_until_ready()
+        publish(mosquitto.port, [node.birth({"x": 0.0}), node.birth({"n": -1}, device="d"), node.data({"x": 1.0})])
+        wait_for_readings(bridge, 3)
+        bridge.wait_for(lambda: bridge.read_metrics()["deformer_bridge_unacknowledged_messages"] == 0, "the end")
+        bridge.process.kill()
+        bridge.process.wait()
+        publish(mosquitto.port, [node.data({"n": -2}, device="d")])
+        bridge = cleanup.enter_context(Bridge(tmp_path / "2", kafka, source, name))
+        bridge.wait_until_ready()
+        wait_for_readings(bridge, 1)
+        assert requests == [], "the births were restored"
+        publish(mosquitto.port, [node.death()])
+        bridge.wait_for(lambda: bridge.read_metrics()["deformer_sparkplug_nodes_online"] == 0, "the death")
+        publish(mosquitto.port, [node.data({"x": 2.0})])
+        bridge.wait_for(lambda: len(requests) == 1, "the request for a new birth")
+        node.birth_sequence += 1
+        publish(mosquitto.port, [node.birth({"x": 3.0}), node.data({"x": 4.0})])
+        wait_for_readings(bridge, 3)
+        metrics = bridge.read_metrics()
+        bridge.stop()
+    assert requests[0][0] == "spBv1.0/plant/NCMD/line-1"
+    assert metrics["deformer_sparkplug_nodes_online"] == 1
+    assert metrics['deformer_bridge_refused_total{reason="unknown_alias"}'] == 1
+    assert metrics['deformer_sparkplug_messages_total{type="NDEATH"}'] == 1
+    found = [(event["device"], event["feature"], event["value"]) for event in read_events(cluster, name)]
+    line, device = "plant/line-1", "plant/line-1/d"
+    assert found == [
+        (line, "x", 0.0),
+        (device, "n", -1),
+        (line, "x", 1.0),
+        (device, "n", -2),
+        (line, "x", 3.0),
+        (line, "x", 4.0),
+    ]
+
+
+def test_messages_wait_while_kafka_is_away(mosquitto: Mosquitto, tmp_path: Path) -> None:
+    name = f"events-{time.monotonic_ns()}"
+    source = f"mqtt://127.0.0.1:{mosquitto.port}/plant/#"
+    with start_broker() as broker:
+        own = KafkaOfTests(broker.bootstrap)
+        with Bridge(tmp_path / "log", own, source, name) as bridge:
+            bridge.wait_until_ready()
+            publish(mosquitto.port, [("plant/p/x", "1")])
+            wait_for_readings(bridge, 1)
+            broker.kill(1)
+            publish(mosquitto.port, [("plant/p/x", str(i)) for i in range(2, 500)])
+            bridge.wait_for(lambda: bridge.read_metrics()["deformer_bridge_unacknowledged_messages"] == 498, "messages")
+            broker.start_node(1)
+            wait_for_readings(bridge, 499)
+            bridge.stop()
+        view = Cluster(broker.bootstrap)
+        assert {event["value"] for event in read_events(view, name)} == set(range(1, 500))
+        view.close()
