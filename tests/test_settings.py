@@ -85,6 +85,8 @@ def get_example_values(cls: type[Settings], field: str) -> list[Any]:
         return ["utf-8", "cp1252", "utf-16"]
     if field in ("units", "client_option"):
         return ["a=1", "b=2", "c=3"]
+    if field == "source" and "pattern" in cls.model_fields:
+        return ["mqtts://a/plant/#", "mqtt://b:1884/x/+/y", "opc.tcp://c:4840/path"]
     if field == "schema_registry":
         return ["https://a", "https://b:8081/path", "http://registry"]
     if field == "sasl_oauth_token_endpoint":

@@ -158,13 +158,11 @@ def _connect_opcua(settings: BridgeSettings) -> BridgeSource:
     """Return a source that is subscribed to the nodes of the settings."""
     from connectors.opcua import OpcuaOptions, OpcuaSource
 
-    address = settings.address
     return OpcuaSource(
         OpcuaOptions(
             url=settings.source,
-            host=address.host,
             nodes=settings.nodes,
-            interval=settings.sampling_interval,
+            sampling_interval=settings.sampling_interval,
             username=settings.source_username,
             password=settings.read_source_password(),
             value_field=settings.value_field,

@@ -154,6 +154,13 @@ def test_a_broker_that_does_not_run(mosquitto: Mosquitto, monkeypatch: pytest.Mo
         MqttSource(make_options(mosquitto.port))
 
 
+def read_refusal(kind: type[Exception], options: MqttOptions) -> str:
+    """Return the message with which a source cannot be opened."""
+    with pytest.raises(kind) as refused:
+        MqttSource(options)
+    return str(refused.value)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_login_and_tls(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     authority, other = Authority("plant"), Authority("other")
@@ -185,15 +192,29 @@ def test_login_and_tls(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
         opened = MqttSource(options)
         assert opened.is_connected
         opened.close()
-        with pytest.raises(ConfigError, match="--source-password-file") as refused:
-            MqttSource(replace(options, password="wrong"))
-        with pytest.raises(ConfigError, match="--source-cafile") as unknown:
-            MqttSource(replace(options, cafile=str(folder / "other.pem")))
-        with pytest.raises(ConfigError, match="--source-key-password-file") as wrong_key:
-            MqttSource(replace(options, key_password="wrong"))
-        with pytest.raises(Unavailable, match="--source"):
-            MqttSource(replace(options, uses_tls=False))
+        refusals = [
+            read_refusal(ConfigError, replace(options, password="wrong")),
+            read_refusal(ConfigError, replace(options, cafile=str(folder / "other.pem"))),
+            read_refusal(ConfigError, replace(options, key_password="wrong")),
+            read_refusal(Unavailable, replace(options, uses_tls=False)),
+        ]
+    gc.collect()  # paho-mqtt does not close the socket of a connection whose certificate is refused
+    for refusal, option in zip(refusals, ("-password-file", "-cafile", "-key-password-file", ""), strict=True):
+        assert f"--source{option}" in refusal
     output = "".join(capfd.readouterr())
-    gc.collect()  # paho-mqtt leaves the socket of a connection whose certificate is refused
-    for text in (repr(options), str(refused.value), str(unknown.value), str(wrong_key.value), output):
+    for text in (repr(options), *refusals, output):
         assert SECRET not in text
+
+
+def test_a_shared_subscription_divides_the_messages(mosquitto: Mosquitto) -> None:
+    options = replace(make_options(mosquitto.port), filter="$share/bridges/plant/#")
+    sources = [MqttSource(replace(options, client_id=name)) for name in ("a", "b")]
+    publish(mosquitto.port, [("plant/a", str(i)) for i in range(20)])
+    received: list[bytes] = []
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len(received) < 20 and time.monotonic() < deadline:
+        for opened in sources:
+            received += [message.payload for message in opened.poll(0.05)]
+    assert sorted(received, key=int) == [b"%d" % i for i in range(20)]
+    for opened in sources:
+        opened.close()
