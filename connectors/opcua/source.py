@@ -229,7 +229,7 @@ class OpcuaSource:
             OSError: The connection is lost.
         """
         from asyncua import Client
-        from asyncua.ua import UaError
+        from asyncua.ua.uaerrors import UaError
 
         options = self._options
         client = Client(options.url, timeout=CONNECT_SECONDS)
@@ -267,7 +267,7 @@ class OpcuaSource:
         Raises:
             ConfigError: A node does not exist, or there are no variables.
         """
-        from asyncua.ua import UaError
+        from asyncua.ua.uaerrors import UaError
 
         roots = [client.get_node(text) for text in self._options.nodes] or [client.nodes.objects]
         self._path_by_id = {}
