@@ -95,7 +95,7 @@ def test_an_acknowledgement_of_an_earlier_connection_is_not_sent(mosquitto: Mosq
     opened.acknowledge(again[:1])
     opened.close()
     later = MqttSource(make_options(mosquitto.port))
-    receive_until(later, b"2")
+    receive_until(later, again[1].payload)
     later.close()
 
 
