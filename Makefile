@@ -216,7 +216,7 @@ kafka-jars: $(VENV)/.made ## fetch Apache Kafka and a schema registry with Maven
 	@if [ -z "$$DEFORMER_TEST_BOOTSTRAP" ]; then $(BIN)/python tests/kafka/broker.py ensure; fi
 	@$(BIN)/python tests/apicurio.py
 
-test-programs: $(VENV)/.made ## install the browser and Alertmanager that tests start (once)
+test-programs: $(VENV)/.made ## install the browser, Alertmanager and Mosquitto that tests start (once)
 	@$(BIN)/python tests/programs.py
 
 kafka: $(VENV)/.made ## run a broker on localhost:$(KAFKA_PORT) until Ctrl-C

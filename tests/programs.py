@@ -1,6 +1,6 @@
 """Install programs other than Kafka that tests start, from Debian's packages.
 
-    python tests/programs.py                            a browser and Alertmanager, for `make test`
+    python tests/programs.py                            a browser, Alertmanager and Mosquitto, for `make test`
     python tests/programs.py clang                      packages by name
 
 This file needs only the standard library, so that it runs before the project is installed.
@@ -22,15 +22,25 @@ PROGRAMS_BY_PACKAGE = {
     "chromium": ("chromium", "google-chrome"),
     "prometheus-alertmanager": ("prometheus-alertmanager", "alertmanager"),
     "clang": ("clang",),
+    "mosquitto": ("mosquitto",),
 }
 """By Debian's package, the names that its program may have. One of them must be on the PATH."""
+
+EXTRA_FOLDERS = ("/usr/sbin", "/usr/local/sbin")
+"""Folders in which Debian installs servers such as Mosquitto, which are not on the PATH of every user."""
 
 PATH_VARIABLE_BY_PACKAGE = {"chromium": "DEFORMER_TEST_CHROMIUM"}
 """Environment variables that name the program, by Debian's package."""
 
 
-DEFAULT_PACKAGES = ("chromium", "prometheus-alertmanager")
+DEFAULT_PACKAGES = ("chromium", "prometheus-alertmanager", "mosquitto")
 """Debian's packages that `make test` needs."""
+
+
+def find_program(package: str) -> str | None:
+    """Return the path of the program of a package, None if it is not installed."""
+    path = os.pathsep.join((os.environ.get("PATH", ""), *EXTRA_FOLDERS))
+    return next(filter(None, (shutil.which(name, path=path) for name in PROGRAMS_BY_PACKAGE[package])), None)
 
 
 def find_missing(packages: Sequence[str]) -> list[str]:
@@ -38,8 +48,7 @@ def find_missing(packages: Sequence[str]) -> list[str]:
     return [
         package
         for package in packages
-        if not os.environ.get(PATH_VARIABLE_BY_PACKAGE.get(package, ""))
-        and not any(map(shutil.which, PROGRAMS_BY_PACKAGE[package]))
+        if not os.environ.get(PATH_VARIABLE_BY_PACKAGE.get(package, "")) and find_program(package) is None
     ]
 
 

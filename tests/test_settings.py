@@ -42,6 +42,7 @@ REQUIRED: dict[str, dict[str, str]] = {
     "propose": {"model": "m"},
     "produce": {"topic": "t"},
     "dead-letters": {"topic": "t"},
+    "bridge": {"topic": "t", "source": "mqtts://broker/plant/#"},
     "impute": {"model": "m", "output": "o.parquet"},
     "sample": {"model": "m", "output": "o.parquet"},
     "demo": {},
@@ -58,8 +59,9 @@ OAUTH = {
 }
 LOGIN_FIELDS = tuple(name for name in ConsumeSettings.model_fields if name.startswith("sasl_"))
 FIELDS_WITH_CONDITIONS = ("source", "output", "topic", "model", "models", *LOGIN, *LOGIN_FIELDS, *REGISTRY_LOGIN)
-FIELDS_WITH_CONDITIONS += ("schema_registry_password_file",)
-SECRETS = ("sasl_password", "schema_registry_password")
+SOURCE_LOGIN = {"source_username": "me", "source_password_file": "f", "source_certfile": "c"}
+FIELDS_WITH_CONDITIONS += ("schema_registry_password_file", *SOURCE_LOGIN, "source_password", "nodes")
+SECRETS = ("sasl_password", "schema_registry_password", "source_password")
 ALL_OPTIONS = [(command, field) for command, cls in SETTINGS_BY_COMMAND.items() for field in cls.model_fields]
 
 
@@ -83,10 +85,14 @@ def get_example_values(cls: type[Settings], field: str) -> list[Any]:
         return ["utf-8", "cp1252", "utf-16"]
     if field in ("units", "client_option"):
         return ["a=1", "b=2", "c=3"]
+    if field == "source" and "pattern" in cls.model_fields:
+        return ["mqtts://a/plant/#", "mqtt://b:1884/x/+/y", "opc.tcp://c:4840/path"]
     if field == "schema_registry":
         return ["https://a", "https://b:8081/path", "http://registry"]
     if field == "sasl_oauth_token_endpoint":
         return ["https://a/token", "https://b/token", "http://localhost/token"]
+    if field == "sampling_interval" or field == "session_expiry":
+        return ["1500ms", "2m", "3h"]
     if field in ("record_timeout", "max_wait", "commit_interval", "shuffle_within", "window", "grace"):
         return ["1500ms", "2m", "3h"]
     if field in ("cache_memory", "max_message_bytes"):
@@ -102,6 +108,12 @@ def get_login(field: str) -> dict[str, str]:
         return {**REGISTRY, "schema_registry_username": "me"}
     if field == "format" or field.startswith("schema_registry"):
         return REGISTRY
+    if field == "source_password":
+        return {"source_username": "me"}
+    if field.startswith("source_"):
+        return SOURCE_LOGIN
+    if field == "nodes":
+        return {"source": "opc.tcp://server"}
     if field == "sasl_oauth_token_file":
         return {"security_protocol": "SASL_SSL", "sasl_mechanism": "OAUTHBEARER"}
     if field.startswith("sasl_oauth"):

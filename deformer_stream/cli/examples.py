@@ -129,6 +129,22 @@ EXAMPLES_BY_COMMAND: dict[str, tuple[tuple[str, str], ...]] = {
             "deformer-stream propose --model model --roll-back",
         ),
     ),
+    "bridge": (
+        (
+            "Pass the values of topics such as plant/pump-7/flow on to a topic that consume reads:",
+            "deformer-stream bridge --source mqtt://localhost/plant/# --pattern 'plant/{device}/{feature}' "
+            "--topic sensors",
+        ),
+        (
+            "Pass Sparkplug B on, with TLS and a login:",
+            "deformer-stream bridge --source mqtts://broker.plant.example/spBv1.0/# --topic sensors "
+            "--source-username bridge --source-password-file password",
+        ),
+        (
+            "Subscribe to the variables below an object of an OPC UA server:",
+            "deformer-stream bridge --source opc.tcp://plc.plant.example:4840 --nodes 'ns=2;i=5' --topic sensors",
+        ),
+    ),
     "produce": (
         (
             "Send a table in random delays of up to 5 s, 2000 readings a second:",

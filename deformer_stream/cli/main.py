@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from deformer_stream.cli import (
+    bridge,
     completion,
     dead_letters,
     feedback,
@@ -37,6 +38,7 @@ SUMMARY_BY_COMMAND = {
     "feedback": "Say whether an incident is a real fault or a false alarm.",
     "propose": "Make a candidate calibration of incidents from labels, and show what it would change.",
     "dead-letters": "List, show or send again the messages that consume has refused.",
+    "bridge": "Pass readings from MQTT, Sparkplug B or OPC UA on to a Kafka topic.",
     "produce": "Send a table as an asynchronous stream of readings.",
     "impute": "Fill the missing values of a table, with intervals.",
     "sample": "Draw normal records from a model.",
@@ -84,6 +86,7 @@ BUILDER_BY_COMMAND = {
     "feedback": feedback.build_feedback,
     "propose": propose.build_propose,
     "dead-letters": dead_letters.build_dead_letters,
+    "bridge": bridge.build_bridge,
     "produce": tables.build_produce,
     "impute": tables.build_impute,
     "sample": tables.build_sample,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deformer_stream.settings.base import Settings
+from deformer_stream.settings.bridge_commands import BridgeSettings
 from deformer_stream.settings.commands import (
     CalibrateSettings,
     ConsumeSettings,
@@ -29,6 +30,7 @@ SETTINGS_BY_COMMAND: dict[str, type[Settings]] = {
     "feedback": FeedbackSettings,
     "propose": ProposeSettings,
     "dead-letters": DeadLettersSettings,
+    "bridge": BridgeSettings,
     "produce": ProduceSettings,
     "impute": ImputeSettings,
     "sample": SampleSettings,

@@ -146,6 +146,32 @@ DEAD_LETTERS_GROUPS: OptionGroups = {
 }
 """The grouping of `dead-letters`."""
 
+BRIDGE_GROUPS: OptionGroups = {
+    "Input": ("source", "pattern", "time_unit", "max_message_bytes"),
+    "MQTT session": ("client_id", "session_expiry"),
+    "OPC UA": ("nodes", "sampling_interval"),
+    "Security of the source": (
+        *("source_username", "source_password_file", "source_password", "source_cafile", "source_certfile"),
+        *("source_keyfile", "source_key_password_file"),
+    ),
+    "Kafka": (
+        *(
+            "topic",
+            "bootstrap_servers",
+            "dead_letter_topic",
+            "births_topic",
+            "partitions",
+            "missing_topics",
+            "patience",
+        ),
+        *_CLIENT,
+    ),
+    "Kafka security": _SECURITY,
+    "Monitoring": ("http",),
+    "Names of JSON fields": ("device_field", "feature_field", "value_field", "values_field", "time_field"),
+}
+"""The grouping of `bridge`."""
+
 PROPOSE_GROUPS: OptionGroups = {
     "Candidate": ("model", "log", "feedback", "out", "change", "since", "until", "alpha", "review", "seed"),
     "Approval": ("approve", "roll_back", "by"),

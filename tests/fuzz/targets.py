@@ -22,6 +22,15 @@ from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern, 
 from deformer_stream.calibration.incident_budget import parse_budget, plan_budget
 from deformer_stream.calibration.incident_segments import SegmentCalibration
 from deformer_stream.codec import Codec, FieldNames, state
+from deformer_stream.codec.bridge_messages import (
+    BridgeMessage,
+    BridgeReason,
+    TopicPattern,
+    Translation,
+    Translator,
+    ValueTranslator,
+    translate_all,
+)
 from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
 from deformer_stream.codec.incident_state import (
@@ -33,7 +42,9 @@ from deformer_stream.codec.incident_state import (
 from deformer_stream.codec.model_choice import ModelChoice, ModelCodecs
 from deformer_stream.codec.payloads import LongRows, Messages, WideRows
 from deformer_stream.codec.schema_formats import RegisteredSchema, SchemaFormat, SchemaTranslator, frame
+from deformer_stream.codec.sparkplug import SparkplugTranslator
 from deformer_stream.codec.state_header import HEADER, MAGIC
+from deformer_stream.engine.events import RejectionReason
 from deformer_stream.errors import ArtifactError, ConfigError, InputError, StateError
 from deformer_stream.incident_store import IncidentCalibration, LogEntry, Replaced, parse_incident_calibration
 from deformer_stream.incidents.fleet import FleetRule
@@ -42,6 +53,7 @@ from deformer_stream.model_set import MODELS_FILE, read_model_set
 from deformer_stream.tables.data_files import describe_unknown_scheme, parse_url
 from deformer_stream.tables.filters import parse_where
 from deformer_stream.tables.table import Table
+from tests.codec.sparkplug_messages import SimulatedNode
 from tests.codec.test_state import DECIDED, EXAMPLE
 from tests.fuzz import forgery, hostile, invariants
 from tests.incidents.evidence_logs import SECOND, make_log
@@ -359,6 +371,62 @@ def compressed_files(data: bytes) -> None:
                     _check_message(error)
 
 
+def bridge_payloads(data: bytes) -> None:
+    """Use the bytes as a topic and a payload of MQTT, and as the random numbers that choose a JSON payload."""
+    r = hostile.FedRandom(data)
+    size = data[0] % 16 if data else 0
+    topics = ["plant/pump/flow", data[1 : 1 + size].decode("utf-8", "replace")]
+    document = hostile.alter_document(r, {"values": {"a": 1.5, "b": None}, "value": 2, "time": 5.25, "device": "d"})
+    payloads = [data[1 + size :], hostile.draw_valid_message(r), json.dumps(document).encode()]
+    for pattern in (None, "plant/{device}/{feature}", "{device}/#", "{feature}"):
+        translator = ValueTranslator(TopicPattern(pattern), FieldNames(), r.choice(["s", "ms", "ns"]), 4096)
+        for topic in topics:
+            for payload in payloads:
+                _check_translation(translator, [BridgeMessage(topic, payload, hostile.NOW)], can_be_empty=False)
+
+
+def sparkplug_payloads(data: bytes) -> None:
+    """Use the bytes as random numbers that choose the messages of an edge node, some of them altered."""
+    r = hostile.FedRandom(data)
+    node, translator = SimulatedNode(), SparkplugTranslator(max_bytes=4096)
+    messages = [node.birth({"x": 1.5, "n": -2, "s": "on"}), ("spBv1.0/plant/NBIRTH/line-1", data)]
+    for _ in range(r.randrange(8)):
+        node.alias_by_name.setdefault(r.choice(["x", "n", "s"]), 1)
+        device, values = (
+            r.choice(["", "d"]),
+            {r.choice(sorted(node.alias_by_name)): r.choice([1.5, -3, True, "a", None])},
+        )
+        make = r.choice([node.birth, node.data, lambda _values, device: node.death(device)])
+        topic, payload = make(values, device=device)
+        if r.random() < 0.3:
+            payload = hostile.mutate(r, payload)
+        messages += [(topic, payload)] * r.randrange(3)
+    received = [BridgeMessage(*message, hostile.NOW, r.random() < 0.2) for message in messages]
+    translation = _check_translation(translator, received, can_be_empty=True)
+    later = SparkplugTranslator(max_bytes=4096)
+    for key, value in translation.states.items():
+        later.restore(key, hostile.mutate(r, value) if r.random() < 0.3 else value)
+    _check_translation(later, received, can_be_empty=True)
+
+
+def _check_translation(translator: Translator, messages: list[BridgeMessage], can_be_empty: bool) -> Translation:
+    """Translate messages; check that the events can be read and that refusals name a reason."""
+    translation = translate_all(translator, messages)
+    for event in translation.events:
+        document = json.loads(event.value)
+        values = document["values"] if "values" in document else {document["feature"]: document["value"]}
+        assert len(values) == event.num_readings > 0
+        assert event.key.decode() == document["device"] != ""
+        assert all(isinstance(value, str | bool | int | float | None) for value in values.values())
+        assert isinstance(document["time"], float)
+    reasons = {str(reason) for reason in (*BridgeReason, *RejectionReason)}
+    for refusal in translation.refusals:
+        assert refusal.reason in reasons
+        assert "\n" not in refusal.detail
+    assert can_be_empty or translation.events or translation.refusals
+    return translation
+
+
 def _check_message(error: Exception) -> None:
     """Check that an error has one line."""
     assert "\n" not in str(error)
@@ -380,5 +448,6 @@ TARGETS: dict[str, Target] = {
         ),
         *(evidence, incident_states, incident_calibrations),
         *(input_urls, conditions, condition_grammar, model_sets, compressed_files),
+        *(bridge_payloads, sparkplug_payloads),
     )
 }

@@ -35,6 +35,8 @@ MODULES = {
     "iceberg": ("deformer_stream.tables.iceberg", "pyiceberg"),
     "avro": ("fastavro",),
     "protobuf": ("grpc_tools.protoc", "google.protobuf.descriptor_pool"),
+    "mqtt": ("connectors.mqtt", "paho.mqtt.client", "google.protobuf.message_factory"),
+    "opcua": ("connectors.opcua", "asyncua"),
     "librdkafka": ("connectors.kafka.librdkafka_client", "connectors.kafka.librdkafka_admin"),
 }
 """Modules that an extra makes usable."""
@@ -58,6 +60,8 @@ USE = {
     ),
     "avro": "from deformer_stream.codec import SchemaTranslator; SchemaTranslator('avro', print, 1)",
     "protobuf": "from deformer_stream.codec import SchemaTranslator; SchemaTranslator('protobuf', print, 1)",
+    "mqtt": "from connectors.mqtt import MqttOptions, MqttSource; MqttSource(MqttOptions('localhost', 1883, '#', 'a'))",
+    "opcua": "from connectors.opcua import OpcuaOptions, OpcuaSource; OpcuaSource(OpcuaOptions('opc.tcp://localhost'))",
     "librdkafka": "from connectors.kafka.client import choose_library; choose_library('librdkafka')",
     "ray": "from deformer_stream.runtime.ray_tasks import RayPool; RayPool(print, (), 1, str)",
     "msk": "from connectors.kafka.tokens import _make_aws_provider; _make_aws_provider('eu-west-1')",

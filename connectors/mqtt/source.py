@@ -1,0 +1,340 @@
+"""A source of MQTT messages with a session that outlives the process, for `BridgePipeline`.
+
+The client is driven in one thread without a thread of its own: `poll` reads from the socket, `acknowledge` writes to
+it. So a message is never acknowledged over another connection than that over which it arrived. Packet identifiers are
+valid for one connection only, and such an acknowledgement could confirm another message, which would then be lost.
+"""
+
+from __future__ import annotations
+
+import select
+import ssl
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from deformer_stream import log
+from deformer_stream.codec.bridge_messages import BridgeMessage
+from deformer_stream.errors import ConfigError, Unavailable
+from deformer_stream.extras import format_remedy, is_installed
+
+if TYPE_CHECKING:
+    from paho.mqtt.client import Client
+
+KEEPALIVE_SECONDS = 30
+"""Longest silence of this client in seconds. The broker closes the connection after one and a half times as long."""
+
+CONNECT_SECONDS = 5.0
+"""Longest time in seconds to connect, and to wait for the broker's answers to a connection and a subscription."""
+
+RETRY_SECONDS = 1.0
+"""Time in seconds between two attempts to connect."""
+
+CLOSE_SECONDS = 2.0
+"""Longest time in seconds to send the acknowledgements that are left when the source is closed."""
+
+RECEIVE_MAXIMUM = 16_384
+"""Number of messages without acknowledgement that the broker may send."""
+
+MAX_PENDING_BYTES = 64 * 2**20
+"""Beyond this size of the messages without acknowledgement, nothing is read until some are acknowledged."""
+
+SESSION_TAKEN_OVER = 142
+"""Reason code with which a broker disconnects a client if another one with the same id has connected."""
+
+
+@dataclass(frozen=True, slots=True)
+class MqttOptions:
+    """The broker, and how messages are received.
+
+    Attributes:
+        host: Name or address of the broker.
+        port: Its port.
+        filter: The topic filter to subscribe to.
+        client_id: The id of the session, different for each bridge.
+        session_seconds: How long the broker keeps messages while this client is not connected.
+        uses_tls: Whether the connection is encrypted.
+        username: User name of the login, None without login.
+        password: Password of the login. It is not part of `repr`.
+        cafile: File of the authority that signed the broker's certificate, None for the system's.
+        certfile: File of the client's certificate, None without.
+        keyfile: File of its private key, None if it is in `certfile`.
+        key_password: Passphrase of the private key. It is not part of `repr`.
+        patience: Seconds to retry while the broker cannot be reached.
+    """
+
+    host: str
+    port: int
+    filter: str
+    client_id: str
+    session_seconds: int = 604_800
+    uses_tls: bool = False
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    cafile: str | None = None
+    certfile: str | None = None
+    keyfile: str | None = None
+    key_password: str | None = field(default=None, repr=False)
+    patience: float = 120.0
+
+    @property
+    def address(self) -> str:
+        """The broker as it is named in messages."""
+        return f"{self.host}:{self.port}"
+
+
+class MqttSource:
+    """A source of MQTT messages.
+
+    The constructor connects and subscribes. Messages with QoS 1 or 2 arrive with QoS 1: the broker keeps each of them
+    until it is acknowledged, also while this process does not run.
+
+    Args:
+        options: The broker, and how messages are received.
+
+    Raises:
+        Unavailable: The broker does not respond.
+        ConfigError: paho-mqtt is not installed, or the broker refuses the connection or the subscription.
+    """
+
+    def __init__(self, options: MqttOptions) -> None:
+        if not is_installed("paho"):
+            raise ConfigError(f"an MQTT source needs packages that are not installed: {format_remedy('mqtt')}")
+        self._options = options
+        self._messages: list[BridgeMessage] = []  # received by the running call of `poll`
+        self._pending_bytes = 0  # of the messages without acknowledgement
+        self._refusal: ConfigError | None = None  # set by a callback
+        self._lost_reason = ""
+        self._is_subscribed = False
+        self._num_connections = 0
+        self._away_since: float | None = None
+        self._retry_at = 0.0
+        self._client = self._create_client()
+        try:
+            self._connect()
+            deadline = time.monotonic() + CONNECT_SECONDS
+            # A session that is resumed may deliver many messages before the confirmation of the subscription.
+            while not (self._is_subscribed or self._messages):
+                if time.monotonic() > deadline or self._client.socket() is None:
+                    reason = self._lost_reason or "it has not confirmed the subscription in time"
+                    raise Unavailable(
+                        f"the MQTT broker at {options.address} does not accept the connection ({reason}): check "
+                        "--source and that the broker is running"
+                    )
+                self._turn(0.1)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the broker has confirmed the subscription of this connection."""
+        return self._is_subscribed
+
+    @property
+    def num_connections(self) -> int:
+        """How often the broker has accepted a connection."""
+        return self._num_connections
+
+    def poll(self, timeout: float) -> Sequence[BridgeMessage]:
+        """Return messages that have arrived, after at most about `timeout` seconds; reconnect if necessary.
+
+        Raises:
+            Unavailable: The broker could not be reached for too long.
+            ConfigError: The broker refuses the connection or the subscription.
+        """
+        if self._client.socket() is None:
+            self._reconnect(timeout)
+        else:
+            self._turn(timeout)
+        messages, self._messages = self._messages, []
+        return messages
+
+    def acknowledge(self, messages: Sequence[BridgeMessage]) -> None:
+        """Acknowledge messages. Those of an earlier connection are left out, because the broker sends them again."""
+        for message in messages:
+            connection, mid, qos = message.ticket
+            if connection == self._num_connections:
+                self._pending_bytes -= len(message.payload)
+                if qos and self._client.socket() is not None:
+                    self._client.ack(mid, qos)
+
+    def publish(self, topic: str, payload: bytes) -> None:
+        """Publish a message with QoS 0. It is lost if there is no connection."""
+        if self._is_subscribed:
+            self._client.publish(topic, payload, qos=0)
+
+    def close(self) -> None:
+        """Send the acknowledgements that are left, and close the connection; the broker keeps the session."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        client = self._client
+        while (connection := client.socket()) is not None and client.want_write() and time.monotonic() < deadline:
+            select.select([], [connection], [], 0.1)
+            client.loop_write()
+        client.disconnect()
+        self._is_subscribed = False
+
+    def _create_client(self) -> Client:
+        """Return a client that is not connected."""
+        from paho.mqtt.client import Client
+        from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
+
+        options = self._options
+        client = Client(
+            CallbackAPIVersion.VERSION2, options.client_id, protocol=MQTTProtocolVersion.MQTTv5, manual_ack=True
+        )
+        client.connect_timeout = CONNECT_SECONDS
+        if options.username is not None:
+            client.username_pw_set(options.username, options.password)
+        if options.uses_tls:
+            try:
+                context = ssl.create_default_context(cafile=options.cafile)
+                if options.certfile is not None:
+                    context.load_cert_chain(options.certfile, options.keyfile, options.key_password or "")
+            except (OSError, ValueError) as error:
+                raise ConfigError(
+                    f"the certificates for the MQTT broker cannot be used ({error}): check --source-cafile, "
+                    "--source-certfile, --source-keyfile and --source-key-password-file"
+                ) from None
+            client.tls_set_context(context)
+        client.on_connect = self._on_connect
+        client.on_subscribe = self._on_subscribe
+        client.on_disconnect = self._on_disconnect
+        client.on_message = self._on_message
+        return client
+
+    def _connect(self) -> None:
+        """Open a connection; its confirmation comes later, in `_on_connect`.
+
+        Raises:
+            Unavailable: The broker cannot be reached.
+            ConfigError: Its certificate is not accepted.
+        """
+        from paho.mqtt.packettypes import PacketTypes
+        from paho.mqtt.properties import Properties
+
+        options = self._options
+        properties = Properties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]  # no annotations
+        properties.SessionExpiryInterval = options.session_seconds
+        properties.ReceiveMaximum = RECEIVE_MAXIMUM
+        self._lost_reason = ""
+        try:
+            self._client.connect(
+                options.host, options.port, KEEPALIVE_SECONDS, clean_start=False, properties=properties
+            )
+        except ssl.SSLCertVerificationError as error:
+            raise ConfigError(
+                f"the certificate of the MQTT broker at {options.address} is not accepted ({error.verify_message}): "
+                "check --source-cafile and the host name in --source"
+            ) from None
+        except OSError as error:
+            raise Unavailable(
+                f"the MQTT broker at {options.address} cannot be reached ({error}): check --source and that the broker "
+                "is running"
+            ) from None
+
+    def _reconnect(self, timeout: float) -> None:
+        """Wait for the next attempt to connect, and make it.
+
+        Raises:
+            Unavailable: The broker could not be reached for `patience` seconds.
+        """
+        now = time.monotonic()
+        if self._away_since is None:
+            self._away_since = now
+            log.get_logger("mqtt").warning("connection_lost", broker=self._options.address, reason=self._lost_reason)
+        if now < self._retry_at:
+            time.sleep(min(timeout, self._retry_at - now))
+            return
+        self._retry_at = now + RETRY_SECONDS
+        try:
+            self._connect()
+        except Unavailable:
+            if now - self._away_since > self._options.patience:
+                raise
+
+    def _turn(self, timeout: float) -> None:
+        """Read and write what is possible, after a wait of at most `timeout` seconds for the first packet.
+
+        Raises:
+            ConfigError: The broker refuses the connection or the subscription.
+        """
+        client = self._client
+        connection: Any = client.socket()
+        is_full = self._pending_bytes > MAX_PENDING_BYTES
+        has_decrypted = isinstance(connection, ssl.SSLSocket) and connection.pending() > 0
+        readable, writable, _ = select.select(
+            [] if is_full else [connection],
+            [connection] if client.want_write() else [],
+            [],
+            0.0 if has_decrypted and not is_full else timeout,
+        )
+        if writable:
+            client.loop_write()
+        if readable or (has_decrypted and not is_full):
+            num_before = -1
+            while num_before < len(self._messages) < RECEIVE_MAXIMUM and self._pending_bytes <= MAX_PENDING_BYTES:
+                num_before = len(self._messages)
+                if client.loop_read() != 0:
+                    break
+        client.loop_misc()
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _on_connect(self, client: Client, _userdata: Any, flags: Any, reason: Any, _properties: Any) -> None:
+        """Subscribe after the broker has accepted the connection."""
+        from paho.mqtt.subscribeoptions import SubscribeOptions
+
+        if reason.is_failure:
+            self._lost_reason = str(reason)
+            if reason.value in (0x88, 0x89, 0x97):  # unavailable, busy, quota exceeded: it may accept us later
+                return
+            self._refusal = ConfigError(
+                f"the MQTT broker at {self._options.address} refuses the connection ({reason}): check "
+                "--source-username, --source-password-file and --client-id"
+            )
+            return
+        self._num_connections += 1
+        self._pending_bytes = 0  # the broker sends again what was not acknowledged
+        self._messages = []
+        log.get_logger("mqtt").info(
+            "connected", broker=self._options.address, filter=self._options.filter, resumed=bool(flags.session_present)
+        )
+        # Retained messages are old values, which would look like readings of the present.
+        choice = SubscribeOptions(qos=1, retainAsPublished=True, retainHandling=SubscribeOptions.RETAIN_DO_NOT_SEND)
+        client.subscribe(self._options.filter, options=choice)
+
+    def _on_subscribe(self, _client: Client, _userdata: Any, _mid: int, reasons: Any, _properties: Any) -> None:
+        """Note that the subscription is confirmed, or refused."""
+        failures = [reason for reason in reasons if reason.is_failure]
+        if failures:
+            self._refusal = ConfigError(
+                f"the MQTT broker at {self._options.address} refuses the subscription to {self._options.filter!r} "
+                f"({failures[0]}): check the filter in --source and the permissions of this user"
+            )
+            return
+        if self._away_since is not None:
+            log.get_logger("mqtt").info("reconnected", broker=self._options.address)
+        self._away_since, self._is_subscribed = None, True
+
+    def _on_disconnect(self, _client: Client, _userdata: Any, flags: Any, reason: Any, _properties: Any) -> None:
+        """Note that the connection is lost, and why."""
+        self._is_subscribed = False
+        self._lost_reason = self._lost_reason or str(reason)
+        if flags.is_disconnect_packet_from_server and reason.value == SESSION_TAKEN_OVER:
+            self._refusal = ConfigError(
+                f"another client has connected to {self._options.address} with the id {self._options.client_id!r}: "
+                "give each bridge its own --client-id"
+            )
+
+    def _on_message(self, _client: Client, _userdata: Any, message: Any) -> None:
+        """Add a message to those that the running call of `poll` returns."""
+        try:
+            topic = message.topic
+        except UnicodeDecodeError:
+            topic = "�"
+        payload = bytes(message.payload)
+        self._pending_bytes += len(payload)
+        ticket = (self._num_connections, message.mid, message.qos)
+        self._messages.append(BridgeMessage(topic, payload, time.time_ns() // 1000, bool(message.dup), ticket))

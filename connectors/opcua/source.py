@@ -1,0 +1,309 @@
+"""A source of value changes of an OPC UA server, for `BridgePipeline`.
+
+An asyncio loop in a thread of its own runs the client. OPC UA has no session that keeps changes for a client that is
+away: what changes while this process does not run is lost, except for the last value, with which a subscription begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from deformer_stream import log
+from deformer_stream.codec.bridge_messages import UNITS_PER_SECOND, BridgeMessage, TimeUnit
+from deformer_stream.codec.timestamps import EPOCH
+from deformer_stream.errors import ConfigError, Unavailable
+from deformer_stream.extras import format_remedy, is_installed
+
+if TYPE_CHECKING:
+    from asyncua import Client, Node
+
+CONNECT_SECONDS = 10.0
+"""Longest time in seconds to connect and to subscribe."""
+
+RETRY_SECONDS = 1.0
+"""Time in seconds between two attempts to connect."""
+
+CHECK_SECONDS = 2.0
+"""Time in seconds between two checks of the connection."""
+
+MAX_QUEUED = 100_000
+"""Number of changes that are stored until they are passed on. Beyond it, the oldest ones are dropped and counted."""
+
+MAX_DEPTH = 32
+"""Number of levels of objects below a given node in which variables are searched."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpcuaOptions:
+    """The server, and what is subscribed to.
+
+    Attributes:
+        url: Address of the server.
+        nodes: Ids of variables, or of objects with variables below them; empty for the folder Objects.
+        sampling_interval: Sampling interval that is requested, in seconds.
+        username: User name of the login, None without login.
+        password: Password of the login. It is not part of `repr`.
+        value_field: Name of the field with the value in the messages of this source.
+        time_field: Name of the field with the time.
+        time_unit: Unit of the time.
+        patience: Seconds to retry while the server cannot be reached.
+    """
+
+    url: str
+    nodes: tuple[str, ...] = ()
+    sampling_interval: float = 1.0
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    value_field: str = "value"
+    time_field: str = "time"
+    time_unit: TimeUnit = "s"
+    patience: float = 120.0
+
+
+class OpcuaSource:
+    """A source of value changes. The topic of a message is the path of browse names of the node, such as `Pump7/Flow`.
+
+    The constructor connects and subscribes.
+
+    Args:
+        options: The server, and what is subscribed to.
+
+    Raises:
+        Unavailable: The server does not respond.
+        ConfigError: asyncua is not installed, a node does not exist, or the server refuses the login.
+    """
+
+    def __init__(self, options: OpcuaOptions) -> None:
+        if not is_installed("asyncua"):
+            raise ConfigError(f"an OPC UA source needs packages that are not installed: {format_remedy('opcua')}")
+        self._options = options
+        self._changes: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._path_by_id: dict[str, str] = {}  # by the id of each variable
+        self._has_stopped, self._has_dropped = threading.Event(), False
+        self._is_connected = False
+        self._num_connections = 0
+        self._error: Exception | None = None
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[None] | None = None
+        first = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(first,), name="opcua", daemon=True)
+        self._thread.start()
+        first.wait(3 * CONNECT_SECONDS)
+        if not self._is_connected:
+            self.close()
+            raise self._error or Unavailable(
+                f"the OPC UA server at {options.url} does not respond: check --source and that the server is running"
+            )
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the subscription is active."""
+        return self._is_connected
+
+    @property
+    def num_connections(self) -> int:
+        """How often the subscription was made."""
+        return self._num_connections
+
+    def poll(self, timeout: float) -> Sequence[BridgeMessage]:
+        """Return changes that have arrived, after at most `timeout` seconds.
+
+        Raises:
+            Unavailable: The server could not be reached for too long.
+            ConfigError: The server refuses the login, or a node does not exist any more.
+        """
+        messages: list[BridgeMessage] = []
+        with contextlib.suppress(queue.Empty):
+            change = self._changes.get(timeout=timeout)
+            while True:
+                message = self._make_message(*change)
+                if message is not None:
+                    messages.append(message)
+                change = self._changes.get_nowait()
+        if not messages and self._error is not None and not self._is_connected:
+            raise self._error
+        return messages
+
+    def acknowledge(self, messages: Sequence[BridgeMessage]) -> None:
+        """Do nothing, because OPC UA has no acknowledgement of changes."""
+
+    def publish(self, topic: str, payload: bytes) -> None:
+        """Do nothing, because nothing is published to OPC UA servers."""
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._has_stopped.set()
+        if self._task is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(CONNECT_SECONDS)
+        self._is_connected = False
+
+    def datachange_notification(self, node: Node, _value: Any, data: Any) -> None:
+        """Store a change; asyncua calls this method in the thread of its loop."""
+        if self._changes.qsize() >= MAX_QUEUED:
+            if not self._has_dropped:
+                self._has_dropped = True
+                log.get_logger("opcua").warning("changes_dropped", server=self._options.url, stored=MAX_QUEUED)
+            with contextlib.suppress(queue.Empty):
+                self._changes.get_nowait()
+        self._changes.put((self._path_by_id[node.nodeid.to_string()], data.monitored_item.Value))
+
+    def _make_message(self, path: str, data: Any) -> BridgeMessage | None:
+        """Return the message of a change, with the time that the device or the server states; None for a bad value.
+
+        Args:
+            path: The topic.
+            data: The value, its status and its times.
+        """
+        if not data.StatusCode.is_good() or data.Value is None or data.Value.Value is None:
+            return None  # no value is known, which says nothing about later values
+        now = time.time_ns() // 1000
+        moment = data.SourceTimestamp or data.ServerTimestamp
+        micros = now if moment is None else _to_micros(moment)
+        seconds = micros / 1e6
+        document = {
+            self._options.value_field: data.Value.Value,
+            self._options.time_field: seconds * UNITS_PER_SECOND[self._options.time_unit],
+        }
+        try:
+            payload = orjson.dumps(document)
+        except TypeError:  # a structure, bytes or a number of more than 64 bits, which the translator refuses
+            payload = orjson.dumps(document | {self._options.value_field: []})
+        return BridgeMessage(path, payload, now)
+
+    def _run(self, first: threading.Event) -> None:
+        """Run the loop of the client in this thread until `close` is called or an error ends it.
+
+        Args:
+            first: Set when the first attempt to connect has ended.
+        """
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._task = self._loop.create_task(self._stay_connected(first))
+            self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
+            pass
+        finally:
+            first.set()
+            self._loop.close()
+
+    async def _stay_connected(self, first: threading.Event) -> None:
+        """Subscribe, and subscribe again after each loss of the connection."""
+        away_since = time.monotonic()
+        while not self._has_stopped.is_set():
+            try:
+                await self._subscribe_and_wait(first)
+            except ConfigError as error:
+                self._error = error
+                return
+            except OSError as error:  # also time-outs
+                reason = str(error) or type(error).__name__
+                if self._is_connected:
+                    away_since = time.monotonic()
+                    log.get_logger("opcua").warning("connection_lost", server=self._options.url, reason=reason)
+                self._is_connected = False
+                if not first.is_set() or time.monotonic() - away_since > self._options.patience:
+                    self._error = Unavailable(
+                        f"the OPC UA server at {self._options.url} cannot be reached ({reason}): "
+                        "check --source and that the server is running"
+                    )
+                    return
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _subscribe_and_wait(self, first: threading.Event) -> None:
+        """Connect, subscribe to all nodes, and return or raise when the connection is lost.
+
+        Raises:
+            ConfigError: A node does not exist, or the server refuses the login.
+            OSError: The connection is lost.
+        """
+        from asyncua import Client
+        from asyncua.ua.uaerrors import UaError
+
+        options = self._options
+        client = Client(options.url, timeout=CONNECT_SECONDS)
+        if options.username is not None:
+            client.set_user(options.username)
+            client.set_password(options.password or "")
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await client.connect()
+        except UaError as error:
+            raise ConfigError(
+                f"the OPC UA server at {options.url} refuses the connection ({type(error).__name__}): check "
+                "--source-username and --source-password-file"
+            ) from None
+        try:
+            nodes = await self._find_variables(client)
+            subscription = await client.create_subscription(1000.0 * options.sampling_interval, self)
+            await subscription.subscribe_data_change(nodes)
+            self._num_connections += 1
+            self._is_connected = True
+            log.get_logger("opcua").info("connected", server=options.url, variables=len(nodes))
+            first.set()
+            while True:
+                await asyncio.sleep(CHECK_SECONDS)
+                await client.check_connection()
+        except UaError as error:
+            raise ConnectionError(type(error).__name__) from None
+        finally:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(client.disconnect(), CONNECT_SECONDS)
+
+    async def _find_variables(self, client: Client) -> list[Node]:
+        """Return the variables that are subscribed to, and store their paths.
+
+        Raises:
+            ConfigError: A node does not exist, or there are no variables.
+        """
+        from asyncua.ua.uaerrors import UaError
+
+        roots = [client.get_node(text) for text in self._options.nodes] or [client.nodes.objects]
+        self._path_by_id = {}
+        found: list[Node] = []
+        for text, root in zip(self._options.nodes or ("Objects",), roots, strict=True):
+            try:
+                name = (await root.read_browse_name()).Name
+            except UaError as error:
+                raise ConfigError(
+                    f"the OPC UA server at {self._options.url} has no node {text!r} ({type(error).__name__}): "
+                    "check --nodes"
+                ) from None
+            await self._collect(root, () if root == client.nodes.objects else (name,), found, 0)
+        if not found:
+            raise ConfigError(f"the OPC UA server at {self._options.url} has no variables below --nodes: choose others")
+        return found
+
+    async def _collect(self, node: Node, path: tuple[str, ...], found: list[Node], depth: int) -> None:
+        """Add the variables at and below a node to a list, with their paths."""
+        from asyncua.ua import NodeClass
+
+        if await node.read_node_class() == NodeClass.Variable:
+            if node.nodeid.to_string() not in self._path_by_id:
+                self._path_by_id[node.nodeid.to_string()] = "/".join(part.replace("/", "_") for part in path)
+                found.append(node)
+            return
+        if depth < MAX_DEPTH:
+            for child in await node.get_children():
+                # The namespace 0 holds what describes the server itself.
+                if child.nodeid.NamespaceIndex != 0:
+                    name = (await child.read_browse_name()).Name
+                    await self._collect(child, (*path, name), found, depth + 1)
+
+
+def _to_micros(moment: datetime) -> int:
+    """Return a time, which is in UTC if it has no zone, in microseconds since 1970."""
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return (moment - EPOCH) // timedelta(microseconds=1)

@@ -1,0 +1,173 @@
+"""The command `bridge`, which passes readings from MQTT or OPC UA on to a topic of Kafka.
+
+Heavy packages are imported inside the command, so that `--help` is printed without delay. It needs neither PyTorch nor
+a model.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
+from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, stop_on_signals
+from deformer_stream.extras import format_remedy, is_installed
+
+if TYPE_CHECKING:
+    from deformer_stream.codec.bridge_messages import TopicPattern
+    from deformer_stream.runtime.bridge import BridgePipeline, BridgeSource
+    from deformer_stream.runtime.bridge_metrics import BridgeMetrics
+    from deformer_stream.settings.bridge_commands import BridgeSettings
+
+
+def build_bridge() -> click.Command:
+    """Return the command `bridge`, which passes readings from MQTT or OPC UA on to Kafka."""
+    from deformer_stream.settings import add_options, load_settings
+    from deformer_stream.settings.bridge_commands import BridgeSettings
+
+    @click.command("bridge", cls=HelpCommand, examples=EXAMPLES_BY_COMMAND["bridge"], context_settings=HELP)
+    @add_options(BridgeSettings)
+    @add_debug_option
+    def bridge(config: Path | None, **flags: Any) -> None:
+        """Pass readings from MQTT, Sparkplug B or OPC UA on to a Kafka topic, as events that `consume` reads.
+
+        A message of MQTT is acknowledged after Kafka has acknowledged its events, so none is lost if the command ends
+        at any moment; some events can then be written twice. SIGINT and SIGTERM end it.
+        """
+        stop = stop_on_signals()
+        settings = load_settings(BridgeSettings, flags, config, "bridge")
+        from deformer_stream import log
+        from deformer_stream.runtime.bridge_metrics import BridgeMetrics
+        from deformer_stream.runtime.http_server import start_http_server
+
+        log.configure(is_debugging())
+        metrics = BridgeMetrics()
+        with ExitStack() as cleanup:
+            pipeline = _connect(settings, metrics, cleanup)
+            if settings.http:
+                cleanup.callback(start_http_server(settings.http, metrics))
+            log.get_logger("bridge").info("ready", source=settings.source, topic=settings.topic)
+            pipeline.run(stop)
+        log.get_logger("bridge").info("stopped")
+
+    return bridge
+
+
+def _connect(settings: BridgeSettings, metrics: BridgeMetrics, cleanup: ExitStack) -> BridgePipeline:
+    """Return the loop of the bridge, connected to its source and its topics.
+
+    Args:
+        settings: Options of the command.
+        metrics: Receives counts and timings.
+        cleanup: An exit stack, to which the functions that close the connections are added.
+
+    Raises:
+        ConfigError: An option is wrong, a package is missing, or the source or a broker refuses the connection.
+        Unavailable: The source or the brokers do not respond.
+    """
+    from connectors.kafka import ensure_topics
+    from connectors.kafka.bridge_sink import (
+        EVENT_OVERHEAD_BYTES,
+        KafkaBridgeSink,
+        describe_bridge_topics,
+        restore_births,
+    )
+    from deformer_stream.cli.kafka_cluster import make_cluster
+    from deformer_stream.codec.bridge_messages import PrefixTranslator, TopicPattern, Translator, ValueTranslator
+    from deformer_stream.codec.sparkplug import PREFIX, SparkplugTranslator
+    from deformer_stream.codec.validation import FieldNames
+    from deformer_stream.errors import ConfigError
+    from deformer_stream.runtime.bridge import BridgePipeline
+
+    pattern = TopicPattern(settings.pattern)
+    topic = settings.topic
+    dead_letters = settings.dead_letter_topic or f"{topic}-bridge-dead-letter"
+    is_mqtt = settings.address.scheme != "opc.tcp"
+    births = (settings.births_topic or f"{topic}-sparkplug-births") if is_mqtt else None
+    if len({topic, dead_letters, births}) < 3:
+        raise ConfigError("--topic, --dead-letter-topic and --births-topic must differ: choose three different topics")
+    _check_packages(is_mqtt)
+    cluster = make_cluster(settings)
+    specs = describe_bridge_topics(topic, dead_letters, births, settings.partitions)
+    limits = ensure_topics(cluster, specs, settings.missing_topics == "create")
+    max_event_bytes = limits[topic] - EVENT_OVERHEAD_BYTES
+    names = FieldNames(
+        feature=settings.feature_field,
+        value=settings.value_field,
+        values=settings.values_field,
+        time=settings.time_field,
+        device=settings.device_field,
+    )
+    translator: Translator = ValueTranslator(
+        pattern, names, settings.time_unit, settings.max_message_bytes, max_event_bytes
+    )
+    sink = KafkaBridgeSink(cluster, topic, dead_letters, births, limits, settings.source, settings.patience)
+    cleanup.callback(sink.close)
+    if births is None:
+        source = _connect_opcua(settings)
+        cleanup.callback(source.close)
+        return BridgePipeline(source, translator, sink, metrics)
+    sparkplug = SparkplugTranslator(settings.max_message_bytes, max_event_bytes)
+    restore_births(cluster, births, sparkplug)
+    translator = PrefixTranslator({PREFIX: sparkplug}, translator)
+    source = _connect_mqtt(settings, pattern)
+    cleanup.callback(source.close)
+    return BridgePipeline(source, translator, sink, metrics, metrics.watch_sparkplug(sparkplug))
+
+
+def _check_packages(is_mqtt: bool) -> None:
+    """Raise `ConfigError` if the packages of the source are not installed."""
+    from deformer_stream.errors import ConfigError
+
+    extra, modules = ("mqtt", ("paho", "google.protobuf")) if is_mqtt else ("opcua", ("asyncua",))
+    if not all(map(is_installed, modules)):
+        raise ConfigError(f"this source needs packages that are not installed: {format_remedy(extra)}")
+
+
+def _connect_mqtt(settings: BridgeSettings, pattern: TopicPattern) -> BridgeSource:
+    """Return a source that is subscribed to the topics of the settings."""
+    from connectors.mqtt import MqttOptions, MqttSource
+
+    def to_text(path: Path | None) -> str | None:
+        return None if path is None else str(path)
+
+    address = settings.address
+    return MqttSource(
+        MqttOptions(
+            host=address.host,
+            port=address.port,
+            filter=address.path or pattern.filter,
+            client_id=settings.client_id or f"deformer-stream-{settings.topic}",
+            session_seconds=min(int(settings.session_expiry), 2**32 - 2),
+            uses_tls=address.scheme == "mqtts",
+            username=settings.source_username,
+            password=settings.read_source_password(),
+            cafile=to_text(settings.source_cafile),
+            certfile=to_text(settings.source_certfile),
+            keyfile=to_text(settings.source_keyfile),
+            key_password=settings.read_source_key_password(),
+            patience=settings.patience,
+        )
+    )
+
+
+def _connect_opcua(settings: BridgeSettings) -> BridgeSource:
+    """Return a source that is subscribed to the nodes of the settings."""
+    from connectors.opcua import OpcuaOptions, OpcuaSource
+
+    return OpcuaSource(
+        OpcuaOptions(
+            url=settings.source,
+            nodes=settings.nodes,
+            sampling_interval=settings.sampling_interval,
+            username=settings.source_username,
+            password=settings.read_source_password(),
+            value_field=settings.value_field,
+            time_field=settings.time_field,
+            time_unit=settings.time_unit,
+            patience=settings.patience,
+        )
+    )

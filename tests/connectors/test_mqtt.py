@@ -1,0 +1,232 @@
+"""The MQTT source with a real Mosquitto: sessions, acknowledgements, TLS, logins and refusals."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from connectors.mqtt import MqttOptions, MqttSource, source
+from deformer_stream.codec.bridge_messages import BridgeMessage
+from deformer_stream.errors import ConfigError, Unavailable
+from tests.certificates import Authority
+from tests.mosquitto import Mosquitto, open_publisher, publish, run_mosquitto
+
+SECRET = "hunter2-äöü"
+PATIENCE_SECONDS = 60.0
+
+
+@pytest.fixture
+def mosquitto(tmp_path: Path) -> Iterator[Mosquitto]:
+    """Return a running MQTT broker."""
+    with run_mosquitto(tmp_path / "mosquitto") as broker:
+        yield broker
+
+
+def make_options(port: int, client_id: str = "bridge") -> MqttOptions:
+    """Return the options of a source."""
+    return MqttOptions("127.0.0.1", port, "plant/#", client_id)
+
+
+def receive(opened: MqttSource, count: int) -> Sequence[BridgeMessage]:
+    """Return a number of messages."""
+    received: list[BridgeMessage] = []
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len(received) < count:
+        assert time.monotonic() < deadline, f"{len(received)} of {count} messages"
+        received += opened.poll(0.1)
+    return received
+
+
+def receive_until(opened: MqttSource, last: bytes) -> list[BridgeMessage]:
+    """Return messages up to one with a payload.
+
+    Acknowledgements that were sent just before the connection was closed may not have reached the broker.
+    """
+    received: list[BridgeMessage] = []
+    while not received or received[-1].payload != last:
+        received += receive(opened, 1)
+    return received
+
+
+def test_messages_without_acknowledgement_come_again(mosquitto: Mosquitto) -> None:
+    options = make_options(mosquitto.port)
+    first = MqttSource(options)
+    publish(mosquitto.port, [("plant/a", str(i)) for i in range(10)])
+    messages = receive(first, 10)
+    assert [(m.topic, m.payload, m.is_repeated) for m in messages[:2]] == [
+        ("plant/a", b"0", False),
+        ("plant/a", b"1", False),
+    ]
+    first.acknowledge(messages[:4])
+    first.close()
+    second = MqttSource(options)
+    again = receive_until(second, b"9")
+    assert len(again) >= 6
+    assert [message.payload for message in again] == [b"%d" % i for i in range(10)][-len(again) :]
+    assert all(message.is_repeated for message in again)
+    second.acknowledge(again)
+    second.close()
+    publish(mosquitto.port, [("plant/a", "last")])
+    third = MqttSource(options)
+    receive_until(third, b"last")
+    third.close()
+
+
+def test_an_acknowledgement_of_an_earlier_connection_is_not_sent(mosquitto: Mosquitto) -> None:
+    opened = MqttSource(make_options(mosquitto.port))
+    publish(mosquitto.port, [("plant/a", "1"), ("plant/a", "2")])
+    messages = receive(opened, 2)
+    mosquitto.stop(signal.SIGTERM)
+    mosquitto.start()
+    again = receive(opened, 2)
+    assert opened.num_connections == 2
+    opened.acknowledge(messages)
+    opened.acknowledge(again[:1])
+    opened.close()
+    later = MqttSource(make_options(mosquitto.port))
+    receive_until(later, again[1].payload)
+    later.close()
+
+
+def test_retained_messages_are_no_readings(mosquitto: Mosquitto) -> None:
+    with open_publisher(mosquitto.port) as client:
+        client.publish("plant/a", "old", qos=1, retain=True).wait_for_publish(PATIENCE_SECONDS)
+    opened = MqttSource(make_options(mosquitto.port))
+    publish(mosquitto.port, [("plant/a", "new")])
+    assert [message.payload for message in receive(opened, 1)] == [b"new"]
+    opened.close()
+
+
+def poll_until_it_raises(opened: MqttSource) -> None:
+    """Poll a source for a while, and close it."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    try:
+        while time.monotonic() < deadline:
+            opened.poll(0.1)
+    finally:
+        opened.close()
+
+
+@contextmanager
+def run_scripted_broker(*answers: bytes) -> Iterator[int]:
+    """Run a broker that answers each packet of one client with the next of some bytes, and yield its port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                for answer in answers:
+                    if connection.recv(4096):
+                        connection.sendall(answer)
+                connection.recv(4096)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield server.getsockname()[1]
+        thread.join(PATIENCE_SECONDS)
+
+
+CONNACK, SUBACK = bytes.fromhex("2003000000"), bytes.fromhex("900400010001")
+
+
+def test_a_client_with_the_same_id_ends_the_source() -> None:
+    """Mosquitto 2.0 closes such a connection without the reason code that the specification has for it."""
+    with run_scripted_broker(CONNACK, SUBACK + bytes.fromhex("e0028e00")) as port:
+        opened = MqttSource(make_options(port))
+        with pytest.raises(ConfigError, match="--client-id"):
+            poll_until_it_raises(opened)
+
+
+def test_a_subscription_that_is_refused() -> None:
+    with (
+        run_scripted_broker(CONNACK, bytes.fromhex("900400010087")) as port,
+        pytest.raises(ConfigError, match=r"'plant/#'.*permissions"),
+    ):
+        MqttSource(make_options(port))
+
+
+def test_a_broker_that_does_not_run(mosquitto: Mosquitto, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = MqttSource(replace(make_options(mosquitto.port), patience=0.5))
+    mosquitto.stop()
+    monkeypatch.setattr(source, "RETRY_SECONDS", 0.1)
+    with pytest.raises(Unavailable, match="--source"):
+        poll_until_it_raises(opened)
+    with pytest.raises(Unavailable, match=f"127.0.0.1:{mosquitto.port}.*--source"):
+        MqttSource(make_options(mosquitto.port))
+
+
+def read_refusal(kind: type[Exception], options: MqttOptions) -> str:
+    """Return the message with which a source cannot be opened."""
+    with pytest.raises(kind) as refused:
+        MqttSource(options)
+    return str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_login_and_tls(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    authority, other = Authority("plant"), Authority("other")
+    folder = tmp_path / "files"
+    folder.mkdir()
+    server = authority.issue("broker", ("127.0.0.1",)).write(folder, "server")
+    client = authority.issue("bridge").encrypt_key(SECRET).write(folder, "client")
+    for name, text in (("ca.pem", authority.certificate), ("other.pem", other.certificate)):
+        (folder / name).write_text(text)
+    program = shutil.which("mosquitto_passwd")
+    assert program is not None, "mosquitto_passwd is a part of the package mosquitto"
+    (folder / "passwords").touch()
+    subprocess.run([program, "-b", folder / "passwords", "bridge", SECRET], check=True)
+    settings = (
+        *(f"certfile {server[0]}", f"keyfile {server[1]}", f"cafile {folder / 'ca.pem'}", "require_certificate true"),
+        *("allow_anonymous false", f"password_file {folder / 'passwords'}"),
+    )
+    with run_mosquitto(tmp_path / "mosquitto", settings) as broker:
+        options = replace(
+            make_options(broker.port),
+            uses_tls=True,
+            cafile=str(folder / "ca.pem"),
+            certfile=str(client[0]),
+            keyfile=str(client[1]),
+            key_password=SECRET,
+            username="bridge",
+            password=SECRET,
+        )
+        opened = MqttSource(options)
+        assert opened.is_connected
+        opened.close()
+        refusals = [
+            read_refusal(ConfigError, replace(options, password="wrong")),
+            read_refusal(ConfigError, replace(options, cafile=str(folder / "other.pem"))),
+            read_refusal(ConfigError, replace(options, key_password="wrong")),
+            read_refusal(Unavailable, replace(options, uses_tls=False)),
+        ]
+    gc.collect()  # paho-mqtt does not close the socket of a connection whose certificate is refused
+    for refusal, option in zip(refusals, ("-password-file", "-cafile", "-key-password-file", ""), strict=True):
+        assert f"--source{option}" in refusal
+    output = "".join(capfd.readouterr())
+    for text in (repr(options), *refusals, output):
+        assert SECRET not in text
+
+
+def test_a_shared_subscription_divides_the_messages(mosquitto: Mosquitto) -> None:
+    options = replace(make_options(mosquitto.port), filter="$share/bridges/plant/#")
+    sources = [MqttSource(replace(options, client_id=name)) for name in ("a", "b")]
+    publish(mosquitto.port, [("plant/a", str(i)) for i in range(20)])
+    received: list[bytes] = []
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len(received) < 20 and time.monotonic() < deadline:
+        for opened in sources:
+            received += [message.payload for message in opened.poll(0.05)]
+    assert sorted(received, key=int) == [b"%d" % i for i in range(20)]
+    for opened in sources:
+        opened.close()
