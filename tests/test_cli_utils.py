@@ -103,7 +103,14 @@ def test_help_of_consume_lists_related_options_together(cli: Callable[..., Simpl
 
 def test_help_of_training_has_groups_of_options_and_examples() -> None:
     text = run_program("deformer-train", ["--help"]).stdout
-    for heading in ("Model directory", "Time and size", "Normal records", "Columns", "Windows", "Calibration"):
+    for heading in (
+        "Model directory",
+        "Time and size",
+        "Normal records and names of faults",
+        "Columns",
+        "Windows",
+        "Calibration",
+    ):
         assert f"\n{heading}:\n" in text
     assert "Further options" not in text
     assert "Examples:\n  # " in text

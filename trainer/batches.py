@@ -8,7 +8,7 @@ from typing import Any
 
 
 class BatchSource:
-    """Returns the batch of each step. The steps are asked for in ascending order, without gaps in most cases.
+    """Returns the batch of each step. The steps are requested in ascending order, without gaps in most cases.
 
     A batch depends on its step alone, so it does not matter when it is drawn.
 

@@ -77,6 +77,8 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
         )
     settings = load_settings(TrainConfig, flags, config, "train")
     find_data_files(tables, PARQUET + CSV)  # reports a wrong path before PyTorch is imported
+    if settings.faults not in (None, "off"):
+        find_data_files([Path(str(settings.faults))], PARQUET + CSV)
     if settings.dry_run:
         from trainer.preview import print_preview
 

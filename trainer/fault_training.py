@@ -53,7 +53,7 @@ PRIOR_RECORDS = 5
 """Number of records as which the mean variance of all faults counts in the variance of a fault's residuals."""
 
 MIN_VARIANCE = 0.05
-"""A variance that is added to that of the residuals, because few records can be alike by chance."""
+"""Added to the variances of the residuals, because a few records can agree by chance."""
 
 TEMPERATURES = np.exp(np.linspace(-1.5, 1.5, 61))
 """The temperatures, of which the one with the best held-out likelihood divides the logits."""

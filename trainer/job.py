@@ -25,7 +25,7 @@ from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS, Calib
 from deformer_stream.calibration.score_sums import RecordScores
 from deformer_stream.calibration.seen_records import RecordSet, find_seen_records
 from deformer_stream.counts import format_count
-from deformer_stream.errors import ConfigError
+from deformer_stream.errors import ConfigError, DeformerError
 from deformer_stream.model.deformer import DEformer
 from trainer.budget import (
     Costs,
@@ -254,18 +254,22 @@ def _learn_faults(tables: Sequence[TableSource], settings: TrainConfig, on_messa
     Args:
         tables: The training tables, whose records have labels with `--label`.
         settings: All options of `deformer-train`.
-        on_message: Called with lines of text about what was learnt.
-
-    Raises:
-        DeformerError: The table of `--faults` cannot be used.
+        on_message: Called with lines of text about what was learnt, or why nothing was.
     """
     if settings.faults == "off":
         return
     if settings.faults is not None:
-        learn_faults([Path(settings.faults)], settings.out, settings, on_message)
+        try:
+            learn_faults([Path(settings.faults)], settings.out, settings, on_message)
+        except DeformerError as error:  # the model is complete without them
+            on_message(
+                f"the model names no faults, because {error}; then run deformer-train --model {settings.out} "
+                f"--faults {settings.faults}"
+            )
     elif settings.label is not None and settings.max_time is not None:
         on_message(
-            "the names of faults are not learnt because of --max-time; deformer-train --model --faults adds them"
+            f"the names of faults are not learnt because of --max-time: run deformer-train --model {settings.out} "
+            "--faults TABLE"
         )
     elif settings.label is not None:
         learn_faults(tables, settings.out, settings, on_message, is_strict=False)

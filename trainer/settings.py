@@ -288,8 +288,8 @@ class TrainSettings(WindowedTableSettings):
     )
     fault_level: Share = Field(
         0.9,
-        description="Share of the records of each known fault (0 to 1) for which the fault is among those that an "
-        "alert states as possible.",
+        description="Coverage of the prediction sets of faults (0 to 1): the share of the records of a known fault "
+        "whose set is to contain that fault.",
     )
     model: Path | None = Field(
         None,

@@ -217,7 +217,7 @@ class ModelCodecs:
                         indices_by_model.setdefault(name, []).append(i)
                         continue
             except (ValueError, TypeError, RecursionError, RejectionError):
-                pass  # not a common message
+                pass  # a message that the fast parser cannot assign
             try:
                 for name, stream in self._choose_for_message(payload, data.keys[i]):
                     indices = indices_by_model.setdefault(name, [])
@@ -237,7 +237,7 @@ class ModelCodecs:
         return parts, rejections
 
     def _choose_for_message(self, payload: bytes | None, key: bytes | None) -> list[tuple[str, bytes | None]]:
-        """Return the models of a message that is no common one, each with the stream of its rows if it is divided.
+        """Return the models of a message that the fast parser cannot assign, each with its rows if it is divided.
 
         Raises:
             RejectionError: The message cannot be read, or it or one of its rows belongs to no model.

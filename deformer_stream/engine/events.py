@@ -622,7 +622,7 @@ class Effects:
 
     @staticmethod
     def empty(model: str = "", model_name: str = ONLY_MODEL) -> Effects:
-        """Return effects of nothing, of a model with this fingerprint and name."""
+        """Return effects without events, alerts and closed records, of a model with this fingerprint and name."""
         return Effects(
             EventBatch.empty(),
             ScoredReadings.empty(),

@@ -459,7 +459,7 @@ class Detector:
         classifier = self.artifact.fault_classifier
         if classifier is None:
             raise ConfigError(
-                "the model does not know any faults: add their names with deformer-train --faults TABLE --model DIR"
+                "the model has no classifier of faults: add one with deformer-train --faults TABLE --model DIR"
             )
         table = read_tabular(records, self.schema, columns)
         if table is None:

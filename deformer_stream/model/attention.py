@@ -85,8 +85,8 @@ def attend(
 def _attend_interleaved(queries: Tensor, keys: Tensor, values: Tensor, dropout: float) -> Tensor:
     """Return the attention output of pairs of tokens with the attention context "all" and the order of the readings.
 
-    In the order z_1, u_1, z_2, u_2, … a token attends to itself and to all tokens before it. The fused kernels know
-    this mask. They need no mask tensor then, skip half of the products, and on a GPU the fastest of them can be used.
+    In the order z_1, u_1, z_2, u_2, … a token attends to itself and to all tokens before it. The fused kernels support
+    this mask without a mask tensor, skip half of the products, and on a GPU the fastest of them can be used.
 
     Args:
         queries: The queries, already divided by √d_head: (N, H, 2L, d_head) for z_1 … z_L, u_1 … u_L, or

@@ -149,8 +149,8 @@ class ModelSetSettings(_AlertSettings):
     )
     models: Path | None = Field(
         None,
-        description="Folder with a model directory for each type, in place of --model, such as deformer-train --per "
-        "writes it. Each message belongs to the model that --model-by names. The options hold for all models.",
+        description="Folder with one model directory for each type, as deformer-train --per writes it; in place of "
+        "--model. The field of --model-by selects the model of each message. All options hold for every model.",
     )
     model_by: str | None = Field(
         None,
