@@ -213,7 +213,7 @@ def make_our_training(
 ) -> TrainSteps:
     """Return a function that trains our model by the loop of the trainer."""
     compiled: Compile = "always" if precision == "auto" else "never"
-    recipe = Recipe(batch, 1e-4, 1_000_000, training_precision=precision, optimizer="adam", compile=compiled)
+    recipe = Recipe(batch, 1e-4, 1_000_000, training_precision=precision, optimizer="adam", compile_layers=compiled)
     run = TrainingRun(data, model, recipe, 0, folder, TimeBudget(), {})
 
     def train(count: int) -> float:

@@ -105,8 +105,9 @@ class Recipe:
             processor or GPU is faster with it.
         optimizer: "adamw"; "muon" for the matrices of the Transformer layers, with AdamW for other weights; or "adam"
             with a constant learning rate, as in the paper.
-        compile: Whether to compile the Transformer layers if a GPU trains. "auto" compiles them if training is long
-            enough to be faster with the time that this takes, and if a C compiler and Python's headers are installed.
+        compile_layers: Whether to compile the Transformer layers if a GPU trains. "auto" compiles them if training is
+            long enough to be faster with the time that this takes, and if a C compiler and Python's headers are
+            installed.
     """
 
     batch: int
@@ -123,7 +124,7 @@ class Recipe:
     accumulate: int = 1
     training_precision: Precision = "auto"
     optimizer: Optimizer = "adamw"
-    compile: Compile = "auto"
+    compile_layers: Compile = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,8 +434,8 @@ class TrainingRun:
 
     def _should_compile(self) -> bool:
         """Return whether to compile the layers for a GPU, which takes 10 to 30 seconds before the first step."""
-        if self.recipe.compile != "auto":
-            return self.recipe.compile == "always"
+        if self.recipe.compile_layers != "auto":
+            return self.recipe.compile_layers == "always"
         has_time = self.budget.limit is None or self.budget.limit - self.budget.elapsed >= MIN_SECONDS_TO_COMPILE
         # Triton compiles C code that includes Python's headers.
         has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()

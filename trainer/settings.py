@@ -443,7 +443,7 @@ class TrainConfig(TrainSettings):
 
     batch: int | None = Field(None, ge=1)
     optimizer: Optimizer | None = None
-    compile: Compile | None = None
+    compile_layers: Compile | None = None
     learning_rate: float | None = Field(None, gt=0)
     weight_decay: float | None = Field(None, ge=0)
     warmup: int | None = Field(None, ge=1)
