@@ -5,17 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client import Counter
 
 from deformer_stream.codec.bridge_messages import BridgeReason
 from deformer_stream.codec.sparkplug import SparkplugTranslator
-from deformer_stream.runtime.metrics import STALL_SECONDS
-
-_PREFIX = "deformer_"
-_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
+from deformer_stream.runtime.process_metrics import ProcessMetrics
 
 
-class BridgeMetrics:
+class BridgeMetrics(ProcessMetrics):
     """The metrics of one bridge, in a registry of its own.
 
     Args:
@@ -28,69 +25,36 @@ class BridgeMetrics:
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self.registry = CollectorRegistry()
-        self._now = now
-        # Without this call every counter would get a second series with the time of its creation.
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # the package has no annotations here
-        ProcessCollector(registry=self.registry)
-        self.messages = self._count("bridge_messages_total", "Number of messages received from the source.")
-        self.repeated = self._count(
+        super().__init__(now)
+        self.messages = self._counter("bridge_messages_total", "Number of messages received from the source.")
+        self.repeated = self._counter(
             "bridge_repeated_total", "Number of received messages that the source may have delivered before."
         )
-        self.readings = self._count("bridge_readings_total", "Number of readings that Kafka has acknowledged.")
-        self.refused = Counter(
-            _PREFIX + "bridge_refused_total",
+        self.readings = self._counter("bridge_readings_total", "Number of readings that Kafka has acknowledged.")
+        self.refused = self._counter(
+            "bridge_refused_total",
             "Number of messages, or parts of them, that could not be translated, by reason.",
             ["reason"],
-            registry=self.registry,
         )
-        self.connections = self._count("bridge_connections_total", "Number of connections made to the source.")
-        self.unacknowledged = Gauge(
-            _PREFIX + "bridge_unacknowledged_messages",
-            "Number of received messages that are not acknowledged to the source yet.",
-            registry=self.registry,
+        self.connections = self._counter("bridge_connections_total", "Number of connections made to the source.")
+        self.unacknowledged = self._gauge(
+            "bridge_unacknowledged_messages", "Number of received messages that are not acknowledged to the source yet."
         )
-        self.write = Histogram(
-            _PREFIX + "bridge_write_seconds",
-            "Seconds until Kafka has acknowledged the events of one batch of messages.",
-            buckets=_SECONDS_BUCKETS,
-            registry=self.registry,
+        self.write = self._histogram(
+            "bridge_write_seconds", "Seconds until Kafka has acknowledged the events of one batch of messages."
         )
-        self.sparkplug_messages = Counter(
-            _PREFIX + "sparkplug_messages_total",
-            "Number of Sparkplug messages, by type.",
-            ["type"],
-            registry=self.registry,
+        self.sparkplug_messages = self._counter(
+            "sparkplug_messages_total", "Number of Sparkplug messages, by type.", ["type"]
         )
-        self.sparkplug_gaps = self._count(
+        self.sparkplug_gaps = self._counter(
             "sparkplug_gaps_total", "Number of Sparkplug messages before which at least one message is missing."
         )
-        self.rebirth_requests = self._count(
+        self.rebirth_requests = self._counter(
             "sparkplug_rebirth_requests_total", "Number of requests to edge nodes to publish their births again."
         )
-        self.nodes_online = Gauge(
-            _PREFIX + "sparkplug_nodes_online",
-            "Number of Sparkplug edge nodes that are online.",
-            registry=self.registry,
-        )
-        Gauge(
-            _PREFIX + "ready", "1 if the process is ready, as /readyz states it, else 0.", registry=self.registry
-        ).set_function(lambda: float(self.is_ready))
+        self.nodes_online = self._gauge("sparkplug_nodes_online", "Number of Sparkplug edge nodes that are online.")
         for reason in BridgeReason:
             self.refused.labels(reason.value)
-        self._last_progress = now()
-        self.is_ready = False
-
-    def _count(self, name: str, text: str) -> Counter:
-        return Counter(_PREFIX + name, text, registry=self.registry)
-
-    def record_progress(self) -> None:
-        """Record that the loop has completed a turn."""
-        self._last_progress = self._now()
-
-    def is_healthy(self) -> bool:
-        """Return whether the loop has made progress within the last `STALL_SECONDS`."""
-        return self._now() - self._last_progress < STALL_SECONDS
 
     def watch_sparkplug(self, translator: SparkplugTranslator) -> Callable[[], None]:
         """Return a function that sets the metrics of Sparkplug to what a translator has counted until then."""

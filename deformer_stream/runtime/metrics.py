@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter as CountByKey
-from collections.abc import Callable, Mapping, Sequence
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
+from collections.abc import Callable, Mapping
 
 from deformer_stream.engine.events import NO_TIME, ONLY_MODEL, CloseReason, Effects, RejectionReason
+from deformer_stream.runtime.process_metrics import SECONDS_BUCKETS, ProcessMetrics
 
-_PREFIX = "deformer_"
 _BATCH_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
-_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
-
-STALL_SECONDS = 30.0
-"""The pipeline is unhealthy if it has made no progress for this long. Without input it still completes several turns of
-its loop per second. While it waits for brokers that are away, the source reports progress until it gives up."""
 
 
-class Metrics:
+class Metrics(ProcessMetrics):
     """The metrics of one consumer, in a registry of its own, so that several consumers can exist in one process.
 
     Args:
@@ -28,19 +21,12 @@ class Metrics:
     Attributes:
         registry: The Prometheus registry with all metrics. Each metric is also an attribute, such as `events`; its help
             text states what it measures.
-        last_progress: When the pipeline last completed a turn of its loop or a part of one, in monotonic seconds.
         is_ready: Whether the assigned partitions are restored, or the process is a member of the group without any.
         num_misrouted: Number of records that were found in two partitions since the start.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self.registry = CollectorRegistry()
-        self._now = now
-        # Without this call every counter would get a second series with the time of its creation.
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # the package has no annotations here
-        # The metrics `process_…`: CPU seconds, memory, open files and the start time. Only Linux has them.
-        ProcessCollector(registry=self.registry)
-
+        super().__init__(now)
         self.events = self._counter("events_total", "Number of events accepted.")
         self.rejected = self._counter("events_rejected_total", "Number of readings rejected, by reason.", ["reason"])
         self.combined = self._counter(
@@ -58,11 +44,11 @@ class Metrics:
             "alerts_held_back_total",
             "Number of alerts that were raised and not sent, because there were more than --max-alert-rate permits.",
         )
-        self.scoring = self._histogram("scoring_seconds", "Seconds to score one batch of events.", _SECONDS_BUCKETS)
+        self.scoring = self._histogram("scoring_seconds", "Seconds to score one batch of events.", SECONDS_BUCKETS)
         self.delay = self._histogram(
             "event_to_alert_seconds",
             "Seconds from the time of the event that raised an alert to the moment the alert was sent.",
-            _SECONDS_BUCKETS,
+            SECONDS_BUCKETS,
         )
         self.batch = self._histogram("batch_events", "Number of events in one batch.", _BATCH_BUCKETS)
         self.cache = self._gauge("cache_bytes", "Bytes of the attention key-value cache that are in use.")
@@ -82,7 +68,7 @@ class Metrics:
         self.lag = self._gauge(
             "consumer_lag", "Number of messages of the partition that are not yet processed.", ["topic", "partition"]
         )
-        self.commit = self._histogram("commit_seconds", "Seconds to commit offsets.", _SECONDS_BUCKETS)
+        self.commit = self._histogram("commit_seconds", "Seconds to commit offsets.", SECONDS_BUCKETS)
         self.snapshot_bytes = self._gauge(
             "snapshot_bytes", "Size in bytes of the partition's latest snapshot.", ["partition"]
         )
@@ -96,7 +82,7 @@ class Metrics:
         self.poll_gap = self._histogram(
             "poll_gap_seconds",
             "Seconds from one poll of the source to the next one. The group takes partitions away if it is too long.",
-            _SECONDS_BUCKETS,
+            SECONDS_BUCKETS,
         )
         self.model = self._gauge(
             "model_info", "Always 1; the label identifies the model in use, or the set of models.", ["fingerprint"]
@@ -133,42 +119,15 @@ class Metrics:
             "Largest share of these records that may alert by chance; more means that the calibration does not fit.",
             ["alpha"],
         )
-        self._gauge("ready", "1 if the process is ready, as /readyz states it, else 0.").set_function(
-            lambda: float(self.is_ready)
-        )
         # Create the series of all reasons with the value 0, so that the first rejection is visible as an increase.
         for reason in RejectionReason:
             self.rejected.labels(reason.value)
         for close_reason in CloseReason:
             self.closed.labels(close_reason.value)
-        self.last_progress = now()
         self._last_poll: float | None = None
-        self.is_ready = False
         self.num_misrouted = 0
         self._partitions_with_lag: set[tuple[str, int]] = set()
         self._partitions_with_drift: set[int] = set()
-
-    def _counter(self, name: str, description: str, labels: Sequence[str] = ()) -> Counter:
-        """Return a new counter in the registry; `name` is its name without the prefix `deformer_`."""
-        return Counter(_PREFIX + name, description, labels, registry=self.registry)
-
-    def _gauge(self, name: str, description: str, labels: Sequence[str] = ()) -> Gauge:
-        """Return a new gauge in the registry; `name` is its name without the prefix `deformer_`."""
-        return Gauge(_PREFIX + name, description, labels, registry=self.registry)
-
-    def _histogram(self, name: str, description: str, buckets: Sequence[float]) -> Histogram:
-        """Return a new histogram in the registry; `name` is its name without the prefix `deformer_`.
-
-        Args:
-            name: The name.
-            description: The help text.
-            buckets: The upper bounds of the buckets.
-        """
-        return Histogram(_PREFIX + name, description, buckets=buckets, registry=self.registry)
-
-    def record_progress(self) -> None:
-        """Record that the pipeline makes progress, or waits for something that will happen or raise an error."""
-        self.last_progress = self._now()
 
     def observe_poll(self) -> None:
         """Record that the source is polled now, and the time since the last poll."""
@@ -297,7 +256,3 @@ class Metrics:
         """Remove the series with the size and the age of a partition's snapshot, because the partition was revoked."""
         for gauge in (self.snapshot_bytes, self.snapshot_age):
             gauge.remove(str(partition))
-
-    def is_healthy(self) -> bool:
-        """Return whether the pipeline has made progress within the last `STALL_SECONDS`."""
-        return self._now() - self.last_progress < STALL_SECONDS

@@ -19,7 +19,7 @@ import pytest
 from connectors.kafka import describe_evidence_topic, ensure_topics, produce
 from deformer_stream import model_store
 from deformer_stream.codec.encode_evidence import encode_evidence
-from deformer_stream.runtime.metrics import STALL_SECONDS
+from deformer_stream.runtime.process_metrics import STALL_SECONDS
 from tests.conftest import start_broker
 from tests.connectors.kafka_helpers import wait_for_transactions
 from tests.incidents.evidence_logs import make_log

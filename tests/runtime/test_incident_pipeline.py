@@ -24,8 +24,8 @@ from deformer_stream.incidents.tracker import IncidentTracker, TrackerOptions
 from deformer_stream.runtime.detection_metrics import DetectionMetrics
 from deformer_stream.runtime.incident_pipeline import IncidentPipeline
 from deformer_stream.runtime.incident_plan import DetectionPlan, make_get_device
-from deformer_stream.runtime.metrics import STALL_SECONDS
 from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, RestoredPartition
+from deformer_stream.runtime.process_metrics import STALL_SECONDS
 from tests.incidents.evidence_logs import SECOND, make_log
 
 MODEL = "model-1"

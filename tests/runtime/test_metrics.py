@@ -32,6 +32,7 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.runtime import http_server, metrics
 from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.ports import PollResult, RestoredPartition
+from deformer_stream.runtime.process_metrics import STALL_SECONDS
 from deformer_stream.runtime.timing import WallClock
 from deformer_stream.testing import MemorySink, MemorySource
 from tests.conftest import find_free_port
@@ -239,9 +240,9 @@ def test_ready_after_first_turn_and_unhealthy_after_stall(model_dir: Path, port:
         assert seen == [(200, 503), (200, 200), (200, 200)]
         assert request(port, "/readyz")[0] == 200
         assert f'deformer_model_info{{fingerprint="{loaded.fingerprint}"}} 1.0' in request(port, "/metrics")[1]
-        clock[0] = metrics.STALL_SECONDS - 1
+        clock[0] = STALL_SECONDS - 1
         assert request(port, "/healthz")[0] == 200
-        clock[0] = metrics.STALL_SECONDS
+        clock[0] = STALL_SECONDS
         assert request(port, "/healthz") == (503, "not yet\n")
         assert request(port, "/readyz")[0] == 503
         measures.observe_batch(make_effects())

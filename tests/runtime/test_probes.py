@@ -19,12 +19,13 @@ from deformer_stream.codec.state import encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.model_store import Artifact
-from deformer_stream.runtime import http_server, metrics
+from deformer_stream.runtime import http_server
 from deformer_stream.runtime import pipeline as pipeline_module
 from deformer_stream.runtime import recovery as recovery_module
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import RECOVERY_SECONDS, Pipeline
 from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult, RestoredPartition
+from deformer_stream.runtime.process_metrics import STALL_SECONDS
 from deformer_stream.testing import ManualClock, MemorySink
 from tests.conftest import find_free_port
 from tests.models import draw_rows
@@ -190,7 +191,7 @@ def test_a_process_lives_through_an_outage_that_its_source_waits_for(
 
     def hang() -> PollResult:
         start = clock.seconds
-        for seconds in (metrics.STALL_SECONDS - 1, metrics.STALL_SECONDS):
+        for seconds in (STALL_SECONDS - 1, STALL_SECONDS):
             clock.seconds = start + seconds
             seen[seconds - 1000] = probes.ask()
         return PollResult(None)
@@ -202,7 +203,7 @@ def test_a_process_lives_through_an_outage_that_its_source_waits_for(
     pipeline.run(threading.Event())
     assert set(list(seen.values())[:45]) == {(200, 200)}
     assert clock.seconds >= 90
-    assert [seen[metrics.STALL_SECONDS - 1001], seen[metrics.STALL_SECONDS - 1000]] == [(200, 200), (503, 503)]
+    assert [seen[STALL_SECONDS - 1001], seen[STALL_SECONDS - 1000]] == [(200, 200), (503, 503)]
     assert probes.ask() == (200, 200)
 
 
@@ -214,7 +215,7 @@ def test_a_source_that_does_not_report_its_waits_counts_as_stalled(
     probes = probes_of(measures)
 
     def wait() -> PollResult:
-        clock.seconds += metrics.STALL_SECONDS
+        clock.seconds += STALL_SECONDS
         seen.append(probes.ask())
         return PollResult(None)
 
