@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deformer_stream.errors import ConfigError
-from deformer_stream.settings.kafka import read_secret
+from deformer_stream.settings.logins import read_secret
 
 DEFAULT_LIFETIME_SECONDS = 300.0
 """Seconds after which a token is read again if it does not state when it expires."""

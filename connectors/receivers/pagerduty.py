@@ -13,7 +13,7 @@ from deformer_stream.codec.incident_text import list_facts, name_device, summari
 from deformer_stream.codec.timestamps import format_rfc3339
 from deformer_stream.errors import ConfigError
 from deformer_stream.runtime.incident_ports import Notification
-from deformer_stream.settings.kafka import read_secret
+from deformer_stream.settings.logins import read_secret
 
 CLIENT_NAME = "deformer-stream"
 MAX_SUMMARY_CHARS = 1024

@@ -14,7 +14,7 @@ from connectors.receivers.http import HttpSender, check_url, make_identity
 from deformer_stream.codec.cloud_events import JSON_CONTENT_TYPE, make_attributes, make_source
 from deformer_stream.errors import ConfigError
 from deformer_stream.runtime.incident_ports import Notification
-from deformer_stream.settings.kafka import read_secret
+from deformer_stream.settings.logins import read_secret
 
 SECRET_PREFIX = "whsec_"  # noqa: S105 - a prefix of secrets, none itself
 MIN_KEY_BYTES = 16

@@ -9,7 +9,8 @@ from typing import ClassVar, Literal, NamedTuple, Self
 from pydantic import Field, SecretStr, model_validator
 
 from deformer_stream.settings.base import Duration, Size, TextList, Timeout, text_default
-from deformer_stream.settings.kafka import LOOPBACK_HOSTS, KafkaSettings, read_secret
+from deformer_stream.settings.kafka import KafkaSettings
+from deformer_stream.settings.logins import LOOPBACK_HOSTS, check_login, read_password, read_secret
 from deformer_stream.settings.option_groups import BRIDGE_GROUPS, OptionGroups
 
 _DEFAULT_PORTS = {"mqtt": 1883, "mqtts": 8883, "opc.tcp": 4840}
@@ -157,20 +158,10 @@ class BridgeSettings(KafkaSettings):
             raise ValueError("certificates and keys of the source require an address that begins with mqtts://")
         if self.source_certfile is None and (self.source_keyfile or self.source_key_password_file):
             raise ValueError("--source-keyfile and --source-key-password-file require --source-certfile; add it")
-        self._check_source_login(address.scheme == "mqtts" or address.host in LOOPBACK_HOSTS)
+        is_encrypted = address.scheme == "mqtts" or address.host in LOOPBACK_HOSTS
+        login = self.source_username, self.source_password, self.source_password_file
+        check_login("--source", "the source", *login, None if is_encrypted else "mqtts://")
         return self
-
-    def _check_source_login(self, is_encrypted: bool) -> None:
-        """Raise `ValueError` if the login is incomplete or contradictory, or would be sent without encryption."""
-        if self.source_password is not None and self.source_password_file is not None:
-            raise ValueError("both --source-password and --source-password-file are set; give one")
-        has_password = self.source_password is not None or self.source_password_file is not None
-        if has_password != (self.source_username is not None):
-            raise ValueError(
-                "a login to the source requires --source-username and --source-password-file; give both, or neither"
-            )
-        if has_password and not is_encrypted:
-            raise ValueError("--source would send the password without encryption; write mqtts://…")
 
     @property
     def address(self) -> SourceAddress:
@@ -183,9 +174,7 @@ class BridgeSettings(KafkaSettings):
         Raises:
             ConfigError: The file with the password cannot be read or is empty.
         """
-        if self.source_password_file is not None:
-            return read_secret("--source-password-file", self.source_password_file)
-        return self.source_password.get_secret_value() if self.source_password else None
+        return read_password("--source", self.source_password, self.source_password_file)
 
     def read_source_key_password(self) -> str | None:
         """Return the passphrase of the private key, None if it has none. Never log it.

@@ -10,14 +10,10 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import NoDecode
 
-from deformer_stream.errors import ConfigError
 from deformer_stream.settings.base import METAVAR_BY_PARSER, Settings, text_default, to_flag
-from deformer_stream.settings.option_files import read_option_file
+from deformer_stream.settings.logins import LOOPBACK_HOSTS, read_password, read_secret
 
 SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER", "AWS_MSK_IAM", "GSSAPI"]
-
-LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
-"""Names of this machine. A connection to it needs no encryption."""
 
 _PASSWORD_FIELDS = ("sasl_username", "sasl_password", "sasl_password_file")
 _OAUTH_ENDPOINT_FIELDS = (
@@ -252,9 +248,7 @@ class KafkaSettings(Settings):
         Raises:
             ConfigError: A file with a secret cannot be read or is empty.
         """
-        password = self.sasl_password.get_secret_value() if self.sasl_password else None
-        if self.sasl_password_file is not None:
-            password = read_secret("--sasl-password-file", self.sasl_password_file)
+        password = read_password("--sasl", self.sasl_password, self.sasl_password_file)
         secret_file = self.sasl_oauth_client_secret_file
         arguments = {  # None for an option that is not set
             "security_protocol": self.security_protocol,
@@ -274,19 +268,3 @@ class KafkaSettings(Settings):
             "sasl_kerberos_service_name": self.sasl_kerberos_service_name,
         }
         return {name: value for name, value in arguments.items() if value is not None}
-
-
-def read_secret(flag: str, path: Path) -> str:
-    """Return the secret (a password, a passphrase or a key) in the first line of a file.
-
-    Args:
-        flag: The option with which the user has named the file, for the error message.
-        path: The file.
-
-    Raises:
-        ConfigError: The file cannot be read, or its first line is empty.
-    """
-    secret = read_option_file(flag, path).split("\n", 1)[0]
-    if not secret:
-        raise ConfigError(f"{flag} {path} has an empty first line: write the secret there")
-    return secret

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, model_validator
 
 from deformer_stream.settings.base import Settings, to_flag
-from deformer_stream.settings.kafka import LOOPBACK_HOSTS, read_secret
+from deformer_stream.settings.logins import LOOPBACK_HOSTS, check_login, read_password
 
 
 class RegistrySettings(Settings):
@@ -67,21 +67,10 @@ class RegistrySettings(Settings):
                 "--schema-registry must not contain a login; use --schema-registry-username and "
                 "--schema-registry-password-file"
             )
-        self._check_registry_login(is_encrypted=address.scheme == "https" or host in LOOPBACK_HOSTS)
+        is_encrypted = address.scheme == "https" or host in LOOPBACK_HOSTS
+        login = self.schema_registry_username, self.schema_registry_password, self.schema_registry_password_file
+        check_login("--schema-registry", "the schema registry", *login, None if is_encrypted else "https://")
         return self
-
-    def _check_registry_login(self, is_encrypted: bool) -> None:
-        """Raise `ValueError` if the login is incomplete or contradictory, or would be sent without encryption."""
-        if self.schema_registry_password is not None and self.schema_registry_password_file is not None:
-            raise ValueError("both --schema-registry-password and --schema-registry-password-file are set; give one")
-        has_password = self.schema_registry_password is not None or self.schema_registry_password_file is not None
-        if has_password != (self.schema_registry_username is not None):
-            raise ValueError(
-                "a login to the schema registry requires --schema-registry-username and "
-                "--schema-registry-password-file; give both, or neither"
-            )
-        if has_password and not is_encrypted:
-            raise ValueError("--schema-registry would send the password without encryption; write https://…")
 
     def read_registry_password(self) -> str | None:
         """Return the password of the login to the registry, None if there is no login. Never log it.
@@ -89,6 +78,4 @@ class RegistrySettings(Settings):
         Raises:
             ConfigError: The file with the password cannot be read or is empty.
         """
-        if self.schema_registry_password_file is not None:
-            return read_secret("--schema-registry-password-file", self.schema_registry_password_file)
-        return self.schema_registry_password.get_secret_value() if self.schema_registry_password else None
+        return read_password("--schema-registry", self.schema_registry_password, self.schema_registry_password_file)
