@@ -33,7 +33,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, TypeAlias, get_args
 
@@ -259,10 +260,8 @@ def decode_snapshot(data: bytes, description: str = "the saved snapshot") -> Sna
     Raises:
         StateError: If the data is damaged, has an unsupported format version, or contradicts itself.
     """
-    try:
+    with _describe_errors(description):
         return _decode_snapshot(data)
-    except _InvalidStateError as error:
-        raise StateError(f"{description}: the state cannot be decoded: {error}; {REMEDY}") from error
 
 
 def encode_decisions(decisions: Decisions) -> bytes:
@@ -304,10 +303,8 @@ def decode_decisions(data: bytes, description: str = "the saved decisions") -> D
     Raises:
         StateError: If the data is damaged, has an unsupported format version, or contradicts itself.
     """
-    try:
+    with _describe_errors(description):
         return _decode_decisions(data)
-    except _InvalidStateError as error:
-        raise StateError(f"{description}: the state cannot be decoded: {error}; {REMEDY}") from error
 
 
 def encode_snapshots(snapshot_by_model: Mapping[str, Snapshot]) -> bytes:
@@ -325,10 +322,8 @@ def decode_snapshots(data: bytes, description: str = "the saved snapshot") -> di
     Raises:
         StateError: As `decode_snapshot`.
     """
-    try:
+    with _describe_errors(description):
         return {name: _decode_snapshot(part) for name, part in _decode_set(SNAPSHOT, data).items()}
-    except _InvalidStateError as error:
-        raise StateError(f"{description}: the state cannot be decoded: {error}; {REMEDY}") from error
 
 
 def encode_decisions_by_model(decisions_by_model: Mapping[str, Decisions]) -> bytes:
@@ -346,8 +341,15 @@ def decode_decisions_by_model(data: bytes, description: str = "the saved decisio
     Raises:
         StateError: As `decode_decisions`.
     """
-    try:
+    with _describe_errors(description):
         return {name: _decode_decisions(part) for name, part in _decode_set(DECISIONS, data).items()}
+
+
+@contextmanager
+def _describe_errors(description: str) -> Iterator[None]:
+    """Convert an error of decoding to a `StateError` that names the data."""
+    try:
+        yield
     except _InvalidStateError as error:
         raise StateError(f"{description}: the state cannot be decoded: {error}; {REMEDY}") from error
 
