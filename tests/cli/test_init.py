@@ -60,6 +60,7 @@ def read_config(path: Path = Path("deformer.toml")) -> dict[str, Any]:
     """Return the configuration file, after checking that every command accepts it."""
     required = {
         **{command: {"topic": "sensors"} for command in COMMANDS_OF_A_TOPIC},
+        "bridge": {"source": "mqtt://broker/plant/#", "topic": "sensors"},
         "propose": {"out": "candidate"},
         "impute": {"output": "filled.parquet"},
         "sample": {"output": "samples.parquet"},
