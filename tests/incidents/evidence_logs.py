@@ -22,6 +22,7 @@ def make_log(
     faults: Mapping[int, Sequence[tuple[int, int]]] | None = None,
     records_per_batch: int = 4,
     seed: int = 0,
+    groups: Sequence[str] = (),
 ) -> Iterator[EvidenceBatch]:
     """Yield the batches of a log.
 
@@ -33,7 +34,11 @@ def make_log(
         faults: By number of a device, the first and the last record of each of its faults.
         records_per_batch: Number of records of each device in a batch.
         seed: Seed of the p-values.
+        groups: The group of each device. By default devices have none.
     """
+    devices = [f"pump-{device}" for device in range(num_devices)]
+    if groups:
+        devices = [f"{group}/{device}" for group, device in zip(groups, devices, strict=True)]
     rng = np.random.default_rng(seed)
     faults = faults or {}
     for first in range(0, num_records, records_per_batch):
@@ -46,7 +51,7 @@ def make_log(
             for device in range(num_devices):
                 is_faulty = any(begin <= number <= end for begin, end in faults.get(device, ()))
                 p_value = 0.001 if is_faulty else float(rng.uniform(0.002, 1.0))
-                record, time = f"pump-{device}@{number}", START + number * interval + device
+                record, time = f"{devices[device]}@{number}", START + number * interval + device
                 ids.append(record)
                 times.append(time)
                 p_values.append(p_value)

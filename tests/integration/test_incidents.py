@@ -140,6 +140,9 @@ def test_killed_processes_change_no_incident(kafka: SimpleNamespace, model_dir: 
     figures = run_kills(kafka.bootstrap, model_dir, tmp_path, num_kills=3, seconds_per_kill=1.0, seed=11)
     assert figures["ok"], figures
     assert figures["incidents"] > 10
+    # Some incidents were sent to Alertmanager, others are members of fleet incidents.
+    assert figures["notified"] > 3
+    assert 0 < figures["in_fleets"] < figures["incidents"]
 
 
 def test_second_process_takes_over(kafka: SimpleNamespace, cluster: Cluster, model_dir: Path, tmp_path: Path) -> None:
