@@ -149,7 +149,8 @@ def run_kills(bootstrap: str, model: Path, folder: Path, num_kills: int, seconds
     values["replay"] = _replay(folder, model)
     cluster.close()
     figures["incidents"] = len(values["whole"])
-    figures["in_fleets"] = sum(decode_incident(messages[-1]).parent is not None for messages in values["whole"].values())
+    last_messages = [decode_incident(messages[-1]) for messages in values["whole"].values()]
+    figures["in_fleets"] = sum(incident.parent is not None for incident in last_messages)
     figures["messages"] = sum(map(len, values["whole"].values()))
     whole, killed, replayed = values["whole"], values["killed"], values["replay"]
     figures["killed_differs"] = sum(killed.get(key) != whole.get(key) for key in killed.keys() | whole.keys())
