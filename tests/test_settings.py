@@ -30,6 +30,7 @@ from deformer_stream.settings import (
     to_flag,
     to_variable,
 )
+from deformer_stream.settings.commands import ShardSettings
 
 SECRET = "hunter2-äöü"
 REQUIRED: dict[str, dict[str, str]] = {
@@ -171,7 +172,7 @@ def test_flag_precedes_environment_precedes_file_precedes_default(
     others |= get_login(field)
     others |= {"ssl_certfile": "c"} if field.startswith("ssl") else {}
     others |= {"next_reading": 8} if field == "suspicious_records" else {}
-    others |= {"output_dir": "d"} if field in ("workers", "engine", "shard_by", "shards") else {}
+    others |= {"output_dir": "d"} if command == "replay" and field in ShardSettings.model_fields else {}
     if field in ("models", "model_by", "model_pattern"):
         others.pop("model")
         others["models"] = "d"

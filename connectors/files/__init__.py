@@ -6,7 +6,7 @@ modules are:
 
     lines         reading JSON lines
     sources       event sources for the pipeline
-    shards        parts of the input that hold whole records, for `replay --output-dir`
+    shards        parts of the input that hold whole records, for `replay --output-dir` and `calibrate --workers`
     reorder       another order for the readings of logs, for `--order random` and `--order schema`
     sinks         output files of the pipeline
     terminal      alerts as lines of text for a person
@@ -27,7 +27,7 @@ from connectors.files.sinks import (
     ScoresParquet,
     SuspiciousRecordLines,
 )
-from connectors.files.sources import FileSource, InputFiles, StandardInput, open_input_files, open_source
+from connectors.files.sources import FileSource, InputFiles, ReadOptions, StandardInput, open_input_files, open_source
 from connectors.files.table_events import iterate_events
 from connectors.files.terminal import TerminalAlerts
 
@@ -39,6 +39,7 @@ __all__ = [
     "IncidentLines",
     "InputFiles",
     "LinesSink",
+    "ReadOptions",
     "RecordsParquet",
     "RejectedLines",
     "ScoresParquet",

@@ -79,19 +79,19 @@ class _TimedRow(NamedTuple):
         time: Latest event time of the record, or that of the alert.
         is_closed: Whether it is a closed record. An alert comes first, because it must not come after its record.
         record: Id of the record.
+        origin: The model and the partition.
         sequence: Number of the row in its file, so that nothing else is compared.
         alert: The alert; None for a closed record.
         fields: The other fields of a closed record, in the order of `ClosedRows`; empty for an alert.
-        origin: The model and the partition.
     """
 
     time: int
     is_closed: bool
     record: str
+    origin: tuple[str, int]
     sequence: int
     alert: AlertRow | None
     fields: tuple[Any, ...]
-    origin: tuple[str, int]
 
 
 def sort_evidence_file(path: Path) -> None:
@@ -112,7 +112,8 @@ def merge_evidence_files(paths: Sequence[Path]) -> Iterator[EvidenceBatch]:
     Raises:
         InputError: A file cannot be read.
     """
-    return _collect_batches(heapq.merge(*map(_iterate_rows, paths)))
+    # Rows of several files can be equal up to their numbers; alerts cannot be compared.
+    return _collect_batches(heapq.merge(*map(_iterate_rows, paths), key=lambda row: row[:5]))
 
 
 def _iterate_rows(path: Path) -> Iterator[_TimedRow]:
@@ -120,7 +121,7 @@ def _iterate_rows(path: Path) -> Iterator[_TimedRow]:
     numbers = itertools.count()
     for batch in read_evidence([path]):
         origin, closed = (batch.model, batch.partition), batch.closed
-        rows = [_TimedRow(alert.time, False, alert.record, next(numbers), alert, (), origin) for alert in batch.alerts]
+        rows = [_TimedRow(alert.time, False, alert.record, origin, next(numbers), alert, ()) for alert in batch.alerts]
         unknown = np.full(len(closed), np.nan)
         columns = (
             closed.p_values,
@@ -132,7 +133,7 @@ def _iterate_rows(path: Path) -> Iterator[_TimedRow]:
         )
         fields = zip(*(column.tolist() for column in columns), strict=True)
         for record, time, row in zip(closed.record_ids, closed.times.tolist(), fields, strict=True):
-            rows.append(_TimedRow(time, True, record, next(numbers), None, row, origin))
+            rows.append(_TimedRow(time, True, record, origin, next(numbers), None, row))
         yield from sorted(rows)
 
 

@@ -9,7 +9,7 @@ their files and row numbers, so that alerts state the same positions as without 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.codec import Codec, hash_record_ids
 from deformer_stream.codec.columns import convert_ids, decode_dictionary, encode_distinct
+from deformer_stream.codec.model_choice import ModelCodecs, decode_by_model
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, UnreadablePayload, WideRows
 from deformer_stream.codec.tables import mix_bits
 from deformer_stream.engine.events import NO_TIME, EventBatch, RejectionReason
@@ -56,7 +57,11 @@ _ROW_COLUMNS = ("__shard_row__", "__shard_record__")
 
 
 def shard_rows(
-    payload: Payload, num_shards: int, codec: Codec, has_windows: bool, events: EventBatch | None = None
+    payload: Payload,
+    num_shards: int,
+    codec: Codec | ModelCodecs,
+    has_windows: bool,
+    events: Collection[EventBatch] | None = None,
 ) -> NDArray[np.int64]:
     """Return the shard of each of N rows or messages: (N,), from 0 to `num_shards` − 1.
 
@@ -68,7 +73,7 @@ def shard_rows(
         num_shards: Number of shards.
         codec: Decodes messages. Their records are those that it finds.
         has_windows: Whether records are time windows of devices.
-        events: The events of the payload, if it was decoded already.
+        events: The events of each model of the payload, if it was decoded already.
     """
     index_by_row, names = _list_names(payload, codec, has_windows, events)
     if has_windows:  # the id of a window is the device and the start of the window
@@ -79,16 +84,16 @@ def shard_rows(
 
 
 def _list_names(
-    payload: Payload, codec: Codec, has_windows: bool, events: EventBatch | None
+    payload: Payload, codec: Codec | ModelCodecs, has_windows: bool, events: Collection[EventBatch] | None
 ) -> tuple[NDArray[np.intp], list[str]]:
     """Return by what each of N rows is assigned to a shard: its index in a list of names (N,), and the list."""
     if isinstance(payload, WideRows):
         return np.arange(len(payload)), payload.record_ids
     if isinstance(payload, Messages):
-        batch = codec.decode(payload)[0] if events is None else events
         names = [""] * len(payload)  # of messages that are rejected
-        for message, record_id in zip(batch.message_indices.tolist(), batch.record_ids, strict=True):
-            names[message] = record_id
+        for batch in _decode(codec, payload) if events is None else events:
+            for message, record_id in zip(batch.message_indices.tolist(), batch.record_ids, strict=True):
+                names[message] = record_id
         return np.arange(len(payload)), names
     columns = dict(zip(payload.table.schema.names, payload.table.columns, strict=True))
     fields = codec.field_names
@@ -102,6 +107,11 @@ def _list_names(
     indexes, names = encode_distinct(id_column)
     # `encode_distinct` gives null cells the index after the last distinct value.
     return indexes.astype(np.intp), [*map(str, names), ""]
+
+
+def _decode(codec: Codec | ModelCodecs, payload: Payload) -> Collection[EventBatch]:
+    """Return the events of each model in a payload."""
+    return decode_by_model(codec, payload)[0].values()
 
 
 class _Rows(NamedTuple):
@@ -368,7 +378,7 @@ def partition_payloads(
     payloads: Iterator[Payload],
     folder: Path,
     num_shards: int,
-    codec: Codec,
+    codec: Codec | ModelCodecs,
     has_windows: bool,
     keeps_polls: bool,
     report: Callable[[int], None],
@@ -391,10 +401,10 @@ def partition_payloads(
     writer = ShardWriter(folder, num_shards, keeps_polls)
     latest_times: list[int] = []
     for payload in payloads:
-        events = codec.decode(payload)[0] if keeps_polls else None
+        events = _decode(codec, payload) if keeps_polls else None
         writer.write(payload, shard_rows(payload, num_shards, codec, has_windows, events))
         if events is not None:
-            latest_times.append(int(events.times.max(initial=NO_TIME)))
+            latest_times.append(max((int(batch.times.max(initial=NO_TIME)) for batch in events), default=NO_TIME))
         report(len(payload))
     writer.flush()
     return writer.num_rows, np.array(latest_times, np.int64)

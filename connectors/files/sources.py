@@ -12,7 +12,7 @@ import sys
 import time as clock
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path, PurePath
 
@@ -55,22 +55,51 @@ DEFAULT_DEVICE_COLUMN = "device"
 """The column of devices in wide tables unless another one is chosen. A table need not have it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions:
+    """How input files are read.
+
+    Attributes:
+        layout: The layout of all tables, "wide" or "long". None chooses it for each table by its column names.
+        order: The order of the readings within a record: "arrival" for that of the input, "schema" for that of the
+            features in the model, or "random". The codec (decoder of events) must get the same value, because it orders
+            the readings of wide tables. For long tables and JSON lines, an order other than "arrival" needs complete
+            records, so all of these files are read into memory first.
+        seed: The seed of the order "random"; the codec must get the same value.
+        field_names: Names of the fields of JSON events and of the columns of long tables.
+        record_column: The column of record ids of wide tables. In a table without it, the number of the row is the
+            record id ("0", "1", …), or the name of the file and the number ("file:0") if there are several files.
+        time_column: The time column of wide tables. None selects the first column with timestamps.
+        device_column: The column of devices of wide tables, if records are time windows. In a table without it, the
+            name of the file is the device.
+        table_options: How tables are read: dialect of CSV files and zone of times.
+        batch_events: Approximate number of events that one poll returns.
+        max_message_bytes: Maximum length of a line; the codec rejects a longer one as too large.
+        window_assigner: If records are time windows of a device's readings, it assigns readings to windows. It needs
+            the order "arrival" for long tables and JSON lines. None if records are not time windows.
+        model_column: If there are several models, the column of tables that determines the model of a row.
+    """
+
+    layout: Layout | None = None
+    order: Order = "arrival"
+    seed: int = 0
+    field_names: FieldNames = field(default_factory=FieldNames)
+    record_column: str = DEFAULT_RECORD_COLUMN
+    time_column: str | None = None
+    device_column: str = DEFAULT_DEVICE_COLUMN
+    table_options: TableOptions = field(default_factory=TableOptions)
+    batch_events: int = 8192
+    max_message_bytes: int = 1_048_576
+    window_assigner: WindowAssigner | None = None
+    model_column: str | None = None
+
+
+DEFAULT_READ_OPTIONS = ReadOptions()
+"""How input files are read if no option is set."""
+
+
 def open_source(
-    inputs: Sequence[str | Path],
-    schema: Schema | Sequence[Schema],
-    *,
-    layout: Layout | None = None,
-    order: Order = "arrival",
-    seed: int = 0,
-    field_names: FieldNames | None = None,
-    record_column: str = DEFAULT_RECORD_COLUMN,
-    time_column: str | None = None,
-    device_column: str = DEFAULT_DEVICE_COLUMN,
-    table_options: TableOptions | None = None,
-    batch_events: int = 8192,
-    max_message_bytes: int = 1_048_576,
-    window_assigner: WindowAssigner | None = None,
-    model_column: str | None = None,
+    inputs: Sequence[str | Path], schema: Schema | Sequence[Schema], options: ReadOptions = DEFAULT_READ_OPTIONS
 ) -> FileSource | StandardInput:
     """Return a source of the events in Parquet, CSV and JSON lines files, or on standard input.
 
@@ -81,24 +110,7 @@ def open_source(
     Args:
         inputs: Paths of files and folders, patterns, or "-" alone for JSON lines on standard input.
         schema: The features of the model, or of each of several models.
-        layout: The layout of all tables, "wide" or "long". None chooses it for each table by its column names.
-        order: The order of the readings within a record: "arrival" for that of the input, "schema" for that of the
-            features in the model, or "random". The codec (decoder of events) must get the same value, because it orders
-            the readings of wide tables. For long tables and JSON lines, an order other than "arrival" needs complete
-            records, so all of these files are read into memory first.
-        seed: The seed of the order "random"; the codec must get the same value.
-        field_names: Names of the fields of JSON events and of the columns of long tables; None for the defaults.
-        record_column: The column of record ids of wide tables. In a table without it, the number of the row is the
-            record id ("0", "1", …), or the name of the file and the number ("file:0") if there are several files.
-        time_column: The time column of wide tables. None selects the first column with timestamps.
-        device_column: The column of devices of wide tables, if records are time windows. In a table without it, the
-            name of the file is the device.
-        table_options: How tables are read: dialect of CSV files and zone of times. None for the defaults.
-        batch_events: Approximate number of events that one poll returns.
-        max_message_bytes: Maximum length of a line; the codec rejects a longer one as too large.
-        window_assigner: If records are time windows of a device's readings, it assigns readings to windows. It needs
-            the order "arrival" for long tables and JSON lines. None if records are not time windows.
-        model_column: If there are several models, the column of tables that determines the model of a row.
+        options: How the files are read.
 
     Raises:
         InputError: A file is missing or unreadable, or its columns do not fit the model or the options.
@@ -109,48 +121,19 @@ def open_source(
             raise ConfigError(
                 "standard input (-) cannot be combined with other inputs; write it to a file first, and name the file"
             )
-        if order != "arrival":
+        if options.order != "arrival":
             raise ConfigError(
-                f"--order {order} cannot be used with standard input (-), because reordering needs the whole input; "
-                "write it to a file first, and name the file"
+                f"--order {options.order} cannot be used with standard input (-), because reordering needs the whole "
+                "input; write it to a file first, and name the file"
             )
-        return StandardInput(max_message_bytes=max_message_bytes, batch_events=batch_events)
-    files = open_input_files(
-        inputs,
-        schema,
-        layout=layout,
-        order=order,
-        seed=seed,
-        field_names=field_names,
-        record_column=record_column,
-        time_column=time_column,
-        device_column=device_column,
-        table_options=table_options,
-        batch_events=batch_events,
-        max_message_bytes=max_message_bytes,
-        window_assigner=window_assigner,
-        model_column=model_column,
-    )
-    payloads = files.iterate() if order == "arrival" else files.iterate_reordered()
+        return StandardInput(max_message_bytes=options.max_message_bytes, batch_events=options.batch_events)
+    files = open_input_files(inputs, schema, options)
+    payloads = files.iterate() if options.order == "arrival" else files.iterate_reordered()
     return FileSource(payloads, files.num_rows, files.ignored_columns)
 
 
 def open_input_files(
-    inputs: Sequence[str | Path],
-    schema: Schema | Sequence[Schema],
-    *,
-    layout: Layout | None = None,
-    order: Order = "arrival",
-    seed: int = 0,
-    field_names: FieldNames | None = None,
-    record_column: str = DEFAULT_RECORD_COLUMN,
-    time_column: str | None = None,
-    device_column: str = DEFAULT_DEVICE_COLUMN,
-    table_options: TableOptions | None = None,
-    batch_events: int = 8192,
-    max_message_bytes: int = 1_048_576,
-    window_assigner: WindowAssigner | None = None,
-    model_column: str | None = None,
+    inputs: Sequence[str | Path], schema: Schema | Sequence[Schema], options: ReadOptions = DEFAULT_READ_OPTIONS
 ) -> InputFiles:
     """Return the input files of a command, opened and checked. The arguments are those of `open_source`.
 
@@ -158,61 +141,45 @@ def open_input_files(
         InputError: A file is missing or unreadable, or its columns do not fit the model or the options.
         ConfigError: The options contradict each other.
     """
-    schemas = (schema,) if isinstance(schema, Schema) else tuple(schema)
-    options = _ReadOptions(
-        schemas,
-        _Features.from_schemas(schemas),
-        order,
-        seed,
-        field_names or FieldNames(),
-        record_column,
-        time_column,
-        device_column,
-        batch_events,
-        max_message_bytes,
-        window_assigner,
-        model_column,
-    )
+    reading = _Reading.from_options(options, (schema,) if isinstance(schema, Schema) else tuple(schema))
     files = find_data_files(inputs)
     prefix_by_file = make_record_prefixes(files)
-    table_by_file = _open_tables(files, options, table_options or TableOptions())
+    table_by_file = _open_tables(files, reading)
     contents: list[_Content | None] = []
     for path in files:
         table = table_by_file.get(path)
         if table is None:
             contents.append(path if has_ending(path, JSON_LINES) else None)  # None: no row has the chosen condition
             continue
-        id_column, feature_column, value_column = options.list_required_columns(table)[:3]
-        if table.choose_layout(layout, id_column, feature_column, value_column) == "long":
-            contents.append(_LongTable.check(table, options))
-        elif window_time := options.choose_window_time(table):
-            contents.append(_WindowedTable.check(table, window_time, options))
+        id_column, feature_column, value_column = reading.list_required_columns(table)[:3]
+        if table.choose_layout(options.layout, id_column, feature_column, value_column) == "long":
+            contents.append(_LongTable.check(table, reading))
+        elif window_time := reading.choose_window_time(table):
+            contents.append(_WindowedTable.check(table, window_time, reading))
         else:
-            contents.append(_WideTable.check(table, prefix_by_file[path], options))
-    opened = InputFiles(tuple(files), tuple(contents), options)
-    if order != "arrival" and len(schemas) > 1 and opened.needs_reordering:
-        raise ConfigError(
-            f"--order {order} puts the readings of one model in another order, but there are several models: use "
-            "--order arrival"
-        )
-    if order != "arrival" and window_assigner is not None and opened.needs_reordering:
-        raise ConfigError(
-            f"--order {order} cannot be used if records are time windows, because readings are assigned to "
-            "windows in order of arrival; use --order arrival"
-        )
+            contents.append(_WideTable.check(table, prefix_by_file[path], reading))
+    opened = InputFiles(tuple(files), tuple(contents), reading)
+    if options.order != "arrival" and opened.needs_reordering:
+        if len(reading.schemas) > 1:
+            raise ConfigError(
+                f"--order {options.order} puts the readings of one model in another order, but there are several "
+                "models: use --order arrival"
+            )
+        if options.window_assigner is not None:
+            raise ConfigError(
+                f"--order {options.order} cannot be used if records are time windows, because readings are assigned to "
+                "windows in order of arrival; use --order arrival"
+            )
     log_dialects(table_by_file.values())
     return opened
 
 
-def _open_tables(
-    files: Sequence[DataFile], options: _ReadOptions, table_options: TableOptions
-) -> dict[DataFile, Table]:
+def _open_tables(files: Sequence[DataFile], options: _Reading) -> dict[DataFile, Table]:
     """Open the tables among the input files.
 
     Args:
         files: All input files.
-        options: How the rows are converted to events.
-        table_options: How tables are read.
+        options: How the files are read.
 
     Returns:
         The table of each file that is not JSON lines.
@@ -220,8 +187,8 @@ def _open_tables(
     Raises:
         InputError: A table cannot be read.
     """
-    kept_columns = table_options.kept_columns | options.list_chosen_columns()
-    return open_tables(files, replace(table_options, kept_columns=kept_columns))
+    kept_columns = options.table_options.kept_columns | options.list_chosen_columns()
+    return open_tables(files, replace(options.table_options, kept_columns=kept_columns))
 
 
 def open_tables(files: Sequence[DataFile], options: TableOptions) -> dict[DataFile, Table]:
@@ -280,7 +247,7 @@ class InputFiles:
 
     files: tuple[DataFile, ...]
     _contents: tuple[_Content | None, ...]  # for each file, None if no row of it has the chosen condition
-    _options: _ReadOptions
+    _options: _Reading
 
     @property
     def num_rows(self) -> int | None:
@@ -461,9 +428,9 @@ class _Features:
         return _Features(by_name, by_sensor, any(schema.reading_times is not None for schema in schemas))
 
 
-@dataclass(frozen=True, slots=True)
-class _ReadOptions:
-    """The options for reading files. Each attribute is the argument of `open_source` with the same name.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading(ReadOptions):
+    """How input files are read, together with the features of the models.
 
     Attributes:
         schemas: The schema of each model.
@@ -472,16 +439,12 @@ class _ReadOptions:
 
     schemas: tuple[Schema, ...]
     features: _Features
-    order: Order
-    seed: int
-    field_names: FieldNames
-    record_column: str
-    time_column: str | None
-    device_column: str
-    batch_events: int
-    max_message_bytes: int
-    window_assigner: WindowAssigner | None
-    model_column: str | None = None
+
+    @staticmethod
+    def from_options(options: ReadOptions, schemas: tuple[Schema, ...]) -> _Reading:
+        """Return the options for the models with these schemas."""
+        values = {attribute.name: getattr(options, attribute.name) for attribute in fields(options)}
+        return _Reading(**values, schemas=schemas, features=_Features.from_schemas(schemas))
 
     def list_chosen_columns(self) -> frozenset[str]:
         """Return the columns that the model or an option names."""
@@ -567,11 +530,11 @@ class _WideTable:
     time_column: str | None
     model_columns: list[str]
     ignored_columns: list[str]
-    options: _ReadOptions
+    options: _Reading
     bad_rows: _BadRows
 
     @staticmethod
-    def check(table: Table, id_prefix: str | None, options: _ReadOptions) -> _WideTable:
+    def check(table: Table, id_prefix: str | None, options: _Reading) -> _WideTable:
         """Return a `_WideTable` for a table, after choosing the columns of features, of record ids and of times.
 
         Args:
@@ -671,11 +634,11 @@ class _LongTable:
     table: Table
     columns: list[str]
     ignored_columns: list[str]
-    options: _ReadOptions
+    options: _Reading
     bad_rows: _BadRows
 
     @staticmethod
-    def check(table: Table, options: _ReadOptions) -> _LongTable:
+    def check(table: Table, options: _Reading) -> _LongTable:
         """Return a `_LongTable` for a table, after checking its columns and choosing those to read.
 
         Args:
@@ -750,11 +713,11 @@ class _WindowedTable:
     device_column: str | None
     model_columns: list[str]
     ignored_columns: list[str]
-    options: _ReadOptions
+    options: _Reading
     bad_rows: _BadRows
 
     @staticmethod
-    def check(table: Table, time_column: str, options: _ReadOptions) -> _WindowedTable:
+    def check(table: Table, time_column: str, options: _Reading) -> _WindowedTable:
         """Return a `_WindowedTable` for a table, after choosing the columns of sensors and devices.
 
         Args:
@@ -763,7 +726,8 @@ class _WindowedTable:
             options: How to read the table.
 
         Raises:
-            InputError: No column is a sensor of the model, or a column that the user chose does not exist.
+            InputError: No column is a sensor of the model, a column that the user chose does not exist, or the column
+                that determines the model has the name of a field of readings.
         """
         columns, sensors = table.schema.names, options.features.by_sensor
         feature_columns = [column for column in columns if column in sensors]
@@ -777,6 +741,12 @@ class _WindowedTable:
         used_columns = (*feature_columns, time_column, device_column)
         # The readings have columns of their own. Of these, only the device can determine the model.
         model_columns = options.find_model_column(table, (options.field_names.device,))
+        if not set(model_columns).isdisjoint(_list_reading_columns(options.field_names)):
+            raise InputError(
+                f"{table.name}: the column {model_columns[0]!r} cannot determine the model, because the cells of the "
+                "table become readings, which have a field of this name; rename the column in the table, and give its "
+                "new name with --model-by"
+            )
         ignored_columns = [column for column in columns if column not in (*used_columns, *model_columns)]
         return _WindowedTable(
             table,
@@ -807,7 +777,7 @@ class _WindowedTable:
                 columns.append(name)
                 forms[name] = "text"
         label_columns = {name for name in self.feature_columns if self.options.get_sensor(name).labels}
-        long_names = [names.device, names.feature, names.value, names.label, names.time, ROW_NUMBER_COLUMN]
+        long_names = _list_reading_columns(names)
         batch_size = max(1, self.options.batch_events // len(self.feature_columns))  # rows of the wide table
         for batch, rows in self.table.iterate_numbered(columns, batch_size, forms, self.bad_rows.add):
             if self.device_column is None:
@@ -821,6 +791,11 @@ class _WindowedTable:
                 row_of_reading = np.searchsorted(rows, readings.column(ROW_NUMBER_COLUMN).to_numpy())
                 readings = readings.append_column(name, batch.column(name).take(pa.array(row_of_reading)))
             yield LongRows(self.table.name, readings, 0)
+
+
+def _list_reading_columns(names: FieldNames) -> list[str]:
+    """Return the columns of the readings of a wide table, in the order in which `unpivot_rows` returns them."""
+    return [names.device, names.feature, names.value, names.label, names.time, ROW_NUMBER_COLUMN]
 
 
 _OpenedTable = _WideTable | _LongTable | _WindowedTable
@@ -917,7 +892,7 @@ def _reorder_payloads(
     wide_tables: list[_WideTable],
     long_tables: list[_LongTable | _WindowedTable],
     line_files: list[DataFile],
-    options: _ReadOptions,
+    options: _Reading,
 ) -> list[Iterator[Payload]]:
     """Return iterators over the contents of all files, in which the readings of each record are in `options.order`.
 
@@ -983,7 +958,7 @@ def make_record_prefixes(files: Sequence[DataFile]) -> dict[DataFile, str | None
     return prefix_by_file
 
 
-def _iterate_messages(path: DataFile, options: _ReadOptions) -> Iterator[Messages]:
+def _iterate_messages(path: DataFile, options: _Reading) -> Iterator[Messages]:
     """Yield the lines of a JSON lines file as messages, at most `options.batch_events` at a time."""
     num_lines = 0
     for block in read_lines(path, options.max_message_bytes):

@@ -63,6 +63,10 @@ EXAMPLES_BY_COMMAND: dict[str, tuple[tuple[str, str], ...]] = {
             "deformer-stream calibrate normal-may.parquet --model model --out model-may --group-by /",
         ),
         (
+            "Calibrate on a year of logs with eight processes; the same command continues an interrupted run:",
+            "deformer-stream calibrate 'normal/*.parquet' --model model --out model-2 --workers 8",
+        ),
+        (
             "Calibrate the incident budget on a month of normal operation, after replay --evidence june.jsonl:",
             "deformer-stream calibrate --incidents june.jsonl --model model",
         ),

@@ -14,17 +14,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import threading
 
-    from connectors.files import FileSource, InputFiles, StandardInput
+    from connectors.files import FileSource, InputFiles, ReadOptions, StandardInput
     from deformer_stream.calibration.conformal import Calibration
     from deformer_stream.codec import Codec, FieldNames, Order, SchemaTranslator, WindowAssigner
     from deformer_stream.codec.model_choice import ModelChoice, ModelCodecs
-    from deformer_stream.engine.engine import Engine
+    from deformer_stream.engine.engine import Engine, Limits
     from deformer_stream.engine.engine_set import EngineSet
     from deformer_stream.engine.explain import ExplanationEffort
     from deformer_stream.model.schema import Schema
     from deformer_stream.model_store import Artifact
     from deformer_stream.runtime.reload import ModelReloader, ModelSetReloader
-    from deformer_stream.settings import ConsumeSettings, InputSettings, ReplaySettings, ScoringSettings
+    from deformer_stream.settings import (
+        CalibrateSettings,
+        ConsumeSettings,
+        InputSettings,
+        ReplaySettings,
+        ScoringSettings,
+    )
     from deformer_stream.settings.commands import ModelSetSettings
     from deformer_stream.settings.registry import RegistrySettings
 
@@ -82,20 +88,36 @@ class ServedModels:
 
     Attributes:
         artifact_by_name: The models when the command began; the name of the only model is `ONLY_MODEL`.
-        engine: The engine of the only model, or the engines of several ones.
         choice: Decides to which of several models a message belongs. None if there is one model.
-        make_engine: Returns the engine of a further model.
+        make_engine: Returns a new engine of one of the models, or of a further one.
+        limits: The limits of the engines of several models together.
     """
 
     artifact_by_name: dict[str, Artifact]
-    engine: Engine | EngineSet
     choice: ModelChoice | None
     make_engine: Callable[[Artifact], Engine]
+    limits: Limits | None = None
+
+    def make_engines(self) -> Engine | EngineSet:
+        """Return a new engine of the only model, or the new engines of several ones.
+
+        Raises:
+            ConfigError: As `make_engine`.
+        """
+        from deformer_stream.engine.engine_set import EngineSet
+
+        engine_by_name = {name: self.make_engine(artifact) for name, artifact in self.artifact_by_name.items()}
+        return next(iter(engine_by_name.values())) if self.choice is None else EngineSet(engine_by_name, self.limits)
 
     @property
     def schema_by_name(self) -> dict[str, Schema]:
         """The schema of each model."""
         return {name: artifact.schema for name, artifact in self.artifact_by_name.items()}
+
+    @property
+    def has_faults(self) -> bool:
+        """Whether a model has a classifier of faults."""
+        return any(artifact.fault_classifier is not None for artifact in self.artifact_by_name.values())
 
     @property
     def fingerprint(self) -> str:
@@ -148,9 +170,13 @@ class ServedModels:
 
 
 def load_models(
-    settings: ConsumeSettings | ReplaySettings, drift_odds: float | None = None, states_suspicious: bool = False
+    settings: ConsumeSettings | ReplaySettings,
+    drift_odds: float | None = None,
+    states_suspicious: bool = False,
+    *,
+    warns: bool = True,
 ) -> ServedModels:
-    """Load the model of a command, or its several models, and create their engines.
+    """Load the model of a command, or its several models.
 
     The memory of the KV caches is divided equally among the models.
 
@@ -160,20 +186,22 @@ def load_models(
             reaches these odds. Infinite to track drift without reporting it, None to ignore drift.
         states_suspicious: Whether the reading to take next is also stated of suspicious records without an alert, if
             the options request it.
+        warns: Whether warnings are logged, as by `load_model`.
 
     Raises:
         ArtifactError: A model cannot be read, or the folder has no models.
         ConfigError: The options do not fit a model, or no field determines the model of a message.
     """
     from deformer_stream.engine.engine import Limits
-    from deformer_stream.engine.engine_set import EngineSet
     from deformer_stream.engine.events import ONLY_MODEL
 
     choice: ModelChoice | None = None
     path_by_name: Mapping[str, Path | None] = {ONLY_MODEL: settings.model}
     if settings.models is not None:
         choice, path_by_name = _find_models(settings, settings.models)
-    artifact_by_name = {name: load_model(settings, path, name=name or None) for name, path in path_by_name.items()}
+    artifact_by_name = {
+        name: load_model(settings, path, warns=warns, name=name or None) for name, path in path_by_name.items()
+    }
     _check_models_differ(artifact_by_name)
     shared = settings.model_copy(update={"cache_memory": settings.cache_memory // len(artifact_by_name)})
 
@@ -181,11 +209,25 @@ def load_models(
         """Return the engine of a model with its share of the memory."""
         return make_alerting_engine(artifact, shared, drift_odds, states_suspicious)
 
-    engine_by_name = {name: make_named_engine(artifact) for name, artifact in artifact_by_name.items()}
-    if choice is None:
-        return ServedModels(artifact_by_name, engine_by_name[ONLY_MODEL], None, make_named_engine)
     limits = Limits(max_open_records=settings.max_open_records, max_record_bytes=settings.record_memory)
-    return ServedModels(artifact_by_name, EngineSet(engine_by_name, limits), choice, make_named_engine)
+    return ServedModels(artifact_by_name, choice, make_named_engine, limits)
+
+
+def load_model_to_calibrate(settings: CalibrateSettings) -> ServedModels:
+    """Load the model of `calibrate`, whose engine raises no alerts.
+
+    Raises:
+        ArtifactError: The model cannot be read.
+    """
+    from deformer_stream import model_store
+    from deformer_stream.engine.events import ONLY_MODEL
+
+    loaded = model_store.read(settings.model, settings.device, settings.compiled == "auto")
+    return ServedModels(
+        {ONLY_MODEL: loaded},
+        None,
+        lambda artifact: make_engine(artifact, settings, alphas=(), record_timeout=settings.record_timeout),
+    )
 
 
 def _check_models_differ(artifact_by_name: Mapping[str, Artifact]) -> None:
@@ -562,59 +604,30 @@ def open_translator(
     return translator
 
 
-def open_model_inputs(
-    inputs: Sequence[str], models: ServedModels, settings: ReplaySettings
-) -> tuple[Codec | ModelCodecs, FileSource | StandardInput]:
-    """Open the input files of `replay` as `open_inputs` does, for one or for several models.
-
-    Raises:
-        ConfigError: As `open_inputs` and `ServedModels.check_same_form`.
-    """
-    from connectors.files import open_source
-
-    artifacts = list(models.artifact_by_name.values())
-    if models.choice is None:
-        return open_inputs(inputs, artifacts[0], settings)
-    models.check_same_form(settings)
-    codec = models.combine_codecs(
-        lambda loaded: make_row_codec(loaded, settings, models.choice), settings, translator=None
-    )
-    options = _make_read_options(artifacts[0], settings)
-    # Each model handles a part of a poll. Larger polls keep these parts large enough for efficient matrix products.
-    batch_events = DEFAULT_BATCH_EVENTS * min(len(artifacts), MAX_BATCH_FACTOR)
-    source = open_source(
-        list(inputs),
-        list(models.schema_by_name.values()),
-        **options,
-        batch_events=batch_events,
-        model_column=models.choice.field,
-    )
-    return codec, source
-
-
 def open_inputs(
-    inputs: Sequence[str], loaded: Artifact, settings: InputSettings
-) -> tuple[Codec, FileSource | StandardInput]:
+    inputs: Sequence[str], models: ServedModels, settings: InputSettings
+) -> tuple[Codec | ModelCodecs, FileSource | StandardInput]:
     """Open the input files of a command, and create the codec that decodes their events.
 
     Args:
         inputs: Files or folders; `-` is standard input.
-        loaded: The model that scores the events.
+        models: The models that score the events.
         settings: Options of the command.
 
     Returns:
         The codec that decodes the events, and the source that reads them.
 
     Raises:
-        ConfigError: The order of the readings is set, but the readings of the model are irregular.
+        ConfigError: The order of the readings is set, but the readings of the model are irregular; or as
+            `ServedModels.check_same_form`.
     """
     from connectors.files import open_source
 
-    source = open_source(list(inputs), loaded.schema, **_make_read_options(loaded, settings))
-    return make_row_codec(loaded, settings), source
+    source = open_source(list(inputs), list(models.schema_by_name.values()), _make_read_options(models, settings))
+    return make_row_codecs(models, settings), source
 
 
-def open_input_files(inputs: Sequence[str], loaded: Artifact, settings: InputSettings) -> InputFiles:
+def open_input_files(inputs: Sequence[str], models: ServedModels, settings: InputSettings) -> InputFiles:
     """Open the input files of a command as `open_inputs` does, so that parts of them can be read.
 
     Raises:
@@ -622,7 +635,14 @@ def open_input_files(inputs: Sequence[str], loaded: Artifact, settings: InputSet
     """
     from connectors.files import open_input_files
 
-    return open_input_files(list(inputs), loaded.schema, **_make_read_options(loaded, settings))
+    return open_input_files(list(inputs), list(models.schema_by_name.values()), _make_read_options(models, settings))
+
+
+def make_row_codecs(models: ServedModels, settings: InputSettings) -> Codec | ModelCodecs:
+    """Return the codec of a command that scores files with one model, or the codecs of several models."""
+    return models.combine_codecs(
+        lambda loaded: make_row_codec(loaded, settings, models.choice), settings, translator=None
+    )
 
 
 def make_row_codec(loaded: Artifact, settings: InputSettings, choice: ModelChoice | None = None) -> Codec:
@@ -639,32 +659,48 @@ def make_row_codec(loaded: Artifact, settings: InputSettings, choice: ModelChoic
     )
 
 
-def _make_read_options(loaded: Artifact, settings: InputSettings) -> dict[str, Any]:
-    """Return the arguments of `open_source` that the options of a command determine.
+def choose_batch_events(models: ServedModels) -> int:
+    """Return the number of events of a poll of files.
+
+    Each of several models handles a part of a poll. Larger polls keep these parts large enough for efficient matrix
+    products.
+    """
+    return DEFAULT_BATCH_EVENTS * min(len(models.artifact_by_name), MAX_BATCH_FACTOR)
+
+
+def _make_read_options(models: ServedModels, settings: InputSettings) -> ReadOptions:
+    """Return how files are read, which the options of a command determine.
 
     Raises:
-        ConfigError: The order of the readings is set, but the readings of the model are irregular.
+        ConfigError: The order of the readings is set, but the readings of the model are irregular; or as
+            `ServedModels.check_same_form`.
     """
+    from connectors.files import ReadOptions
     from deformer_stream.errors import ConfigError
     from deformer_stream.tables.table import TableOptions
 
-    if loaded.schema.reading_times is not None and settings.order not in (None, "arrival"):
+    schema = next(iter(models.schema_by_name.values()))
+    if schema.reading_times is not None and settings.input_order not in (None, "arrival"):
         raise ConfigError(
-            f"--order {settings.order} is for records with one reading of each feature, but the readings of the model "
-            "are irregular and are scored in the order of arrival: leave the option out"
+            f"--order {settings.input_order} is for records with one reading of each feature, but the readings of the "
+            "model are irregular and are scored in the order of arrival: leave the option out"
         )
-    return {
-        "layout": settings.layout,
-        "order": settings.order or "arrival",  # without the option, logs are read in their own order
-        "seed": settings.seed,
-        "field_names": get_field_names(settings),
-        "record_column": settings.record_column,
-        "time_column": settings.time_column,
-        "device_column": settings.device_column,
-        "table_options": TableOptions.from_settings(settings),
-        "max_message_bytes": settings.max_message_bytes,
-        "window_assigner": make_window_assigner(loaded.schema, settings),
-    }
+    if models.choice is not None:
+        models.check_same_form(settings)
+    return ReadOptions(
+        layout=settings.layout,
+        order=settings.input_order or "arrival",  # without the option, logs are read in their own order
+        seed=settings.seed,
+        field_names=get_field_names(settings),
+        record_column=settings.record_column,
+        time_column=settings.time_column,
+        device_column=settings.device_column,
+        table_options=TableOptions.from_settings(settings),
+        batch_events=choose_batch_events(models),
+        max_message_bytes=settings.max_message_bytes,
+        window_assigner=make_window_assigner(schema, settings),
+        model_column=None if models.choice is None else models.choice.field,
+    )
 
 
 def choose_order_of_rows(loaded: Artifact, settings: InputSettings) -> Order:
@@ -677,4 +713,4 @@ def choose_order_of_rows(loaded: Artifact, settings: InputSettings) -> Order:
         loaded: The model with its calibration.
         settings: Options of the command. `--order` has precedence.
     """
-    return loaded.calibration.row_order if settings.order is None else settings.order
+    return loaded.calibration.row_order if settings.input_order is None else settings.input_order

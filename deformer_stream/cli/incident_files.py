@@ -44,6 +44,8 @@ def has_evidence(inputs: Sequence[str]) -> bool:
 def open_incident_sink(settings: ReplaySettings, cleanup: ExitStack) -> IncidentSink:
     """Return a sink that makes incidents and writes them to the file of `--incidents`; print how the budget is kept.
 
+    Each of several models keeps the budget by itself.
+
     Args:
         settings: Options of `replay`.
         cleanup: An exit stack, to which a function is added that closes the file after an error.
@@ -54,18 +56,25 @@ def open_incident_sink(settings: ReplaySettings, cleanup: ExitStack) -> Incident
     from connectors.files import IncidentLines
     from deformer_stream.calibration.incident_budget import describe_plan
     from deformer_stream.errors import ConfigError
+    from deformer_stream.model_set import find_models
     from deformer_stream.runtime.incident_plan import load_detection_plan
     from deformer_stream.runtime.incident_sink import IncidentSink
 
     if settings.incidents is None:
         raise ConfigError("the input is evidence, of which incidents are made: name their file with --incidents")
-    if settings.model is None:
-        raise ConfigError("--incidents follows the incident budget of a model: name it with --model")
-    detection = load_detection_plan(settings.model, settings)
-    click.echo(describe_plan(detection.plan), err=True)
+    path_by_name = {"": settings.model} if settings.models is None else find_models(settings.models)[1]
+    detection_by_name = {
+        name: load_detection_plan(path, settings) for name, path in path_by_name.items() if path is not None
+    }
+    names_by_text: dict[str, list[str]] = {}
+    for name, detection in detection_by_name.items():
+        names_by_text.setdefault(describe_plan(detection.plan), []).append(name)
+    for text, names in names_by_text.items():
+        click.echo(text if settings.models is None else f"{', '.join(names)}: {text}", err=True)
     lines = IncidentLines(settings.incidents)
     cleanup.callback(lines.discard)
-    return IncidentSink(detection.make_tracker(), lines.add, lines.flush, lines.close)
+    trackers = {detection.model: detection.make_tracker() for detection in detection_by_name.values()}
+    return IncidentSink(trackers, lines.add, lines.flush, lines.close)
 
 
 def replay_evidence(inputs: Sequence[str], settings: ReplaySettings, stop: threading.Event) -> int:

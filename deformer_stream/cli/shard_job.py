@@ -1,9 +1,11 @@
-"""The plan and the manifest of `replay --output-dir`: what the shards are, and from what they are scored.
+"""The plan and the manifest of a run in shards: what the shards are, and from what they are scored.
+
+Such a run is `replay --output-dir DIR`, or `calibrate --workers`, whose folder is temporary.
 
     DIR/manifest.json                 the plan, and the fingerprints of the model, the settings and the input
     DIR/partition/PPPPP/SSSSS.arrows  rows of shard S in part P of the input files; deleted when all shards are finished
     DIR/shards/SSSSS/                 the outputs of a finished shard, and its receipt
-    DIR/summary.json                  totals; written when all shards are finished
+    DIR/summary.json                  totals of replay; written when all shards are finished
 
 Folders of parts and of shards are written under a temporary name and renamed, so a folder with its name is complete.
 """
@@ -28,7 +30,8 @@ from deformer_stream.durable_file import replace_file
 from deformer_stream.errors import ConfigError, InputError, map_write_errors
 
 if TYPE_CHECKING:
-    from deformer_stream.settings import ReplaySettings
+    from deformer_stream.settings import CalibrateSettings, ReplaySettings
+    from deformer_stream.settings.commands import ShardSettings
     from deformer_stream.tables.data_files import DataFile
 
 MANIFEST, RECEIPT, SUMMARY = "manifest.json", "receipt.json", "summary.json"
@@ -55,10 +58,12 @@ DEFAULT_OUTPUTS = {
 _NOT_COMPARED = frozenset(
     {
         # these have no effect on the outputs of a shard, or are compared in another form
-        *("model", "device", "output_dir", "workers", "engine", "shards", "shard_by", "cache_memory"),
+        *("model", "models", "device", "output_dir", "out", "workers", "engine", "shards", "shard_by", "cache_memory"),
         # incidents are made when all shards are finished
         *("incidents", "incident_budget", "incident_rule", "segment", "quiet", "silent_after", "gap", "fleet"),
-        *("device_by", "records_per_day"),
+        *("device_by", "records_per_day", "open_early"),
+        # a calibration is made when all records are scored
+        *("group_by", "trim", "seen_records"),
     }
 )
 """Settings with which a run can be continued although they have changed."""
@@ -89,14 +94,14 @@ class ShardJob:
         settings: Its options; those of the outputs name files in the folder of a shard.
         folder: The folder of the outputs, absolute.
         plan: How the input is divided.
-        fingerprint: Fingerprint of the model.
+        fingerprint: Fingerprint of the model, or of the set of models.
         files: The input files, as `describe_files` returns them.
         working_directory: The folder to which relative paths refer.
         is_debugging: Whether events of all levels are logged.
     """
 
     inputs: tuple[str, ...]
-    settings: ReplaySettings
+    settings: ReplaySettings | CalibrateSettings
     folder: Path
     plan: Plan
     fingerprint: str
@@ -137,11 +142,11 @@ def choose_outputs(settings: ReplaySettings) -> ReplaySettings:
     )
 
 
-def make_plan(settings: ReplaySettings, sizes: Sequence[int]) -> Plan:
+def make_plan(settings: ShardSettings, sizes: Sequence[int]) -> Plan:
     """Return how input files are divided.
 
     Args:
-        settings: Options of `replay`.
+        settings: Options of the command.
         sizes: Size of each input file in bytes.
     """
     default = min(max(-(-sum(sizes) // BYTES_PER_SHARD), MIN_SHARDS), MAX_SHARDS)
@@ -187,9 +192,7 @@ def describe_files(files: Sequence[DataFile]) -> list[dict[str, Any]]:
     return descriptions
 
 
-def make_manifest(
-    settings: ReplaySettings, plan: Plan, fingerprint: str, files: list[dict[str, Any]]
-) -> dict[str, Any]:
+def make_manifest(settings: ShardSettings, plan: Plan, fingerprint: str, files: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the manifest: the plan, and everything on which the outputs of shards depend."""
     compared = {name: value for name, value in settings.model_dump(mode="json").items() if name not in _NOT_COMPARED}
     return {
@@ -204,13 +207,14 @@ def make_manifest(
     }
 
 
-def open_folder(folder: Path, manifest: dict[str, Any], has_chosen_number: bool) -> Plan:
-    """Write the manifest into the folder of the outputs, or check that it is that of an earlier run of the same job.
+def open_folder(folder: Path, manifest: dict[str, Any], has_chosen_number: bool, flag: str) -> Plan:
+    """Write the manifest into the folder of a run, or check that it is that of an earlier run of the same job.
 
     Args:
         folder: The folder.
         manifest: The manifest of this run.
         has_chosen_number: Whether the number of shards was chosen. Otherwise that of the earlier run is used.
+        flag: The option that determines the folder.
 
     Returns:
         The plan that is in force.
@@ -229,13 +233,13 @@ def open_folder(folder: Path, manifest: dict[str, Any], has_chosen_number: bool)
             raise ConfigError(f"{path} cannot be read ({error}); delete {folder}, or choose another folder") from error
         if change is not None:
             raise ConfigError(
-                f"{folder} holds shards of another run: {change}; choose another --output-dir, or delete this folder"
+                f"{folder} holds shards of another run: {change}; choose another {flag}, or delete this folder"
             )
         return plan
     with map_write_errors(folder):
         (folder / SHARDS_FOLDER).mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(manifest, indent=1).encode())
-    return open_folder(folder, manifest, has_chosen_number)
+    return open_folder(folder, manifest, has_chosen_number, flag)
 
 
 def _describe_change(earlier: dict[str, Any], now: dict[str, Any], has_chosen_number: bool) -> str | None:
@@ -272,8 +276,12 @@ def _format(value: object) -> str:
 
 
 @contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of the folder of the outputs, which ends with this process.
+def lock_folder(folder: Path, flag: str = "--output-dir") -> Iterator[None]:
+    """Hold the lock of the folder of a run, which ends with this process.
+
+    Args:
+        folder: The folder.
+        flag: The option that determines it.
 
     Raises:
         ConfigError: Another process holds it, or the folder cannot be created, or it holds something else.
@@ -281,22 +289,24 @@ def lock_folder(folder: Path) -> Iterator[None]:
     import fcntl
 
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--output-dir {folder} is a file; choose another path")
+        raise ConfigError(f"{folder}, the folder for shards, is a file; choose another {flag}")
     if folder.exists() and not (folder / MANIFEST).exists() and any(path.name != _LOCK for path in folder.iterdir()):
-        raise ConfigError(f"--output-dir {folder} is not empty and not of a run in shards; choose another folder")
+        raise ConfigError(
+            f"{folder}, the folder for shards, is not empty and not of a run in shards; choose another {flag}"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / _LOCK).open("a")
     except OSError as error:
         raise ConfigError(
-            f"--output-dir {folder}: the folder cannot be written ({error.strerror}); choose another"
+            f"{folder}, the folder for shards, cannot be written ({error.strerror}); choose another {flag}"
         ) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(
-                f"--output-dir {folder} is in use by another process; wait for it, or choose another folder"
+                f"{folder} is in use by another process; wait for it, or choose another {flag}"
             ) from error
         yield
 

@@ -1,4 +1,4 @@
-"""The tasks of `replay --output-dir`, which worker processes perform: partition a part of the input, score a shard.
+"""The tasks of a run in shards, which worker processes perform: partition a part of the input, score a shard.
 
 A task writes a folder and returns its receipt, a few numbers. What a task has finished does not depend on the process
 or on the system that ran it, so a run can continue with another number of processes, or with another engine.
@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -26,22 +26,25 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from connectors.files import InputFiles
+    from deformer_stream.cli.factory import ServedModels
     from deformer_stream.codec.payloads import Payload
-    from deformer_stream.model_store import Artifact
     from deformer_stream.runtime.pipeline import Totals
-    from deformer_stream.runtime.ports import Clock
+    from deformer_stream.runtime.ports import Clock, Sink
+    from deformer_stream.settings import CalibrateSettings, ReplaySettings
 
 Report = Callable[[int], None]
 Receipt = dict[str, Any]
 
 _TIMES_FILE = "times.npy"
-_BATCH_EVENTS = 8192
 
 
 def prepare_partitioning(job: ShardJob) -> Callable[[int, Report], Receipt]:
     """Open the input files, and return the function that divides the rows of a part of them among the shards."""
-    loaded = _prepare_process(job)
-    files = _open_files(job, loaded)
+    models = _prepare_process(job)
+    files = _open_files(job, models)
+    # All models have windows or none has.
+    schema = next(iter(models.schema_by_name.values()))
+    has_windows = factory.make_window_assigner(schema, job.settings) is not None
 
     def partition(part: int, report: Report) -> Receipt:
         """Write the rows of a part of the input to a file for each shard; return the number of rows of each."""
@@ -53,8 +56,8 @@ def prepare_partitioning(job: ShardJob) -> Callable[[int, Report], Receipt]:
                 files.iterate(start, stop),
                 temporary,
                 job.plan.num_shards,
-                factory.make_row_codec(loaded, job.settings),
-                factory.make_window_assigner(loaded.schema, job.settings) is not None,
+                factory.make_row_codecs(models, job.settings),
+                has_windows,
                 job.settings.record_timeout is not None,
                 report,
             )
@@ -67,18 +70,36 @@ def prepare_partitioning(job: ShardJob) -> Callable[[int, Report], Receipt]:
 
 
 def prepare_scoring(job: ShardJob) -> Callable[[int, Report], Receipt]:
-    """Load the model, and return the function that scores a shard."""
-    loaded = _prepare_process(job)
-    files = _open_files(job, loaded) if job.plan.shard_by == "files" else None
+    """Load the models, and return the function of `replay` that scores a shard and writes its outputs."""
+    return _prepare_shards(job, _write_outputs)
 
-    def score(shard: int, report: Report) -> Receipt:
-        """Score a shard, write its outputs, and return its receipt."""
-        with new_folder(job.get_shard_folder(shard)) as temporary:
-            receipt = _score_shard(job, loaded, files, shard, temporary, report)
+
+def prepare_calibration(job: ShardJob) -> Callable[[int, Report], Receipt]:
+    """Load the model, and return the function of `calibrate` that scores a shard and writes what is kept of it."""
+    return _prepare_shards(job, _collect_records)
+
+
+def _prepare_shards(job: ShardJob, score: Callable[[_Shard, Path], Receipt]) -> Callable[[int, Report], Receipt]:
+    """Load the models, and return the function that scores a shard and returns its receipt.
+
+    Args:
+        job: The job.
+        score: Scores a shard and writes into its folder; returns numbers for the receipt.
+    """
+    models = _prepare_process(job)
+    files = _open_files(job, models) if job.plan.shard_by == "files" else None
+
+    def score_shard(number: int, report: Report) -> Receipt:
+        """Score a shard, write its folder, and return its receipt."""
+        start = time.monotonic()
+        with new_folder(job.get_shard_folder(number)) as temporary:
+            shard = _Shard(job, models, files, number, report)
+            numbers = score(shard, temporary)
+            receipt: Receipt = {"rows": shard.num_rows, "seconds": round(time.monotonic() - start, 3), **numbers}
             _write_receipt(temporary, receipt)
         return receipt
 
-    return score
+    return score_shard
 
 
 def read_receipt(folder: Path) -> Receipt:
@@ -99,101 +120,140 @@ def _write_receipt(folder: Path, receipt: Receipt) -> None:
     replace_file(folder / RECEIPT, json.dumps(receipt).encode())
 
 
-def _prepare_process(job: ShardJob) -> Artifact:
-    """Set up a worker process, and return the model.
+def load_job_models(settings: ReplaySettings | CalibrateSettings, warns: bool = False) -> ServedModels:
+    """Load the models of a command that runs in shards.
+
+    Args:
+        settings: Options of the command.
+        warns: Whether warnings are logged, as by `factory.load_model`.
+    """
+    from deformer_stream.settings import CalibrateSettings
+
+    if isinstance(settings, CalibrateSettings):
+        return factory.load_model_to_calibrate(settings)
+    return factory.load_models(settings, None, settings.suspicious_records is not None, warns=warns)
+
+
+def _prepare_process(job: ShardJob) -> ServedModels:
+    """Set up a worker process, and return the models.
 
     Raises:
-        ArtifactError: The model was replaced since the job started.
+        ArtifactError: A model was replaced since the job started.
     """
     import pyarrow as pa
 
     log.configure(job.is_debugging, only_warnings=True)
     os.chdir(job.working_directory)
     pa.set_cpu_count(1)
-    loaded = factory.load_model(job.settings, warns=False)
-    if loaded.fingerprint != job.fingerprint:
+    models = load_job_models(job.settings)
+    if models.fingerprint != job.fingerprint:
+        directory = getattr(job.settings, "models", None) or job.settings.model
         raise ArtifactError(
-            f"{job.settings.model}: the model was replaced while shards were scored with {job.fingerprint}; restore "
-            "it, or choose another --output-dir"
+            f"{directory}: the model was replaced while shards were scored with {job.fingerprint}; restore it, or "
+            f"delete {job.folder} and start again"
         )
-    return loaded
+    return models
 
 
-def _open_files(job: ShardJob, loaded: Artifact) -> InputFiles:
+def _open_files(job: ShardJob, models: ServedModels) -> InputFiles:
     """Return the input files, which must be those of the manifest.
 
     Raises:
         InputError: An input file has changed.
     """
-    files = factory.open_input_files(job.inputs, loaded, job.settings)
+    files = factory.open_input_files(job.inputs, models, job.settings)
     now = describe_files(files.files)
     changed = [after["name"] for before, after in zip(job.files, now, strict=False) if before != after]
     if changed or len(now) != len(job.files):
         name = changed[0] if changed else "a file"
-        raise InputError(f"{name}: the input has changed while it was read; choose another --output-dir")
+        raise InputError(f"{name}: the input has changed while it was read; delete {job.folder} and start again")
     return files
 
 
-def _score_shard(
-    job: ShardJob, loaded: Artifact, files: InputFiles | None, shard: int, folder: Path, report: Report
-) -> Receipt:
-    """Score the rows of a shard as `replay` scores all rows, and return its receipt.
+class _Shard:
+    """A shard that a worker process scores.
 
     Args:
         job: The job.
-        loaded: The model.
+        models: The models.
         files: The input files, if a shard is a range of them; None if rows were partitioned.
-        shard: Number of the shard.
-        folder: The folder for its outputs.
+        number: Number of the shard.
         report: Called with numbers of rows that were scored.
+
+    Attributes:
+        num_rows: Number of rows that were scored.
     """
-    from connectors.files.shards import PayloadSource
-    from deformer_stream.runtime.timing import EventClock
 
-    start = time.monotonic()
-    clock: Clock = EventClock()
-    payloads: Iterator[Payload | None]
-    if files is not None:
-        payloads = files.iterate(*job.plan.ranges[shard])
-    elif job.settings.record_timeout is None:
-        payloads = _read_partitioned(job, shard)
-    else:
-        payloads, clock = _repeat_polls(job, shard)
-    settings = _place_outputs(job, folder)
-    num_rows = 0
+    def __init__(
+        self, job: ShardJob, models: ServedModels, files: InputFiles | None, number: int, report: Report
+    ) -> None:
+        self.job, self.models, self.num_rows = job, models, 0
+        self._files, self._number, self._report = files, number, report
 
-    def count_rows(num_scored: int) -> None:
-        nonlocal num_rows
-        num_rows += num_scored
-        report(num_scored)
+    def run(self, sinks: Sequence[Sink]) -> Totals:
+        """Score the rows of the shard as one process scores all rows, and return the totals."""
+        from connectors.files.shards import PayloadSource
+        from deformer_stream.runtime.timing import EventClock
 
-    with ExitStack() as cleanup:
-        sinks = file_runs.open_replay_sinks(settings, loaded.schema, cleanup, loaded.fault_classifier is not None)
-        codec = factory.make_row_codec(loaded, settings)
-        engine = factory.make_alerting_engine(
-            loaded, settings, states_suspicious=settings.suspicious_records is not None
-        )
+        job, number = self.job, self._number
+        clock: Clock = EventClock()
+        payloads: Iterator[Payload | None]
+        batch_events = factory.choose_batch_events(self.models)
+        if self._files is not None:
+            payloads = self._files.iterate(*job.plan.ranges[number])
+        elif job.settings.record_timeout is None:
+            payloads = _read_partitioned(job, number, batch_events)
+        else:
+            payloads, clock = _repeat_polls(job, number, batch_events)
+        codec, engine = factory.make_row_codecs(self.models, job.settings), self.models.make_engines()
         never = threading.Event()  # a process that must stop is ended
-        totals = file_runs.run_pipeline(PayloadSource(payloads), codec, engine, sinks, clock, never, count_rows)
+        return file_runs.run_pipeline(PayloadSource(payloads), codec, engine, sinks, clock, never, self._count_rows)
+
+    def _count_rows(self, num_scored: int) -> None:
+        """Count rows that were scored."""
+        self.num_rows += num_scored
+        self._report(num_scored)
+
+
+def _write_outputs(shard: _Shard, folder: Path) -> Receipt:
+    """Score a shard as `replay` does, write its outputs, and return the numbers for its receipt."""
+    settings = _place_outputs(shard.job, folder)
+    with ExitStack() as cleanup:
+        models = shard.models
+        sinks = file_runs.open_replay_sinks(settings, models.schema_by_name, cleanup, models.has_faults)
+        totals = shard.run(sinks)
         for sink in sinks:
             sink.close()
     if settings.evidence is not None:
         from connectors.files.evidence_files import sort_evidence_file
 
         sort_evidence_file(settings.evidence)
-    return {"rows": num_rows, "seconds": round(time.monotonic() - start, 3), **_describe_totals(totals)}
+    return _describe_totals(totals)
 
 
-def _read_partitioned(job: ShardJob, shard: int) -> Iterator[Payload]:
+def _collect_records(shard: _Shard, folder: Path) -> Receipt:
+    """Score a shard as `calibrate` does, write what is kept of its records, and return the numbers for its receipt."""
+    from connectors.files.calibration_files import write_collected_records
+    from deformer_stream.cli.record_collector import RecordCollector
+
+    (loaded,) = shard.models.artifact_by_name.values()
+    settings: Any = shard.job.settings  # those of `calibrate`
+    collector = RecordCollector(loaded, settings)
+    totals = shard.run(collector.sinks)
+    write_collected_records(folder, collector.collect())
+    return _describe_totals(totals)
+
+
+def _read_partitioned(job: ShardJob, shard: int, batch_events: int) -> Iterator[Payload]:
     """Yield the rows of a shard, part by part in the order of the input."""
     from connectors.files.shards import get_shard_path, read_shard
 
     for part in range(len(job.plan.ranges)):
-        for _, payload in read_shard(get_shard_path(job.get_part_folder(part), shard), _BATCH_EVENTS):
+        for _, payload in read_shard(get_shard_path(job.get_part_folder(part), shard), batch_events):
             yield payload
 
 
-def _repeat_polls(job: ShardJob, shard: int) -> tuple[Iterator[Payload | None], Clock]:
+def _repeat_polls(job: ShardJob, shard: int, batch_events: int) -> tuple[Iterator[Payload | None], Clock]:
     """Return the rows of a shard for each poll of the whole input, and the clock by which records time out."""
     from connectors.files.shards import PollTimes, get_shard_path, read_shard
 
@@ -202,7 +262,7 @@ def _repeat_polls(job: ShardJob, shard: int) -> tuple[Iterator[Payload | None], 
     def iterate() -> Iterator[Payload | None]:
         for part in range(len(job.plan.ranges)):
             folder = job.get_part_folder(part)
-            rows = read_shard(get_shard_path(folder, shard), _BATCH_EVENTS)
+            rows = read_shard(get_shard_path(folder, shard), batch_events)
             yield from clock.iterate_polls(np.load(folder / _TIMES_FILE), rows)
 
     return iterate(), clock
@@ -210,11 +270,12 @@ def _repeat_polls(job: ShardJob, shard: int) -> tuple[Iterator[Payload | None], 
 
 def _place_outputs(job: ShardJob, folder: Path) -> Any:
     """Return the settings with the outputs in the folder of a shard, and without incidents."""
+    settings: Any = job.settings  # those of `replay`
     fields = ("output", "records", "explain", "rejected", "evidence", "suspicious_records")
-    placed: dict[str, Any] = {name: folder / path for name in fields if (path := getattr(job.settings, name))}
-    if job.settings.alerts:
-        placed["alerts"] = str(folder / job.settings.alerts)
-    return job.settings.model_copy(update=placed | {"incidents": None})
+    placed: dict[str, Any] = {name: folder / path for name in fields if (path := getattr(settings, name))}
+    if settings.alerts:
+        placed["alerts"] = str(folder / settings.alerts)
+    return settings.model_copy(update=placed | {"incidents": None})
 
 
 def _describe_totals(totals: Totals) -> Receipt:

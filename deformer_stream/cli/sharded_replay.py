@@ -1,45 +1,29 @@
-"""`replay --output-dir`: score shards of the input by several processes, and continue an interrupted run.
-
-First the input is divided into shards, part by part (`shard_job`, `shard_tasks`). Then the shards are scored. At last
-the evidence of all shards is merged, incidents are made of it, and the totals are written.
-"""
+"""`replay --output-dir`: score shards of the input by several processes, and merge their evidence and totals."""
 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from deformer_stream import __version__, log
-from deformer_stream.cli import factory, incident_files
-from deformer_stream.cli.shard_job import (
-    SUMMARY,
-    ShardJob,
-    choose_outputs,
-    delete_partition,
-    delete_temporary_folders,
-    describe_files,
-    lock_folder,
-    make_manifest,
-    make_plan,
-    open_folder,
-)
-from deformer_stream.cli.shard_tasks import Receipt, prepare_partitioning, prepare_scoring, read_receipt
-from deformer_stream.cli_utils import INTERRUPTED_EXIT_CODE, is_debugging
+from deformer_stream.cli import factory, incident_files, shard_run
+from deformer_stream.cli.shard_job import SUMMARY, ShardJob, choose_outputs, lock_folder
+from deformer_stream.cli.shard_tasks import prepare_scoring
+from deformer_stream.cli_utils import INTERRUPTED_EXIT_CODE
 from deformer_stream.durable_file import replace_file
-from deformer_stream.errors import ConfigError
 
 if TYPE_CHECKING:
     import threading
 
-    from deformer_stream.runtime.worker_pool import Prepare
     from deformer_stream.settings import ReplaySettings
+
+_REMEDY = "leave out --output-dir"
 
 _ADDED_NUMBERS = ("rows", "readings", "records", "alerts", "combined")
 """Numbers of the receipts of shards that are added up."""
@@ -63,39 +47,19 @@ def replay_in_shards(inputs: Sequence[str], settings: ReplaySettings, folder: Pa
     start = time.monotonic()
     folder = folder.absolute()
     settings = choose_outputs(settings)
-    _check_inputs(inputs, folder)
+    shard_run.check_inputs(inputs, folder, _REMEDY)
     with lock_folder(folder):
-        job, num_input_rows = _open_job(inputs, settings, folder)
-        delete_temporary_folders(folder)
-        unfinished = job.list_unfinished()
-        num_skipped = job.plan.num_shards - len(unfinished)
-        if num_skipped:
-            click.echo(f"{num_skipped} of {job.plan.num_shards} shards are finished and are skipped", err=True)
-        if unfinished:
-            parts = job.list_unfinished_parts()
-            num_rows = num_input_rows if len(parts) == len(job.plan.ranges) else None
-            _run_tasks(job, "partition", prepare_partitioning, parts, num_rows, stop)
-            if job.plan.shard_by == "files":
-                num_rows = num_input_rows if not num_skipped else None
-            else:
-                num_rows = None if stop.is_set() else _count_rows(job, unfinished)
-            num_scored = _run_tasks(job, "replay", prepare_scoring, unfinished, num_rows, stop)
-        else:
-            num_scored = 0
-        remaining = job.list_unfinished()
-        if remaining:
-            click.echo(
-                f"interrupted: {job.plan.num_shards - len(remaining)} of {job.plan.num_shards} shards are finished; "
-                "the same command continues",
-                err=True,
-            )
+        job, files = shard_run.open_job(inputs, settings, folder, "--output-dir", _REMEDY)
+        if files.ignored_columns:
+            log.get_logger("replay").info("columns_ignored", columns=list(files.ignored_columns))
+        num_scored = shard_run.run_shards(job, "replay", prepare_scoring, files.num_rows, stop)
+        if num_scored is None:
             return INTERRUPTED_EXIT_CODE
-        delete_partition(folder)
-        summary = _summarize(job)
+        summary = _summarize(job, settings.alpha)
         if settings.evidence is not None:
             _merge_evidence(job, folder / settings.evidence)
             if settings.incidents is not None:
-                _make_incidents(job, folder / settings.evidence, folder / settings.incidents, stop)
+                _make_incidents(settings, folder / settings.evidence, folder / settings.incidents, stop)
         if stop.is_set():
             click.echo("interrupted after the last shard; the same command writes the summary", err=True)
             return INTERRUPTED_EXIT_CODE
@@ -106,112 +70,9 @@ def replay_in_shards(inputs: Sequence[str], settings: ReplaySettings, folder: Pa
     return 0
 
 
-def _check_inputs(inputs: Sequence[str], folder: Path) -> None:
-    """Check that the input can be read more than once, and that the outputs do not become a part of it.
-
-    Raises:
-        ConfigError: It is standard input, or a folder that contains that of the outputs.
-    """
-    for entry in inputs:
-        if entry == "-":
-            raise ConfigError(
-                "standard input (-) can be read only once, so it has no shards; write it to a file, or leave out "
-                "--output-dir"
-            )
-        path = Path(entry)
-        if path.is_dir() and folder.resolve().is_relative_to(path.resolve()):
-            raise ConfigError(
-                f"--output-dir {folder} is in the input folder {entry}, so its files would become input; choose a "
-                "folder outside of it"
-            )
-
-
-def _open_job(inputs: Sequence[str], settings: ReplaySettings, folder: Path) -> tuple[ShardJob, int | None]:
-    """Check options and input; return the job with the plan in force, and the number of rows of the input if known.
-
-    Raises:
-        ConfigError: The folder holds shards of another run, or readings were to be put in another order.
-    """
-    loaded = factory.load_model(settings)
-    opened = factory.open_input_files(inputs, loaded, settings)
-    if settings.order not in (None, "arrival") and opened.needs_reordering:
-        raise ConfigError(
-            f"--order {settings.order} changes the order of rows that are single readings, for which all of them are "
-            "read into memory; leave it out, or run replay without --output-dir"
-        )
-    files = describe_files(opened.files)
-    plan = make_plan(settings, [file["bytes"] for file in files])
-    manifest = make_manifest(settings, plan, loaded.fingerprint, files)
-    plan = open_folder(folder, manifest, has_chosen_number=settings.shards is not None)
-    if opened.ignored_columns:
-        log.get_logger("replay").info("columns_ignored", columns=list(opened.ignored_columns))
-    job = ShardJob(tuple(inputs), settings, folder, plan, loaded.fingerprint, files, os.getcwd(), is_debugging())
-    return job, opened.num_rows
-
-
-def _run_tasks(
-    job: ShardJob,
-    title: str,
-    prepare: Callable[[ShardJob], Callable[..., Receipt]],
-    tasks: Sequence[int],
-    num_rows: int | None,
-    stop: threading.Event,
-) -> int:
-    """Perform tasks by worker processes, with a progress bar, and return the number of readings that were scored.
-
-    Args:
-        job: The job.
-        title: Title of the progress bar.
-        prepare: Prepares a process, and returns the function that performs a task.
-        tasks: Numbers of the tasks.
-        num_rows: Number of rows of all tasks, None if it is not known.
-        stop: An event that a signal handler sets; the tasks then end early.
-    """
-    from deformer_stream.progress import Progress
-
-    if not tasks or stop.is_set():
-        return 0
-    num_workers, noun = min(job.settings.workers, len(tasks)), "part" if title == "partition" else "shard"
-    pool = _make_pool(job.settings.engine, prepare, (job,), num_workers, lambda task: f"{noun} {task}")
-    num_readings = 0
-    logger = log.get_logger(title)
-    with Progress(title, num_rows, "rows") as progress:
-        for task, receipt in pool.run(tasks, progress.advance, stop.is_set):
-            num_readings += receipt.get("readings", 0)
-            logger.debug(f"{noun}_finished", **{noun: task})
-    return num_readings
-
-
-def _make_pool(
-    engine: str,
-    prepare: Prepare[Receipt],
-    arguments: tuple[ShardJob],
-    num_workers: int,
-    describe: Callable[[int], str],
-) -> Any:
-    """Return the pool of worker processes of an engine, "local" or "ray".
-
-    Raises:
-        ConfigError: Ray is not installed.
-    """
-    if engine == "ray":
-        from deformer_stream.runtime.ray_tasks import RayPool
-
-        return RayPool(prepare, arguments, num_workers, describe)
-    from deformer_stream.runtime.worker_pool import WorkerPool
-
-    return WorkerPool(prepare, arguments, num_workers, describe)
-
-
-def _count_rows(job: ShardJob, shards: Sequence[int]) -> int:
-    """Return the number of rows of some shards, after the input was partitioned."""
-    receipts = [read_receipt(job.get_part_folder(part)) for part in range(len(job.plan.ranges))]
-    return sum(int(receipt["rows"][shard]) for receipt in receipts for shard in shards)
-
-
-def _summarize(job: ShardJob) -> dict[str, Any]:
+def _summarize(job: ShardJob, alphas: Sequence[float]) -> dict[str, Any]:
     """Return the totals of all shards."""
-    receipts = [read_receipt(job.get_shard_folder(shard)) for shard in range(job.plan.num_shards)]
+    receipts = shard_run.read_receipts(job)
     rejected: Counter[str] = Counter()
     for receipt in receipts:
         rejected.update(receipt["rejected"])
@@ -219,7 +80,7 @@ def _summarize(job: ShardJob) -> dict[str, Any]:
     return {
         "version": __version__,
         "model": job.fingerprint,
-        "alpha": list(job.settings.alpha),
+        "alpha": list(alphas),
         "shards": job.plan.num_shards,
         **{name: sum(receipt[name] for receipt in receipts) for name in _ADDED_NUMBERS},
         "rejected": dict(sorted(rejected.items())),
@@ -264,8 +125,8 @@ def _merge_evidence(job: ShardJob, path: Path) -> None:
     temporary.replace(path)
 
 
-def _make_incidents(job: ShardJob, evidence: Path, incidents: Path, stop: threading.Event) -> None:
+def _make_incidents(settings: ReplaySettings, evidence: Path, incidents: Path, stop: threading.Event) -> None:
     """Make incidents of the merged evidence."""
-    outputs = dict.fromkeys(("output", "records", "explain", "rejected", "evidence"))
-    settings = job.settings.model_copy(update={**outputs, "alerts": "", "incidents": incidents})
+    outputs = dict.fromkeys(("output", "records", "explain", "rejected", "evidence", "suspicious_records"))
+    settings = settings.model_copy(update={**outputs, "alerts": "", "incidents": incidents})
     incident_files.replay_evidence([str(evidence)], settings, stop)

@@ -79,7 +79,7 @@ def build_consume() -> click.Command:
         # With --drift off, drift is tracked for its metric, but not reported.
         drift_odds = math.inf if settings.drift == "off" else settings.drift or factory.DEFAULT_DRIFT_ODDS
         models = factory.load_models(settings, drift_odds, states_suspicious=not is_file)
-        engine, choice = models.engine, models.choice
+        engine, choice = models.make_engines(), models.choice
         metrics = Metrics()
         reloader = factory.make_reloader(models, settings, reload_requested)
         with ExitStack() as cleanup:
@@ -159,7 +159,7 @@ def _connect(
     Raises:
         ConfigError: The options contradict each other.
     """
-    from connectors.files import AlertLines, TerminalAlerts, open_source
+    from connectors.files import AlertLines, ReadOptions, TerminalAlerts, open_source
     from deformer_stream.tables.discovery import check_no_overwrite
 
     source: EventSource
@@ -176,11 +176,13 @@ def _connect(
         source = open_source(
             [str(settings.source)],
             list(models.schema_by_name.values()),
-            field_names=factory.get_field_names(settings),
-            batch_events=settings.max_poll_records,
-            max_message_bytes=settings.max_message_bytes,
-            window_assigner=factory.make_window_assigner(next(iter(models.schema_by_name.values())), settings),
-            model_column=None if models.choice is None else models.choice.field,
+            ReadOptions(
+                field_names=factory.get_field_names(settings),
+                batch_events=settings.max_poll_records,
+                max_message_bytes=settings.max_message_bytes,
+                window_assigner=factory.make_window_assigner(next(iter(models.schema_by_name.values())), settings),
+                model_column=None if models.choice is None else models.choice.field,
+            ),
         )
         cleanup.callback(source.close)
     else:
@@ -355,18 +357,16 @@ def build_replay() -> click.Command:
             return replay_in_shards(inputs, settings, settings.output_dir, stop)
         drift_odds = None if settings.drift == "off" else settings.drift or factory.DEFAULT_DRIFT_ODDS
         models = factory.load_models(settings, drift_odds, settings.suspicious_records is not None)
-        codec, source = factory.open_model_inputs(inputs, models, settings)
+        engine = models.make_engines()
+        codec, source = factory.open_inputs(inputs, models, settings)
         with ExitStack() as cleanup:
-            has_faults = any(loaded.fault_classifier is not None for loaded in models.artifact_by_name.values())
-            sinks = file_runs.open_replay_sinks(settings, models.schema_by_name, cleanup, has_faults)
+            sinks = file_runs.open_replay_sinks(settings, models.schema_by_name, cleanup, models.has_faults)
             incident_sink = incident_files.open_incident_sink(settings, cleanup) if settings.incidents else None
             if incident_sink is not None:
                 sinks.append(incident_sink)
             if source.ignored_columns:  # columns of the tables that are not features of the model
                 log.get_logger("replay").info("columns_ignored", columns=list(source.ignored_columns))
-            totals = file_runs.run_on_files(
-                "replay", source, codec, models.engine, sinks, stop, settings.drift is not None
-            )
+            totals = file_runs.run_on_files("replay", source, codec, engine, sinks, stop, settings.drift is not None)
             # Closing a sink completes its output file. After an error, `cleanup` calls `discard` of each sink instead.
             for connector in (*sinks, source):
                 connector.close()
@@ -393,68 +393,68 @@ def build_calibrate() -> click.Command:
         training or the calibration in force has used are refused, unless --seen-records says otherwise.
 
         With --incidents and without INPUT, only the segments of the incident budget are calibrated.
+
+        With --workers, the input is divided into shards, which several processes score. The same command continues a
+        run that was interrupted.
         """
         settings = load_settings(CalibrateSettings, flags, config, "calibrate")
         factory.check_paths([*inputs, *settings.incidents], settings.model)
         if not inputs:
+            for flag in settings.list_shard_flags():
+                raise ConfigError(f"{flag} divides input into shards, but no input is given: leave it out")
             return incident_files.calibrate_incidents(settings)
         # These imports take seconds.
         from deformer_stream import log, model_store
         from deformer_stream.calibration.recalibrate import CalibrationStatistics, recalibrate
+        from deformer_stream.cli.calibration_records import (
+            delete_shards,
+            get_shards_folder,
+            score_records,
+            score_records_in_shards,
+        )
         from deformer_stream.cli.config_report import align_columns
         from deformer_stream.cli.recalibration_report import write_recalibrated_model
         from deformer_stream.cli.seen_records import replace_calibration_records, select_new_records
         from deformer_stream.counts import format_count
         from deformer_stream.incident_store import read_incident_calibration, write_incident_calibration
         from deformer_stream.report.charts import explain_missing_charts
-        from deformer_stream.runtime.calibration_sink import MaxStatisticSink
-        from deformer_stream.runtime.next_order import RecordReadingsSink, score_in_chosen_order
 
         log.configure(is_debugging())
         target = settings.out or settings.model
         model_store.check_output_directory(target)
         stop = stop_on_signals()
-        loaded = model_store.read(settings.model, settings.device, settings.compiled == "auto")
+        models = factory.load_model_to_calibrate(settings)
+        (loaded,) = models.artifact_by_name.values()
         seen_records = model_store.read_seen_records(loaded.directory, loaded.manifest)
-        engine = factory.make_engine(loaded, settings, alphas=(), record_timeout=settings.record_timeout)
         incidents_before = read_incident_calibration(loaded.directory)
         has_choice = settings.order == "next"
-        # Without a choice, the readings of a record arrive in the order in which the model was calibrated.
-        given = settings.model_copy(update={"order": None}) if has_choice else settings
-        codec, source = factory.open_inputs(inputs, loaded, given)
-        sink, readings = MaxStatisticSink(loaded.schema), RecordReadingsSink(loaded.schema)
-        sinks: list[Sink] = [sink, *([readings] if has_choice else [])]
-        totals = file_runs.run_on_files("calibrate", source, codec, engine, sinks, stop)
-        source.close()
-        if stop.is_set():
+        shards_folder = get_shards_folder(target)
+        if settings.list_shard_flags():
+            scored = score_records_in_shards(inputs, settings, shards_folder, stop)
+        else:
+            scored = score_records(inputs, models, settings, stop)
+        if scored is None:
             click.echo("the calibration was interrupted, so no model was written", err=True)
             return INTERRUPTED_EXIT_CODE
+        records = scored.records
         data_fingerprint = loaded.manifest["training"].get("fingerprint", "unknown")
-        is_used, note = select_new_records(seen_records, sink.fingerprints, settings.seen_records, data_fingerprint)
-        record_ids = list(compress(sink.record_ids, is_used))
-        max_statistics = sink.max_statistics
-        if has_choice:
-            values, orders = readings.get_matrices(sink.record_ids)
-            alpha = max(settings.alpha)
-            max_statistics = score_in_chosen_order(
-                loaded.scoring_model, loaded.calibration, sink.record_ids, values, orders, alpha, settings.suspicious
-            )
+        is_used, note = select_new_records(seen_records, records.fingerprints, settings.seen_records, data_fingerprint)
+        record_ids = list(compress(records.record_ids, is_used))
         statistics = CalibrationStatistics(
-            max_statistics=max_statistics[is_used],
+            max_statistics=records.max_statistics[is_used],
             record_ids=record_ids,
-            mean_neg_log_p_by_feature=sink.average_neg_log_p_by_feature(loaded.scoring_model, record_ids)
+            mean_neg_log_p_by_feature=records.average_neg_log_p_by_feature(loaded.scoring_model, record_ids)
             or loaded.calibration.mean_neg_log_p_by_feature,  # of all records with kept readings, none is used
             arrival_order="next"
             if has_choice
-            else sink.find_arrival_order(factory.choose_order_of_rows(loaded, given), given.order),
+            else records.find_arrival_order(factory.choose_order_of_rows(loaded, settings), settings.input_order),
             tie_policy=settings.ties or loaded.calibration.tie_policy,
-            # They depend a little on the order of the readings, which is another one with a choice.
-            record_scores=None if has_choice or sink.record_scores is None else sink.record_scores[is_used],
+            record_scores=None if records.record_scores is None else records.record_scores[is_used],
         )
         recalibration = recalibrate(
             loaded.calibration, statistics, settings.alpha, settings.group_by, settings.trim, settings.seed
         )
-        seen_records = replace_calibration_records(seen_records, sink.fingerprints[is_used])
+        seen_records = replace_calibration_records(seen_records, records.fingerprints[is_used])
         today = datetime.now(UTC).date()
         fingerprint = write_recalibrated_model(recalibration, loaded, target, settings.alpha, seen_records, today)
         if incidents_before is not None:  # its history is kept; its segments belong to the calibration before
@@ -465,17 +465,19 @@ def build_calibrate() -> click.Command:
         is_holding = statistics.tie_policy == "hold"
         # Fragments of the sentence below.
         ties = ", with readings of the same event time scored together" if is_holding else ""
-        refused = f" ({format_count(totals.rejected.total(), 'reading')} refused)" if totals.rejected else ""
-        repeated = f"; {totals.repeated_readings.describe()}" if totals.repeated_readings else ""
+        refused = f" ({format_count(scored.num_rejected, 'reading')} refused)" if scored.num_rejected else ""
+        warnings = "".join(f"; {warning}" for warning in scored.warnings)
         click.echo(
             f"calibrated on {recalibration.num_records} records in {statistics.arrival_order} order{ties}{refused}; "
-            f"the model was written to {target} (fingerprint {fingerprint})" + (f"; {note}" if note else "") + repeated,
+            f"the model was written to {target} (fingerprint {fingerprint})" + (f"; {note}" if note else "") + warnings,
             err=True,
         )
         if reason := explain_missing_charts():
             click.echo(f"the report was written without charts: {reason}", err=True)
         if settings.incidents:
             incident_files.write_segments(settings, target, incidents_before, recalibration.new, loaded.fingerprint)
+        if settings.list_shard_flags():
+            delete_shards(shards_folder)
         return 0
 
     return calibrate

@@ -125,11 +125,10 @@ class ModelCodecs:
         max_message_bytes: int = 1_048_576,
         translator: SchemaTranslator | None = None,
     ) -> None:
-        self.choice, self.codec_by_model = choice, codec_by_model
+        self.choice, self.codec_by_model, self.field_names = choice, codec_by_model, field_names
         self._max_bytes, self._translator = max_message_bytes, translator
         # The message key replaces these fields if they are missing, because producers key messages by them.
         self._is_key = choice.field in (field_names.record, field_names.device)
-        self._record_field = field_names.record
         event_type = msgspec.defstruct("Event", [("value", str | None, None)], rename={"value": choice.field}, gc=False)
         self._parse_value: Callable[[Any], Any] = msgspec.json.Decoder(event_type).decode
 
@@ -268,7 +267,7 @@ class ModelCodecs:
             value_index, values = encode_distinct(
                 convert_ids(data.table.column(field), f"{data.origin}: column {field!r}")
             )
-        elif isinstance(data, WideRows) and field == self._record_field:
+        elif isinstance(data, WideRows) and field == self.field_names.record:
             values = list(dict.fromkeys(data.record_ids))
             index_by_value = {value: index for index, value in enumerate(values)}
             value_index = np.array([index_by_value[value] for value in data.record_ids], np.int64)

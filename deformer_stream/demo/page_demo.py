@@ -249,7 +249,7 @@ def _run_pipeline(
             max_suggested=NUM_RANKED,
             suspicious=DEFAULT_SUSPICIOUS,
         ),
-        sinks=[IncidentSink(detection.make_tracker(), logged.add), next_reading_log],
+        sinks=[IncidentSink({detection.model: detection.make_tracker()}, logged.add), next_reading_log],
         clock=EventClock(),
         metrics=Metrics(),
         is_finite=False,

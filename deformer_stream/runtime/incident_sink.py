@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import Effects
@@ -15,8 +15,11 @@ from deformer_stream.incidents.tracker import IncidentTracker
 class IncidentSink:
     """A sink that passes incidents to a function. They equal those of `deformer-stream incidents` for the same log.
 
+    Each of several models has incidents of its own, as if there were no other model.
+
     Args:
-        tracker: The tracker, without state.
+        tracker_by_model: The tracker of each model, without state, by the fingerprint of the model. The only tracker
+            also handles evidence of other models.
         add: Receives each message about an incident, in order.
         flush: Makes the messages so far visible to readers.
         close: Releases what receives the messages.
@@ -27,24 +30,24 @@ class IncidentSink:
 
     def __init__(
         self,
-        tracker: IncidentTracker,
+        tracker_by_model: Mapping[str, IncidentTracker],
         add: Callable[[Incident], None],
         flush: Callable[[], None] = lambda: None,
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        self._tracker, self._add, self._flush, self._close = tracker, add, flush, close
+        self._tracker_by_model, self._add, self._flush, self._close = dict(tracker_by_model), add, flush, close
         self.num_opened = 0
         self._is_open = True
 
     @property
     def num_late(self) -> int:
         """Number of records that came too late to be handled in order of time."""
-        return self._tracker.counts["late"]
+        return sum(tracker.counts["late"] for tracker in self._tracker_by_model.values())
 
     @property
     def num_open(self) -> int:
         """Number of incidents of devices that are open."""
-        return self._tracker.num_open
+        return sum(tracker.num_open for tracker in self._tracker_by_model.values())
 
     def write(self, effects: Effects, data: Payload | None) -> None:
         """Make incidents of the evidence of one batch.
@@ -65,9 +68,24 @@ class IncidentSink:
         self.write_evidence(batches)
 
     def write_evidence(self, batches: Iterable[EvidenceBatch]) -> None:
-        """Make incidents of batches of evidence."""
+        """Make incidents of batches of evidence.
+
+        Raises:
+            InputError: There are several models, and none of them has written a batch.
+        """
         for batch in batches:
-            self._pass_on(self._tracker.handle(batch))
+            self._pass_on(self._find_tracker(batch.model).handle(batch))
+
+    def _find_tracker(self, model: str) -> IncidentTracker:
+        """Return the tracker for the evidence of the model with this fingerprint. See `write_evidence`."""
+        trackers = self._tracker_by_model
+        tracker = next(iter(trackers.values())) if len(trackers) == 1 else trackers.get(model)
+        if tracker is None:
+            raise InputError(
+                f"the evidence was written by the model {model}, which is none of --models: give the folder of models "
+                "that has scored the records"
+            )
+        return tracker
 
     def flush(self) -> None:
         """Make the messages so far visible to readers."""
@@ -77,7 +95,8 @@ class IncidentSink:
         """Handle the records that wait for earlier ones, because the input has ended."""
         if self._is_open:
             self._is_open = False
-            self._pass_on(self._tracker.finish())
+            for tracker in self._tracker_by_model.values():
+                self._pass_on(tracker.finish())
         self._close()
 
     def _pass_on(self, messages: Iterable[Incident]) -> None:

@@ -333,8 +333,40 @@ class InputSettings(WindowedTableSettings, ScoringSettings):
         description="A record is closed if it receives no event for this event time. Default: at the end of the input.",
     )
 
+    @property
+    def input_order(self) -> Literal["arrival", "random", "schema"] | None:
+        """The order of the readings within a record as the input is read, None for the default."""
+        return self.order
 
-class ReplaySettings(ModelSetSettings, InputSettings, IncidentRuleSettings):
+
+class ShardSettings(Settings):
+    """The options of every command that can divide its input into shards, which several processes score."""
+
+    workers: int = Field(
+        1, ge=1, description="Number of processes, each with one thread, that score shards of the input."
+    )
+    engine: Literal["local", "ray"] = Field(
+        "local",
+        description="What runs the processes of --workers. ray uses the cluster of RAY_ADDRESS, or this machine, "
+        "and needs the extra ray; the input, the model and the outputs must have the same paths on all machines.",
+    )
+    shard_by: Literal["records", "files"] = Field(
+        "records",
+        description="How shards are made. records writes the rows of each shard to a file first, by the hash of the "
+        "record, or of the device if records are time windows. files is for input of which each file holds whole "
+        "records, with --window all rows of its devices; it is not checked.",
+    )
+    shards: int | None = Field(
+        None, ge=1, le=10_000, description="Number of shards. Default: one for 64 MiB of input, 8 to 256."
+    )
+
+    def list_shard_flags(self) -> list[str]:
+        """Return the flags of these options that are set to other values than their defaults."""
+        fields = ShardSettings.model_fields
+        return [to_flag(name) for name, field in fields.items() if getattr(self, name) != field.default]
+
+
+class ReplaySettings(ModelSetSettings, InputSettings, IncidentRuleSettings, ShardSettings):
     """The options of `deformer-stream replay`."""
 
     output: Path | None = Field(None, description="Parquet file for scores, one row per accepted event.")
@@ -373,24 +405,6 @@ class ReplaySettings(ModelSetSettings, InputSettings, IncidentRuleSettings):
         "default: scores.parquet, records.parquet, alerts.jsonl and rejected.jsonl. The same command continues an "
         "interrupted run and skips finished shards.",
     )
-    workers: int = Field(1, ge=1, description="With --output-dir: number of processes, each with one thread.")
-    engine: Literal["local", "ray"] = Field(
-        "local",
-        description="With --output-dir: what runs the processes. ray uses the cluster of RAY_ADDRESS, or this machine, "
-        "and needs the extra ray; the input, the model and --output-dir must have the same paths on all machines.",
-    )
-    shard_by: Literal["records", "files"] = Field(
-        "records",
-        description="With --output-dir: how shards are made. records writes the rows of each shard to a file first, "
-        "by the hash of the record, or of the device if records are time windows. files is for input of which each "
-        "file holds whole records, with --window all rows of its devices; it is not checked.",
-    )
-    shards: int | None = Field(
-        None,
-        ge=1,
-        le=10_000,
-        description="With --output-dir: number of shards. Default: one for 64 MiB of input, 8 to 256.",
-    )
 
     def get_output_by_flag(self) -> dict[str, str | Path | None]:
         """Return the path of each output file by its flag, such as `--records`; None or "" if the flag is not set."""
@@ -403,9 +417,8 @@ class ReplaySettings(ModelSetSettings, InputSettings, IncidentRuleSettings):
     def _check_shards(self) -> Self:
         """Raise `ValueError` if options of a run in shards are set without its folder, or do not fit such a run."""
         if self.output_dir is None:
-            for name in ("workers", "engine", "shard_by", "shards"):
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f"{to_flag(name)} is for runs in shards: add --output-dir, or leave it out")
+            for flag in self.list_shard_flags():
+                raise ValueError(f"{flag} is for runs in shards: add --output-dir, or leave it out")
             return self
         for flag, path in self.get_output_by_flag().items():
             if (path and str(path) != Path(path).name) or str(path) == "-":
@@ -416,22 +429,10 @@ class ReplaySettings(ModelSetSettings, InputSettings, IncidentRuleSettings):
         names = [str(path) for path in self.get_output_by_flag().values() if path]
         if len(set(names)) < len(names):
             raise ValueError("two outputs have the same name; give each file a name of its own")
-        if self.models is not None:
-            raise ValueError("--output-dir scores with one model: use --model, or run replay without --output-dir")
         if self.drift not in (None, "off"):
             raise ValueError(
                 "--drift needs all records in one process, because drift is evidence that adds up from record to "
                 "record; leave it out, or run replay without --output-dir"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_incidents_of_models(self) -> Self:
-        """Raise `ValueError` if incidents are to be made of the records of several models."""
-        if self.models is not None and self.incidents is not None:
-            raise ValueError(
-                "--incidents follows the incident budget of one model: write --evidence, and make incidents from it "
-                "for each model"
             )
         return self
 
@@ -463,7 +464,7 @@ class ReplaySettings(ModelSetSettings, InputSettings, IncidentRuleSettings):
         return self
 
 
-class CalibrateSettings(InputSettings):
+class CalibrateSettings(InputSettings, ShardSettings):
     """The options of `deformer-stream calibrate`."""
 
     # This command has one more value than the others.
@@ -519,6 +520,11 @@ class CalibrateSettings(InputSettings):
         description="The device of a record of --incidents is its id up to the last occurrence of this text. Default: "
         "up to the last @, else up to the last /.",
     )
+
+    @property
+    def input_order(self) -> Literal["arrival", "random", "schema"] | None:
+        """The order in which the input is read. A choice of readings begins with that of `--order` not set."""
+        return None if self.order == "next" else self.order
 
 
 class ProduceSettings(TableSettings, KafkaSettings):

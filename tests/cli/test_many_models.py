@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -153,6 +154,107 @@ def test_fifty_models_equal_fifty_runs(cli: RunCommand, tmp_path: Path) -> None:
     assert_equals_single_runs(cli, folder, together, inputs, tmp_path)
 
 
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("timeout", [(), ("--record-timeout", "20s")])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_shards_give_the_outputs_of_one_process(
+    cli: RunCommand, folder: Path, tmp_path: Path, kind: str, timeout: tuple[str, ...]
+) -> None:
+    documents = [*draw_messages(NUM_MODELS, 60), {"record": "r", "type": "none", "feature": "x", "value": 1.0}]
+    path = tmp_path / f"all.{kind}"
+    if kind == "jsonl":
+        write_lines(path, documents)
+    else:
+        pq.write_table(pa.Table.from_pylist([{**d, "value": str(d["value"])} for d in documents]), path)
+    options = ("--models", folder, *timeout)
+    whole = replay(cli, path, tmp_path / "whole", *options)
+    outputs = read_shards(cli, path, tmp_path / "shards", *options)
+    assert len(whole["alerts.jsonl"]) > 20
+    assert [row["reason"] for row in whole["rejected.jsonl"]].count("unknown_model") == 1
+    for name in OUTPUTS:
+        assert sort(outputs[name]) == sort(whole[name]), name
+
+
+def read_shards(cli: RunCommand, inputs: Path, out: Path, *options: object) -> dict[str, Any]:
+    """Return the contents of the outputs of all shards of `replay --output-dir`, by name."""
+    flags = ("--output", "--records", "--alerts", "--explain", "--rejected", "--evidence")
+    named = [word for pair in zip(flags, OUTPUTS, strict=True) for word in pair]
+    result = cli("replay", inputs, "--alpha", "0.3,0.05", *named, "--output-dir", out, "--shards", "4", *options)
+    assert result.code == 0, result.err
+    shards = sorted((out / "shards").iterdir())
+    assert len(shards) == 4
+    contents: dict[str, Any] = {}
+    for name in OUTPUTS:
+        read = {"parquet": lambda path: pq.read_table(path).to_pylist(), "jsonl": read_json_lines}
+        of_kind = list_evidence if name == "evidence.jsonl" else read[name.rpartition(".")[2]]
+        contents[name] = [row for shard in shards for row in of_kind(shard / name)]
+    assert sort(list_evidence(out / "evidence.jsonl")) == sort(contents["evidence.jsonl"])
+    return contents
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_incidents_of_each_model_are_those_of_a_run_of_its_own(cli: RunCommand, folder: Path, tmp_path: Path) -> None:
+    """Directly, of evidence, and in shards. Fleet incidents have devices of one model only."""
+    # Complete records, one after the other, so that records close in order of time.
+    documents = [
+        {**d, "record": f"{d['type']}/pump-{int(d['record'][1:]) % 3}/{d['record']}"}
+        for d in draw_messages(NUM_MODELS, 120)
+    ]
+    num_readings = Counter(d["record"] for d in documents)
+    sizes = {name_type(n): len(make_schema(n)) for n in range(NUM_MODELS)}
+    documents = [d for d in documents if num_readings[d["record"]] == sizes[d["type"]]]
+    documents.sort(key=lambda d: (int(d["record"].rpartition("r")[2]), d["record"]))
+    documents = [{**d, "time": 1.7e9 + 10 * i} for i, d in enumerate(documents)]
+    lines = write_lines(tmp_path / "all.jsonl", documents)
+    rule = ("--alpha", "0.3", "--incident-budget", "50 per d", "--records-per-day", "200")
+    paths = {name: tmp_path / f"{name}.jsonl" for name in ("direct", "evidence", "later")}
+    outputs = ("--incidents", paths["direct"], "--evidence", paths["evidence"])
+    result = cli("replay", lines, "--models", folder, *rule, *outputs)
+    assert result.code == 0, result.err
+    assert all(name_type(n) in result.lines[0] for n in range(NUM_MODELS))
+    direct = read_json_lines(paths["direct"])
+    models = read_model_set(folder)
+    assert models is not None
+    alone = []
+    for n in range(NUM_MODELS):
+        own = write_lines(tmp_path / "own.jsonl", [d for d in documents if d["type"] == name_type(n)])
+        model = folder / models.entry_by_value[name_type(n)].folder
+        assert cli("replay", own, "--model", model, *rule, "--incidents", tmp_path / "own-incidents.jsonl").code == 0
+        alone += read_json_lines(tmp_path / "own-incidents.jsonl")
+    assert len({incident["model"] for incident in direct}) == NUM_MODELS
+    assert sort(direct) == sort(alone)
+    assert cli("replay", paths["evidence"], "--models", folder, *rule, "--incidents", paths["later"]).code == 0
+    assert paths["later"].read_bytes() == paths["direct"].read_bytes()
+    out = tmp_path / "shards"
+    in_shards = ("--output-dir", out, "--shards", "3", "--incidents", "incidents.jsonl")
+    result = cli("replay", lines, "--models", folder, *rule, *in_shards)
+    assert result.code == 0, result.err
+    assert sort(read_json_lines(out / "incidents.jsonl")) == sort(direct)
+    # Evidence of a model that is not in the folder
+    other = write_type(tmp_path / "others" / "pump", 99)
+    write_type(tmp_path / "others" / "fan", 98)
+    unknown = cli("replay", paths["evidence"], "--models", other.parent, *rule, "--incidents", paths["later"])
+    assert unknown.code == 3
+    assert "none of --models" in unknown.lines[-1]
+
+
+@pytest.mark.parametrize("column", ["label", "feature", "time", "value"])
+def test_a_windowed_table_cannot_name_its_model_in_a_field_of_readings(
+    cli: RunCommand, tmp_path: Path, column: str
+) -> None:
+    folder = tmp_path / "models"
+    for number in range(2):
+        write_schema(folder / f"m{number}", replace(make_schema(number), window=Window(10_000_000)), number)
+    times = pa.array([1_700_000_000, 1_700_000_020], pa.timestamp("s", "UTC"))
+    table = pa.table({"at": times, "pressure": [1.0, 2.0], column: ["m0", "m1"]})
+    pq.write_table(table, tmp_path / "in.parquet")
+    command = ("replay", tmp_path / "in.parquet", "--models", folder, "--time-column", "at")
+    result = cli(*command, "--model-by", column)
+    assert_command_failed(result, 3, f"the column '{column}' cannot determine the model", "rename")
+    pq.write_table(table.rename_columns(["at", "pressure", "kind"]), tmp_path / "in.parquet")
+    assert cli(*command, "--model-by", "kind").code == 0
+
+
 def test_models_have_windows_and_tie_groups_of_their_own(cli: RunCommand, tmp_path: Path) -> None:
     folder = tmp_path / "models"
     entries = {}
@@ -252,8 +354,6 @@ def test_pattern_finds_the_model_in_the_device(cli: RunCommand, tmp_path: Path) 
         (("--model", "x", "--models", "y"), ("--model", "--models")),
         (("--model", "x", "--model-by", "type"), ("--model-by", "--models")),
         (("--models", "x", "--model-pattern", "("), ("--model-pattern", "regular expression")),
-        (("--models", "x", "--output-dir", "out"), ("--output-dir", "--model")),
-        (("--models", "x", "--incidents", "out.jsonl"), ("--incidents", "--evidence")),
     ],
 )
 def test_contradictory_options_are_refused(

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deformer_stream.cli import sharded_replay
 from deformer_stream.cli.shard_job import divide_files, lock_folder
 from deformer_stream.codec.encode_evidence import decode_evidence
 from tests.commands import RunCommand, assert_command_failed, make_record_table, read_json_lines
@@ -40,25 +39,6 @@ OUTPUTS = {
 }
 EVIDENCE = {"evidence": "evidence.jsonl"}
 START = 1_700_000_000
-
-
-class SerialPool:
-    """A pool that performs its tasks in this process, so that a test need not wait for processes."""
-
-    def __init__(self, prepare: Callable[..., Any], arguments: Sequence[Any], *others: object) -> None:
-        self._perform = prepare(*arguments)
-
-    def run(
-        self, tasks: Sequence[int], report: Callable[[int], None], should_stop: Callable[[], bool]
-    ) -> Iterator[tuple[int, Any]]:
-        for task in tasks:
-            yield task, self._perform(task, report)
-
-
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Perform the tasks of shards in this process."""
-    monkeypatch.setattr(sharded_replay, "_make_pool", lambda engine, *arguments: SerialPool(*arguments))
 
 
 def place(outputs: dict[str, str], folder: Path | None = None) -> list[str]:

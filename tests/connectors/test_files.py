@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
-from connectors.files import FileSource, StandardInput, open_source, sources
+from connectors.files import FileSource, ReadOptions, StandardInput, open_source, sources
 from connectors.files.lines import LineSplitter
 from deformer_stream.codec import Codec, Order, WindowAssigner, encode_rejected, get_position
 from deformer_stream.engine.events import NO_TIME, Rejection
@@ -41,7 +41,7 @@ def read_events(
     Returns:
         The events as (record, feature, value), the rejections, and the (file, partition, offset) of each event.
     """
-    source = open_source(inputs, SCHEMA, order=order, seed=seed, **options)
+    source = open_source(inputs, SCHEMA, ReadOptions(order=order, seed=seed, **options))
     codec = Codec(SCHEMA, order=order, seed=seed, window_assigner=options.get("window_assigner"))
     events: list[Event] = []
     refused: list[Rejection] = []
@@ -191,7 +191,7 @@ def test_polls_are_bounded_and_the_source_ends(tmp_path: Path) -> None:
     source = open_source(
         [path, write_lines(tmp_path / "e.jsonl", *[{"record": "r", "feature": "a", "value": 1}] * 50)],
         SCHEMA,
-        batch_events=30,
+        ReadOptions(batch_events=30),
     )
     sizes = []
     while (data := source.poll(0).data) is not None:
@@ -228,8 +228,8 @@ def test_events_of_devices_are_assigned_to_windows(tmp_path: Path) -> None:
     for path in (table, text, events):
         assert read_events([path], window_assigner=windows)[:2] == (expected, []), path
         with pytest.raises(ConfigError, match="arrival"):
-            open_source([path], SCHEMA, order="random", window_assigner=windows)
-    source = open_source([table], SCHEMA, window_assigner=windows)
+            open_source([path], SCHEMA, ReadOptions(order="random", window_assigner=windows))
+    source = open_source([table], SCHEMA, ReadOptions(window_assigner=windows))
     assert isinstance(source, FileSource)
     assert source.ignored_columns == ()
     with pytest.raises(InputError, match="no column is a feature"):
@@ -240,7 +240,7 @@ def test_events_of_devices_are_assigned_to_windows(tmp_path: Path) -> None:
         rest = {name: column for name, column in columns.items() if name != missing}
         path = write_parquet(tmp_path / f"no-{missing}.parquet", **rest)
         with pytest.raises(InputError, match=f"'{missing}'"):
-            open_source([path], SCHEMA, layout="long", window_assigner=windows)
+            open_source([path], SCHEMA, ReadOptions(layout="long", window_assigner=windows))
 
 
 def test_random_order_is_the_same_for_every_layout(tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def test_file_with_damaged_content_is_an_input_error(tmp_path: Path) -> None:
 def test_standard_input_cannot_be_combined_with_files_or_an_order(tmp_path: Path) -> None:
     for arguments, order in (([Path("-"), tmp_path], "arrival"), ([Path("-")], "random")):
         with pytest.raises(ConfigError, match="standard input"):
-            open_source(arguments, SCHEMA, order=order)  # type: ignore[arg-type]
+            open_source(arguments, SCHEMA, ReadOptions(order=order))  # type: ignore[arg-type]
 
 
 def test_standard_input_returns_available_lines_within_the_timeout() -> None:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from connectors.files import FileSource, iterate_events, open_source
+from connectors.files import FileSource, ReadOptions, iterate_events, open_source
 from deformer_stream.codec import Codec, WindowAssigner, get_position
 from deformer_stream.engine.events import EventBatch, Rejection
 from deformer_stream.errors import ConfigError, InputError
@@ -51,17 +51,17 @@ def test_wide_rows_of_devices_are_assigned_to_windows(tmp_path: Path) -> None:
         assert [rejection.reason.value for rejection in rejections] == ["wrong_type"]
         assert "'Bad'" in rejections[0].detail
         assert places == [("wide.csv", 0, row) for row in (0, 0, 1, 1, 2, 3)]  # the rows of the file
-    source = open_source([path], SCHEMA, **options)
+    source = open_source([path], SCHEMA, ReadOptions(**options))
     assert isinstance(source, FileSource)
     assert (source.ignored_columns, source.num_rows) == (("note",), None)
     with pytest.raises(ConfigError, match="arrival"):
-        open_source([path], SCHEMA, order="random", **options)
+        open_source([path], SCHEMA, ReadOptions(order="random", **options))
     with pytest.raises(
         InputError, match=r"wide\.csv: the times in column 'Zeit', such as 09.03.2020 11:34:31.*--timezone"
     ):
-        open_source([path], SCHEMA, window_assigner=WINDOWS)
+        open_source([path], SCHEMA, ReadOptions(window_assigner=WINDOWS))
     with pytest.raises(InputError, match="no device column 'pump'"):
-        open_source([path], SCHEMA, device_column="pump", **options)
+        open_source([path], SCHEMA, ReadOptions(device_column="pump", **options))
 
 
 def test_a_wide_table_gives_the_events_of_the_same_table_written_long(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_wide_table_gives_the_events_of_the_same_table_written_long(tmp_path: 
 
     def decode(path: Path) -> tuple[EventBatch, list[Rejection]]:
         """Return the events and the rejections of a file."""
-        data = open_source([path], SCHEMA, window_assigner=WINDOWS).poll(0).data
+        data = open_source([path], SCHEMA, ReadOptions(window_assigner=WINDOWS)).poll(0).data
         assert data is not None
         return Codec(SCHEMA, window_assigner=WINDOWS).decode(data)
 
@@ -117,7 +117,7 @@ def test_sensors_with_time_slots_are_found_by_their_name(tmp_path: Path) -> None
     mode = Feature("mode", "discrete", labels=("on",), coordinates=(0.0,))
     schema = Schema((*slots, mode), Window(10 * SECOND, slots=2))
     path = write_parquet(tmp_path / "p.parquet", time=[31.0, 36.0], flow=[1.0, 2.0], mode=["on", None])
-    data = open_source([path], schema, window_assigner=WINDOWS).poll(0).data
+    data = open_source([path], schema, ReadOptions(window_assigner=WINDOWS)).poll(0).data
     assert data is not None
     batch, rejections = Codec(schema, window_assigner=WINDOWS).decode(data)
     assert rejections == []

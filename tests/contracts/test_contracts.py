@@ -16,6 +16,7 @@ import pytest
 from connectors.files import (
     AlertLines,
     EvidenceLines,
+    ReadOptions,
     RecordsParquet,
     RejectedLines,
     ScoresParquet,
@@ -75,7 +76,7 @@ class TestFiles(SourceContract):
         path = tmp_path / request.param
         write = WRITERS[request.param]
         return SourceUnderTest(
-            lambda readings: write(path, readings), lambda: open_source([path], SCHEMA, batch_events=8)
+            lambda readings: write(path, readings), lambda: open_source([path], SCHEMA, ReadOptions(batch_events=8))
         )  # type: ignore[arg-type]
 
 

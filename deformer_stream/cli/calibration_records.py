@@ -1,0 +1,96 @@
+"""The records of `calibrate`: scored by this process, or in shards by several processes, with the same result."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deformer_stream.cli import factory, file_runs, shard_run
+from deformer_stream.cli.record_collector import RecordCollector
+from deformer_stream.cli.shard_job import lock_folder
+from deformer_stream.cli.shard_tasks import prepare_calibration
+from deformer_stream.runtime.calibration_sink import CollectedRecords
+
+if TYPE_CHECKING:
+    import threading
+
+    from deformer_stream.cli.factory import ServedModels
+    from deformer_stream.settings import CalibrateSettings
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRecords:
+    """The records of `calibrate`, and what its last line states.
+
+    Attributes:
+        records: The records.
+        num_rejected: Number of readings that were refused.
+        warnings: What the user should know about the input.
+    """
+
+    records: CollectedRecords
+    num_rejected: int
+    warnings: list[str]
+
+
+def score_records(
+    inputs: Sequence[str], models: ServedModels, settings: CalibrateSettings, stop: threading.Event
+) -> ScoredRecords | None:
+    """Return the records of the input, scored in this process; None if the run was interrupted."""
+    (loaded,) = models.artifact_by_name.values()
+    engine = models.make_engines()
+    codec, source = factory.open_inputs(inputs, models, settings)
+    collector = RecordCollector(loaded, settings)
+    totals = file_runs.run_on_files("calibrate", source, codec, engine, collector.sinks, stop)
+    source.close()
+    if stop.is_set():
+        return None
+    warnings = [totals.repeated_readings.describe()] if totals.repeated_readings else []
+    return ScoredRecords(collector.collect(), totals.rejected.total(), warnings)
+
+
+def score_records_in_shards(
+    inputs: Sequence[str], settings: CalibrateSettings, folder: Path, stop: threading.Event
+) -> ScoredRecords | None:
+    """Return the records of the input, scored in shards; None if the run was interrupted.
+
+    Args:
+        inputs: Files, folders and patterns.
+        settings: Options of `calibrate`.
+        folder: The folder of the shards. Finished shards in it are not scored again. It is not deleted.
+        stop: An event that a signal handler sets; the run then ends early.
+
+    Raises:
+        ConfigError: The folder is in use, or holds shards of another run, or the options do not fit a run in shards.
+    """
+    from connectors.files.calibration_files import read_collected_records
+
+    remedy = f"leave out {settings.list_shard_flags()[0]}"
+    shard_run.check_inputs(inputs, folder, remedy)
+    with lock_folder(folder, "--out"):
+        job, files = shard_run.open_job(inputs, settings, folder, "--out", remedy)
+        if shard_run.run_shards(job, "calibrate", prepare_calibration, files.num_rows, stop) is None:
+            return None
+        receipts = shard_run.read_receipts(job)
+        folders = [job.get_shard_folder(shard) for shard in range(job.plan.num_shards)]
+        records = CollectedRecords.merge([read_collected_records(path) for path in folders])
+    num_rejected = sum(sum(receipt["rejected"].values()) for receipt in receipts)
+    warnings = [f"shard {shard}: {text}" for shard, receipt in enumerate(receipts) for text in receipt["warnings"]]
+    return ScoredRecords(records, num_rejected, warnings)
+
+
+def get_shards_folder(target: Path) -> Path:
+    """Return the folder for the shards of a calibration, beside the directory of the new model.
+
+    Its name begins with a dot, so that it is no model of a folder of models.
+    """
+    target = target.absolute()
+    return target.with_name(f".{target.name}.calibration")
+
+
+def delete_shards(folder: Path) -> None:
+    """Delete the folder for the shards of a calibration, if it exists."""
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,201 @@
+"""Runs in shards: divide the input, score the shards by several processes, and continue an interrupted run.
+
+First the input is divided into shards, part by part (`shard_job`, `shard_tasks`). Then the shards are scored. The
+command makes its results of them afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deformer_stream import log
+from deformer_stream.cli import factory
+from deformer_stream.cli.shard_job import (
+    ShardJob,
+    delete_partition,
+    delete_temporary_folders,
+    describe_files,
+    make_manifest,
+    make_plan,
+    open_folder,
+)
+from deformer_stream.cli.shard_tasks import Receipt, load_job_models, prepare_partitioning, read_receipt
+from deformer_stream.cli_utils import is_debugging
+from deformer_stream.errors import ConfigError
+
+if TYPE_CHECKING:
+    import threading
+
+    from connectors.files import InputFiles
+    from deformer_stream.runtime.worker_pool import Prepare
+    from deformer_stream.settings import CalibrateSettings, ReplaySettings
+
+
+def check_inputs(inputs: Sequence[str], folder: Path, remedy: str) -> None:
+    """Check that the input can be read more than once, and that the shards do not become a part of it.
+
+    Args:
+        inputs: Files, folders and patterns.
+        folder: The folder of the shards.
+        remedy: What to do to score the input in one process.
+
+    Raises:
+        ConfigError: It is standard input, or a folder that contains that of the shards.
+    """
+    for entry in inputs:
+        if entry == "-":
+            raise ConfigError(
+                f"standard input (-) can be read only once, so it has no shards; write it to a file, or {remedy}"
+            )
+        path = Path(entry)
+        if path.is_dir() and folder.resolve().is_relative_to(path.resolve()):
+            raise ConfigError(
+                f"{folder}, the folder for shards, is in the input folder {entry}, so its files would become input; "
+                "choose a folder outside of it"
+            )
+
+
+def open_job(
+    inputs: Sequence[str], settings: ReplaySettings | CalibrateSettings, folder: Path, flag: str, remedy: str
+) -> tuple[ShardJob, InputFiles]:
+    """Check options and input; return the job with the plan in force, and the input files.
+
+    Args:
+        inputs: Files, folders and patterns.
+        settings: Options of the command.
+        folder: The folder of the shards, absolute. It must be locked.
+        flag: The option that determines the folder.
+        remedy: As in `check_inputs`.
+
+    Raises:
+        ConfigError: The folder holds shards of another run, or readings were to be put in another order.
+    """
+    models = load_job_models(settings, warns=True)
+    opened = factory.open_input_files(inputs, models, settings)
+    if settings.input_order not in (None, "arrival") and opened.needs_reordering:
+        raise ConfigError(
+            f"--order {settings.input_order} changes the order of rows that are single readings, for which all of them "
+            f"are read into memory; leave it out, or {remedy}"
+        )
+    files = describe_files(opened.files)
+    plan = make_plan(settings, [file["bytes"] for file in files])
+    manifest = make_manifest(settings, plan, models.fingerprint, files)
+    plan = open_folder(folder, manifest, settings.shards is not None, flag)
+    job = ShardJob(tuple(inputs), settings, folder, plan, models.fingerprint, files, os.getcwd(), is_debugging())
+    return job, opened
+
+
+def run_shards(
+    job: ShardJob,
+    title: str,
+    prepare: Callable[[ShardJob], Callable[..., Receipt]],
+    num_input_rows: int | None,
+    stop: threading.Event,
+) -> int | None:
+    """Score the shards of a job that are not finished.
+
+    Args:
+        job: The job, whose folder is locked.
+        title: Title of the progress bar.
+        prepare: Prepares a process, and returns the function that scores a shard.
+        num_input_rows: Number of rows of the input, None if it is not known.
+        stop: An event that a signal handler sets; the run then ends early.
+
+    Returns:
+        The number of readings that were scored; None if the run was interrupted before all shards were finished. Then
+        the command has said how to continue.
+    """
+    delete_temporary_folders(job.folder)
+    unfinished, num_scored = job.list_unfinished(), 0
+    num_skipped = job.plan.num_shards - len(unfinished)
+    if num_skipped:
+        click.echo(f"{num_skipped} of {job.plan.num_shards} shards are finished and are skipped", err=True)
+    if unfinished:
+        parts = job.list_unfinished_parts()
+        num_rows = num_input_rows if len(parts) == len(job.plan.ranges) else None
+        _run_tasks(job, "partition", prepare_partitioning, parts, num_rows, stop)
+        if job.plan.shard_by == "files":
+            num_rows = num_input_rows if not num_skipped else None
+        else:
+            num_rows = None if stop.is_set() else _count_rows(job, unfinished)
+        num_scored = _run_tasks(job, title, prepare, unfinished, num_rows, stop)
+    remaining = job.list_unfinished()
+    if remaining:
+        click.echo(
+            f"interrupted: {job.plan.num_shards - len(remaining)} of {job.plan.num_shards} shards are finished; "
+            "the same command continues",
+            err=True,
+        )
+        return None
+    delete_partition(job.folder)
+    return num_scored
+
+
+def read_receipts(job: ShardJob) -> list[Receipt]:
+    """Return the receipts of all shards, which are finished."""
+    return [read_receipt(job.get_shard_folder(shard)) for shard in range(job.plan.num_shards)]
+
+
+def _run_tasks(
+    job: ShardJob,
+    title: str,
+    prepare: Callable[[ShardJob], Callable[..., Receipt]],
+    tasks: Sequence[int],
+    num_rows: int | None,
+    stop: threading.Event,
+) -> int:
+    """Perform tasks by worker processes, with a progress bar, and return the number of readings that were scored.
+
+    Args:
+        job: The job.
+        title: Title of the progress bar.
+        prepare: Prepares a process, and returns the function that performs a task.
+        tasks: Numbers of the tasks.
+        num_rows: Number of rows of all tasks, None if it is not known.
+        stop: An event that a signal handler sets; the tasks then end early.
+    """
+    from deformer_stream.progress import Progress
+
+    if not tasks or stop.is_set():
+        return 0
+    num_workers, noun = min(job.settings.workers, len(tasks)), "part" if title == "partition" else "shard"
+    pool = _make_pool(job.settings.engine, prepare, (job,), num_workers, lambda task: f"{noun} {task}")
+    num_readings = 0
+    logger = log.get_logger(title)
+    with Progress(title, num_rows, "rows") as progress:
+        for task, receipt in pool.run(tasks, progress.advance, stop.is_set):
+            num_readings += receipt.get("readings", 0)
+            logger.debug(f"{noun}_finished", **{noun: task})
+    return num_readings
+
+
+def _make_pool(
+    engine: str,
+    prepare: Prepare[Receipt],
+    arguments: tuple[ShardJob],
+    num_workers: int,
+    describe: Callable[[int], str],
+) -> Any:
+    """Return the pool of worker processes of an engine, "local" or "ray".
+
+    Raises:
+        ConfigError: Ray is not installed.
+    """
+    if engine == "ray":
+        from deformer_stream.runtime.ray_tasks import RayPool
+
+        return RayPool(prepare, arguments, num_workers, describe)
+    from deformer_stream.runtime.worker_pool import WorkerPool
+
+    return WorkerPool(prepare, arguments, num_workers, describe)
+
+
+def _count_rows(job: ShardJob, shards: Sequence[int]) -> int:
+    """Return the number of rows of some shards, after the input was partitioned."""
+    receipts = [read_receipt(job.get_part_folder(part)) for part in range(len(job.plan.ranges))]
+    return sum(int(receipt["rows"][shard]) for receipt in receipts for shard in shards)
