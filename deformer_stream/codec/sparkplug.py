@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -148,6 +148,28 @@ class EdgeNode:
         self.type_by_name = {key: kind for key, kind in self.type_by_name.items() if key[0] != device}
 
 
+class _Received(NamedTuple):
+    """A message of an edge node, and what receives its translation.
+
+    Attributes:
+        kind: Its type, such as "NBIRTH".
+        node_id: The edge node as `GROUP/NODE`.
+        device: The device, "" for the edge node itself.
+        payload: The decoded payload.
+        message: The message.
+        translation: Receives events, requests and states.
+        refuse: A function that adds a refusal, given its reason and its detail.
+    """
+
+    kind: str
+    node_id: str
+    device: str
+    payload: Any
+    message: BridgeMessage
+    translation: Translation
+    refuse: Callable[[str, str], None]
+
+
 class SparkplugTranslator:
     """Translates Sparkplug B messages, with what their births have declared.
 
@@ -197,7 +219,7 @@ class SparkplugTranslator:
                     )
                 node = self._node_by_id[node_id] = EdgeNode()
             self.num_by_kind[kind] += 1
-            self._handle(kind, node_id, device, node, payload, message, translation, refuse)
+            self._handle(_Received(kind, node_id, device, payload, message, translation, refuse), node)
         except UntranslatableError as error:
             refuse(error.reason, error.detail)
 
@@ -242,20 +264,11 @@ class SparkplugTranslator:
             )
         return payload
 
-    def _handle(
-        self,
-        kind: str,
-        node_id: str,
-        device: str,
-        node: EdgeNode,
-        payload: Any,
-        message: BridgeMessage,
-        translation: Translation,
-        refuse: Callable[[str, str], None],
-    ) -> None:
+    def _handle(self, received: _Received, node: EdgeNode) -> None:
         """Handle a message of an edge node, and add what follows from it to the translation."""
+        kind, node_id, device, payload, message, translation, _ = received
         if kind == "NDEATH":
-            self._handle_death(node_id, node, payload, translation)
+            self._handle_death(received, node)
             return
         sequence = payload.seq % NUM_SEQUENCES if payload.HasField("seq") else None
         if kind == "NBIRTH":
@@ -271,7 +284,7 @@ class SparkplugTranslator:
             )
             # A message that the broker delivers again says nothing about what was lost since.
             if not is_known_repetition:
-                self._check_sequence(node_id, node, sequence, message, translation)
+                self._check_sequence(received, node, sequence)
                 if node.sequence is not None:
                     translation.states[node_id + SEQUENCE_SUFFIX] = b"%d" % node.sequence
         if kind == "DDEATH":
@@ -285,21 +298,21 @@ class SparkplugTranslator:
             translation.states[node_id] = _encode_node(node)
             if node.sequence is not None:
                 translation.states[node_id + SEQUENCE_SUFFIX] = b"%d" % node.sequence
-        self._add_readings(node_id, device, node, payload, message, translation, refuse)
+        self._add_readings(received, node)
 
-    def _handle_death(self, node_id: str, node: EdgeNode, payload: Any, translation: Translation) -> None:
+    def _handle_death(self, received: _Received, node: EdgeNode) -> None:
         """Mark an edge node as dead, unless the death belongs to an earlier birth."""
-        number = _find_birth_sequence(payload)
+        node_id, translation = received.node_id, received.translation
+        number = _find_birth_sequence(received.payload)
         if node.is_online and None not in (number, node.birth_sequence) and number != node.birth_sequence:
             return  # the broker has published the will of an earlier connection
         dead = self._node_by_id[node_id] = EdgeNode()
         translation.states[node_id] = _encode_node(dead)
         translation.states[node_id + SEQUENCE_SUFFIX] = b""
 
-    def _check_sequence(
-        self, node_id: str, node: EdgeNode, sequence: int | None, message: BridgeMessage, translation: Translation
-    ) -> None:
+    def _check_sequence(self, received: _Received, node: EdgeNode, sequence: int | None) -> None:
         """Compare a sequence number with the last one, and request a new birth if messages are missing."""
+        node_id, message, translation = received.node_id, received.message, received.translation
         expected = None if node.sequence is None else (node.sequence + 1) % NUM_SEQUENCES
         if expected is not None and sequence == expected:
             node.sequence = sequence
@@ -327,17 +340,9 @@ class SparkplugTranslator:
             if metric.HasField("alias"):
                 node.declaration_by_alias[metric.alias] = (device, name, metric.datatype)
 
-    def _add_readings(
-        self,
-        node_id: str,
-        device: str,
-        node: EdgeNode,
-        payload: Any,
-        message: BridgeMessage,
-        translation: Translation,
-        refuse: Callable[[str, str], None],
-    ) -> None:
+    def _add_readings(self, received: _Received, node: EdgeNode) -> None:
         """Add the readings of a payload to the translation, one event for each time."""
+        _, node_id, device, payload, message, translation, refuse = received
         full_device = f"{node_id}/{device}" if device else node_id
         default_time = payload.timestamp * 1000 if payload.HasField("timestamp") else message.time
         values_by_time: dict[int, dict[str, Any]] = {}
