@@ -81,6 +81,7 @@ def _connect(settings: BridgeSettings, metrics: BridgeMetrics, cleanup: ExitStac
     from deformer_stream.codec.validation import FieldNames
     from deformer_stream.errors import ConfigError
     from deformer_stream.runtime.bridge import BridgePipeline
+    from deformer_stream.runtime.bridge_metrics import SourceMetrics
 
     pattern = TopicPattern(settings.pattern)
     topic = settings.topic
@@ -109,13 +110,13 @@ def _connect(settings: BridgeSettings, metrics: BridgeMetrics, cleanup: ExitStac
     if births is None:
         source = _connect_opcua(settings)
         cleanup.callback(source.close)
-        return BridgePipeline(source, translator, sink, metrics)
+        return BridgePipeline(source, translator, sink, metrics, SourceMetrics(metrics))
     sparkplug = SparkplugTranslator(settings.max_message_bytes, max_event_bytes)
     restore_births(cluster, births, sparkplug)
     translator = PrefixTranslator({PREFIX: sparkplug}, translator)
     source = _connect_mqtt(settings, pattern)
     cleanup.callback(source.close)
-    return BridgePipeline(source, translator, sink, metrics, metrics.watch_sparkplug(sparkplug))
+    return BridgePipeline(source, translator, sink, metrics, SourceMetrics(metrics, sparkplug))
 
 
 def _check_packages(is_mqtt: bool) -> None:

@@ -22,16 +22,14 @@ from deformer_stream.codec.bridge_messages import (
     MAX_EVENT_BYTES,
     MAX_READINGS,
     BridgeMessage,
-    BridgeReason,
     Translation,
-    UntranslatableError,
     add_event,
     check_name,
     check_value,
     is_possible_time,
     make_refuser,
 )
-from deformer_stream.codec.validation import quote
+from deformer_stream.codec.validation import RejectionError, quote
 from deformer_stream.engine.events import RejectionReason
 
 NAMESPACE = "spBv1.0"
@@ -167,7 +165,7 @@ class _Received(NamedTuple):
     payload: Any
     message: BridgeMessage
     translation: Translation
-    refuse: Callable[[str, str], None]
+    refuse: Callable[[RejectionReason, str], None]
 
 
 class SparkplugTranslator:
@@ -213,21 +211,21 @@ class SparkplugTranslator:
             node = self._node_by_id.get(node_id)
             if node is None:
                 if len(self._node_by_id) >= MAX_NODES:
-                    raise UntranslatableError(
+                    raise RejectionError(
                         RejectionReason.TOO_LARGE,
                         f"there are more than {MAX_NODES} edge nodes; narrow the topic filter",
                     )
                 node = self._node_by_id[node_id] = EdgeNode()
             self.num_by_kind[kind] += 1
             self._handle(_Received(kind, node_id, device, payload, message, translation, refuse), node)
-        except UntranslatableError as error:
+        except RejectionError as error:
             refuse(error.reason, error.detail)
 
     def _read_topic(self, topic: str) -> tuple[str, str, str] | None:
         """Return the type, the edge node as `GROUP/NODE` and the device of a topic; None for what is no reading.
 
         Raises:
-            UntranslatableError: The topic is not one of Sparkplug B.
+            RejectionError: The topic is not one of Sparkplug B.
         """
         parts = topic.split("/")
         if len(parts) >= 2 and parts[1] == "STATE":
@@ -240,25 +238,25 @@ class SparkplugTranslator:
                 device = parts[4] if len(parts) == 5 else ""
                 check_name("the topic", topic)
                 return kind, f"{parts[1]}/{parts[3]}", device
-        raise UntranslatableError(
-            BridgeReason.NOT_SPARKPLUG, f"the topic {quote(topic)} is not {NAMESPACE}/GROUP/TYPE/NODE[/DEVICE]"
+        raise RejectionError(
+            RejectionReason.NOT_SPARKPLUG, f"the topic {quote(topic)} is not {NAMESPACE}/GROUP/TYPE/NODE[/DEVICE]"
         )
 
     def _parse(self, data: bytes) -> Any:
-        """Return the payload of a message; raise `UntranslatableError` if it is too large or malformed."""
+        """Return the payload of a message; raise `RejectionError` if it is too large or malformed."""
         from google.protobuf.message import DecodeError
 
         if len(data) > self._max_bytes:
-            raise UntranslatableError(
+            raise RejectionError(
                 RejectionReason.TOO_LARGE,
                 f"the payload has {len(data)} bytes; at most {self._max_bytes} are accepted; raise --max-message-bytes",
             )
         try:
             payload = self._payload_class.FromString(data)
         except DecodeError:
-            raise UntranslatableError(BridgeReason.NOT_SPARKPLUG, "the payload is not a Sparkplug B payload") from None
+            raise RejectionError(RejectionReason.NOT_SPARKPLUG, "the payload is not a Sparkplug B payload") from None
         if len(payload.metrics) > MAX_READINGS:
-            raise UntranslatableError(
+            raise RejectionError(
                 RejectionReason.TOO_LARGE,
                 f"the payload has {len(payload.metrics)} metrics; at most {MAX_READINGS} are accepted",
             )
@@ -332,7 +330,7 @@ class SparkplugTranslator:
         """Store the names, types and aliases of a birth."""
         for metric in payload.metrics:
             if len(node.type_by_name) >= MAX_METRICS_OF_NODE:
-                raise UntranslatableError(
+                raise RejectionError(
                     RejectionReason.TOO_LARGE, f"an edge node has more than {MAX_METRICS_OF_NODE} metrics"
                 )
             name = metric.name.decode("utf-8", "replace")
@@ -357,7 +355,7 @@ class SparkplugTranslator:
                 value = check_value(name, _read_value(name, metric, field_name, datatype))
                 time = metric.timestamp * 1000 if metric.HasField("timestamp") else default_time
                 if not is_possible_time(time):
-                    raise UntranslatableError(
+                    raise RejectionError(
                         RejectionReason.WRONG_TYPE,
                         f"the time of {quote(name)} is after the year 9999; send milliseconds since 1970",
                     )
@@ -366,7 +364,7 @@ class SparkplugTranslator:
                     add_event(translation, full_device, {name: value}, time, refuse, self._max_event_bytes)
                 else:
                     values[name] = value
-            except UntranslatableError as error:
+            except RejectionError as error:
                 refuse(error.reason, error.detail)
         for time, values in values_by_time.items():
             add_event(translation, full_device, values, time, refuse, self._max_event_bytes)
@@ -398,26 +396,26 @@ def _identify(node: EdgeNode, device: str, metric: Any) -> tuple[str, int]:
     """Return the name and the type of a metric.
 
     Raises:
-        UntranslatableError: It has neither a valid name nor an alias that is certain.
+        RejectionError: It has neither a valid name nor an alias that is certain.
     """
     if metric.name:
         try:
             name = check_name("the name of a metric", metric.name.decode())
         except UnicodeDecodeError:
-            raise UntranslatableError(RejectionReason.WRONG_TYPE, "the name of a metric is not UTF-8") from None
+            raise RejectionError(RejectionReason.WRONG_TYPE, "the name of a metric is not UTF-8") from None
         datatype = metric.datatype or (node.type_by_name.get((device, name), 0) if node.sequence is not None else 0)
         if not datatype and metric.WhichOneof("value") in ("int_value", "long_value"):
             # Without the type, a negative number cannot be distinguished from a large one.
-            raise UntranslatableError(
-                BridgeReason.UNKNOWN_ALIAS, f"the type of {quote(name)} is not known before a birth of its edge node"
+            raise RejectionError(
+                RejectionReason.UNKNOWN_ALIAS, f"the type of {quote(name)} is not known before a birth of its edge node"
             )
         return name, datatype
     if not metric.HasField("alias"):
-        raise UntranslatableError(RejectionReason.MISSING_FIELD, "a metric has neither a name nor an alias")
+        raise RejectionError(RejectionReason.MISSING_FIELD, "a metric has neither a name nor an alias")
     declared = node.declaration_by_alias.get(metric.alias) if node.sequence is not None else None
     if declared is None or declared[0] != device:
-        raise UntranslatableError(
-            BridgeReason.UNKNOWN_ALIAS,
+        raise RejectionError(
+            RejectionReason.UNKNOWN_ALIAS,
             f"the alias {metric.alias} was not declared by a birth since which no message is missing",
         )
     return check_name("the name of a metric", declared[1]), metric.datatype or declared[2]
@@ -427,10 +425,10 @@ def _read_value(name: str, metric: Any, field_name: str, datatype: int) -> Any:
     """Return the value of a metric as a number, a boolean or text.
 
     Raises:
-        UntranslatableError: It is of a type that no reading has, or is not UTF-8.
+        RejectionError: It is of a type that no reading has, or is not UTF-8.
     """
     if field_name not in _VALUE_FIELDS:
-        raise UntranslatableError(
+        raise RejectionError(
             RejectionReason.WRONG_TYPE, f"the metric {quote(name)} is no number, boolean or text ({field_name})"
         )
     value = getattr(metric, field_name)
@@ -438,7 +436,7 @@ def _read_value(name: str, metric: Any, field_name: str, datatype: int) -> Any:
         try:
             return value.decode()
         except UnicodeDecodeError:
-            raise UntranslatableError(RejectionReason.WRONG_TYPE, f"the text of {quote(name)} is not UTF-8") from None
+            raise RejectionError(RejectionReason.WRONG_TYPE, f"the text of {quote(name)} is not UTF-8") from None
     bits = _BITS_BY_TYPE.get(datatype)
     if bits is not None and field_name in ("int_value", "long_value"):
         value &= (1 << bits) - 1
