@@ -139,5 +139,11 @@ def _connect_opcua(settings: BridgeSettings) -> BridgeSource:
             time_field=settings.time_field,
             time_unit=settings.time_unit,
             patience=settings.patience,
+            policy=settings.opcua_policy,
+            mode=settings.opcua_mode,
+            cafile=settings.source_cafile,
+            certfile=settings.source_certfile,
+            keyfile=settings.source_keyfile or settings.source_certfile,
+            key_password=settings.read_source_key_password(),
         )
     )

@@ -126,7 +126,8 @@ class BridgePipeline:
             self._finish_write(self._write)
         if self._write is None and self._received:
             self._begin_write(executor)
-        self._source_metrics.update(self._source, messages, len(self._received) + len(self._written))
+        num_unacknowledged = len(self._received) + len(self._written)
+        self._source_metrics.update(messages, self._source.num_connections, num_unacknowledged)
         self._metrics.is_ready = self._source.is_connected
         self._metrics.record_progress()
 

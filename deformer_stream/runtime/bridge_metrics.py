@@ -14,7 +14,6 @@ from deformer_stream.runtime.process_metrics import ProcessMetrics
 if TYPE_CHECKING:
     from deformer_stream.codec.bridge_messages import BridgeMessage
     from deformer_stream.codec.sparkplug import SparkplugTranslator
-    from deformer_stream.runtime.bridge import BridgeSource
 
 _REASONS = (RejectionReason.UNKNOWN_TOPIC, RejectionReason.NOT_SPARKPLUG, RejectionReason.UNKNOWN_ALIAS)
 """Reasons that only messages of a plant have. They are zero before the first refusal."""
@@ -56,18 +55,18 @@ class SourceMetrics:
             )
             self._update_sparkplug(sparkplug)
 
-    def update(self, source: BridgeSource, received: Sequence[BridgeMessage], num_unacknowledged: int) -> None:
+    def update(self, received: Sequence[BridgeMessage], num_connections: int, num_unacknowledged: int) -> None:
         """Count messages that a poll has returned, and set the metrics to the state of the source.
 
         Args:
-            source: The source.
             received: The messages.
+            num_connections: How many connections the source has made so far.
             num_unacknowledged: Number of received messages that are not acknowledged.
         """
         self._messages.inc(len(received))
         self._repeated.inc(sum(message.is_repeated for message in received))
-        self._connections.inc(source.num_connections - self._num_counted_connections)
-        self._num_counted_connections = source.num_connections
+        self._connections.inc(num_connections - self._num_counted_connections)
+        self._num_counted_connections = num_connections
         self._unacknowledged.set(num_unacknowledged)
         if self._sparkplug is not None:
             self._update_sparkplug(self._sparkplug)

@@ -171,7 +171,7 @@ class PlantSource:
             return PollResult(history, restored_partitions=(restored,), caught_up_partitions=(PARTITION,))
         messages = self._source.poll(timeout)
         self._messages += messages
-        self._metrics.update(self._source, messages, len(self._messages))
+        self._metrics.update(messages, self._source.num_connections, len(self._messages))
         return PollResult(self._translate(messages) if messages else None)
 
     def _translate(self, messages: Sequence[BridgeMessage]) -> Messages | None:

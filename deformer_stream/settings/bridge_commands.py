@@ -30,6 +30,14 @@ class BridgeSettings(KafkaSettings, PlantSourceSettings):
     sampling_interval: Timeout = text_default(
         "1s", description="Sampling interval that is requested of an OPC UA server."
     )
+    opcua_policy: Literal["None", "Basic256Sha256", "Aes128Sha256RsaOaep", "Aes256Sha256RsaPss"] = Field(
+        "None",
+        description="Security policy of the connection to an OPC UA server. It requires --source-certfile and "
+        "--source-cafile, whose files have certificates in PEM or DER.",
+    )
+    opcua_mode: Literal["Sign", "SignAndEncrypt"] = Field(
+        "SignAndEncrypt", description="Whether messages of an OPC UA server are encrypted, or only signed."
+    )
     feature_field: str = Field("feature", description="JSON field with the name of the feature.")
     value_field: str = Field("value", description="JSON field with the value of the reading.")
     values_field: str = Field("values", description="JSON field with several readings: an object of values by feature.")
@@ -70,7 +78,15 @@ class BridgeSettings(KafkaSettings, PlantSourceSettings):
             self.check_topics(address)
         if is_mqtt and self.nodes:
             raise ValueError("--nodes is for OPC UA; write the topic filter of MQTT into --source")
-        self.check_source_login(address)
+        if self.opcua_policy != "None":
+            if is_mqtt:
+                raise ValueError("--opcua-policy is for OPC UA; write mqtts:// to encrypt MQTT")
+            if self.source_certfile is None or self.source_cafile is None:
+                raise ValueError(
+                    "--opcua-policy requires --source-certfile, the client's certificate, and --source-cafile, the "
+                    "certificate of the server or of its authority; add both"
+                )
+        self.check_source_login(address, address.scheme == "mqtts" or self.opcua_policy != "None")
         return self
 
     @property

@@ -335,7 +335,7 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSo
         """Raise `ValueError` if options contradict the MQTT source with this address."""
         self._refuse_options(_KAFKA_OPTIONS, "Kafka in place of an MQTT source")
         self.check_topics(address)
-        self.check_source_login(address)
+        self.check_source_login(address, address.scheme == "mqtts")
         if self.state_dir is None:
             raise ValueError("an MQTT source requires --state-dir, the folder for the state of open records; add it")
         if address.path.startswith("$share/"):

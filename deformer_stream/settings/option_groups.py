@@ -156,7 +156,7 @@ DEAD_LETTERS_GROUPS: OptionGroups = {
 BRIDGE_GROUPS: OptionGroups = {
     "Input": ("source", "pattern", "time_unit", "max_message_bytes"),
     "MQTT session": ("client_id", "session_expiry"),
-    "OPC UA": ("nodes", "sampling_interval"),
+    "OPC UA": ("nodes", "sampling_interval", "opcua_policy", "opcua_mode"),
     "Security of the source": _SOURCE_SECURITY,
     "Kafka": (
         *(

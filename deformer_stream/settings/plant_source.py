@@ -100,16 +100,23 @@ class PlantSourceSettings(Settings):
                 "--source names no topics; add a topic filter, such as mqtt://HOST/plant/#, or give --pattern"
             )
 
-    def check_source_login(self, address: SourceAddress) -> None:
-        """Raise `ValueError` if the login or the certificates do not fit the address of the source, or each other."""
+    def check_source_login(self, address: SourceAddress, is_encrypted: bool) -> None:
+        """Raise `ValueError` if the login or the certificates do not fit the address of the source, or each other.
+
+        Args:
+            address: The address.
+            is_encrypted: Whether the connection is encrypted.
+        """
+        is_mqtt = address.scheme.startswith("mqtt")
         certificates = self.source_cafile, self.source_certfile, self.source_keyfile, self.source_key_password_file
-        if address.scheme != "mqtts" and any(option is not None for option in certificates):
-            raise ValueError("certificates and keys of the source require an address that begins with mqtts://")
+        if not is_encrypted and any(option is not None for option in certificates):
+            requirement = "an address that begins with mqtts://" if is_mqtt else "--opcua-policy"
+            raise ValueError(f"certificates and keys of the source require {requirement}; add it")
         if self.source_certfile is None and (self.source_keyfile or self.source_key_password_file):
             raise ValueError("--source-keyfile and --source-key-password-file require --source-certfile; add it")
-        is_encrypted = address.scheme == "mqtts" or address.host in LOOPBACK_HOSTS
         login = self.source_username, self.source_password, self.source_password_file
-        check_login("--source", "the source", *login, None if is_encrypted else "mqtts://")
+        is_safe = is_encrypted or address.host in LOOPBACK_HOSTS
+        check_login("--source", "the source", *login, None if is_safe else "mqtts://" if is_mqtt else "--opcua-policy ")
 
     def read_source_password(self) -> str | None:
         """Return the password of the login to the source, None if there is no login. Never log it.

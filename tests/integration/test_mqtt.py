@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,11 @@ def is_finished(consumer: RunningConsumer, num_events: int) -> bool:
     return handled >= num_events and metrics["deformer_bridge_unacknowledged_messages"] == 0
 
 
+def has_events(consumer: RunningConsumer) -> bool:
+    """Return whether a consumer has accepted readings."""
+    return consumer.read_metrics()["deformer_events_total"] > 0
+
+
 def test_alerts_are_those_of_a_replay(
     mosquitto: Mosquitto, subscriber: AlertSubscriber, model_dir: Path, tmp_path: Path
 ) -> None:
@@ -170,7 +176,7 @@ def test_nothing_is_lost_when_consumer_and_broker_are_killed(
         for kill in range(NUM_KILLS):
             sender = threading.Thread(target=send, args=(readings[kill * size : (kill + 1) * size],))
             sender.start()
-            consumer.wait_for(lambda: consumer.read_metrics()["deformer_events_total"] > 0, "readings")
+            consumer.wait_for(partial(has_events, consumer), "readings")
             time.sleep(draw.uniform(0.0, 1.0))  # when it is killed decides nothing
             consumer.process.kill()
             consumer.process.wait()
